@@ -1,0 +1,453 @@
+"""Side by side with torch's own: same model, same weights, same data, same processes, in one run.
+
+Each row is a race of two step functions that take turns, step by step, each after a barrier; a step
+takes as long as on its slowest rank. ratio = torch's time / ours in neighbouring steps, its median
+and quartiles: 1.2 means that we do 1.2 steps while torch does one. The first losses are compared,
+so what is timed is the same training. A rank is a process with one thread. Peak memory is what a
+process grows by while it builds one side and takes two steps (Linux; resident bytes, all included).
+
+    python bench.py                  every row, in less than ten minutes on two cores
+    python bench.py --quick          does it run? two steps each of a smaller model: no figures
+    python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
+    python bench.py --json out.json  the figures for a program
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import tempfile
+import time
+import warnings
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import checkpoint
+import collectives as c
+import pipeline
+from config import Config
+from model import GPT, GPTConfig, canonical_name, initial_value, layer_costs
+from train import Trainer
+
+VOCAB = 256
+SMALL = dict(n_layer=6, n_head=6, n_embd=384)
+SIZES = {  # model, tokens per sequence, sequences in all or, where negative, on each data rank
+    "compute": dict(SMALL, block_size=128, batch_size=16),
+    "communication": dict(SMALL, block_size=32, batch_size=-1),
+    "tiny": dict(n_layer=4, n_head=4, n_embd=128, block_size=32, batch_size=8),
+    "2 sequences a rank": dict(SMALL, block_size=128, batch_size=-2),
+    "8 sequences in all": dict(SMALL, block_size=128, batch_size=8),
+}
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+class Row(NamedTuple):
+    name: str
+    n: int  # ranks
+    size: object  # a key of SIZES, or the KB of a collective
+    ours: object  # Job -> step function, which returns this rank's share of the loss
+    peer: object
+    goal: float | None
+    layout: dict = {}  # of Config
+    limit: float = 1.0  # times the peer's time is what n ranks could at best take
+
+
+class Job:
+    """What one rank builds a side of a row from. groups: {n: {name: ProcessGroup}}."""
+
+    def __init__(self, row, rank, groups, folder):
+        self.row, self.n, self.rank, self.groups, self.folder = row, row.n, rank, groups, folder
+        self.pg = groups[row.n]["peer"]
+        if row.size in SIZES:
+            self.plan(row.layout)
+
+    def plan(self, layout):
+        cfg = Config(**{"dp": 1, "microbatches": 1, "chunks": 1, **SIZES[self.row.size], **layout})
+        if cfg.batch_size < 0:
+            cfg.batch_size *= -cfg.dp
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(VOCAB, (cfg.batch_size, cfg.block_size + 1), generator=generator)
+        mine = ids.chunk(cfg.dp)[self.rank % cfg.dp].chunk(cfg.microbatches)
+        self.cfg, self.batches = cfg, [(rows[:, :-1], rows[:, 1:]) for rows in mine]
+
+    def mesh(self):
+        """The row's ranks along the one axis that its layout has."""
+        names = {max("dp", "pp", "tp", key=lambda axis: self.row.layout.get(axis, 1)), "world"}
+        if "pp" in names:
+            names.add("tie")  # both ends: the bench has two stages
+        self.made = [c.Group(name, range(self.n), self.rank, self.groups[self.n][name])
+                     if name in names and self.n > 1 else c.Group(name, [self.rank], 0)
+                     for name in ("dp", "pp", "tp", "tie", "world")]
+        return c.Mesh(*self.made)
+
+
+# ---- our side: what train.py and its parts run ----
+
+
+def trainer(job):
+    t = Trainer(job.cfg, job.mesh(), VOCAB)
+
+    def step():
+        loss, norm = t.gradients(job.batches)
+        t.update(norm, job.cfg.lr)
+        return loss if job.rank == 0 else 0.0
+
+    return step
+
+
+def save_and_load(job):
+    """With the moments that a first step makes."""
+    cfg = replace(job.cfg, out=f"{job.folder}/ours")
+    os.makedirs(cfg.out, exist_ok=True)
+    t = Trainer(cfg, job.mesh(), VOCAB)
+    _, norm = t.gradients(job.batches)
+    t.update(norm, job.cfg.lr)
+    return lambda: checkpoint.load(t, checkpoint.save(t, 1, job.folder)) * 0.0
+
+
+def repeats(row):
+    """Small messages are timed several at once."""
+    return 1 if row.size in SIZES else max(1, 256 // row.size)
+
+
+def ring(job):
+    fn, x, group = getattr(c, job.row.name), torch.zeros(256 * job.row.size), job.mesh().dp
+    return lambda: [fn(x, group) for _ in range(repeats(job.row))] and 0.0
+
+
+# ---- torch's side: what its tutorials write. The loss is a mean over the rank's own tokens ----
+
+
+def plain(job):
+    """model.GPT with the same initial weights."""
+    cfg = job.cfg
+    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
+    model = GPT(shape)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(initial_value(canonical_name(name, cfg.n_layer), p.shape, shape, cfg.seed))
+    return model
+
+
+def adamw(params, cfg, kind=torch.optim.AdamW, **more):
+    params = list(params)
+    groups = [{"params": [p for p in params if (p.dim() > 1) == matrix], "weight_decay": decay}
+              for matrix, decay in ((True, cfg.weight_decay), (False, 0.0))]
+    return kind(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=True, **more)
+
+
+def loop(job, model, optimizer, share=1.0):
+    """The plain step, for models that hide their parallelism."""
+    tokens = sum(ids.numel() for ids, _ in job.batches)
+
+    def step():
+        total = 0.0
+        for ids, targets in job.batches:
+            loss = model(ids, targets) / tokens
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), job.cfg.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total * share
+
+    return step
+
+
+def ddp(job, zero=False):
+    model = plain(job)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=job.pg,
+                                                  gradient_as_bucket_view=True)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = adamw(model.parameters(), job.cfg, ZeroRedundancyOptimizer,
+                          optimizer_class=torch.optim.AdamW, process_group=job.pg,
+                          parameters_as_bucket_view=True)
+    else:
+        optimizer = adamw(model.parameters(), job.cfg)
+    return loop(job, wrapped, optimizer, 1 / job.n)
+
+
+def ddp_zero1(job):
+    return ddp(job, zero=True)
+
+
+def fsdp(job):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    mesh, model = DeviceMesh.from_group(job.pg, "cpu"), plain(job)
+    for block in model.layers[1:-1]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return loop(job, model, adamw(model.parameters(), job.cfg), 1 / job.n)
+
+
+def dtensor(job):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel as Col
+    from torch.distributed.tensor.parallel import RowwiseParallel as Row
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+    mesh, model, (ids, targets) = DeviceMesh.from_group(job.pg, "cpu"), plain(job), job.batches[0]
+    first, *blocks, last = model.layers
+    for block in blocks:
+        for p in block.attn.c_attn.parameters():  # each rank's rows hold its heads of q, k and v
+            p.data = p.data.view(3, job.n, -1, *p.shape[1:]).transpose(0, 1).reshape(p.shape)
+        parallelize_module(block, mesh, {"attn.c_attn": Col(), "attn.c_proj": Row(),
+                                         "mlp.c_fc": Col(), "mlp.c_proj": Row()})
+    parallelize_module(first, mesh, {"wte": Row(input_layouts=Replicate())})
+    parallelize_module(last, mesh, {"lm_head": Col(output_layouts=Shard(-1),
+                                                   use_local_output=False)})
+    last.lm_head.weight = first.wte.weight  # tied again
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == split]
+             for split in (True, False)]
+    optimizers = [adamw(params, job.cfg) for params in kinds]
+
+    def step():
+        with loss_parallel():
+            loss = model(ids, targets) / targets.numel()
+            loss.backward()
+        split, whole = (nn.utils.get_total_norm([p.grad for p in params]) for params in kinds)
+        norm = torch.hypot(split.full_tensor(), whole)
+        for params, optimizer in zip(kinds, optimizers, strict=True):
+            nn.utils.clip_grads_with_norm_(params, job.cfg.grad_clip, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.full_tensor().item() / job.n
+
+    return step
+
+
+def pipelining(job):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    cfg, model, last = job.cfg, plain(job), job.rank == job.n - 1
+    tokens = cfg.batch_size * cfg.block_size
+    a, b = pipeline.cut(layer_costs(model.config), job.n)[job.rank]
+    part, loss_fn = nn.Sequential(*model.layers[a:b]), model.layers[-1].loss
+    stage = PipelineStage(part, job.rank, job.n, torch.device("cpu"), group=job.pg)
+    schedule = Schedule1F1B(stage, cfg.microbatches, lambda y, t: loss_fn(y, t) / tokens,
+                            scale_grads=False)
+    del model
+    ids, targets = (torch.cat(parts) for parts in zip(*job.batches, strict=True))
+    params = list(part.parameters())
+    tied = {0: lambda: part[0].wte.weight, job.n - 1: lambda: part[-1].lm_head.weight}
+    tied = tied[job.rank]() if job.rank in tied else None
+    optimizer = adamw(params, cfg)
+
+    def step():
+        losses = []
+        if last:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step(*([ids] if job.rank == 0 else []))
+        if tied is not None:  # two ranks, as these rows have: the ends are the whole group
+            dist.all_reduce(tied.grad, group=job.pg)
+        grads = [p.grad for p in params if last or p is not tied]
+        square = nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square, group=job.pg)
+        nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum().item() if last else 0.0
+
+    return step
+
+
+def library(job):
+    x, own = torch.zeros(256 * job.row.size), torch.zeros(256 * job.row.size // job.n)
+    fn, args = {"all_reduce": (dist.all_reduce, [x]),
+                "reduce_scatter": (dist.reduce_scatter_tensor, [own, x]),
+                "all_gather": (dist.all_gather_into_tensor, [x, own])}[job.row.name]
+    return lambda: [fn(*args, group=job.pg) for _ in range(repeats(job.row))] and 0.0
+
+
+def dcp(job):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    model = plain(job)
+    optimizer = adamw(model.parameters(), job.cfg)
+    loop(job, model, optimizer)()
+
+    def step():
+        names = ("model", "optimizer")
+        state = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=f"{job.folder}/torch", process_group=job.pg)
+        dcp.load(state, checkpoint_id=f"{job.folder}/torch", process_group=job.pg)
+        set_state_dict(model, optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
+        return 0.0
+
+    return step
+
+
+# ---- limits: one process does the work while the other ranks look on ----
+
+
+def one_process(job):
+    """A plain loop with as many threads as there are ranks."""
+    job.plan({"microbatches": job.cfg.microbatches})
+    if job.rank > 0:
+        return lambda: 0.0
+    model = plain(job)
+    step = loop(job, model, adamw(model.parameters(), job.cfg))
+
+    def threaded():
+        torch.set_num_threads(job.n)
+        loss = step()
+        torch.set_num_threads(1)
+        return loss
+
+    return threaded
+
+
+def one_rank(job):
+    """train.py's path: the whole batch, or one rank's share if the batch grows with the ranks."""
+    job.n = 1
+    job.plan({})
+    return trainer(job) if job.rank == 0 else lambda: 0.0
+
+
+# ---- the rows ----
+
+ROWS = [Row("all_reduce", n, kb, ring, library, 2.0 if kb <= 256 else 1.0)
+        for n in (2, 4) for kb in (4, 64, 256, 1024, 4096, 16384, 65536)]
+ROWS += [Row(name, n, 65536, ring, library, goal)
+         for name, goal in (("reduce_scatter", 1.5), ("all_gather", 1.0)) for n in (2, 4)]
+for name, peer, layouts, goals in (
+        ("DDP", ddp, [{"dp": 2}, {"dp": 4}], {"compute": 1.0, "communication": 1.1}),
+        ("ZeRO-1", ddp_zero1, [{"dp": 2, "zero": 1}], {"compute": 1.0, "communication": 1.15}),
+        ("ZeRO-3", fsdp, [{"dp": 2, "zero": 3}, {"dp": 4, "zero": 3}],
+         {"compute": 1.05, "communication": 1.2}),
+        ("1F1B", pipelining, [{"pp": 2, "microbatches": 8}], {"compute": 1.0, "tiny": 1.2}),
+        ("tensor parallel", dtensor, [{"tp": 2}], {"compute": 1.05, "tiny": 1.5})):
+    ROWS += [Row(name, next(iter(layout.values())), size, trainer, peer, goal, layout)
+             for layout in layouts for size, goal in goals.items()]
+ROWS += [Row("D = 2, to 2 threads", 2, "compute", trainer, one_process, 0.97, {"dp": 2}),
+         Row("P = 2, to that + bubble", 2, "compute", trainer, one_process, 0.95,
+             {"pp": 2, "microbatches": 8}, 9 / 8),
+         Row("one rank, to a plain loop", 1, "compute", trainer, one_process, 0.99)]
+ROWS.append(Row("checkpoint", 2, "compute", save_and_load, dcp, 1.0, {"dp": 2}))
+for n in (1, 2, 4, 8):  # the limit is one rank's time, the work shared evenly by the cores
+    ROWS += [Row("scaling", n, size, trainer, one_rank, None, {"dp": n}, limit) for size, limit in (
+        ("2 sequences a rank", max(1, n / CORES)), ("8 sequences in all", 1 / min(n, CORES)))]
+
+
+# ---- the race ----
+
+
+def race(row, rank, groups, folder, seconds, least):
+    """The row's figures, the same on each of its ranks."""
+    pg, sides = groups[row.n]["peer"], (row.ours, row.peer)
+
+    def highest(values):
+        values = torch.tensor(values, dtype=torch.double)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=pg)
+        return values
+
+    def clock(step):
+        dist.barrier(pg)
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    job = Job(row, rank, groups, folder)
+    steps = row.ours(job), row.peer(Job(row, rank, groups, folder))
+    losses = torch.tensor([[step() for step in steps] for _ in range(2)])
+    dist.all_reduce(losses, group=pg)
+    assert row.name == "scaling" or torch.allclose(*losses.unbind(1), rtol=1e-3), (row, losses)
+    before = sum(group.bytes_sent for group in job.made)
+    pairs = seconds / highest([sum(map(clock, steps))]).item()
+    sent = sum(group.bytes_sent for group in job.made) - before
+    times = []
+    for i in range(int(min(max(pairs, least), 200))):
+        pair = {side: clock(steps[side]) for side in (i % 2, 1 - i % 2)}
+        times.append([pair[0], pair[1] * row.limit])
+    times = highest(times) / repeats(row)
+    ratio = (times[:, 1] / times[:, 0]).quantile(torch.tensor([.5, .25, .75]).double()).tolist()
+    del steps, job
+    peaks = highest([peak(lambda side=side: side(Job(row, rank, groups, folder)))
+                     for side in sides])
+    return (*ratio, *(1e3 * times).median(0).values.tolist(), *peaks.tolist(),
+            highest([sent]).item() / repeats(row) / 1e6)
+
+
+def peak(build):
+    """MB by which this process grows at most while it builds a side and takes two steps."""
+    def status(field):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
+
+    try:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what others freed is given back
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the high-water mark starts anew
+    except (OSError, AttributeError):  # not Linux, and so on every rank
+        return float("nan")
+    before, step = status("VmRSS"), build()
+    step(), step()
+    return status("VmHWM") - before
+
+
+def worker(rank, world, chosen, quick, path, folder):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the peers'
+    c.init(rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous", timeout=1800)
+    rows = [ROWS[i] for i in chosen]
+    groups = {n: {name: dist.new_group(range(n)) for name in ("axis", "tie", "world", "peer")}
+              for n in sorted({1, *(row.n for row in rows)})}
+    for named in groups.values():
+        named.update(dict.fromkeys(("dp", "pp", "tp"), named["axis"]))
+    for size in SIZES.values() if quick else ():
+        size.update(n_layer=2, block_size=32)
+    results = []
+    for row in rows:
+        seconds = 8 if row.size in SIZES else 3
+        figures = race(row, rank, groups, folder, *((0, 2) if quick else (seconds, 5))) \
+            if rank < row.n else ()
+        dist.barrier()
+        if rank == 0:
+            ratio, low, high, ms, peer_ms, *peaks, sent = figures
+            size = row.size if row.size in SIZES else f"{row.size} KB"
+            goal = f"{row.goal:.2f}" if row.goal else ""
+            print(f"{row.name:26}{row.n:2}  {size:19}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
+                  f"{low:.2f} - {high:.2f}{goal:>6}{peaks[0]:8.0f}{peaks[1]:6.0f}{sent:9.2f}",
+                  flush=True)
+            peaks = [None if x != x else x for x in peaks]
+            results.append(dict(row=row.name, n=row.n, size=size, ratio=ratio, low=low, high=high,
+                                goal=row.goal, peak_mb=peaks[0], peer_peak_mb=peaks[1],
+                                ms=ms, peer_ms=peer_ms, sent_mb=sent))
+    if rank == 0 and path:
+        with open(path, "w") as file:
+            json.dump(results, file, indent=1)
+    c.shutdown()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two steps of each row, a small model")
+    parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()
+              and not (args.quick and row.n > 4)]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(row.name for row in ROWS))
+        parser.exit(2, f"bench.py: --only {args.only} is in no row's name; try {names}\n")
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    world = max(ROWS[i].n for i in chosen)
+    print(f"torch {torch.__version__}, {CORES} cores, {world} processes\n"
+          f"{'row':26}{'n':>2}  {'size':19}{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  "
+          f"{'quartiles':>11}{'goal':>6}{'peak MB':>8}{'peer':>6}{'sent MB':>9}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (world, chosen, args.quick, args.json, folder), world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Batches from train.bin and val.bin, the same in every layout.
+
+The global batch of step i is a pure function of (seed, i). Data rank d takes its slice of it, and
+microbatch k its sub-slice, so no rank has to tell another what it read.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.prepare import prepare
+
+
+class Data:
+    """train.bin and val.bin, memory-mapped; batches are pure functions of (seed, step)."""
+
+    def __init__(self, cfg):
+        self.block = cfg.block_size
+        self.folder = Path(cfg.data)
+        if cfg.data in ("stdlib", "shakespeare"):
+            self.folder = Path(__file__).parent / cfg.data
+            if not (self.folder / "meta.json").exists():
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    prepare((cfg.data,), self.folder)
+                deadline = time.time() + 300
+                while not (self.folder / "meta.json").exists() and time.time() < deadline:
+                    time.sleep(0.2)
+        meta = self.folder / "meta.json"
+        self.meta = {"vocab_size": 50257}  # nanoGPT's own folders have no meta.json: GPT-2's
+        try:
+            if meta.exists():
+                self.meta = json.loads(meta.read_text())
+            self.vocab_size = int(self.meta["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{meta} cannot be read or is damaged; make it anew") from None
+        if cfg.tp > self.vocab_size:
+            raise ValueError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
+        self.train, self.val = self.open("train"), self.open("val")
+
+    def open(self, split):
+        path = self.folder / f"{split}.bin"
+        if not path.exists():
+            raise ValueError(f"--data {self.folder}: {path.name} is missing; "
+                             f"python data/prepare.py PATH --out {self.folder} makes it")
+        size, told = path.stat().st_size, self.meta.get(f"{split}_tokens")
+        if size % 2 or told and size != 2 * told:
+            raise ValueError(f"{path} is truncated: {size} bytes" + (f" for {told} tokens" if told
+                             else ", not a whole number of uint16") + "; make it anew")
+        if size // 2 <= self.block:
+            raise ValueError(f"--block-size {self.block} is longer than {path}, which has "
+                             f"{size // 2} tokens; take less than that")
+        try:
+            tokens = np.memmap(path, dtype="<u2", mode="r")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+        self.check_ids(tokens[: 1 << 27], path)  # what lies beyond is checked when it is read
+        return tokens
+
+    def check_ids(self, ids, path):
+        if ids.max() >= self.vocab_size:
+            raise ValueError(f"{path} holds token id {ids.max()}, beyond the vocabulary of "
+                             f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
+
+    def rows(self, tokens, starts, device):
+        rows = np.stack([tokens[s : s + self.block + 1] for s in starts]).astype(np.int64)
+        self.check_ids(rows, self.folder)
+        rows = torch.from_numpy(rows)
+        if device.type == "cuda":
+            rows = rows.pin_memory().to(device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
+    def training(self, cfg, step, mesh):
+        """The microbatches of this replica: [(ids, targets)], each (b, S)."""
+        rng = np.random.default_rng([cfg.seed, step])
+        starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
+        return self.split(cfg, self.train, starts, mesh)
+
+    def validation(self, cfg, i, mesh):
+        """Batch i of consecutive windows; they begin anew where val.bin ends."""
+        windows = (len(self.val) - 1) // self.block
+        starts = (np.arange(cfg.batch_size) + i * cfg.batch_size) % windows * self.block
+        return self.split(cfg, self.val, starts, mesh)
+
+    def split(self, cfg, tokens, starts, mesh):
+        mine = np.split(starts, mesh.dp.size)[mesh.dp.rank]
+        return [self.rows(tokens, part, mesh.world.device)
+                for part in np.split(mine, cfg.microbatches)]
