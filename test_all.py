@@ -870,6 +870,14 @@ def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, 
     assert {r["pid"] for r in records} == {0, 1}
 
 
+def test_a_wait_inside_of_a_wait_counts_once():
+    a = {"stage": 0, "microbatch": 0, "step": 0}
+    events = [["F", "main", 0.0, 4.0, a], ["all_reduce", "main", 1.0, 3.0, {"step": 0}],
+              ["wait", "main", 1.5, 2.5, {"step": 0}], ["wait", "main", 5.0, 6.0, {"step": 0}]]
+    (row,), mean = timeline.split([events], None)
+    assert row == {"compute": 2.0, "exposed": 3.0, "bubble": 0.0, "other": 1.0} and mean == {"F": 2}
+
+
 @pytest.mark.parametrize("P,m,v", [(2, 8, 1), (4, 8, 2), (4, 12, 3), (8, 16, 4)])
 def test_schedules_have_the_published_bubble_and_memory(P, m, v):
     for name in pipeline.SCHEDULES:

@@ -97,10 +97,11 @@ def split(every, rank_of_stage):
         main = [event for event in events if event[1] == "main"]
         outer = [event for event in main if event[0] in (*ACTIONS, "optimizer")]
         busy = [end - start for _, _, start, end, _ in outer]
-        bubble = exposed = 0.0
+        bubble = exposed = until = 0.0
         for name, _, start, end, a in main:
-            if name in (*ACTIONS, "optimizer", "send"):
+            if name in (*ACTIONS, "optimizer", "send") or end <= until:
                 continue
+            until = end  # what lies inside of this wait is counted with it
             if "sender" in a:
                 peer = rank_of_stage(rank, a["sender"])
                 at = sent.get((peer, a["sender"], a["stage"], a["microbatch"], a["step"]), 0.0)
