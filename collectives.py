@@ -27,9 +27,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-PIECE = 1 << 20  # bytes; one piece is reduced while the next ones are on the way
+PIECE = 2 << 20  # bytes; one piece is reduced while the next ones are on the way
 AHEAD = 8  # pieces whose receives are posted before they are needed
-SMALL = 1 << 18  # bytes; up to here two ranks swap whole tensors
+SMALL = 1 << 20  # bytes; up to here hops cost more than bytes
 OPS = {"sum": (torch.Tensor.add_, "SUM"), "max": (lambda a, b: torch.maximum(a, b, out=a), "MAX")}
 
 
@@ -201,22 +201,44 @@ def _ring(tensor, group, op, hops):
         send.wait()
 
 
-def _swaps(tensor, group):
-    """Whether to take `_swap`. Every rank must say the same."""
+def _few_hops(tensor, group):
+    """Whether to take `_butterfly`. Every rank must say the same."""
     small = tensor.numel() * tensor.element_size() <= SMALL
-    return group.size == 2 and small and not group.native
+    power_of_two = group.size & (group.size - 1) == 0
+    return small and power_of_two and group.device.type == "cpu" and not group.native
 
 
-def _swap(tensor, group, op):
-    """All_reduce of two ranks in one hop, where the ring takes two for the same bytes. Both reduce
-    the whole tensor, so it is for small ones; a + b = b + a to the bit. Returns a Work."""
-    other = torch.empty_like(tensor)
-    swap = group.exchange(tensor, group.next, other, group.prev)
+def _butterfly(tensor, group, op):
+    """All_reduce of 2^k ranks in 2k - 1 hops, where the ring takes 2 (2^k - 1) for the same bytes.
+
+    With partners ever nearer a rank keeps one half and gives away the other, until the last two
+    swap all they have kept (a + b = b + a to the bit); the way back doubles what is complete. All
+    receives are posted first. It starts here and goes on in the wait() of the Work returned.
+    Rabenseifner 2004.
+    """
+    kept, steps, distance = tensor.view(-1), [], group.size // 2
+    while distance:
+        upper, peer = bool(group.rank & distance), group.rank ^ distance
+        halves = kept.tensor_split(2) if distance > 1 else (kept, kept)
+        kept, given = halves[upper], halves[not upper]
+        steps.append((given, torch.empty_like(kept), kept, peer))
+        distance //= 2
+    steps += [(kept, given, None, peer) for given, _, kept, peer in steps[-2::-1]]
+    receives = [group.recv(into, peer) for _, into, _, peer in steps]
+    sends = [group.send(steps[0][0], steps[0][3])]
 
     def finish():
         with group.span("wait", group=group.name):
-            swap.wait()
-        OPS[op][0](tensor, other)
+            for i, (out, into, total, _) in enumerate(steps):
+                receives[i].wait()
+                if total is not None:
+                    if out is total:
+                        sends[i].wait()
+                    OPS[op][0](total, into)
+                if i + 1 < len(steps):
+                    sends.append(group.send(steps[i + 1][0], steps[i + 1][3]))
+            for send in sends:
+                send.wait()
 
     return Work([finish], f"group {group.name}")
 
@@ -244,8 +266,8 @@ def _all_gather(tensor, group):
 def _all_reduce(tensor, group, op):
     if group.native:
         dist.all_reduce(tensor, getattr(dist.ReduceOp, OPS[op][1]), group=group.pg)
-    elif _swaps(tensor, group):
-        _swap(tensor, group, op).wait()
+    elif _few_hops(tensor, group):
+        _butterfly(tensor, group, op).wait()
     else:
         _ring(tensor, group, op, range(2 * group.size - 2))
 
@@ -277,8 +299,8 @@ def all_reduce(tensor, group, op="sum", async_op=False):
     """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place.
     Its own backward. Sends 2 (N-1)/N of the bytes. With async_op returns a Work at once.
     """
-    if async_op and _swaps(tensor, group) and not group.last.waits:
-        return _swap(tensor, group, op)  # it starts here, not in the worker
+    if async_op and group.size == 2 and _few_hops(tensor, group) and not group.last.waits:
+        return _butterfly(tensor, group, op)  # its only hop starts here, not in the worker
     return _run(_all_reduce, tensor, group, op, async_op=async_op)
 
 

@@ -82,7 +82,8 @@ class CrossEntropy(nn.Module):
         self.vocab_size = vocab_size
 
     def forward(self, logits, targets):  # (B, T, V), (B, T) -> sum over the tokens
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in 32 bits
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 class Head(nn.Module):

@@ -88,9 +88,10 @@ class Trainer:
         if cfg.init_from and cfg.resume == "no":
             with checkpoint.together(mesh.world):
                 given = checkpoint.read_weights(cfg.init_from, self.shapes, shape)
-        self.deferred = parallelize(model, mesh.tp, partial(canonical_name, n_layer=cfg.n_layer))
-
         self.lists = pipeline.make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
+        self.deferred = parallelize(model, mesh.tp, partial(canonical_name, n_layer=cfg.n_layer),
+                                    split_backward=any(a.kind == "W" for a in self.lists[0]))
+
         self.where = pipeline.placement(cfg.schedule, cfg.pp, cfg.chunks)
         pipeline.validate(self.lists, self.where)
         self.actions = pipeline.lower(self.lists, self.where)[mesh.pp.rank]

@@ -65,6 +65,11 @@ class ZeRO(DDP):
             bucket.full.untyped_storage().resize_(0)
         bucket.offset = self.group.rank * bucket.weight_shard.numel()
 
+    def zero_grad(self):
+        super().zero_grad()
+        for bucket in self.buckets if self.zero >= 2 else ():
+            bucket.grad_shard.zero_()
+
     def ready(self, param):
         """Stages 2 and 3: the gradient moves into a bucket that lives until it is reduced. What
         comes with I (LayerNorm, embedding), ahead of the rest of its layer, waits in param.grad.
@@ -83,8 +88,7 @@ class ZeRO(DDP):
 
     def launch(self, bucket):
         if self.zero == 1:
-            self.works.append(reduce_scatter(bucket.grad, self.group, async_op=True))
-            return
+            return super().launch(bucket, reduce_scatter)
         for param in bucket.params:
             if param.grad is not None:
                 self.move(param)
@@ -177,28 +181,31 @@ class Optimizer:
 
     def grad_square(self):
         """This rank's part of the squared global norm: each element of the model counts once."""
-        parts = [torch.linalg.vector_norm(grad, dtype=param.dtype).square()
-                 / (tag.copies * self.replicas)
-                 for bucket in self.dp.buckets for tag, param, grad in bucket.steps]
         device = self.dp.buckets[0].full.device
-        return torch.stack(parts).sum().double() if parts else torch.zeros((), dtype=torch.double,
-                                                                           device=device)
+        norms = [torch.linalg.vector_norm(grad, dtype=param.dtype)
+                 for bucket in self.dp.buckets for _, param, grad in bucket.steps]
+        if not norms:
+            return torch.zeros((), dtype=torch.double, device=device)
+        copies = [tag.copies * self.replicas
+                  for bucket in self.dp.buckets for tag, *_ in bucket.steps]
+        return (torch.stack(norms).double().square() / torch.tensor(copies, device=device)).sum()
 
     def step(self, lr, scale=1.0):
         """One AdamW step with the gradients times `scale` (in place, unless they are 16-bit); then
         every rank has the new weights."""
         works = []
         for bucket in self.dp.buckets:
+            wide = bucket.master is bucket.weight_shard
+            if wide and scale != 1.0:
+                bucket.grad_shard.mul_(scale)
             for _, param, grad in bucket.steps:
-                param.grad = grad.to(param.dtype)
-                if scale != 1.0:
-                    param.grad.mul_(scale)
+                param.grad = grad if wide else grad.to(param.dtype).mul_(scale)
             if bucket.steps:
                 for group in bucket.adam.param_groups:
                     group["lr"] = lr
                 bucket.adam.step()
                 bucket.adam.zero_grad()
-            if bucket.master is not bucket.weight_shard:
+            if not wide:
                 bucket.weight_shard.copy_(bucket.master)
             works.append(self.dp.publish(bucket))
         for work in works:
