@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections import Counter, defaultdict, deque
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -281,9 +281,13 @@ def run(actions, stages, where, group, batches, shape, dtype, reducer, deferred,
     inputs, outputs, grads, weight_grads, sent = {}, {}, {}, {}, deque()
     loss = torch.zeros((), dtype=torch.double, device=group.device)
 
-    def receive(store, s, k, src):  # a buffer of its own for every microbatch
-        buffer = torch.empty(shape, dtype=dtype, device=group.device)
-        store[s, k] = buffer, group.recv(buffer, where[src]), src
+    coming = iter([a for a in actions if a.kind in ("RF", "RB")])
+
+    def receive():  # the next one in the list, into a buffer of its own
+        for kind, s, k in islice(coming, 1):
+            store, src = (inputs, s - 1) if kind == "RF" else (grads, s + 1)
+            buffer = torch.empty(shape, dtype=dtype, device=group.device)
+            store[s, k] = buffer, group.recv(buffer, where[src]), src
 
     def send(tensor, s, k, to):
         with span("send", stage=s, microbatch=k, to=to):
@@ -324,11 +328,11 @@ def run(actions, stages, where, group, batches, shape, dtype, reducer, deferred,
         elif s:
             inputs[s, k] = x.grad
 
+    if group.device.type == "cpu":  # one ahead of the list: gloo's send waits for its receive
+        receive()
     for i, (kind, s, k) in enumerate(actions):
-        if kind == "RF":
-            receive(inputs, s, k, s - 1)
-        elif kind == "RB":
-            receive(grads, s, k, s + 1)
+        if kind in ("RF", "RB"):
+            receive()
         elif kind == "SF":
             _, y = outputs[s, k] if final else outputs.pop((s, k))
             send(y.detach(), s, k, s + 1)
