@@ -407,7 +407,7 @@ def worker(rank, world, chosen, quick, path, folder):
         size.update(n_layer=2, block_size=32)
     results = []
     for row in rows:
-        seconds = 8 if row.size in SIZES else 3
+        seconds = 6 if row.size in SIZES else 3
         figures = race(row, rank, groups, folder, *((0, 2) if quick else (seconds, 5))) \
             if rank < row.n else ()
         dist.barrier()

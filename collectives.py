@@ -5,10 +5,10 @@ rank r's own. Two walks around the ring make the whole family; a rank sends exac
 
     reduce_scatter, all_gather     (N-1)/N n      all_reduce = both walks   2 (N-1)/N n
 
-which is the least that any all-reduce can send (Patarasuk & Yuan 2009), in 2 (N-1) hops, and every
-replica ends with the same bits because each chunk is summed once, in one order. The two that
-the ring beats are here to compare: the busiest rank of `sequential_all_reduce` sends 2 n, one after
-the other; of `parameter_server_all_reduce` (N-1) n.
+which is the least that any all-reduce can send (Patarasuk & Yuan 2009), in 2 (N-1) hops; a small
+tensor takes a butterfly's 2 log2(N) - 1. Every replica ends with the same bits because each chunk
+is summed once, in one order. The two that the ring beats are here to compare: the busiest rank of
+`sequential_all_reduce` sends 2 n, one after the other; of `parameter_server_all_reduce` (N-1) n.
 
     python collectives.py        walks a ring of 4 processes and counts the bytes
 """
@@ -209,7 +209,7 @@ def _few_hops(tensor, group):
 
 
 def _butterfly(tensor, group, op):
-    """All_reduce of 2^k ranks in 2k - 1 hops, where the ring takes 2 (2^k - 1) for the same bytes.
+    """All_reduce of N = 2^k ranks in 2k - 1 hops, where the ring takes 2 (N-1), for as many bytes.
 
     With partners ever nearer a rank keeps one half and gives away the other, until the last two
     swap all they have kept (a + b = b + a to the bit); the way back doubles what is complete. All

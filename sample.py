@@ -10,6 +10,7 @@ and each further token is computed from the last --block-size tokens anew.
 
 import argparse
 import math
+import signal
 import sys
 
 import torch
@@ -109,6 +110,8 @@ def main():
             raise ValueError("--prompt '' must not be empty")
     except ValueError as error:
         sys.exit(print(f"sample.py: {error}", file=sys.stderr) or 2)
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,
                            args.top_k, args.seed):
         print(tokenizer.decode(tokens), end="\n---\n", flush=True)

@@ -420,7 +420,8 @@ def _memory(rank, cfg):
 
 
 @pytest.mark.parametrize("dtype,schedule,recompute", [
-    ("float32", "1f1b", False), ("bfloat16", "1f1b", True), ("float32", "zb-h1", False)])
+    ("float32", "1f1b", False), ("float32", "1f1b", True), ("bfloat16", "1f1b", False),
+    ("bfloat16", "1f1b", True), ("float32", "zb-h1", False)])
 def test_memory_held_is_the_formula_and_the_peak_what_the_stage_allows(
         corpus, dtype, schedule, recompute):
     """Wide and short, so that weights and gradients outweigh activations. 125: there is padding."""
