@@ -361,12 +361,14 @@ def race(row, rank, groups, folder, seconds, least):
     dist.all_reduce(losses, group=pg)
     assert row.name == "scaling" or torch.allclose(*losses.unbind(1), rtol=1e-3), (row, losses)
     before = sum(group.bytes_sent for group in job.made)
-    pairs = seconds / highest([sum(map(clock, steps))]).item()
-    sent = sum(group.bytes_sent for group in job.made) - before
-    times = []
-    for i in range(int(min(max(pairs, least), 200))):
+    times, pairs = [], 1
+    while len(times) < pairs:
+        i = len(times)
         pair = {side: clock(steps[side]) for side in (i % 2, 1 - i % 2)}
         times.append([pair[0], pair[1] * row.limit])
+        if i == 0:
+            sent = sum(group.bytes_sent for group in job.made) - before
+            pairs = min(max(seconds / highest([sum(pair.values())]).item(), least), 200)
     times = highest(times) / repeats(row)
     ratio = (times[:, 1] / times[:, 0]).quantile(torch.tensor([.5, .25, .75]).double()).tolist()
     del steps, job
@@ -407,7 +409,7 @@ def worker(rank, world, chosen, quick, path, folder):
         size.update(n_layer=2, block_size=32)
     results = []
     for row in rows:
-        seconds = 6 if row.size in SIZES else 3
+        seconds = 5 if row.size in SIZES else 2
         figures = race(row, rank, groups, folder, *((0, 2) if quick else (seconds, 5))) \
             if rank < row.n else ()
         dist.barrier()

@@ -224,19 +224,21 @@ def _butterfly(tensor, group, op):
         steps.append((given, torch.empty_like(kept), kept, peer))
         distance //= 2
     steps += [(kept, given, None, peer) for given, _, kept, peer in steps[-2::-1]]
-    receives = [group.recv(into, peer) for _, into, _, peer in steps]
-    sends = [group.send(steps[0][0], steps[0][3])]
+    out, into, _, peer = steps[0]
+    under_way = [group.exchange(out, peer, into, peer)]
+    under_way += [group.recv(into, peer) for _, into, _, peer in steps[1:]]
 
     def finish():
         with group.span("wait", group=group.name):
-            for i, (out, into, total, _) in enumerate(steps):
-                receives[i].wait()
+            sends = []
+            for i, (out, into, total, peer) in enumerate(steps):
+                if i > 0:
+                    sends.append(group.send(out, peer))
+                under_way[i].wait()
                 if total is not None:
-                    if out is total:
-                        sends[i].wait()
+                    if out is total and i > 0:
+                        sends[-1].wait()
                     OPS[op][0](total, into)
-                if i + 1 < len(steps):
-                    sends.append(group.send(steps[i + 1][0], steps[i + 1][3]))
             for send in sends:
                 send.wait()
 
