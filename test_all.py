@@ -394,9 +394,11 @@ def _compiled(rank, cfg):
         torch.compile = kept
 
 
-def test_compiled_layers_give_the_same_and_still_put_off_weight_gradients(corpus):
-    equals_one_process(corpus, _compiled, compile=True, tp=2, pp=2, schedule="zb-h1",
-                       microbatches=4)
+@pytest.mark.parametrize("flags", [
+    {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},  # puts weight gradients off
+    {"dp": 2, "zero": 3, "microbatches": 2}], ids=str)  # one graph a layer; its weights come and go
+def test_compiled_layers_give_the_same(corpus, flags):
+    equals_one_process(corpus, _compiled, compile=True, **flags)
 
 
 def _memory(rank, cfg):
