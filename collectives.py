@@ -213,8 +213,8 @@ def _butterfly(tensor, group, op):
 
     With partners ever nearer a rank keeps one half and gives away the other, until the last two
     swap all they have kept (a + b = b + a to the bit); the way back doubles what is complete. All
-    receives are posted first. It starts here and goes on in the wait() of the Work returned.
-    Rabenseifner 2004.
+    receives are posted at once, also those into the half that is on its way out: what they wait
+    for is sent after that half has arrived. Starts here, goes on in wait(). Rabenseifner 2004.
     """
     kept, steps, distance = tensor.view(-1), [], group.size // 2
     while distance:
