@@ -187,6 +187,18 @@ def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
     assert sum(sent["all_reduce"] for sent, _ in got) == 2 * (world - 1) * 4 * n
 
 
+def _operations(rank, world):
+    g = _mesh_group(world)
+    c.all_reduce(torch.ones(1000), g)
+    return g.sequence
+
+
+@pytest.mark.parametrize("world,hops", [(2, 1), (3, 4), (4, 3), (8, 5)])
+def test_small_all_reduces_take_few_hops(world, hops):
+    apart = 0 if world == 3 else 1  # of a butterfly's first hop, send and receive are one operation
+    assert pool(world, _operations, world) == [2 * hops - apart] * world
+
+
 def _mesh(rank, dp, pp, tp):
     mesh = c.make_mesh(dp, pp, tp)
     return {name: getattr(mesh, name).ranks for name in ("dp", "pp", "tp", "tie", "world")}
@@ -821,6 +833,21 @@ def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpu
     cfg = config(corpus, pp=3, schedule=schedule, chunks=chunks, microbatches=9, n_layer=6)
     for most, simulated, _ in pool(3, _live, cfg):
         assert most == simulated
+
+
+def _sent(rank, cfg):
+    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    kept, send = [], mesh.pp.send
+    mesh.pp.send = lambda tensor, dst: kept.append(tensor) or send(tensor, dst)
+    trainer.gradients(data.training(cfg, 0, mesh))
+    return [tensor.untyped_storage().nbytes() for tensor in kept]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_was_sent_is_freed(corpus, schedule):
+    got = pool(3, _sent, config(corpus, pp=3, schedule=schedule, microbatches=4, n_layer=6))
+    assert got == [[0] * 4, [0] * 8, [0] * 4]
 
 
 def test_activations_of_1f1b_are_flat_in_m_and_those_of_gpipe_grow(corpus):
