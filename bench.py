@@ -16,11 +16,14 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import tempfile
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,11 +31,17 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import checkpoint
-import collectives as c
-import pipeline
+import collectives
+import train
 from config import Config
-from model import GPT, GPTConfig, canonical_name, initial_value, layer_costs
-from train import Trainer
+from ddp import plain_data_parallel
+from mesh import Mesh
+from model import GPTConfig, build
+from pipeline import Stage, plain_1f1b
+from processes import init, shutdown
+from schedules import cut
+from tensor_parallel import PLAIN
+from zero import bytes_per_parameter
 
 VOCAB = 256
 SMALL = dict(n_layer=6, n_head=6, n_embd=384)
@@ -77,20 +86,32 @@ class Job:
 
     def mesh(self):
         """The row's ranks along the one axis that its layout has."""
-        names = {max("dp", "pp", "tp", key=lambda axis: self.row.layout.get(axis, 1)), "world"}
-        if "pp" in names:
-            names.add("tie")  # both ends: the bench has two stages
-        self.made = [c.Group(name, range(self.n), self.rank, self.groups[self.n][name])
-                     if name in names and self.n > 1 else c.Group(name, [self.rank], 0)
-                     for name in ("dp", "pp", "tp", "tie", "world")]
-        return c.Mesh(*self.made)
+        axis = max("dp", "pp", "tp", key=lambda axis: self.row.layout.get(axis, 1))
+        sizes = {"dp": 1, "pp": 1, "tp": 1, axis: self.n}
+        self.made = RowMesh(self.rank, self.groups[self.n], sizes)
+        return self.made
+
+
+class RowMesh(Mesh):
+    """The first n ranks of the bench, with communicators that all rows share."""
+
+    def __init__(self, rank, communicators, sizes):
+        self.rank, self.sizes, self.device, self.native = rank, sizes, torch.device("cpu"), False
+        self.communicators, self.groups = communicators, {}
+        self.world = self.join("world", [list(range(math.prod(sizes.values())))])
+
+    def communicator(self, name, ranks):
+        return self.communicators[name]
+
+    def bytes_sent(self):
+        return sum(group.bytes_sent for group in self.groups.values())
 
 
 # ---- our side: what train.py and its parts run ----
 
 
 def trainer(job):
-    t = Trainer(job.cfg, job.mesh(), VOCAB)
+    t = train.Trainer(job.cfg, job.mesh(), VOCAB)
 
     def step():
         loss, norm = t.gradients(job.batches)
@@ -104,7 +125,7 @@ def save_and_load(job):
     """With the moments that a first step makes."""
     cfg = replace(job.cfg, out=f"{job.folder}/ours")
     os.makedirs(cfg.out, exist_ok=True)
-    t = Trainer(cfg, job.mesh(), VOCAB)
+    t = train.Trainer(cfg, job.mesh(), VOCAB)
     _, norm = t.gradients(job.batches)
     t.update(norm, job.cfg.lr)
     return lambda: checkpoint.load(t, checkpoint.save(t, 1, job.folder)) * 0.0
@@ -116,7 +137,8 @@ def repeats(row):
 
 
 def ring(job):
-    fn, x, group = getattr(c, job.row.name), torch.zeros(256 * job.row.size), job.mesh().dp
+    fn = getattr(collectives, job.row.name, collectives.all_reduce)
+    x, group = torch.zeros(256 * job.row.size), job.mesh().group("dp")
     return lambda: [fn(x, group) for _ in range(repeats(job.row))] and 0.0
 
 
@@ -126,12 +148,7 @@ def ring(job):
 def plain(job):
     """model.GPT with the same initial weights."""
     cfg = job.cfg
-    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
-    model = GPT(shape)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(initial_value(canonical_name(name, cfg.n_layer), p.shape, shape, cfg.seed))
-    return model
+    return build(GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd), cfg.seed)
 
 
 def adamw(params, cfg, kind=torch.optim.AdamW, **more):
@@ -227,7 +244,7 @@ def pipelining(job):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     cfg, model, last = job.cfg, plain(job), job.rank == job.n - 1
     tokens = cfg.batch_size * cfg.block_size
-    a, b = pipeline.cut(layer_costs(model.config), job.n)[job.rank]
+    a, b = cut(model.config.layer_costs(), job.n)[job.rank]
     part, loss_fn = nn.Sequential(*model.layers[a:b]), model.layers[-1].loss
     stage = PipelineStage(part, job.rank, job.n, torch.device("cpu"), group=job.pg)
     schedule = Schedule1F1B(stage, cfg.microbatches, lambda y, t: loss_fn(y, t) / tokens,
@@ -285,6 +302,62 @@ def dcp(job):
     return step
 
 
+# ---- our plain forms: what the tricks of the fast ones earn ----
+
+
+def plain_ring(job):
+    x, group = torch.zeros(256 * job.row.size), job.mesh().group("dp")
+    return lambda: [collectives.plain_all_reduce(x, group) for _ in range(repeats(job.row))] and 0.0
+
+
+def plain_ddp(job):
+    """A plain loop; behind each backward the gradients are summed, one by one."""
+    model, group = plain(job), job.mesh().group("dp")
+    optimizer = adamw(model.parameters(), job.cfg)
+    ((ids, targets),) = job.batches
+
+    def step():
+        loss = model(ids, targets) / (targets.numel() * job.n)
+        loss.backward()
+        plain_data_parallel(model.parameters(), group)
+        nn.utils.clip_grad_norm_(model.parameters(), job.cfg.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def plain_layers(job):
+    """The trainer with tensor-parallel layers that wait for their messages."""
+    fast, train.parallelize = train.parallelize, partial(train.parallelize, plan=PLAIN)
+    step = trainer(job)
+    train.parallelize = fast
+    return step
+
+
+def plain_pipeline(job):
+    cfg, mesh, last = job.cfg, job.mesh(), job.rank == job.n - 1
+    model, group = plain(job), mesh.group("pp")
+    a, b = cut(model.config.layer_costs(), job.n)[job.rank]
+    stage, tied = Stage(model.layers[a:b]), model.layers[0].wte.weight
+    params, tokens = list(stage.parameters()), cfg.batch_size * cfg.block_size
+    optimizer = adamw(params, cfg)
+    shape = (cfg.batch_size // cfg.microbatches, cfg.block_size, cfg.n_embd)
+
+    def step():
+        loss = plain_1f1b(stage, group, job.batches, shape, tokens)
+        collectives.all_reduce(tied.grad, group)  # two ranks: both are ends
+        grads = [p.grad for p in params if last or p is not tied]
+        square = collectives.all_reduce(nn.utils.get_total_norm(grads).square(), group)
+        nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 # ---- limits: one process does the work while the other ranks look on ----
 
 
@@ -331,6 +404,14 @@ ROWS += [Row("D = 2, to 2 threads", 2, "compute", trainer, one_process, 0.97, {"
          Row("P = 2, to that + bubble", 2, "compute", trainer, one_process, 0.95,
              {"pp": 2, "microbatches": 8}, 9 / 8),
          Row("one rank, to a plain loop", 1, "compute", trainer, one_process, 0.99)]
+ROWS += [Row("ring, to plain", n, kb, ring, plain_ring, None)
+         for n in (2, 4) for kb in (4096, 65536)]
+ROWS += [Row(f"{name}, to plain", 2, size, trainer, peer, None, layout)
+         for name, peer, layout, sizes in (
+             ("DDP", plain_ddp, {"dp": 2}, ("compute", "communication")),
+             ("tensor parallel", plain_layers, {"tp": 2}, ("compute", "tiny")),
+             ("1F1B", plain_pipeline, {"pp": 2, "microbatches": 8}, ("compute", "tiny")))
+         for size in sizes]
 ROWS.append(Row("checkpoint", 2, "compute", save_and_load, dcp, 1.0, {"dp": 2}))
 for n in (1, 2, 4, 8):  # the limit is one rank's time, the work shared evenly by the cores
     ROWS += [Row("scaling", n, size, trainer, one_rank, None, {"dp": n}, limit) for size, limit in (
@@ -360,14 +441,14 @@ def race(row, rank, groups, folder, seconds, least):
     losses = torch.tensor([[step() for step in steps] for _ in range(2)])
     dist.all_reduce(losses, group=pg)
     assert row.name == "scaling" or torch.allclose(*losses.unbind(1), rtol=1e-3), (row, losses)
-    before = sum(group.bytes_sent for group in job.made)
+    before = job.made.bytes_sent()
     times, pairs = [], 1
     while len(times) < pairs:
         i = len(times)
         pair = {side: clock(steps[side]) for side in (i % 2, 1 - i % 2)}
         times.append([pair[0], pair[1] * row.limit])
         if i == 0:
-            sent = sum(group.bytes_sent for group in job.made) - before
+            sent = job.made.bytes_sent() - before
             pairs = min(max(seconds / highest([sum(pair.values())]).item(), least), 200)
     times = highest(times) / repeats(row)
     ratio = (times[:, 1] / times[:, 0]).quantile(torch.tensor([.5, .25, .75]).double()).tolist()
@@ -399,9 +480,10 @@ def peak(build):
 def worker(rank, world, chosen, quick, path, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers'
-    c.init(rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous", timeout=1800)
+    init(rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous", timeout=1800)
     rows = [ROWS[i] for i in chosen]
-    groups = {n: {name: dist.new_group(range(n)) for name in ("axis", "tie", "world", "peer")}
+    names = "axis", "pp_ends", "pp_tp", "world", "peer"
+    groups = {n: {name: dist.new_group(range(n)) for name in names}
               for n in sorted({1, *(row.n for row in rows)})}
     for named in groups.values():
         named.update(dict.fromkeys(("dp", "pp", "tp"), named["axis"]))
@@ -427,7 +509,65 @@ def worker(rank, world, chosen, quick, path, folder):
     if rank == 0 and path:
         with open(path, "w") as file:
             json.dump(results, file, indent=1)
-    c.shutdown()
+    shutdown()
+
+
+# ---- pictures of the README ----
+
+LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f")
+
+
+def curves_svg(series, title, x_name, y_name, x_ticks, y_ticks, log=False):
+    """series: {name: [(x, y)]}. Later lines are narrower, so that equal ones can all be seen. The
+    ground is white, so that the picture reads the same on a dark page."""
+    to, width, height = (math.log10 if log else float), 720, 360
+    x0, x1, y0, y1 = (to(end) for ticks in (x_ticks, y_ticks) for end in (ticks[0], ticks[-1]))
+
+    def left(x):
+        return round(60 + (to(x) - x0) / (x1 - x0) * (width - 85), 1)
+
+    def down(y):
+        return round(height - 45 - (to(y) - y0) / (y1 - y0) * (height - 115), 1)
+
+    shapes = [f'<text x="{left(x)}" y="{height - 28}" text-anchor="middle">{x}</text>'
+              for x in x_ticks]
+    shapes += [f'<path d="M60,{down(y)} H{width - 25}" stroke="#ddd"/>'
+               f'<text x="52" y="{down(y) + 4}" text-anchor="end">{y}</text>' for y in y_ticks]
+    shapes.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">{x_name}</text>'
+                  f'<text x="12" y="52">{y_name}</text>')
+    at = 200
+    for i, (name, points) in enumerate(series.items()):
+        wide = 2 if log else max(1.2, 5 - 3.8 * i)
+        style = f'stroke="{LINES[i % len(LINES)]}" stroke-width="{wide}"'
+        path = " ".join(f"{left(x)},{down(y)}" for x, y in points)
+        shapes.append(f'<polyline points="{path}" fill="none" {style}/>'
+                      f'<path d="M{at},48 h24" {style}/><text x="{at + 30}" y="52">{name}</text>')
+        at += 60 + 7 * len(name)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            'font-size="12" font-family="sans-serif" fill="#222">\n'
+            f'<rect width="{width}" height="{height}" rx="6" fill="white"/>\n'
+            f'<text x="12" y="22" font-size="14" font-weight="bold">{title}</text>\n'
+            + "\n".join(shapes) + "\n</svg>\n")
+
+
+def pictures(folder, metrics):
+    """loss.svg from files that train.py --metrics wrote, and memory.svg from ZeRO's formula."""
+    losses = {}
+    for path in metrics:
+        records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        losses[Path(path).stem] = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    if losses:
+        steps = 1 + max(step for points in losses.values() for step, _ in points)
+        every = [loss for points in losses.values() for _, loss in points]
+        Path(folder, "loss.svg").write_text(curves_svg(
+            losses, "The same training in different layouts", "step", "loss, nats per token",
+            [round(steps * i / 4) for i in range(5)],
+            [*range(math.floor(min(every)), math.ceil(max(every)) + 1)]))
+    memory = {name: [(2**i, 7 * sum(bytes_per_parameter(stage, 2**i))) for i in range(11)]
+              for stage, name in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"))}
+    Path(folder, "memory.svg").write_text(curves_svg(
+        memory, "Model states of 7 billion parameters, 16-bit training with Adam", "data ranks",
+        "GB per rank", [4**i for i in range(6)], [0.1, 1, 10, 100, 200], log=True))
 
 
 def main():
@@ -436,7 +576,11 @@ def main():
     parser.add_argument("--quick", action="store_true", help="two steps of each row, a small model")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--pictures", metavar="FOLDER", help="only draw the README's curves there")
+    parser.add_argument("--metrics", nargs="*", default=[], help="of the runs to draw")
     args = parser.parse_args()
+    if args.pictures:
+        return pictures(args.pictures, args.metrics)
     chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()
               and not (args.quick and row.n > 4)]
     if not chosen:

@@ -1,13 +1,14 @@
-"""GPT-2, and nothing of parallelism: a plain list of layers that x is folded through.
+"""GPT-2, and nothing of parallelism: a plain list of layers that x goes through in turn.
 
     layers = [Embedding, Block, ..., Block, Head]
 
-Learned positions, pre-LayerNorm, GELU (tanh), fused c_attn, tied embedding, no biases left out, no
-dropout; parts and parameters are named as in GPT-2 and nanoGPT. A pipeline stage is a slice of the
-list. Attention infers its number of heads from the width that c_attn gives it, so a layer that
-holds a shard of the heads just works. Radford et al. 2019; sizes as in arXiv 2104.04473:
+B sequences of S tokens, C wide, nh heads of hs each, L blocks, V tokens in the vocabulary, Psi
+parameters. Learned positions, pre-LayerNorm, GELU (tanh), q, k and v from one matrix (c_attn), tied
+embedding, no dropout; named as in GPT-2 and nanoGPT. Attention infers its number of heads from the
+width of what c_attn gives it, so a layer that holds a shard of the heads just works. Radford et al.
+2019; sizes as in arXiv 2104.04473:
 
-    parameters  12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C        FLOPs per token  6 N + 12 L C S
+    parameters  12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C      FLOPs per token  6 Psi + 12 L C S
 """
 
 import hashlib
@@ -27,30 +28,47 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
 
+    def layer_costs(self):
+        """Forward FLOPs per token of each layer in the list, by which stages are cut."""
+        C = self.n_embd
+        return [0, *[24 * C * C + 4 * C * self.block_size] * self.n_layer, 2 * C * self.vocab_size]
+
+    def flops_per_token(self, n_params):
+        """Forward and backward, as nanoGPT and PaLM (arXiv 2204.02311, appendix B) count them."""
+        return 6 * n_params + 12 * self.n_layer * self.n_embd * self.block_size
+
 
 class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.positions = None  # a slice of wpe's rows, if they are not 0, 1, ... (sample.py)
 
-    def forward(self, idx):  # (B, T) token ids
-        return self.wte(idx) + self.wpe.weight[: idx.size(1)]  # (B, T, C)
+    def forward(self, idx):  # (B, S) token ids
+        at = slice(idx.size(1)) if self.positions is None else self.positions
+        return self.wte(idx) + self.wpe.weight[at]  # (B, S, C)
+
+
+def causal_attention(q, k, v):
+    """Each token looks at itself and at those before it. (B, nh, S, hs) each, and so the result."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
+        self.core = causal_attention  # what lets tokens see one another; may be set from outside
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
-        B, T, _ = x.size()
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (B, T, nh * hs) each
-        q, k, v = (t.view(B, T, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+        B, S, _ = x.size()
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (B, S, nh * hs) each
+        q, k, v = (heads.view(B, S, -1, self.head_dim).transpose(1, 2) for heads in (q, k, v))
+        y = self.core(q, k, v)  # (B, nh, S, hs)
+        return self.c_proj(y.transpose(1, 2).reshape(B, S, -1))  # (B, S, C)
 
 
 class MLP(nn.Module):
@@ -81,7 +99,7 @@ class CrossEntropy(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
 
-    def forward(self, logits, targets):  # (B, T, V), (B, T) -> sum over the tokens
+    def forward(self, logits, targets):  # (B, S, V), (B, S) -> sum over the tokens
         wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in 32 bits
         return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
 
@@ -94,7 +112,7 @@ class Head(nn.Module):
         self.loss = CrossEntropy(config.vocab_size)
 
     def forward(self, x):
-        return self.lm_head(self.ln_f(x))  # (B, T, V) logits
+        return self.lm_head(self.ln_f(x))  # (B, S, V) logits
 
 
 class GPT(nn.Module):
@@ -113,14 +131,17 @@ class GPT(nn.Module):
             x = layer(x)
         return x if targets is None else self.layers[-1].loss(x, targets)
 
+    def canonical_parameters(self):
+        """(name, parameter), named as nanoGPT has them: 'transformer.h.2.attn.c_attn.weight'. The
+        two ends of the tied embedding are one parameter."""
+        for name, param in self.named_parameters():  # layers.3.attn.c_attn.weight
+            _, i, local = name.split(".", 2)
+            block = f"h.{int(i) - 1}." if 0 < int(i) <= self.config.n_layer else ""
+            yield f"transformer.{block}{local}", param
 
-def canonical_name(name, n_layer):
-    """'layers.3.attn.c_attn.weight' -> 'transformer.h.2.attn.c_attn.weight', as nanoGPT has it. The
-    two ends of the tied embedding have one name: they are one parameter."""
-    _, i, local = name.split(".", 2)
-    if local == "lm_head.weight":
-        local = "wte.weight"
-    return "transformer." + (f"h.{int(i) - 1}." if 0 < int(i) <= n_layer else "") + local
+
+# Names under which nanoGPT's files hold the same tensor a second time.
+ALIASES = {"transformer.wte.weight": ["lm_head.weight"]}
 
 
 def initial_value(name, shape, config, seed):
@@ -137,12 +158,9 @@ def initial_value(name, shape, config, seed):
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def layer_costs(config):
-    """Forward FLOPs per token of each layer in the list, by which stages are cut."""
-    L, C, S, V = config.n_layer, config.n_embd, config.block_size, config.vocab_size
-    return [0, *[24 * C * C + 4 * C * S] * L, 2 * C * V]
-
-
-def flops_per_token(config, n_params):
-    """Forward and backward, as nanoGPT and PaLM (arXiv 2204.02311, appendix B) count them."""
-    return 6 * n_params + 12 * config.n_layer * config.n_embd * config.block_size
+def build(config, seed=0, dtype=torch.float32):
+    """The whole model with its initial values, in one process."""
+    model = GPT(config).to(dtype)
+    for name, param in model.canonical_parameters():
+        param.data.copy_(initial_value(name, param.shape, config, seed))
+    return model

@@ -1,9 +1,8 @@
 """Text from the last complete checkpoint, on one process, whatever layout trained it.
 
-The key and value of a token do not change when others follow, so they are kept: 2 L C numbers per
-token and sample. A new token then costs one row of attention and 2 N FLOPs, not the whole window.
-Positions are learned and absolute: once the window is full all of them shift, nothing can be kept,
-and each further token is computed from the last --block-size tokens anew.
+A token's key and value do not change when others follow, so they are kept: 2 L C numbers per token
+and sample; a new token costs one row of attention and 2 Psi FLOPs. Positions are absolute: once the
+window is full all of them shift, and each further token is computed from the whole window anew.
 
     python sample.py --prompt "def " --out out --samples 3
 """
@@ -11,74 +10,70 @@ and each further token is computed from the last --block-size tokens anew.
 import argparse
 import math
 import signal
-import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import checkpoint
 from data.prepare import load_tokenizer
-from model import GPT, GPTConfig, canonical_name
+from model import GPT, GPTConfig, causal_attention
 
 
-def load(folder, device="cpu"):
+def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. CheckpointError."""
     config = GPTConfig(**checkpoint.read_manifest(folder)["model"])
     with torch.device("meta"):
         model = GPT(config)
-    names = {name: canonical_name(name, config.n_layer) for name, _ in model.named_parameters()}
-    shapes = {names[name]: param.shape for name, param in model.named_parameters()}
-    get = checkpoint.read_weights(folder / checkpoint.MODEL, shapes, config)
+    shapes = {name: param.shape for name, param in model.canonical_parameters()}
+    get = checkpoint.read_weights(Path(folder, checkpoint.MODEL), shapes, config)
     model.to_empty(device=device)
-    model.layers[-1].lm_head.weight = model.layers[0].wte.weight
-    for name, param in model.named_parameters():
-        param.data.copy_(get(names[name]))
+    model.layers[-1].lm_head.weight = model.layers[0].wte.weight  # tied again
+    for name, param in model.canonical_parameters():
+        param.data.copy_(get(name))
     return model
 
 
-def attend(attn, x, cache):
-    """model.Attention's forward for the tokens after those in `cache` = [keys, values], which
-    grows. Either the cache is empty or there is one token: no mask but the causal one is needed."""
-    B, T, _ = x.size()
-    q, k, v = (t.view(B, T, -1, attn.head_dim).transpose(1, 2)
-               for t in attn.c_attn(x).chunk(3, dim=-1))  # (B, nh, T, hs) each
-    cache[:] = [torch.cat([past, new], dim=2) for past, new in zip(cache or (k[:, :, :0],) * 2,
-                                                                  (k, v), strict=True)]
-    y = F.scaled_dot_product_attention(q, *cache, is_causal=T > 1)
-    return attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+class CachedAttention:
+    """What stands in for model.causal_attention in one layer: keeps the keys and values of the
+    tokens so far. Either there are none yet or one token follows: no mask but the causal one."""
 
+    def __init__(self):
+        self.keys = self.values = None  # (B, nh, tokens so far, hs)
 
-def forward(model, idx, caches):
-    """(B, T) token ids that follow what the caches hold, a list for each block -> (B, V) logits
-    after the last one."""
-    embedding, *blocks, head = model.layers
-    start = caches[0][0].size(2) if caches[0] else 0
-    x = embedding.wte(idx) + embedding.wpe.weight[start : start + idx.size(1)]
-    for block, cache in zip(blocks, caches, strict=True):
-        x = x + attend(block.attn, block.ln_1(x), cache)
-        x = x + block.mlp(block.ln_2(x))
-    return head(x[:, -1:]).squeeze(1)
+    def __call__(self, q, k, v):
+        if self.keys is not None:
+            k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
+        self.keys, self.values = k, v
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1)
 
 
 @torch.no_grad()
 def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     """`samples` continuations of the list `ids` by n tokens each, as lists that begin with it.
     Temperature 0 takes the likeliest token; top_k 0 draws from all."""
-    device = next(model.parameters()).device
-    rng = torch.Generator(device).manual_seed(seed)
-    out = torch.tensor([ids] * samples, device=device)
-    block, caches = model.config.block_size, None
-    for _ in range(n):
-        if caches is None or out.size(1) > block:  # all that the window holds, anew
-            caches = [[] for _ in range(model.config.n_layer)]
-            logits = forward(model, out[:, -block:], caches)
-        else:
-            logits = forward(model, out[:, -1:], caches)
-        top, index = logits.topk(min(top_k or logits.size(1), logits.size(1)))  # sorted
+    embedding, *blocks, head = model.layers
+    window, V = model.config.block_size, model.config.vocab_size
+    out = torch.tensor([ids] * samples, device=embedding.wte.weight.device)
+    rng = torch.Generator(out.device).manual_seed(seed)
+    for i in range(n):
+        anew = i == 0 or out.size(1) > window  # or else the caches have all but the last token
+        start = 0 if anew else out.size(1) - 1
+        embedding.positions = slice(start, min(out.size(1), window))
+        x = embedding(out[:, -window:][:, start:])
+        for block in blocks:
+            if anew:
+                block.attn.core = CachedAttention()
+            x = block(x)
+        logits = head(x[:, -1:]).squeeze(1)  # (samples, V)
+        top, index = logits.topk(min(top_k or V, V))  # sorted
         pick = torch.zeros_like(index[:, :1])
         if temperature:
             pick = torch.multinomial((top / temperature).softmax(1), 1, generator=rng)
         out = torch.cat([out, index.gather(1, pick)], dim=1)
+    embedding.positions = None
+    for block in blocks:
+        block.attn.core = causal_attention  # as it was
     return out.tolist()
 
 
@@ -96,11 +91,11 @@ def main():
     args = parser.parse_args()
     try:
         for name, least in (("samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
-            if not least <= getattr(args, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at "
-                                 f"least {least}")
+            value = getattr(args, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
         folder = checkpoint.find(args.out)
-        model = load(folder, args.device)
+        model = load_model(folder, args.device)
         tokenizer = load_tokenizer(args.data or checkpoint.read_manifest(folder)["data"])
         if tokenizer.n_vocab != model.config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model "
@@ -109,7 +104,7 @@ def main():
         if not ids:
             raise ValueError("--prompt '' must not be empty")
     except ValueError as error:
-        sys.exit(print(f"sample.py: {error}", file=sys.stderr) or 2)
+        parser.exit(2, f"sample.py: {error}\n")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,

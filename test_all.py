@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,19 +31,23 @@ import torch
 
 import checkpoint
 import collectives as c
+import ddp
+import draw
 import pipeline
 import sample
+import schedules
 import tensor_parallel
+import tensorfile
 import timeline
 import train
 import zero
 from config import Config, check, parse
 from data.batches import Data
 from data.prepare import load_tokenizer, prepare
-from ddp import DDP
-from model import GPT, GPTConfig, canonical_name, initial_value
-from tensor_parallel import Tag
-from zero import ZeRO
+from mesh import Group, Mesh
+from model import GPTConfig, build
+from processes import init, shutdown
+from shard import Shard, tag_whole
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
@@ -57,13 +62,13 @@ def _worker(rank, jobs, results):
     while True:
         number, fn, world, rendezvous, args = jobs.get()
         try:
-            c.init(rank=rank, world_size=world, init_method=f"file://{rendezvous}", timeout=60)
+            init(rank=rank, world_size=world, init_method=f"file://{rendezvous}", timeout=60)
             value = fn(rank, *args)
-            c.shutdown()
+            shutdown()
             results.put((number, rank, value, None))
         except BaseException:
             results.put((number, rank, None, traceback.format_exc()))
-            c.shutdown(together=False)
+            shutdown(together=False)
 
 
 class Pool:
@@ -122,7 +127,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 
 def _mesh_group(world):
-    return c.make_mesh(world, 1, 1).dp
+    return Mesh(dp=world).group("dp")
 
 
 def _values(rank, n, dtype):  # small integers: exact in every dtype and in every order
@@ -135,7 +140,8 @@ def _all_collectives(rank, world):
         every = [_values(r, n, dtype) for r in range(world)]
         total, chunk = sum(every), [x.tensor_split(world) for x in every]
         own = torch.stack(every).sum(0).to(dtype).tensor_split(world)[rank]
-        for reduce in (c.all_reduce, c.sequential_all_reduce, c.parameter_server_all_reduce):
+        for reduce in (c.plain_all_reduce, c.all_reduce, c.sequential_all_reduce,
+                       c.parameter_server_all_reduce):
             assert torch.equal(reduce(every[rank].clone(), g), total), (reduce, dtype, n)
         x = every[rank].clone()
         c.all_reduce(x, g, "max")
@@ -187,6 +193,42 @@ def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
     assert sum(sent["all_reduce"] for sent, _ in got) == 2 * (world - 1) * 4 * n
 
 
+def _plain_and_fast(rank, world, n):
+    g = _mesh_group(world)
+    x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
+    plain, fast = c.plain_all_reduce(x.clone(), g), x.clone()
+    c.ring(fast, g, "sum", range(2 * world - 2))
+    return torch.equal(plain, fast)
+
+
+@pytest.mark.parametrize("world,n", [(2, 5), (3, 1000), (4, 3 << 20), (6, 67)])
+def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n):
+    assert pool(world, _plain_and_fast, world, n) == [True] * world
+
+
+def _behind_a_ring(rank, world):
+    """What every other collective gives when a ring is still under way in its group."""
+    g, n = _mesh_group(world), 1 << 20  # 4 MB: hundreds of messages' time
+    for _ in range(3):
+        big = torch.full((n,), 1.0)
+        work = c.all_reduce(big, g, async_op=True)
+        rows = [torch.zeros(1) for _ in range(world)]
+        c.all_to_all(rows, [torch.tensor([10.0 * rank + j]) for j in range(world)], g)
+        assert torch.cat(rows).tolist() == [10.0 * r + rank for r in range(world)]
+        again = c.all_reduce(torch.full((n,), 1.0), g, async_op=True)
+        part = c.scatter(torch.arange(float(world)), g, 1)[rank].item()
+        all_of_it = c.gather(torch.full((world,), float(rank)), g, 1)
+        assert part == rank and (rank != 1 or all_of_it.tolist() == [*range(world)])
+        work.wait()
+        again.wait()
+        assert torch.equal(big, torch.full((n,), float(world)))
+    return True
+
+
+def test_no_collective_overtakes_earlier_work_of_its_group():
+    assert pool(3, _behind_a_ring, 3) == [True] * 3
+
+
 def _operations(rank, world):
     g = _mesh_group(world)
     c.all_reduce(torch.ones(1000), g)
@@ -200,14 +242,18 @@ def test_small_all_reduces_take_few_hops(world, hops):
 
 
 def _mesh(rank, dp, pp, tp):
-    mesh = c.make_mesh(dp, pp, tp)
-    return {name: getattr(mesh, name).ranks for name in ("dp", "pp", "tp", "tie", "world")}
+    mesh = Mesh(dp=dp, pp=pp, tp=tp)
+    groups = [mesh.group(axis) for axis in mesh.sizes]
+    groups += [mesh.ends("pp"), mesh.group("pp", "tp"), mesh.group("dp", "tp"), mesh.world]
+    return {group.name: group.ranks for group in groups}
 
 
 def test_groups_vary_one_coordinate_t_innermost():
     got = pool(8, _mesh, 2, 2, 2)
-    assert got[5] == {"dp": [1, 5], "pp": [5, 7], "tp": [4, 5], "tie": [5, 7], "world": [*range(8)]}
-    assert pool(6, _mesh, 1, 3, 2)[3]["tie"] == [3]  # a middle stage has no end of the embedding
+    assert got[5] == {"dp": [1, 5], "pp": [5, 7], "tp": [4, 5], "pp_ends": [5, 7],
+                      "pp_tp": [4, 5, 6, 7], "dp_tp": [0, 1, 4, 5], "world": [*range(8)]}
+    got = pool(6, _mesh, 1, 3, 2)
+    assert [groups["pp_ends"] for groups in got] == [[0, 4], [1, 5], [2], [3], [0, 4], [1, 5]]
 
 
 # ---- equivalence: any layout against one process ----
@@ -235,8 +281,8 @@ def config(corpus, **flags):
     return Config(**{**base, **flags})
 
 
-class SoloMesh:  # what Data asks of a mesh, for the plain loop
-    dp = world = c.Group("solo", [0], 0)
+def mesh_of(cfg):
+    return Mesh(native=cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
 
 
 _reference = {}
@@ -248,16 +294,15 @@ def reference(corpus, **flags):
     if key in _reference:
         return _reference[key]
     cfg = config(corpus, microbatches=1, **flags)
-    model = GPT(GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)).double()
-    names = {canonical_name(n, cfg.n_layer): p for n, p in model.named_parameters()}
-    for name, p in names.items():
-        p.data.copy_(initial_value(name, p.shape, model.config, cfg.seed))
+    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
+    model = build(shape, cfg.seed, torch.double)
+    names = dict(model.canonical_parameters())
     decay = [{"params": [p for p in names.values() if p.dim() >= 2], "weight_decay": 0.1},
              {"params": [p for p in names.values() if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decay, betas=(cfg.beta1, cfg.beta2))
     data, trace = Data(cfg), [{"weights": {n: p.detach().clone() for n, p in names.items()}}]
     for step in range(STEPS):
-        ((ids, targets),) = data.training(cfg, step, SoloMesh)
+        ((ids, targets),) = data.training(cfg, step, Mesh(dp=1))
         loss = model(ids, targets) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
@@ -272,22 +317,26 @@ def reference(corpus, **flags):
     return _reference.setdefault(key, trace)
 
 
+def bare(shard):
+    """A tag without its groups, which cannot go from process to process."""
+    return replace(shard, shared_by=(), sum_over=())
+
+
 def local_tensors(trainer, kind):
     """[(tag, this rank's whole tensor)] of weights or gradients, gathered over ZeRO's shards."""
     found = []
-    for bucket in trainer.dp.buckets:
-        flat = torch.zeros_like(bucket.full)
+    for bucket in trainer.reducer.buckets:
         shard = bucket.weight_shard if kind == "weights" else bucket.grad_shard
         flat = torch.zeros(bucket.numel, dtype=shard.dtype)
         flat[bucket.offset : bucket.offset + shard.numel()] = shard
-        if trainer.dp.shards > 1:
-            c.all_gather(flat, trainer.mesh.dp)
-        found += [(p.tag, bucket.view(flat, p)) for p in bucket.params]
+        if bucket.shards > 1:
+            c.all_gather(flat, bucket.group)
+        found += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
     return found
 
 
 def _train(rank, cfg, steps=STEPS):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp, native=cfg.collectives == "native")
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     trace = [{"weights": local_tensors(trainer, "weights")}]
     for step in range(steps):
@@ -398,6 +447,151 @@ def test_the_librarys_collectives_give_the_same(corpus, flags):
     equals_one_process(corpus, collectives="native", microbatches=2, **flags)
 
 
+def _plain_layers(rank, cfg):
+    kept, train.parallelize = train.parallelize, partial(train.parallelize,
+                                                         plan=tensor_parallel.PLAIN)
+    try:
+        return _train(rank, cfg)
+    finally:
+        train.parallelize = kept
+
+
+@pytest.mark.parametrize("flags", [{"tp": 3}, {"tp": 2, "pp": 2, "microbatches": 3}], ids=str)
+def test_the_plain_tensor_parallel_layers_give_the_same(corpus, flags):
+    equals_one_process(corpus, _plain_layers, **flags)
+
+
+PLAIN_SHAPE = GPTConfig(VOCAB, block_size=8, n_layer=4, n_head=2, n_embd=12)
+
+
+def _ids(n):
+    return torch.randint(VOCAB, (n, 8), generator=torch.Generator().manual_seed(0))
+
+
+def _plain_data_parallel(rank, world):
+    group, ids = _mesh_group(world), _ids(2 * world)
+    alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
+    alone(ids, ids).backward()
+    part = ids.chunk(world)[rank]
+    mine(part, part).backward()
+    ddp.plain_data_parallel(mine.parameters(), group)
+    for p, q in zip(mine.parameters(), alone.parameters(), strict=True):
+        close(p.grad, q.grad, "gradient")
+
+
+def test_plain_data_parallelism_equals_one_process():
+    pool(3, _plain_data_parallel, 3)
+
+
+def _plain_zero(rank, world):
+    """Three steps, the flat parameters padded so that they can be cut."""
+    group, ids = _mesh_group(world), _ids(2 * world)
+    alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
+    whole = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1)
+    flat = torch.nn.utils.parameters_to_vector(mine.parameters()).detach()
+    length = len(flat)
+    flat = torch.nn.functional.pad(flat, (0, -length % world))
+    own = torch.nn.Parameter(c.own_chunk(flat, group))
+    optimizer = torch.optim.AdamW([own], lr=0.01, weight_decay=0.1)
+
+    def step(weights, grad):
+        own.grad = grad
+        optimizer.step()
+        assert weights.data_ptr() == own.data_ptr()
+
+    for _ in range(3):
+        whole.zero_grad()
+        alone(ids, ids).backward()
+        whole.step()
+        mine.zero_grad()
+        part = ids.chunk(world)[rank]
+        mine(part, part).backward()
+        grad = torch.nn.utils.parameters_to_vector([p.grad for p in mine.parameters()])
+        zero.plain_zero_step(flat, torch.nn.functional.pad(grad, (0, -length % world)), group, step)
+        torch.nn.utils.vector_to_parameters(flat[:length], mine.parameters())
+    for p, q in zip(mine.parameters(), alone.parameters(), strict=True):
+        close(p.detach(), q.detach(), "weights")
+    assert optimizer.state[own]["exp_avg"].numel() == -(-length // world)
+
+
+def test_the_plain_zero_step_equals_adamw_on_everything():
+    pool(3, _plain_zero, 3)
+
+
+class _Adds(pipeline.Stage):
+    """A stage before the last that has something to add to the loss."""
+
+    def forward(self, x, targets):
+        y, loss = super().forward(x, targets)
+        return (y, y.square().sum()) if loss is None else (y, loss)
+
+
+def _plain_pipeline(rank, P, m, name):
+    """A pipeline's gradients against one process's; `name` plain, or a schedule whose stages all
+    add to the loss."""
+    group, rows = Mesh(pp=P).group("pp"), _ids(m).unsqueeze(1)
+    batches, tokens = [(ids, ids) for ids in rows], rows.numel()
+    alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
+    cuts = schedules.cut(PLAIN_SHAPE.layer_costs(), P)
+    kind = pipeline.Stage if name == "plain" else _Adds
+    total = 0.0
+    for ids, targets in batches:
+        x = ids
+        for a, b in cuts:
+            x, loss = kind(alone.layers[a:b])(x, targets)
+            total = total + (0.0 if loss is None else loss / tokens)
+    total.backward()
+    a, b = cuts[rank]
+    if name == "plain":
+        loss = pipeline.plain_1f1b(kind(mine.layers[a:b]), group, batches, (1, 8, 12), tokens)
+    else:
+        deferred, where = pipeline.Deferred(), schedules.placement(name, P)
+        mine.layers = mine.layers[a:b]
+        tag_whole(mine, group)
+        tensor_parallel.parallelize(mine, Group("solo", [0], 0), put_off=deferred.add)
+        values = dict(zip(mine.parameters(), alone.layers[a:b].parameters(), strict=True))
+        for p, q in values.items():
+            p.data.copy_(q.data)
+        actions = schedules.lower(schedules.make_schedule(name, P, m), where)[rank]
+        pipe = pipeline.Pipeline({rank: kind(mine.layers)}, where, group, (1, 8, 12), torch.double,
+                                 pipeline.NoReducer(), deferred)
+        loss = pipe.execute(actions, batches, tokens).item()
+    loss = c.all_reduce(torch.tensor(loss, dtype=torch.double), group)
+    close(loss, total.detach(), "loss")
+    for p, q in zip(mine.layers[a:b].parameters() if name == "plain" else mine.parameters(),
+                    alone.layers[a:b].parameters(), strict=True):
+        if p.size(0) != VOCAB:  # the ends of the tied embedding hold a term each
+            close(p.grad, q.grad, "gradient")
+
+
+@pytest.mark.parametrize("P,m,name", [(1, 2, "plain"), (3, 1, "plain"), (3, 7, "plain"),
+                                      (3, 4, "1f1b"), (3, 4, "zb-h1")])
+def test_plain_pipelines_and_stages_that_add_to_the_loss_equal_one_process(P, m, name):
+    pool(P, _plain_pipeline, P, m, name)
+
+
+def _in_order(rank, cfg):
+    """As on NCCL: sends and receives leave as one operation, and no receive is posted early."""
+    made = Group.__init__
+
+    def init(self, *args, **more):
+        made(self, *args, **more)
+        self.in_order = True
+
+    Group.__init__ = init
+    try:
+        return _train(rank, cfg)
+    finally:
+        Group.__init__ = made
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 3}, {"dp": 2, "zero": 3}, {"tp": 2, "pp": 2}, {"pp": 3, "schedule": "zb-h1"},
+    {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4}], ids=str)
+def test_nccls_manner_gives_the_same(corpus, flags):
+    equals_one_process(corpus, _in_order, **{"microbatches": 3, **flags})
+
+
 def _compiled(rank, cfg):
     kept, torch.compile = torch.compile, partial(torch.compile, backend="aot_eager")
     try:
@@ -415,7 +609,7 @@ def test_compiled_layers_give_the_same(corpus, flags):
 
 def _memory(rank, cfg):
     """Bytes of the states against the formula, and the most that a step holds beyond them."""
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     batch = data.training(cfg, 0, mesh)
     for _ in range(2):
@@ -427,9 +621,9 @@ def _memory(rank, cfg):
     memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
     layers = {}
     for i, layer in enumerate(trainer.stages[0].layers):
-        buckets = {trainer.dp.home[p][1] for p in layer.parameters()}
+        buckets = {trainer.reducer.home[p] for p in layer.parameters()}
         layers[i] = sum(b.full.nbytes for b in buckets)
-    empty = all(b.full.untyped_storage().nbytes() == 0 for b in trainer.dp.buckets)
+    empty = all(b.full.untyped_storage().nbytes() == 0 for b in trainer.reducer.buckets)
     return formula, measured, max(itertools.accumulate(memory)), layers, empty
 
 
@@ -475,14 +669,14 @@ def test_bytes_per_parameter_are_the_published_ones(gb, psi):
 
 
 def _zero_bytes(rank, cfg):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     _, norm = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, 1e-3)
-    units = {b: b.full.numel() * 8 for b in trainer.dp.buckets}
+    units = {b: b.full.numel() * 8 for b in trainer.reducer.buckets}
     first, last = (trainer.stages[0].layers[i] for i in (0, -1))
-    tied, wpe = (units[trainer.dp.home[p][1]] for p in (last.lm_head.weight, first.wpe.weight))
-    return mesh.dp.bytes_sent, sum(units.values()), tied, wpe
+    tied, wpe = (units[trainer.reducer.home[p]] for p in (last.lm_head.weight, first.wpe.weight))
+    return mesh.group("dp").bytes_sent, sum(units.values()), tied, wpe
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -500,27 +694,30 @@ def test_zero_sends_the_formula(corpus, stage, D, m):
 def _overlap(rank, cfg):
     """(spans of a step, times of the launched reductions, whether each layer's forward began with
     the gathering of the next layer's weights under way)"""
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     tracer, ahead = timeline.Tracer(mesh), []
     if cfg.zero == 3:
         layers = list(trainer.stages[0].layers)
         for layer, following in itertools.pairwise(layers):
-            bucket = trainer.dp.home[next(iter(following.parameters()))][1]
+            bucket = trainer.reducer.home[next(iter(following.parameters()))]
             layer.register_forward_pre_hook(lambda *_, b=bucket: ahead.append(
-                b in trainer.dp.gathered))
-    launched, launch = [], trainer.dp.launch
-    trainer.dp.launch = lambda bucket: (launched.append(time.time()), launch(bucket))
-    trainer.span = tracer.at(0, on=True)
+                b in trainer.reducer.gathered))
+    launched, launch = [], trainer.reducer.launch
+    trainer.reducer.launch = lambda bucket: (launched.append(time.time()), launch(bucket))
+    loss_under_way, finish = [], trainer.reducer.finish
+    trainer.reducer.finish = lambda: (loss_under_way.append(bool(mesh.world.last.waits)), finish())
+    trainer.trace(tracer, 0, on=True)
     trainer.gradients(data.training(cfg, 0, mesh))
-    return tracer.events, launched, ahead
+    return tracer.events, launched, ahead, loss_under_way
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, zero):
     cfg = config(corpus, dp=3, zero=zero, microbatches=2, bucket_mb=0.02)
     got = pool(3, _overlap, cfg)  # two ranks would start reductions this small from the main lane
-    for events, launched, ahead in got:
+    for events, launched, ahead, loss_under_way in got:
+        assert loss_under_way == [True]  # while the gradients are waited for
         start, end = [e for e in events if e[0] == "B"][-1][2:4]
         launched = [t for t in launched if t > start]
         assert len(launched) >= 6 and sum(t < end for t in launched) >= len(launched) - 1
@@ -532,8 +729,8 @@ def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(cor
 
 def _under_limit(rank, cfg, limit):
     """Whether one step of the layout fits into `limit` bytes of address space beyond the idle."""
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
-    for group in (mesh.dp, mesh.world):  # its threads have their stacks by now
+    mesh = mesh_of(cfg)
+    for group in (mesh.group("dp"), mesh.world):  # its threads have their stacks by now
         c.all_reduce(torch.zeros(1), group, async_op=True).wait()
     idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -563,23 +760,23 @@ def test_zero3_trains_what_does_not_fit_into_one_rank(corpus, stage, outcome):
 
 
 def _overflow(rank, cfg):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     before = [w.clone() for _, w in local_tensors(trainer, "weights")]
-    launch, scale = trainer.dp.launch, trainer.scale
+    launch, scale = trainer.reducer.launch, trainer.scale
 
     def poisoned(bucket):
         if rank == 1:
             bucket.grad[0] = math.inf
         launch(bucket)
 
-    trainer.dp.launch = poisoned
+    trainer.reducer.launch = poisoned
     loss, norm = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, 1e-2)
     after = [w for _, w in local_tensors(trainer, "weights")]
     unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     halved = trainer.scale == scale / 2
-    trainer.dp.launch = launch
+    trainer.reducer.launch = launch
     _, norm = trainer.gradients(data.training(cfg, 1, mesh))
     trainer.update(norm, 1e-2)
     stepped = not torch.equal(before[0], local_tensors(trainer, "weights")[0][1])
@@ -594,7 +791,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(corpus, stage):
 
 
 def _losses(rank, cfg):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     losses = []
     for step in range(cfg.steps):
@@ -623,8 +820,8 @@ def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
 
 def _patched(rank, cfg, bug):
     """_train with a bug of the field put in, to see that the comparison would notice it."""
-    def divide(self, tie=None, finish=DDP.finish):
-        finish(self, tie)
+    def divide(self, finish=ddp.DDP.finish):
+        finish(self)
         for bucket in self.buckets:
             bucket.grad_shard.div_(2)
 
@@ -636,15 +833,15 @@ def _patched(rank, cfg, bug):
         return y if bias is None or not args[1] else y + bias
 
     patches = {
-        "gradients averaged, not summed": (DDP, "finish", divide),
+        "gradients averaged, not summed": (ddp.DDP, "finish", divide),
         "ends of the tied embedding not summed": (
-            DDP, "finish", lambda self, tie=None, finish=DDP.finish: finish(self)),
+            train, "tie_ends", lambda layers, group: None),
         "a wrong norm": (train.Trainer, "update", update_twice),
         "row bias added by every rank": (tensor_parallel.ParallelLinear, "forward",
                                          staticmethod(biased)),
         "replicated gradients counted T times": (zero.Optimizer, "grad_square", lambda self: sum(
-            grad.square().sum() for b in self.dp.buckets for _, _, grad in b.steps)),
-        "nothing reduced": (DDP, "launch", lambda self, bucket: None),
+            grad.square().sum() for b in self.reducer.buckets for _, _, grad in b.owned)),
+        "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
     }
     owner, name, patch = patches[bug]
     kept = owner.__dict__[name]
@@ -664,14 +861,14 @@ def test_the_comparison_notices(corpus, bug):
 
 
 def _bytes(rank, cfg):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     trainer.gradients(data.training(cfg, 0, mesh))
     blocks = sum(0 < i <= cfg.n_layer for s, (a, b) in enumerate(trainer.cuts)
-                 if trainer.where[s] == mesh.pp.rank for i in range(a, b))
-    numels = {"all": sum(b.numel for b in trainer.dp.buckets), "blocks": blocks,
-              "tied": sum(b.numel for b in trainer.dp.buckets if b.params[0].tag.tied)}
-    return {n: getattr(mesh, n).bytes_sent for n in ("dp", "tp", "pp", "tie", "world")}, numels
+                 if trainer.where[s] == mesh.group("pp").rank for i in range(a, b))
+    numels = {"all": sum(b.numel for b in trainer.reducer.buckets), "blocks": blocks,
+              "tied": sum(b.numel for b in trainer.reducer.buckets if b.sum_at_end)}
+    return {name: group.bytes_sent for name, group in mesh.groups.items()}, numels
 
 
 def test_bytes_sent_equal_the_formulas(corpus):
@@ -686,9 +883,10 @@ def test_bytes_sent_equal_the_formulas(corpus):
         assert sent["tp"] == m * (4 * numels["blocks"] * boundary + ends) * 2 * (T - 1) // T
         # one all-reduce a step, whatever m: a rank of two sends each bucket once
         assert sent["dp"] == numels["all"] * width * 2 * (D - 1) // D
-        assert sent["tie"] == numels["tied"] * width
+        assert sent["pp_ends"] == numels["tied"] * width
     assert sum(numels["blocks"] for _, numels in got) == layers * D * T
-    assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 3 * 8  # loss, norm, stop
+    assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 2 * 8  # loss, stop
+    assert sum(sent["pp_tp"] for sent, _ in got) == D * 2 * (4 - 1) * 8  # norm, in each replica
 
 
 def _unused(rank, world, stage, n):
@@ -699,26 +897,27 @@ def _unused(rank, world, stage, n):
             self.used, self.unused, self.sometimes = (
                 torch.nn.Parameter(torch.empty(n, device="meta")) for _ in range(3))
             for p in self.parameters():
-                p.tag = Tag("", p.shape, 0, ((0, n),))
+                p.shard = Shard("", p.shape, 0, ((0, n),), sum_over=(group,))
 
         def forward(self, x):
             return x * self.used + (self.sometimes if rank == 0 else 0)
 
-    layer, group = Layer(), c.make_mesh(world, 1, 1).dp
-    args = {0: [layer]}, group, torch.float64, "cpu", lambda tag: torch.ones(n)
-    dp = ZeRO(stage, *args) if stage else DDP(*args)
-    for bucket in dp.buckets:
+    group = Mesh(dp=world).group("dp")
+    layer = Layer()
+    reducer = zero.REDUCERS[stage]({0: [layer]}, torch.float64, "cpu", lambda shard: torch.ones(n))
+    for bucket in reducer.buckets:
         bucket.grad_shard.fill_(7.0)  # as a step before might have left it
-    dp.zero_grad()
+    reducer.zero_grad()
     for last in (False, True):
-        dp.before("F", 0, False)
         y = layer(torch.full((n,), rank + 1.0)).sum()
-        dp.after("F", 0, False)
-        dp.before("B", 0, last)
+        reducer.release()
+        if last or reducer.every_microbatch:
+            reducer.expect(0)
         y.backward()
-        dp.after("B", 0, last)
-    dp.finish()
-    bucket = dp.buckets[0]
+        reducer.flush()
+        reducer.release()
+    reducer.finish()
+    bucket = reducer.buckets[0]
     full = torch.zeros(bucket.numel, dtype=torch.float64)
     full[bucket.offset : bucket.offset + len(bucket.grad_shard)] = bucket.grad_shard
     c.all_gather(full, group) if stage else None
@@ -738,7 +937,7 @@ def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
 
 def _cases():
     for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 9, 33, 64)):
-        for name in pipeline.SCHEDULES:
+        for name in schedules.SCHEDULES:
             for v in (1, 2, 3, 4) if name == "interleaved" and m % P == 0 else (1,):
                 if name != "interleaved" or m % P == 0:
                     yield name, P, m, v
@@ -746,18 +945,18 @@ def _cases():
 
 def test_every_schedule_is_valid_and_deadlock_free_under_rendezvous():
     for name, P, m, v in _cases():
-        lists, where = pipeline.make_schedule(name, P, m, v), pipeline.placement(name, P, v)
-        pipeline.validate(pipeline.lower(lists, where), where)
+        lists, where = schedules.make_schedule(name, P, m, v), schedules.placement(name, P, v)
+        schedules.validate(schedules.lower(lists, where), where)
 
 
 def test_validation_rejects_damaged_lists():
     rng = np.random.default_rng(0)
     for name, P, m, v in [("1f1b", 4, 6, 1), ("gpipe", 3, 4, 1), ("zb-h1", 3, 5, 1),
                           ("interleaved", 2, 4, 2), ("zb-v", 3, 6, 1)]:
-        where = pipeline.placement(name, P, v)
+        where = schedules.placement(name, P, v)
         for lowered in (False, True):
-            whole = pipeline.make_schedule(name, P, m, v)
-            whole = pipeline.lower(whole, where) if lowered else whole
+            whole = schedules.make_schedule(name, P, m, v)
+            whole = schedules.lower(whole, where) if lowered else whole
             for _ in range(40):
                 lists = [list(actions) for actions in whole]
                 actions = lists[rng.integers(P)]
@@ -769,28 +968,28 @@ def test_validation_rejects_damaged_lists():
                     actions.insert(int(rng.integers(len(actions))), actions[i])
                 else:  # a backward before its own forward
                     i = next(j for j, a in enumerate(actions) if a.kind in "BI")
-                    j = actions.index(pipeline.Action("F", *actions[i][1:]))
+                    j = actions.index(schedules.Action("F", *actions[i][1:]))
                     actions[i], actions[j] = actions[j], actions[i]
                 with pytest.raises(ValueError, match="missing|doubled|misordered|deadlock"):
-                    pipeline.validate(lists, where)
+                    schedules.validate(lists, where)
 
 
 def test_opposite_blocking_sends_are_rejected():
-    A = pipeline.Action
+    A = schedules.Action
     lists = [[A("F", 0, 0), A("SF", 0, 0), A("F", 0, 1), A("SF", 0, 1), A("RB", 0, 0), A("B", 0, 0),
               A("RB", 0, 1), A("B", 0, 1)],
              [A("RF", 1, 0), A("F", 1, 0), A("B", 1, 0), A("SB", 1, 0), A("RF", 1, 1), A("F", 1, 1),
               A("B", 1, 1), A("SB", 1, 1)]]
     with pytest.raises(ValueError, match="deadlock: rank 0 at SF"):
-        pipeline.validate(lists, [0, 1])
+        schedules.validate(lists, [0, 1])
 
 
 @pytest.mark.parametrize("P", [2, 4, 8])
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 33])
 def test_gpipe_and_1f1b_have_the_published_bubble_and_peak(P, m):
     for name, peaks in (("gpipe", [m] * P), ("1f1b", [min(P - r, m) for r in range(P)])):
-        lists, where = pipeline.make_schedule(name, P, m), pipeline.placement(name, P)
-        timeline = pipeline.simulate(lists, where)
+        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+        timeline = schedules.simulate(lists, where)
         assert timeline.bubble == (P - 1) / (m + P - 1)
         assert timeline.peak_in_flight == peaks
 
@@ -801,13 +1000,13 @@ def test_gpipe_and_1f1b_have_the_published_bubble_and_peak(P, m):
     (16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672))])
 def test_simulator_reproduces_the_published_bubble_rates(P, m, costs, rates):
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
-        lists, where = pipeline.make_schedule(name, P, m), pipeline.placement(name, P)
-        assert round(pipeline.simulate(lists, where, costs).bubble, 4) == rate
+        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+        assert round(schedules.simulate(lists, where, costs).bubble, 4) == rate
 
 
 def _live(rank, cfg):
     """(most microbatches whose activations live at once, as executed; as simulated; peak bytes)"""
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     batches, live, most = data.training(cfg, 0, mesh), weakref.WeakSet(), 0
 
@@ -820,14 +1019,15 @@ def _live(rank, cfg):
         block = next(layer for layer in stage.layers if hasattr(layer, "mlp"))
         block.mlp.c_fc.register_forward_pre_hook(count)
     trainer.gradients(batches)
-    simulated = pipeline.simulate(trainer.lists, trainer.where).peak_in_flight[mesh.pp.rank]
+    simulated = schedules.simulate(trainer.lists, trainer.where).peak_in_flight
+    simulated = simulated[mesh.group("pp").rank]
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         trainer.gradients(batches)
     memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
     return most, simulated, max(itertools.accumulate(memory))
 
 
-@pytest.mark.parametrize("schedule", list(pipeline.SCHEDULES))
+@pytest.mark.parametrize("schedule", list(schedules.SCHEDULES))
 def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpus, schedule):
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
     cfg = config(corpus, pp=3, schedule=schedule, chunks=chunks, microbatches=9, n_layer=6)
@@ -836,10 +1036,11 @@ def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpu
 
 
 def _sent(rank, cfg):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-    kept, send = [], mesh.pp.send
-    mesh.pp.send = lambda tensor, dst: kept.append(tensor) or send(tensor, dst)
+    pp = mesh.group("pp")
+    kept, send = [], pp.send
+    pp.send = lambda tensor, dst: kept.append(tensor) or send(tensor, dst)
     trainer.gradients(data.training(cfg, 0, mesh))
     return [tensor.untyped_storage().nbytes() for tensor in kept]
 
@@ -861,35 +1062,36 @@ def test_activations_of_1f1b_are_flat_in_m_and_those_of_gpipe_grow(corpus):
 
 
 def test_a_weight_used_twice_gets_both_gradients_when_they_are_put_off():
-    solo, deferred = c.Group("solo", [0], 0), tensor_parallel.Deferred()
+    solo, deferred = Group("solo", [0], 0), pipeline.Deferred()
     x, w = torch.randn(3, 4, dtype=torch.double), torch.randn(4, 4, dtype=torch.double)
     w.requires_grad_()
     (x @ w.t() @ w.t()).square().sum().backward()
     want, w.grad = w.grad, None
 
     def linear(x):
-        return tensor_parallel.ParallelLinear.apply(x, w, None, solo, False, deferred)
+        return tensor_parallel.ParallelLinear.apply(x, w, None, solo, False, deferred.add)
 
     y = linear(linear(x.requires_grad_())).square().sum()
     with deferred.collect() as queue:
         y.backward()
     assert w.grad is None and len(queue) == 2
     with torch.no_grad():
-        assert [p is w for p in deferred.run(queue)] == [True]  # ready once, when both are in
+        done = list(pipeline.finish_weights(queue))  # ready once, when both are in
+    assert len(done) == 1 and done[0] is w
     close(w.grad, want, "gradient of x @ w @ w")
 
 
 def _traced(rank, cfg):
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     tracer = timeline.Tracer(mesh)
     for step in range(2):
-        trainer.span = tracer.at(step, on=True)
+        trainer.trace(tracer, step, on=True)
         _, norm = trainer.gradients(data.training(cfg, step, mesh))
         trainer.update(norm, 1e-3)
-    trainer.span = tracer.at(None, on=False)
+    trainer.trace(tracer, None, on=False)
     every = timeline.collect(tracer.events, mesh.world)
-    return every and (every, timeline.split(every, lambda rank, s: trainer.where[s]))
+    return every and (every, timeline.shares(every, lambda rank, s: trainer.where[s]))
 
 
 def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, tmp_path):
@@ -904,7 +1106,7 @@ def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, 
         span = max(e[3] for e in main) - min(e[2] for e in main)
         assert math.isclose(sum(row.values()), span) and min(row.values()) >= 0
     assert mean.keys() == {"F", "I", "W", "optimizer"} and rows[1]["bubble"] > 0
-    timeline.write(tmp_path / "trace.json", every)
+    timeline.write_chrome(tmp_path / "trace.json", every)
     records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {r["pid"] for r in records} == {0, 1}
 
@@ -913,45 +1115,69 @@ def test_a_wait_inside_of_a_wait_counts_once():
     a = {"stage": 0, "microbatch": 0, "step": 0}
     events = [["F", "main", 0.0, 4.0, a], ["all_reduce", "main", 1.0, 3.0, {"step": 0}],
               ["wait", "main", 1.5, 2.5, {"step": 0}], ["wait", "main", 5.0, 6.0, {"step": 0}]]
-    (row,), mean = timeline.split([events], None)
+    (row,), mean = timeline.shares([events], None)
     assert row == {"compute": 2.0, "exposed": 3.0, "bubble": 0.0, "other": 1.0} and mean == {"F": 2}
 
 
 @pytest.mark.parametrize("P,m,v", [(2, 8, 1), (4, 8, 2), (4, 12, 3), (8, 16, 4)])
 def test_schedules_have_the_published_bubble_and_memory(P, m, v):
-    for name in pipeline.SCHEDULES:
+    for name in schedules.SCHEDULES:
         chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
-        lists = pipeline.make_schedule(name, P, m, chunks)
-        t = pipeline.simulate(lists, pipeline.placement(name, P, chunks))
-        assert t.bubble == pipeline.closed_form(name, P, m, chunks, (1, 1, 1, 0))
+        lists = schedules.make_schedule(name, P, m, chunks)
+        t = schedules.simulate(lists, schedules.placement(name, P, chunks))
+        assert t.bubble == schedules.closed_form(name, P, m, chunks, (1, 1, 1, 0))
         limit = {"gpipe": m, "zb-h2": 2 * P - 1, "zb-v": 2 * P, "interleaved": chunks * P + P - 1}
         assert max(t.peak_in_flight) <= limit.get(name, P)
-    assert pipeline.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
+    assert schedules.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
 
 
 def test_pipeline_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
     def run(line):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *line.split()])
-        pipeline.main()
+        draw.schedules_command()
         return capsys.readouterr().out
 
     assert json.loads(run("1f1b 4 8 --json")) == {
         "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
     assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
-    assert len(run("4 8 --compare").splitlines()) == len(pipeline.SCHEDULES)
+    assert len(run("4 8 --compare").splitlines()) == len(schedules.SCHEDULES)
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
     run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
-    assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
+    assert (tmp_path / "x.svg").read_text().count('stroke="white"') == 2 * 2 * 4 * 3
     for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
         with pytest.raises(SystemExit) as stop:
             run(bad)
         assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+HOUSE = [path for path in HERE.glob("*.py") if path.name not in ("bench.py", "test_all.py")]
+
+
+def test_the_house_is_in_order():
+    """No file above 300 lines; messages pass through three files only; the model knows of none."""
+    for path in HOUSE:
+        text = path.read_text()
+        assert text.count("\n") <= 300, path.name
+        talks = "torch.distributed" in text.replace("torch.distributed's", "")
+        assert talks == (path.name in ("mesh.py", "collectives.py", "processes.py")), path.name
+    assert not re.search(r"^(import|from) (?!torch|math|hashlib|dataclasses)",
+                         (HERE / "model.py").read_text(), re.MULTILINE)
+
+
+def test_one_name_means_one_thing():
+    """No two top-level functions or classes of one name, but for what every file may have."""
+    where = {}
+    for path in [*HOUSE, *(HERE / "data").glob("*.py")]:
+        for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
+            where.setdefault(name, []).append(path.name)
+    twice = {name: files for name, files in where.items() if len(files) > 1}
+    assert set(twice) <= {"main", "demo"}, twice
+
+
 def test_stages_are_cut_by_cost():
-    assert pipeline.cut([0, 5, 5, 5, 5, 20], 3) == [(0, 3), (3, 5), (5, 6)]
-    assert [b - a for a, b in pipeline.cut([1] * 7, 3)] in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
+    assert schedules.cut([0, 5, 5, 5, 5, 20], 3) == [(0, 3), (3, 5), (5, 6)]
+    assert [b - a for a, b in schedules.cut([1] * 7, 3)] in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
 
 
 # ---- the command line ----
@@ -995,7 +1221,7 @@ def damaged(corpus, tmp_path, how):
     ("--stepz 3", "unrecognized arguments"),
     ("--steps many", "invalid int value"),
     ("--schedule interleaved --pp 2 --microbatches 1", "1 must be a multiple of --pp 2"),
-    ("--log /tmp", "--log /tmp cannot be written"),
+    ("--metrics /tmp", "--metrics /tmp cannot be written"),
     ("--trace /tmp", "--trace /tmp cannot be written"),
     ("--data meta", "is damaged"),
 ])
@@ -1039,7 +1265,7 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
     for flags in ("--dp 1", "--tp 2 --pp 2"):
         log = tmp_path / f"{len(logs)}.jsonl"
         flags += (f" --data {corpus} --dtype float64 --steps 4 --block-size 8 --n-embd 16"
-                  f" --log {log} --batch-size 8 --eval-interval 2 --eval-batches 2"
+                  f" --metrics {log} --batch-size 8 --eval-interval 2 --eval-batches 2"
                   f" --out {tmp_path}/out")
         run = command("train.py", *flags.split())
         assert run.returncode == 0 and run.stdout.endswith("replicas agree\n"), run.stderr
@@ -1071,23 +1297,23 @@ def test_prepare_splits_learns_and_decodes_to_the_same_text(tmp_path):
 def gathered_state(trainer):
     """{kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's shards."""
     found = {"weights": local_tensors(trainer, "weights"), "exp_avg": [], "exp_avg_sq": []}
-    for kind, bucket in itertools.product(("exp_avg", "exp_avg_sq"), trainer.dp.buckets):
+    for kind, bucket in itertools.product(("exp_avg", "exp_avg_sq"), trainer.reducer.buckets):
         flat = torch.zeros(bucket.numel, dtype=bucket.master.dtype)
         shard = flat[bucket.offset : bucket.offset + len(bucket.weight_shard)]
-        pieces = bucket.pieces(bucket.offset, shard)
-        for (_, view), (_, master, _) in zip(pieces, bucket.steps, strict=True):
+        pieces = bucket.pieces(shard)
+        for (_, view), (_, master, _) in zip(pieces, bucket.owned, strict=True):
             view.copy_(bucket.adam.state[master][kind])
-        if trainer.dp.shards > 1:
-            c.all_gather(flat, trainer.mesh.dp)
-        found[kind] += [(p.tag, bucket.view(flat, p)) for p in bucket.params]
-    steps = {int(bucket.adam.state[master]["step"]) for bucket in trainer.dp.buckets
-             for _, master, _ in bucket.steps}
+        if bucket.shards > 1:
+            c.all_gather(flat, bucket.group)
+        found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
+    steps = {int(bucket.adam.state[master]["step"]) for bucket in trainer.reducer.buckets
+             for _, master, _ in bucket.owned}
     return found, steps
 
 
 def _hop(rank, cfg, folder):
     """Load, take one step, save: (state as loaded, loss, state as saved, the new folder)."""
-    mesh = c.make_mesh(cfg.dp, cfg.pp, cfg.tp)
+    mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     step = checkpoint.load(trainer, folder) if folder else 0
     before = gathered_state(trainer) if folder else None
@@ -1133,8 +1359,8 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dt
 
 def _growth(rank, cfg):
     """Bytes by which this rank's memory peaked above what it held, in save and in load."""
-    trainer = train.Trainer(cfg, c.make_mesh(cfg.dp, cfg.pp, cfg.tp), VOCAB)
-    own = sum(t.nbytes for _, _, tensors, _ in checkpoint.slices(trainer) for t in tensors.values())
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    own = sum(t.nbytes for *_, tensors, _ in checkpoint.slices(trainer) for t in tensors.values())
     largest = max(p.nbytes for layer in trainer.stages[0].layers for p in layer.parameters())
 
     def status(key):
@@ -1181,7 +1407,8 @@ class Run:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["train", "test_all"])
         self.folder = Path(tempfile.mkdtemp(dir=folder))
-        self.store = c.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
+                                                wait_for_workers=False)
         self.ranks = [context.Process(target=fn, args=(r, size, self.store.port, argv,
                                                        str(self.folder), limit))
                       for r in range(size)]
@@ -1228,13 +1455,14 @@ def losses(log):
 
 def test_twenty_kills_and_the_trace_is_that_of_the_uninterrupted_run(corpus, tmp_path):
     args = dict(dp=2, zero=2, steps=90, save_interval=2, keep=2)
-    whole = Run(2, flags(corpus, tmp_path / "whole", log=tmp_path / "whole.log", **args), tmp_path)
+    whole = Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "whole.log", **args),
+                tmp_path)
     out, log = tmp_path / "killed", tmp_path / "killed.log"
     log.touch()
     assert whole.wait() == [0, 0], whole.read()
     rng, in_a_save = np.random.default_rng(1), 0
     for kill in range(20):
-        run = Run(2, flags(corpus, out, log=log, resume="auto", **args), tmp_path)
+        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args), tmp_path)
         lines = log.read_bytes().count(b"\n") if kill else 0
         more, pause = int(rng.integers(1, 5)), rng.uniform(0, 0.01)
         run.until(lambda run=run: "step " in run.read("stdout"))  # its log is open
@@ -1250,7 +1478,7 @@ def test_twenty_kills_and_the_trace_is_that_of_the_uninterrupted_run(corpus, tmp
         assert -signal.SIGKILL in codes and not {0, 2} & set(codes), (codes, run.read())
         assert run.read().count("\n") <= 1 and "Traceback" not in run.read(), run.read()
     assert in_a_save >= 3, in_a_save
-    last = Run(2, flags(corpus, out, log=log, resume="auto", **args), tmp_path)
+    last = Run(2, flags(corpus, out, metrics=log, resume="auto", **args), tmp_path)
     assert last.wait() == [0, 0], last.read()
     assert losses(log) == losses(tmp_path / "whole.log")
     assert sorted(p.name for p in out.iterdir()) == ["step-00000088", "step-00000090"]
@@ -1298,10 +1526,10 @@ def contents(folder):
 
 def rewrite(path, change):
     """A safetensors file again, with change({name: (shape, bytes)}) in it."""
-    entries, raw = checkpoint.read_header(path), path.read_bytes()
+    entries, raw = tensorfile.read_header(path), path.read_bytes()
     tensors = {n: (e.shape, raw[e.begin : e.end]) for n, e in entries.items()}
     change(tensors)
-    head, _ = checkpoint.make_header({n: torch.Size(s) for n, (s, _) in tensors.items()}, "F64")
+    head, _ = tensorfile.make_header({n: torch.Size(s) for n, (s, _) in tensors.items()}, "F64")
     path.write_bytes(head + b"".join(data for _, data in tensors.values()))
 
 
@@ -1361,11 +1589,11 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, train
 
 def _main_with_nan(rank, *args):
     """From its fourth step on, rank 1 has a loss, and so gradients, that are not finite."""
-    def run(self, actions, batches, run=train.Trainer.run, calls=[0]):  # noqa: B006
+    def execute(self, *args, execute=pipeline.Pipeline.execute, calls=[0]):  # noqa: B006
         calls[0] += 1
-        return run(self, actions, batches) * (math.nan if rank == 1 and calls[0] > 3 else 1)
+        return execute(self, *args) * (math.nan if rank == 1 and calls[0] > 3 else 1)
 
-    train.Trainer.run = run
+    pipeline.Pipeline.execute = execute
     _main(rank, *args)
 
 
@@ -1382,7 +1610,7 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
 
 
 def _nan_on_one_rank(rank, cfg):
-    trainer, data = train.Trainer(cfg, c.make_mesh(cfg.dp, cfg.pp, cfg.tp), VOCAB), Data(cfg)
+    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     before = [(tag.name, x.clone()) for tag, x in local_tensors(trainer, "weights")]
     param = next(trainer.stages[max(trainer.stages)].parameters())
     param.register_hook(lambda grad: grad * math.nan if rank == 1 else grad)
@@ -1419,7 +1647,7 @@ def test_a_rank_with_other_flags_or_another_checkpoint_is_refused(corpus, traine
 
 
 def _one_step(rank, cfg):
-    trainer = train.Trainer(cfg, c.make_mesh(cfg.dp, cfg.pp, cfg.tp), VOCAB)
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
     loss, norm = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     trainer.update(norm, train.learning_rate(cfg, 0))
     return loss, norm
@@ -1429,7 +1657,7 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
     """... and where they train, loss and norm are those of one process."""
     rng = np.random.default_rng(5)
     values = {"dp": (0, 1, 2, 3, -1), "tp": (1, 1, 2, 4, 3, 0), "pp": (1, 1, 2, 3, 9),
-              "zero": (0, 1, 2, 3, 4), "schedule": (*pipeline.SCHEDULES, "wave"),
+              "zero": (0, 1, 2, 3, 4), "schedule": (*schedules.SCHEDULES, "wave"),
               "chunks": (0, 0, 1, 2),
               "microbatches": (0, 1, 2, 3, 5), "n_layer": (1, 2, 3), "n_head": (1, 2, 4, 6),
               "n_embd": (12, 24, 8, "x"), "block_size": (4, 8, 10**6), "batch_size": (4, 6, 12),
@@ -1479,7 +1707,7 @@ def nanogpt_shapes(V, S, L, C):
 
 def test_the_model_file_is_nanogpts_by_name_and_shape_and_opens_with_safetensors(trained):
     path = trained / "step-00000004" / checkpoint.MODEL
-    found = {name: e.shape for name, e in checkpoint.read_header(path).items()}
+    found = {name: e.shape for name, e in tensorfile.read_header(path).items()}
     assert found == nanogpt_shapes(VOCAB, 8, 2, 8)
     tensors = pytest.importorskip("safetensors.torch").load_file(path)
     config = GPTConfig(VOCAB, 8, 2, 2, 8)
@@ -1512,7 +1740,7 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
 
 
 def test_sampling_with_kept_keys_is_sampling_without_them(trained):
-    model, ids = sample.load(trained / "step-00000004").double(), [1, 2, 3]
+    model, ids = sample.load_model(trained / "step-00000004").double(), [1, 2, 3]
     got = sample.generate(model, ids, 12, samples=3, top_k=20)  # beyond the window of 8
     out, rng = torch.tensor([ids] * 3), torch.Generator().manual_seed(1337)
     for _ in range(12):
@@ -1541,13 +1769,21 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
                                                  "checkpoint there\n")
 
 
+def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", dp=2, eval_interval=2, eval_batches=1, resume="auto")
+    for _ in range(2):
+        run = Run(2, argv, tmp_path)
+        assert run.wait() == [0, 0], run.read()
+        assert run.read("stdout").endswith("replicas agree\n") and "sample:" in run.read("stdout")
+
+
 def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path):
     log = tmp_path / "log"
     argv = flags(corpus, tmp_path / "out", dp=2, steps=600, save_interval=20, keep=1, resume="auto",
-                 log=log, log_interval=100)
+                 metrics=log, log_interval=100)
     run = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts",
-         "3", "--", "train.py", *map(str, argv)], cwd=HERE, text=True, stdout=subprocess.PIPE,
+         "3", "train.py", *map(str, argv)], cwd=HERE, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL)
     for line in run.stdout:
         if line.startswith("step    100  loss"):

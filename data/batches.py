@@ -1,8 +1,6 @@
-"""Batches from train.bin and val.bin, the same in every layout.
-
-The global batch of step i is a pure function of (seed, i). Data rank d takes its slice of it, and
-microbatch k its sub-slice, so no rank has to tell another what it read.
-"""
+"""Batches from train.bin and val.bin, the same in every layout. The global batch of step i is a
+pure function of (seed, i); data rank d takes its slice of it, and microbatch k its part of that, so
+no rank has to tell another what it read."""
 
 import json
 import os
@@ -16,20 +14,19 @@ from data.prepare import prepare
 
 
 class Data:
-    """train.bin and val.bin, memory-mapped; batches are pure functions of (seed, step)."""
+    """The two files, memory-mapped, and what meta.json tells of them."""
 
     def __init__(self, cfg):
-        self.block = cfg.block_size
-        self.folder = Path(cfg.data)
-        if cfg.data in ("stdlib", "shakespeare"):
+        self.folder, self.block = Path(cfg.data), cfg.block_size
+        named = cfg.data in ("stdlib", "shakespeare")
+        if named:
             self.folder = Path(__file__).parent / cfg.data
-            if not (self.folder / "meta.json").exists():
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    prepare((cfg.data,), self.folder)
-                deadline = time.time() + 300
-                while not (self.folder / "meta.json").exists() and time.time() < deadline:
-                    time.sleep(0.2)
         meta = self.folder / "meta.json"
+        if named and not meta.exists() and os.environ.get("LOCAL_RANK", "0") == "0":
+            prepare((cfg.data,), self.folder)
+        deadline = time.time() + 300
+        while named and not meta.exists() and time.time() < deadline:  # another process prepares
+            time.sleep(0.2)
         self.meta = {"vocab_size": 50257}  # nanoGPT's own folders have no meta.json: GPT-2's
         try:
             if meta.exists():
@@ -39,17 +36,18 @@ class Data:
             raise ValueError(f"{meta} cannot be read or is damaged; make it anew") from None
         if cfg.tp > self.vocab_size:
             raise ValueError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
-        self.train, self.val = self.open("train"), self.open("val")
+        self.train, self.val = self.memory_map("train"), self.memory_map("val")
 
-    def open(self, split):
+    def memory_map(self, split):
+        """The tokens of train.bin or val.bin. ValueError: missing, damaged or too short."""
         path = self.folder / f"{split}.bin"
         if not path.exists():
             raise ValueError(f"--data {self.folder}: {path.name} is missing; "
                              f"python data/prepare.py PATH --out {self.folder} makes it")
         size, told = path.stat().st_size, self.meta.get(f"{split}_tokens")
-        if size % 2 or told and size != 2 * told:
-            raise ValueError(f"{path} is truncated: {size} bytes" + (f" for {told} tokens" if told
-                             else ", not a whole number of uint16") + "; make it anew")
+        if size != 2 * (told or size // 2):
+            held = f" for {told} tokens" if told else ", not a whole number of uint16"
+            raise ValueError(f"{path} is truncated: {size} bytes{held}; make it anew")
         if size // 2 <= self.block:
             raise ValueError(f"--block-size {self.block} is longer than {path}, which has "
                              f"{size // 2} tokens; take less than that")
@@ -65,27 +63,26 @@ class Data:
             raise ValueError(f"{path} holds token id {ids.max()}, beyond the vocabulary of "
                              f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
 
-    def rows(self, tokens, starts, device):
-        rows = np.stack([tokens[s : s + self.block + 1] for s in starts]).astype(np.int64)
-        self.check_ids(rows, self.folder)
-        rows = torch.from_numpy(rows)
-        if device.type == "cuda":
-            rows = rows.pin_memory().to(device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]
-
     def training(self, cfg, step, mesh):
         """The microbatches of this replica: [(ids, targets)], each (b, S)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
-        return self.split(cfg, self.train, starts, mesh)
+        return self.batch(cfg, self.train, starts, mesh)
 
     def validation(self, cfg, i, mesh):
         """Batch i of consecutive windows; they begin anew where val.bin ends."""
         windows = (len(self.val) - 1) // self.block
         starts = (np.arange(cfg.batch_size) + i * cfg.batch_size) % windows * self.block
-        return self.split(cfg, self.val, starts, mesh)
+        return self.batch(cfg, self.val, starts, mesh)
 
-    def split(self, cfg, tokens, starts, mesh):
-        mine = np.split(starts, mesh.dp.size)[mesh.dp.rank]
-        return [self.rows(tokens, part, mesh.world.device)
-                for part in np.split(mine, cfg.microbatches)]
+    def batch(self, cfg, tokens, starts, mesh):
+        """This replica's microbatches of the windows of `tokens` that begin at `starts`."""
+        dp, microbatches = mesh.group("dp"), []
+        for part in np.split(np.split(starts, dp.size)[dp.rank], cfg.microbatches):
+            rows = np.stack([tokens[s : s + self.block + 1] for s in part]).astype(np.int64)
+            self.check_ids(rows, self.folder)
+            rows = torch.from_numpy(rows)
+            if mesh.device.type == "cuda":
+                rows = rows.pin_memory().to(mesh.device, non_blocking=True)
+            microbatches.append((rows[:, :-1], rows[:, 1:]))
+        return microbatches

@@ -1,0 +1,115 @@
+"""What a run says: lines on the terminal, and a JSON line per step in the file of --metrics."""
+
+import json
+import math
+import resource
+import sys
+import time
+from dataclasses import asdict
+from itertools import takewhile
+
+import torch
+
+import sample
+from data.prepare import load_tokenizer
+from mesh import grid
+from zero import bytes_per_parameter
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, NVIDIA's data sheets
+
+
+class Log:
+    """Of a run from step `start` on. Rank 0 speaks, the other ranks' calls do nothing."""
+
+    def __init__(self, trainer, data, start):
+        cfg, mesh = trainer.cfg, trainer.mesh
+        self.cfg, self.trainer, self.data, self.start = cfg, trainer, data, start
+        self.silent = mesh.rank != 0
+        self.cuda = mesh.device.type == "cuda"
+        gpu = torch.cuda.get_device_name() if self.cuda and trainer.dtype.itemsize == 2 else ""
+        # FLOPs per second that all GPUs together can do, 0 where that is not known
+        self.peak = mesh.world.size * sum(f for name, f in PEAK_FLOPS.items() if name in gpu)
+        self.metrics = None  # the file, if there is one
+        if cfg.metrics and not self.silent:
+            self.metrics = open(cfg.metrics, "a+" if start else "w+")
+            # Drop lines of step `start` and later, and one that a crash cut off: they come anew.
+            self.metrics.seek(0)
+            kept = takewhile(lambda line: line.endswith("\n") and json.loads(line)["step"] < start,
+                             self.metrics)
+            self.metrics.truncate(sum(map(len, kept)))  # ASCII: a character is a byte
+        self.saved = self.ending = None  # folder of the last checkpoint; the last lines
+        self.agree = True  # whether the replicas do
+        self.began = self.since = time.perf_counter()  # the run; the step under way
+        self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
+        self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks = {cfg.dp} data x "
+                 f"{cfg.pp} pipeline x {cfg.tp} tensor; {cfg.microbatches} microbatches of "
+                 f"{cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n{grid(mesh.sizes)}")
+        for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
+            self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
+        each = sum(bytes_per_parameter(cfg.zero, cfg.dp, trainer.dtype.itemsize))
+        self.say(f"model states: {trainer.optimizer.state_bytes()[0] / 1e6:.2f} MB per rank "
+                 f"predicted, {each:.4g} bytes for each of its parameters")
+
+    def say(self, text, **options):
+        if not self.silent:
+            print(text, **options, flush=True)
+
+    def write(self, **record):
+        if self.metrics:  # JSON has no nan and no infinity
+            record = {k: v if math.isfinite(v) else None for k, v in record.items()}
+            print(json.dumps(record), file=self.metrics, flush=True)
+
+    def clock(self):
+        self.since = time.perf_counter()  # a step begins now
+
+    def step(self, step, loss, norm, lr):
+        cfg, now = self.cfg, time.perf_counter()
+        ms, rate = 1e3 * (now - self.since), self.trainer.tokens / (now - self.since)
+        scale = {"scale": self.trainer.scale} if cfg.dtype == "float16" else {}
+        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=ms, tokens_per_s=rate, **scale)
+        left = cfg.steps - step - 1
+        if step % cfg.log_interval == 0 or not left:
+            seconds = round(left * (now - self.began) / (step + 1 - self.start))
+            flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
+            mfu = f"  mfu {flops / self.peak:.1%}" if self.peak else ""
+            eta = f"  {seconds // 60} min {seconds % 60} s left" if left else ""
+            self.say(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  lr {lr:.2e}  "
+                     f"{ms:.0f} ms  {rate:,.0f} tokens/s{mfu}{eta}")
+        self.clock()
+
+    def validation(self, step, loss, last=False):
+        bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
+        self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
+        known = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
+        self.say(f"step {step:6d}  validation loss {loss:.4f} nats per token{known}")
+        gzip = self.data.meta.get("gzip_bits_per_byte")
+        if last and gzip is not None:
+            self.say(f"gzip -9 needs {gzip:.4f} bits per byte for the same text: the model "
+                     f"{'beats' if bits < gzip else 'does not yet beat'} it")
+        self.clock()
+
+    def end(self, saved, agree):
+        """Note the last words, while the run is still there."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+        if self.cuda:
+            peak = torch.cuda.max_memory_allocated()
+        self.saved, self.agree = saved, agree
+        self.ending = (f"model states: {self.trainer.optimizer.state_bytes()[1] / 1e6:.2f} MB on "
+                       f"this rank measured; peak of the {'GPU' if self.cuda else 'process'} "
+                       f"{peak / 1e6:.0f} MB\nreplicas {'agree' if agree else 'DISAGREE'}")
+
+    def last_words(self):
+        """After the other ranks have left: first a sample, out of the checkpoint just saved. It
+        takes the whole model in this process's memory, in float32, and no run fails for it."""
+        if self.silent or not self.ending:
+            return
+        if self.cfg.eval_interval and self.agree:
+            try:
+                model = sample.load_model(self.saved)
+                ids, = sample.generate(model, self.data.val[:16].tolist(), 96)
+                text = load_tokenizer(self.data.folder).decode(ids)
+            except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
+                text = f"(none: {error})"
+            self.say("a sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
+        self.say(self.ending)

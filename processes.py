@@ -1,0 +1,104 @@
+"""How ranks are started, meet, and end. torchrun starts them and says by environment variables who
+is who; `launch` does so on one machine. They meet at a store, a small server of keys and values,
+through which torch sets up the communicators."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mesh import Mesh, naming
+
+
+def init(device="cpu", timeout=600, **rendezvous):
+    """Join the process group that torchrun's environment (or `rendezvous`) describes."""
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    wait = timedelta(seconds=timeout)
+    with naming(f"rank {os.environ.get('RANK', '')}: not all ranks came within {timeout} s"):
+        if not rendezvous:  # torchrun's store outlives a restart: no addresses of dead ranks
+            store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+            attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            rendezvous = dict(store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=wait, **rendezvous)
+
+
+def shutdown(together=True):
+    """Leave the process group; `together`: once all have come, as one may still be joining a group
+    or reading what was sent to it."""
+    if not dist.is_initialized():
+        return
+    if together:
+        with naming(f"rank {dist.get_rank()}: waiting for all ranks to leave"):
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def unlike_rank_0(value):
+    """The ranks whose `value`, some bytes, is not rank 0's. Asks the store: no mesh exists yet."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"value of rank {dist.get_rank()}", value)
+    values = [store.get(f"value of rank {r}") for r in range(dist.get_world_size())]
+    return [r for r, other in enumerate(values) if other != values[0]]
+
+
+def first_to_fail():
+    """Whether no other rank has asked this before: one rank speaks for all. Where the store went
+    down with the process that held it, every rank does."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=5))
+        return store.add("failed", 1) == 1
+    except (RuntimeError, ValueError):
+        return True
+
+
+def launch(size):
+    """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
+    highest exit code. Signals are passed on; once a rank has failed, the others have 10 s to end.
+    This process holds the store, so that it outlives every rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), **os.environ,
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+           "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], start_new_session=True,
+                              env={**env, "RANK": str(r), "LOCAL_RANK": str(r)})
+             for r in range(size)]  # sessions of their own: Ctrl-C reaches them once, from here
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
+    deadline = math.inf
+    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + 10)
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.kill()
+    codes = [rank.wait() for rank in ranks]
+    return int(max(*codes, any(codes)))  # killed by a signal, a code is negative
+
+
+def _demonstrate(rank, fn, sizes, rendezvous):
+    torch.set_num_threads(1)
+    init(rank=rank, world_size=math.prod(sizes.values()), init_method=rendezvous)
+    fn(Mesh(**sizes))
+    shutdown()
+
+
+def demonstrate(fn, **sizes):
+    """fn(mesh) in as many processes as a mesh of these sizes has: what the demonstrations run."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_demonstrate, (fn, sizes, f"file://{folder}/rendezvous"),
+                                    math.prod(sizes.values()))
+
+
+def report_difference(name, rank, pairs):
+    """Print how far gradients are from one process's, given pairs of (this rank's, that one's)."""
+    off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs)
+    print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
