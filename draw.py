@@ -1,6 +1,6 @@
 """Pictures of schedules: text for a terminal, SVG for a page, and the command line that shows them.
 
-    python schedules.py 1f1b 4 8 --svg schedule.svg
+    python pipeline.py 1f1b 4 8 --svg schedule.svg
 """
 
 import argparse
@@ -72,7 +72,7 @@ def numbers(text):
 
 
 def schedules_command():
-    """The command line of schedules.py and pipeline.py."""
+    """The command line of pipeline.py."""
     parser = argparse.ArgumentParser(description=schedules.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")

@@ -225,7 +225,11 @@ def grid(sizes):
 
 
 def main():
-    sizes = dict(zip(("dp", "pp", "tp"), map(int, sys.argv[1:] or (2, 2, 2)), strict=True))
+    given = sys.argv[1:] or ["2", "2", "2"]
+    if len(given) != 3 or not all(size.isdigit() and int(size) for size in given):
+        print("mesh.py: give the sizes of dp, pp and tp, as in 2 2 2", file=sys.stderr)
+        sys.exit(2)
+    sizes = dict(zip(("dp", "pp", "tp"), map(int, given), strict=True))
     print(grid(sizes))
     for axes in (["dp"], ["pp"], ["tp"], ["pp", "tp"]):
         print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))

@@ -10,7 +10,7 @@ rate or as idle time, and the most microbatches a rank holds, for costs F, I, W 
     zb-h1, -h2   (P-1)(F+I-W), (P-1)(F+I-2W)    P, 2P-1                arXiv 2401.10241
     zb-v         0 if F = I = W and m >= 2P-1   P                      arXiv 2405.15362
 
-    python schedules.py 1f1b 4 8    or    python schedules.py 4 8 --compare
+    python pipeline.py 1f1b 4 8    or    python pipeline.py 4 8 --compare
 """
 
 from collections import Counter, deque
@@ -266,9 +266,3 @@ def closed_form(name, P, m, v, costs):
     if comm != 0 or idle < 0 or not full or (name == "zb-v" and not f == i == w):
         return None
     return idle / (idle + m * (f + i + w) * (v if name == "interleaved" else 1))
-
-
-if __name__ == "__main__":
-    import draw  # builds on this file
-
-    draw.schedules_command()
