@@ -9,6 +9,7 @@ process grows by while it builds one side and takes two steps (Linux; resident b
     python bench.py                  every row, in less than ten minutes on two cores
     python bench.py --quick          does it run? two steps each of a smaller model: no figures
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
+    python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)
     python bench.py --json out.json  the figures for a program
 """
 
@@ -21,6 +22,7 @@ import os
 import tempfile
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ import torch.nn as nn
 
 import checkpoint
 import collectives
+import context_parallel
 import train
 from config import Config
 from ddp import plain_data_parallel
@@ -51,7 +54,9 @@ SIZES = {  # model, tokens per sequence, sequences in all or, where negative, on
     "tiny": dict(n_layer=4, n_head=4, n_embd=128, block_size=32, batch_size=8),
     "2 sequences a rank": dict(SMALL, block_size=128, batch_size=-2),
     "8 sequences in all": dict(SMALL, block_size=128, batch_size=8),
-}
+    "long": dict(SMALL, n_layer=2, block_size=2048, batch_size=1),
+} | {f"S = {S}": dict(n_layer=2, n_head=4, n_embd=128, block_size=S, batch_size=1)
+     for S in (256, 512, 1024, 2048, 4096, 8192)}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -86,8 +91,8 @@ class Job:
 
     def mesh(self):
         """The row's ranks along the one axis that its layout has."""
-        axis = max("dp", "pp", "tp", key=lambda axis: self.row.layout.get(axis, 1))
-        sizes = {"dp": 1, "pp": 1, "tp": 1, axis: self.n}
+        axis = max("dp", "pp", "cp", "tp", key=lambda axis: self.row.layout.get(axis, 1))
+        sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
         self.made = RowMesh(self.rank, self.groups[self.n], sizes)
         return self.made
 
@@ -98,6 +103,7 @@ class RowMesh(Mesh):
     def __init__(self, rank, communicators, sizes):
         self.rank, self.sizes, self.device, self.native = rank, sizes, torch.device("cpu"), False
         self.communicators, self.groups = communicators, {}
+        self.at = {axis: rank if size > 1 else 0 for axis, size in sizes.items()}
         self.world = self.join("world", [list(range(math.prod(sizes.values())))])
 
     def communicator(self, name, ranks):
@@ -204,23 +210,37 @@ def fsdp(job):
     return loop(job, model, adamw(model.parameters(), job.cfg), 1 / job.n)
 
 
-def dtensor(job):
+def dtensor(job, sp=False):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel as Col
     from torch.distributed.tensor.parallel import RowwiseParallel as Row
-    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
     mesh, model, (ids, targets) = DeviceMesh.from_group(job.pg, "cpu"), plain(job), job.batches[0]
+    tokens = Shard(1) if sp else Replicate()  # how activations lie between blocks
     first, *blocks, last = model.layers
     for block in blocks:
         for p in block.attn.c_attn.parameters():  # each rank's rows hold its heads of q, k and v
             p.data = p.data.view(3, job.n, -1, *p.shape[1:]).transpose(0, 1).reshape(p.shape)
-        parallelize_module(block, mesh, {"attn.c_attn": Col(), "attn.c_proj": Row(),
-                                         "mlp.c_fc": Col(), "mlp.c_proj": Row()})
-    parallelize_module(first, mesh, {"wte": Row(input_layouts=Replicate())})
-    parallelize_module(last, mesh, {"lm_head": Col(output_layouts=Shard(-1),
-                                                   use_local_output=False)})
+        parallelize_module(block, mesh, {
+            "attn.c_attn": Col(input_layouts=tokens), "attn.c_proj": Row(output_layouts=tokens),
+            "mlp.c_fc": Col(input_layouts=tokens), "mlp.c_proj": Row(output_layouts=tokens)})
+    parallelize_module(first, mesh, {"wte": Row(input_layouts=Replicate(),
+                                                output_layouts=tokens)})
+    parallelize_module(last, mesh, {"lm_head": Col(
+        input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)})
     last.lm_head.weight = first.wte.weight  # tied again
+    if sp:
+        for layer in (*blocks, last):
+            parallelize_module(layer, mesh, {name: SequenceParallel() for name, _ in
+                                             layer.named_children() if name.startswith("ln_")})
+        first.positions = torch.arange(job.cfg.block_size).chunk(job.n)[job.rank]
+        first.wpe.weight.register_post_accumulate_grad_hook(
+            lambda param: dist.all_reduce(param.grad, group=job.pg))
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == split]
              for split in (True, False)]
     optimizers = [adamw(params, job.cfg) for params in kinds]
@@ -305,6 +325,16 @@ def dcp(job):
 # ---- our plain forms: what the tricks of the fast ones earn ----
 
 
+@contextmanager
+def swapped(module, **others):
+    kept = {name: getattr(module, name) for name in others}
+    try:
+        vars(module).update(others)
+        yield
+    finally:
+        vars(module).update(kept)
+
+
 def plain_ring(job):
     x, group = torch.zeros(256 * job.row.size), job.mesh().group("dp")
     return lambda: [collectives.plain_all_reduce(x, group) for _ in range(repeats(job.row))] and 0.0
@@ -330,10 +360,8 @@ def plain_ddp(job):
 
 def plain_layers(job):
     """The trainer with tensor-parallel layers that wait for their messages."""
-    fast, train.parallelize = train.parallelize, partial(train.parallelize, plan=PLAIN)
-    step = trainer(job)
-    train.parallelize = fast
-    return step
+    with swapped(train, parallelize=partial(train.parallelize, plan=PLAIN)):
+        return trainer(job)
 
 
 def plain_pipeline(job):
@@ -356,6 +384,53 @@ def plain_pipeline(job):
         return loss
 
     return step
+
+
+def plain_attention(job):
+    def plain_core(group):
+        at = context_parallel.zigzag(job.cfg.block_size, group.size, group.rank)
+        return partial(context_parallel.plain_ring_attention, positions=at, group=group)
+
+    with swapped(context_parallel, KINDS={"ring": plain_core}):
+        return trainer(job)
+
+
+# ---- the same layout in another way ----
+
+
+def without_sp(job):
+    job.plan({**job.row.layout, "sp": False})
+    return trainer(job)
+
+
+def all_to_all(job):
+    job.plan({**job.row.layout, "cp_attention": "all-to-all"})
+    return trainer(job)
+
+
+def naive_split(job):
+    """Rank c has chunk c of C: it meets all of those before it, and none of those behind it."""
+    def in_order(S, C, c):
+        return torch.arange(S).chunk(C)[c]
+
+    def meets(mine, theirs, half):
+        seen = slice(None) if theirs <= mine else slice(0)
+        return seen, seen, theirs == mine
+
+    def kernel(q, k, v, causal, compute=context_parallel.kernel):
+        return compute(q, k, v, causal) if q.size(2) else (q, q[..., 0], ())
+
+    def kernel_backward(grad, q, k, v, *args, compute=context_parallel.kernel_backward):
+        return compute(grad, q, k, v, *args) if q.size(2) else (q, k, v)
+
+    with swapped(context_parallel, zigzag=in_order):
+        step = trainer(job)
+
+    def naive_step():
+        with swapped(context_parallel, meets=meets, kernel=kernel, kernel_backward=kernel_backward):
+            return step()
+
+    return naive_step
 
 
 # ---- limits: one process does the work while the other ranks look on ----
@@ -397,13 +472,21 @@ for name, peer, layouts, goals in (
         ("ZeRO-3", fsdp, [{"dp": 2, "zero": 3}, {"dp": 4, "zero": 3}],
          {"compute": 1.05, "communication": 1.2}),
         ("1F1B", pipelining, [{"pp": 2, "microbatches": 8}], {"compute": 1.0, "tiny": 1.2}),
-        ("tensor parallel", dtensor, [{"tp": 2}], {"compute": 1.05, "tiny": 1.5})):
+        ("tensor parallel", dtensor, [{"tp": 2}], {"compute": 1.05, "tiny": 1.5}),
+        ("sequence parallel", partial(dtensor, sp=True), [{"tp": 2, "sp": True}],
+         {"compute": 1.0, "tiny": 1.0})):
     ROWS += [Row(name, next(iter(layout.values())), size, trainer, peer, goal, layout)
              for layout in layouts for size, goal in goals.items()]
 ROWS += [Row("D = 2, to 2 threads", 2, "compute", trainer, one_process, 0.97, {"dp": 2}),
          Row("P = 2, to that + bubble", 2, "compute", trainer, one_process, 0.95,
              {"pp": 2, "microbatches": 8}, 9 / 8),
+         Row("C = 2, to 2 threads", 2, "long", trainer, one_process, 0.95, {"cp": 2}),
          Row("one rank, to a plain loop", 1, "compute", trainer, one_process, 0.99)]
+ROWS += [Row("--sp, to --tp alone", 2, size, trainer, without_sp, None, {"tp": 2, "sp": True})
+         for size in ("compute", "tiny")]
+ROWS += [Row(f"ring attention, to {name}", 2, "long", trainer, peer, None, {"cp": 2})
+         for name, peer in (("plain", plain_attention), ("naive split", naive_split),
+                            ("all-to-all", all_to_all))]
 ROWS += [Row("ring, to plain", n, kb, ring, plain_ring, None)
          for n in (2, 4) for kb in (4096, 65536)]
 ROWS += [Row(f"{name}, to plain", 2, size, trainer, peer, None, layout)
@@ -416,6 +499,8 @@ ROWS.append(Row("checkpoint", 2, "compute", save_and_load, dcp, 1.0, {"dp": 2}))
 for n in (1, 2, 4, 8):  # the limit is one rank's time, the work shared evenly by the cores
     ROWS += [Row("scaling", n, size, trainer, one_rank, None, {"dp": n}, limit) for size, limit in (
         ("2 sequences a rank", max(1, n / CORES)), ("8 sequences in all", 1 / min(n, CORES)))]
+ROWS += [Row("growth", n, size, trainer, one_process, None, {"cp": n})  # only if asked for
+         for size in SIZES if size.startswith("S =") for n in (1, 2, 4)]
 
 
 # ---- the race ----
@@ -482,11 +567,11 @@ def worker(rank, world, chosen, quick, path, folder):
     warnings.simplefilter("ignore")  # the peers'
     init(rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous", timeout=1800)
     rows = [ROWS[i] for i in chosen]
-    names = "axis", "pp_ends", "pp_tp", "world", "peer"
+    names = "axis", "dp_cp", "pp_ends", "pp_tp", "world", "peer"
     groups = {n: {name: dist.new_group(range(n)) for name in names}
               for n in sorted({1, *(row.n for row in rows)})}
     for named in groups.values():
-        named.update(dict.fromkeys(("dp", "pp", "tp"), named["axis"]))
+        named.update(dict.fromkeys(("dp", "pp", "cp", "tp"), named["axis"]))
     for size in SIZES.values() if quick else ():
         size.update(n_layer=2, block_size=32)
     results = []
@@ -582,7 +667,7 @@ def main():
     if args.pictures:
         return pictures(args.pictures, args.metrics)
     chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()
-              and not (args.quick and row.n > 4)]
+              and not (args.quick and row.n > 4) and (args.only or row.name != "growth")]
     if not chosen:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
         parser.exit(2, f"bench.py: --only {args.only} is in no row's name; try {names}\n")

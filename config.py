@@ -26,6 +26,10 @@ class Config:
     dp: int = flag(0, "layout", "data-parallel replicas; 0: what is left of the processes")
     tp: int = flag(1, "layout", "tensor-parallel ranks, which split each layer")
     pp: int = flag(1, "layout", "pipeline ranks, which split the list of layers")
+    cp: int = flag(1, "layout", "context-parallel ranks, which split each sequence")
+    sp: bool = flag(False, "layout", "tensor-parallel ranks split the tokens between layers, too")
+    cp_attention: str = flag("ring", "layout", "keys and values go around, or heads are swapped "
+                             "for tokens", ("ring", "all-to-all"))
     zero: int = flag(0, "layout", "split optimizer states (1), gradients (2), weights (3) over dp",
                      (0, 1, 2, 3))
     schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
@@ -88,8 +92,8 @@ def fail(message):
 
 
 LIMITS = {  # what a value must do: (the flags, the test)
-    "be at least 1": ("tp pp n_layer n_head n_embd block_size batch_size log_interval eval_batches",
-                      lambda x: x >= 1),
+    "be at least 1": ("tp pp cp n_layer n_head n_embd block_size batch_size log_interval "
+                      "eval_batches", lambda x: x >= 1),
     "be 0 or more": ("dp chunks microbatches steps warmup_steps eval_interval lr min_lr "
                      "weight_decay grad_clip seed save_interval keep", lambda x: 0 <= x < math.inf),
     "lie in [0, 1)": ("beta1 beta2", lambda x: 0 <= x < 1),
@@ -117,16 +121,27 @@ def check(cfg, world):
     require(not cfg.trace or cfg.steps >= 3, f"{given('steps')} must be at least 3 for --trace, "
             "which takes the third to the fifth")
 
-    model_ranks = cfg.tp * cfg.pp
+    model_ranks = cfg.tp * cfg.pp * cfg.cp
     require(cfg.dp or world == 1 or world % model_ranks == 0,
-            f"{given('tp', 'pp')} = {model_ranks} does not divide the {world} processes; start "
-            f"{model_ranks} or a multiple")
+            f"{given('tp', 'pp', 'cp')} = {model_ranks} does not divide the {world} processes; "
+            f"start {model_ranks} or a multiple")
     cfg.dp = cfg.dp or max(1, world // model_ranks)  # what is left of the processes
     ranks = cfg.dp * model_ranks
-    require(world in (1, ranks), f"{given('dp', 'tp', 'pp')} = {ranks} does not match the {world} "
-            f"processes; start {ranks}, or one, which starts the others")
+    require(world in (1, ranks), f"{given('dp', 'tp', 'pp', 'cp')} = {ranks} does not match the "
+            f"{world} processes; start {ranks}, or one, which starts the others")
     tries = " or ".join([str(n) for n in range(1, cfg.n_head + 1) if cfg.n_head % n == 0][:4])
     require(cfg.n_head % cfg.tp == 0, f"{given('tp')} must divide {given('n_head')}; try {tries}")
+    heads = cfg.n_head // cfg.tp
+    tries = " or ".join([str(n) for n in range(1, heads + 1) if heads % n == 0][:4])
+    require(cfg.cp_attention == "ring" or heads % cfg.cp == 0,
+            f"{given('cp')} must divide the {heads} heads of a rank, {given('n_head')} over "
+            f"{given('tp')}, for --cp-attention all-to-all; try {tries}, or ring")
+    part = math.lcm(2 * cfg.cp if cfg.cp > 1 else 1, cfg.cp * cfg.tp if cfg.sp else 1)
+    fits = [str(n * part) for n in (cfg.block_size // part, cfg.block_size // part + 1) if n]
+    require(cfg.block_size % part == 0, f"{given('block_size')} must be a multiple of {part}, for "
+            + " and ".join(([f"2 chunks on each rank of {given('cp')}"] if cfg.cp > 1 else [])
+                           + ([f"--sp on {given('tp')}"] if cfg.sp else []))
+            + f"; try {' or '.join(fits)}")
     require(cfg.n_embd % cfg.n_head == 0, f"{given('n_head')} must divide {given('n_embd')}")
     require(cfg.pp <= cfg.n_layer, f"{given('pp')} must be at most {given('n_layer')}")
     require(cfg.batch_size % cfg.dp == 0, f"{given('dp')} must divide {given('batch_size')}")

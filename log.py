@@ -42,11 +42,12 @@ class Log:
         self.began = self.since = time.perf_counter()  # the run; the step under way
         self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
         self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks = {cfg.dp} data x "
-                 f"{cfg.pp} pipeline x {cfg.tp} tensor; {cfg.microbatches} microbatches of "
-                 f"{cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n{grid(mesh.sizes)}")
+                 f"{cfg.pp} pipeline x {cfg.cp} context x {cfg.tp} tensor; {cfg.microbatches} "
+                 f"microbatches of {cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n"
+                 f"{grid(mesh.sizes)}")
         for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
             self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
-        each = sum(bytes_per_parameter(cfg.zero, cfg.dp, trainer.dtype.itemsize))
+        each = sum(bytes_per_parameter(cfg.zero, cfg.dp * cfg.cp, trainer.dtype.itemsize))
         self.say(f"model states: {trainer.optimizer.state_bytes()[0] / 1e6:.2f} MB per rank "
                  f"predicted, {each:.4g} bytes for each of its parameters")
 

@@ -1,16 +1,17 @@
 """Ranks and groups: who talks to whom, and the one method that every message passes through.
 
-N processes are laid out on a mesh of named axes, the outermost first, as arange(N).view(D, P, T):
+N processes are laid out on a mesh of named axes, outermost first, as arange(N).view(D, P, C, T):
 
     dp  data parallel     talks once a step, so it may cross the slowest links
     pp  pipeline          talks once per microbatch and stage
+    cp  context parallel  talks in each layer's attention
     tp  tensor parallel   talks several times per layer: innermost, on the fastest links
 
-A group is the ranks that share a place on every axis but the named ones. In a mesh of 2 x 2 x 2
+A group is the ranks that share a place on every axis but the named ones. In a mesh of 2 x 2 x 1 x 2
 `mesh.group("tp")` of rank 5 is [4, 5], and `mesh.group("pp", "tp")` its whole replica, [4, 5, 6,
 7]. In a group of one a collective does nothing, so most code need not ask how large a group is.
 
-    python mesh.py 2 2 2        who sits where, and every group of the mesh
+    python mesh.py 2 2 1 2        who sits where, and every group of the mesh
 """
 
 import math
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -184,6 +186,9 @@ class Mesh:
         self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
         self.groups = {}  # made so far, by name
+        # This rank's place on each axis
+        self.at = {axis: row.index(self.rank) for axis in sizes for row in lay_out(sizes, [axis])
+                   if self.rank in row}
         self.world = self.join("world", [list(range(world))])
 
     def group(self, *axes):
@@ -214,24 +219,20 @@ class Mesh:
 
 def grid(sizes):
     """The ranks as text: the innermost axis across, a row for each place on the others."""
-    rows = []
-    for i, ranks in enumerate(lay_out(sizes, [list(sizes)[-1]])):
-        place = []
-        for axis, size in reversed(list(sizes.items())[:-1]):
-            place.insert(0, f"{axis[0]}={i % size}")
-            i //= size
-        rows.append(f"  {' '.join(place)}  ranks {' '.join(f'{r:2d}' for r in ranks)}")
-    return "\n".join(rows)
+    *outer, inner = sizes
+    places = product(*([f"{axis[0]}={i}" for i in range(sizes[axis])] for axis in outer))
+    return "\n".join(f"  {' '.join(place)}  ranks {' '.join(f'{r:2d}' for r in ranks)}"
+                     for place, ranks in zip(places, lay_out(sizes, [inner]), strict=True))
 
 
 def main():
-    given = sys.argv[1:] or ["2", "2", "2"]
-    if len(given) != 3 or not all(size.isdigit() and int(size) for size in given):
-        print("mesh.py: give the sizes of dp, pp and tp, as in 2 2 2", file=sys.stderr)
+    given = sys.argv[1:] or ["2", "2", "1", "2"]
+    if len(given) != 4 or not all(size.isdigit() and int(size) for size in given):
+        print("mesh.py: give the sizes of dp, pp, cp and tp, as in 2 2 1 2", file=sys.stderr)
         sys.exit(2)
-    sizes = dict(zip(("dp", "pp", "tp"), map(int, given), strict=True))
+    sizes = dict(zip(("dp", "pp", "cp", "tp"), map(int, given), strict=True))
     print(grid(sizes))
-    for axes in (["dp"], ["pp"], ["tp"], ["pp", "tp"]):
+    for axes in (["dp"], ["pp"], ["cp"], ["tp"], ["dp", "cp"], ["pp", "tp"]):
         print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))
 
 

@@ -43,11 +43,13 @@ class Embedding(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.positions = None  # a slice of wpe's rows, if they are not 0, 1, ... (sample.py)
+        self.positions = None  # of these tokens in their sequence; may be set from outside
 
     def forward(self, idx):  # (B, S) token ids
-        at = slice(idx.size(1)) if self.positions is None else self.positions
-        return self.wte(idx) + self.wpe.weight[at]  # (B, S, C)
+        at = self.positions
+        if at is None:
+            at = torch.arange(idx.size(1), device=idx.device)
+        return self.wte(idx) + self.wpe(at)  # (B, S, C)
 
 
 def causal_attention(q, k, v):
@@ -64,11 +66,10 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
-        B, S, _ = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (B, S, nh * hs) each
-        q, k, v = (heads.view(B, S, -1, self.head_dim).transpose(1, 2) for heads in (q, k, v))
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in (q, k, v))
         y = self.core(q, k, v)  # (B, nh, S, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, S, -1))  # (B, S, C)
+        return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)
 
 
 class MLP(nn.Module):

@@ -59,7 +59,7 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     for i in range(n):
         anew = i == 0 or out.size(1) > window  # or else the caches have all but the last token
         start = 0 if anew else out.size(1) - 1
-        embedding.positions = slice(start, min(out.size(1), window))
+        embedding.positions = torch.arange(start, min(out.size(1), window), device=out.device)
         x = embedding(out[:, -window:][:, start:])
         for block in blocks:
             if anew:

@@ -3,8 +3,9 @@
 Initial values, the summing of gradients, the global norm, ZeRO and checkpoints read the tag and
 nothing else: none of them knows a technique by name. Each technique adds to it what it does.
 
-    data parallelism    gradients are to be summed over the replicas
-    tensor parallelism  a rank holds these rows or columns, or all its ranks hold the same
+    data and context    gradients are to be summed over the replicas, which see other tokens
+    tensor parallelism  a rank holds these rows or columns, or all its ranks hold the same; under
+                        --sp these see other tokens, and their gradients are to be summed, too
     pipeline            two ends hold the tied embedding, and each sees a part of its gradient
 """
 

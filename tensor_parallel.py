@@ -1,16 +1,16 @@
-"""Tensor parallelism: each matrix of a block is split over T ranks, activations stay whole between.
+"""Tensor parallelism: each matrix of a block is split over T ranks.
 
     c_attn, c_fc   column: rank t computes some heads, or some hidden units     (out/T, in)
     c_proj         row: rank t multiplies what it has, the partial sums are added (out, in/T)
     wte, lm_head   rows of the vocabulary, any size; logits are never gathered      (V/T, C)
     LayerNorm, wpe, biases of c_proj are replicated.
 
-Sent per rank, block and microbatch: four all-reduces of b S C (one forward and one backward in
-each of attention and MLP), that is 4 * 2 (T-1)/T b S C elements; the embedding adds one forward,
-the head one backward, the loss two, of 3 b S. Held: the split matrices / T. Megatron-LM, arXiv
-1909.08053.
+Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements; the embedding
+adds one forward, the head one backward, the loss two, of 3 b S. --sp adds half an all-reduce for
+each column. A block saves for backward, per token, 4 C + 4 elements and 1/T of 12 C and of nh in 32
+bits or more (attention's); under --sp 1/T of all. Megatron-LM, arXiv 1909.08053.
 
-    python tensor_parallel.py        an MLP on 4 ranks        torchrun train.py --tp 2
+    python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
 """
 
 from dataclasses import replace
@@ -20,10 +20,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from collectives import all_reduce
+from collectives import all_reduce, own_chunk
 from mesh import Group
 from model import GPTConfig, build
 from processes import demonstrate, report_difference
+from sequence_parallel import Ranks
 from shard import bounds, tag_whole
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
@@ -33,19 +34,22 @@ from shard import bounds, tag_whole
 #
 # Hidden units do not meet before the second matrix adds them up: one all-reduce forward (g, behind
 # the row), one backward (f, before the column). shard(W, dim): this rank's slice of W (Sharder).
+# ranks.enter(x)() is x itself, ranks.leave(x)() its sum over the ranks, in place; under --sp both
+# are half of an all-reduce (sequence_parallel.py).
 
 
 class CopyToRanks(torch.autograd.Function):
     """Megatron's f: forward does nothing. Every rank used x, so backward sums x's gradients."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return ranks.enter(x)()
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return ctx.ranks.leave(grad)(), None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -53,39 +57,42 @@ class SumOverRanks(torch.autograd.Function):
     term, and every rank has it already, so backward does nothing."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        return all_reduce(x.clone(), group)  # which works in place
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return ranks.leave(x.clone())()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return ctx.ranks.enter(grad)(), None
 
 
 class PlainColumn(nn.Module):
     """x whole -> y a shard: this rank's rows of W, which are the columns of W^T in y = x W^T."""
 
-    def __init__(self, linear, group, shard, parts=1):
+    def __init__(self, linear, shard, parts=1):
         super().__init__()
-        self.group, self.put_off = group, shard.put_off  # put_off is for the fast form below
+        self.ranks = shard.ranks
         self.weight, self.bias = shard(linear.weight, 0, parts), shard(linear.bias, 0, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
-        return F.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
+        return F.linear(CopyToRanks.apply(x, self.ranks), self.weight, self.bias)
 
 
 class PlainRow(nn.Module):
     """x a shard -> y whole. The bias is replicated, and added once, after the sum."""
 
-    def __init__(self, linear, group, shard):
+    def __init__(self, linear, shard):
         super().__init__()
-        self.group, self.put_off = group, shard.put_off  # put_off is for the fast form below
+        self.ranks = shard.ranks
         self.weight, self.bias = shard(linear.weight, 1), linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
-        return SumOverRanks.apply(F.linear(x, self.weight), self.group) + self.bias
+        return SumOverRanks.apply(F.linear(x, self.weight), self.ranks) + self.bias
 
 
 # ---- the same two, 8% faster: backward computes weight gradients while it sends the input's ----
+# Nobody waits for them, so they may be put off for long (pipeline.py, zero bubble): put_off(
+# weight_gradients, grad, x, W, b) returns the gradients of W and b, or None for each.
 
 
 def weight_gradients(grad, x, weight, bias):
@@ -98,44 +105,54 @@ def at_once(fn, *args):
     return fn(*args)
 
 
-class ParallelLinear(torch.autograd.Function):
-    """y = x W^T + b on one rank's shard of W, with f in backward or g in forward.
-
-    Nobody waits for the weight gradient, so it may be put off for long (pipeline.py, zero bubble):
-    put_off(weight_gradients, grad, x, W, b) returns the gradients of W and b, or None for each."""
+class ColumnLinear(torch.autograd.Function):
+    """PlainColumn's. Saves x as it came, under --sp this rank's tokens, to be gathered again."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, row, put_off):
+    def forward(ctx, x, weight, bias, ranks):
         ctx.save_for_backward(x)
-        ctx.group, ctx.row, ctx.put_off = group, row, put_off
-        ctx.weight, ctx.bias = weight, bias  # the parameter objects: put_off counts by them
-        if not row or group.size == 1:
-            return F.linear(x, weight, bias)
-        y = all_reduce(F.linear(x, weight), group)  # (B, S, C), partial over tp until here
-        return y if bias is None else y.add_(bias)
+        ctx.weight, ctx.bias, ctx.ranks = weight, bias, ranks  # put_off counts by the parameters
+        return F.linear(ranks.enter(x)(), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
+        (x,), ranks = ctx.saved_tensors, ctx.ranks
         grad = grad.contiguous()
-        grad_x = grad @ ctx.weight.detach()  # column: partial over tp
-        work = None if ctx.row else all_reduce(grad_x, ctx.group, async_op=True)
-        grads = ctx.put_off(weight_gradients, grad, x, ctx.weight, ctx.bias)
-        if work:
-            work.wait()
-        return grad_x, *grads, None, None, None
+        entering = ranks.enter(x, async_op=True)
+        grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
+        x = entering()
+        leaving = ranks.leave(grad_x, async_op=True)
+        grads = ranks.put_off(weight_gradients, grad, x, ctx.weight, ctx.bias)
+        return leaving(), *grads, None
+
+
+class RowLinear(torch.autograd.Function):
+    """PlainRow's, without the bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ranks):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.ranks = weight, ranks
+        return ranks.leave(F.linear(x, weight))()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), ranks = ctx.saved_tensors, ctx.ranks
+        grad = ranks.enter(grad.contiguous())()
+        grad_weight, _ = ranks.put_off(weight_gradients, grad, x, ctx.weight, None)
+        return grad @ ctx.weight.detach(), grad_weight, None
 
 
 class Column(PlainColumn):
     @torch.compiler.disable  # which sees neither messages nor work that is put off
     def forward(self, x):
-        return ParallelLinear.apply(x, self.weight, self.bias, self.group, False, self.put_off)
+        return ColumnLinear.apply(x, self.weight, self.bias, self.ranks)
 
 
 class Row(PlainRow):
     @torch.compiler.disable
     def forward(self, x):
-        return ParallelLinear.apply(x, self.weight, self.bias, self.group, True, self.put_off)
+        return RowLinear.apply(x, self.weight, self.ranks).add_(self.bias)
 
 
 # ---- the two ends, split along the vocabulary ----
@@ -150,15 +167,15 @@ def to_local(idx, start, stop):
 class VocabEmbedding(nn.Module):
     """Each token's row is on one rank; the others add zero to it."""
 
-    def __init__(self, embedding, group, shard):
+    def __init__(self, embedding, shard):
         super().__init__()
-        self.group, self.weight = group, shard(embedding.weight, 0)
+        self.ranks, self.weight = shard.ranks, shard(embedding.weight, 0)
 
     @torch.compiler.disable
     def forward(self, idx):  # (B, S)
         local, outside = to_local(idx, *self.weight.shard.ranges[0])
         x = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return SumOverRanks.apply(x, self.group)  # (B, S, C)
+        return SumOverRanks.apply(x, self.ranks)  # (B, S, C), under --sp (B, S/T, C)
 
 
 class VocabCrossEntropyFunction(torch.autograd.Function):
@@ -190,9 +207,10 @@ class VocabCrossEntropyFunction(torch.autograd.Function):
 class VocabCrossEntropy(nn.Module):
     """Sum over tokens of log(sum(exp(logits))) - logits[target], from each rank's (B, S, V/T)."""
 
-    def __init__(self, loss, group, shard):
+    def __init__(self, loss, shard):
         super().__init__()
-        self.group, self.bounds = group, bounds(loss.vocab_size, group)
+        self.group = shard.ranks.group
+        self.bounds = bounds(loss.vocab_size, self.group)
 
     def forward(self, logits, targets):
         return VocabCrossEntropyFunction.apply(logits, targets, *self.bounds, self.group)
@@ -209,14 +227,14 @@ class Sharder:
     """Makes this rank's shard of a full parameter, tagged, without values. A weight that is used
     twice is made once, so what is tied stays tied."""
 
-    def __init__(self, group, put_off):
-        self.group, self.put_off = group, put_off
+    def __init__(self, ranks):
+        self.ranks = ranks  # for the layers
         self.made = {None: None}  # full parameter -> its shard; no bias (None) stays no bias
 
     def __call__(self, full, dim, parts=1):
         if full not in self.made:
             n = full.size(dim) // parts
-            start, stop = bounds(n, self.group)
+            start, stop = bounds(n, self.ranks.group)
             ranges = tuple((part * n + start, part * n + stop) for part in range(parts))
             like = full.narrow(dim, 0, parts * (stop - start))
             self.made[full] = nn.Parameter(torch.empty_like(like))
@@ -224,46 +242,57 @@ class Sharder:
         return self.made[full]
 
 
-def parallelize(model, group, plan=PLAN, put_off=None):
+def parallelize(model, group, plan=PLAN, sp=False, put_off=None):
     """Swap the parts of a whole, tagged model for their parallel versions.
 
     After: each parameter has the shape of this rank's shard, without values, and its tag says which
-    slice that is, or that all ranks of the group hold the same. Without put_off (ParallelLinear)
-    nothing is swapped in a group of one: torch's own layers are 45 us faster each than an autograd
-    function in Python."""
-    shard = Sharder(group, put_off or at_once)
+    slice that is, or that all ranks of the group hold the same. With sp the ranks have different
+    tokens between blocks, so the gradients of what they all hold are to be summed over them, too.
+    Without put_off (ColumnLinear) nothing is swapped in a group of one: torch's own layers are 45
+    us faster each than an autograd function in Python."""
+    sp = sp and group.size > 1
+    shard = Sharder(Ranks(group, sp, put_off or at_once))
     for layer in model.layers if group.size > 1 or put_off else ():
         for path, kind in plan.items():
             owner, _, leaf = path.rpartition(".")
             parent = getattr(layer, owner, None) if owner else layer
             if hasattr(parent, leaf):
-                setattr(parent, leaf, kind(getattr(parent, leaf), group, shard))
+                setattr(parent, leaf, kind(getattr(parent, leaf), shard))
     for param in model.parameters():
         if not any(param is made for made in shard.made.values()):
             param.shard.shared_by += (group,)
+            param.shard.sum_over += (group,) if sp else ()
+    if sp:
+        at = model.layers[0].positions
+        at = torch.arange(model.config.block_size, device=group.device) if at is None else at
+        model.layers[0].positions = own_chunk(at, group)
 
 
 def demo(mesh):
     """A GPT of one block: what rank 0 holds of it, and its gradients against the whole model's."""
     config = GPTConfig(50, block_size=8, n_layer=1, n_head=4, n_embd=16)
     ids = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))
+    alone = Group("alone", [mesh.rank], 0)
 
-    def gradients(plan, group):
+    def gradients(plan, group, sp=False):
         model = build(config, dtype=torch.double)
         whole = dict(model.canonical_parameters())
-        tag_whole(model, None)
-        parallelize(model, group, plan)
+        tag_whole(model, alone)
+        parallelize(model, group, plan, sp)
         for p in model.parameters():
             p.data.copy_(p.shard.slice(whole[p.shard.name].data))
         model(ids, ids).backward()
+        for p in model.parameters():
+            for summed_over in p.shard.sum_over:
+                all_reduce(p.grad, summed_over)
         return list(model.parameters())
 
-    alone = {p.shard.name: p.grad for p in gradients(PLAN, Group("alone", [mesh.rank], 0))}
-    for form, plan in (("plain", PLAIN), ("fast", PLAN)):
-        mine = gradients(plan, mesh.group("tp"))
+    want = {p.shard.name: p.grad for p in gradients(PLAN, alone)}
+    for form, plan in (("plain", PLAIN), ("fast", PLAN), ("fast --sp", PLAN)):
+        mine = gradients(plan, mesh.group("tp"), sp="--sp" in form)
         for p in mine if mesh.rank == 0 and form == "plain" else ():
             print(f"{p.shard.name:34} {[*p.shard.shape]!s:>9} on rank 0: {[*p.shape]}")
-        report_difference(form, mesh.rank, [(p.grad, p.shard.slice(alone[p.shard.name]))
+        report_difference(form, mesh.rank, [(p.grad, p.shard.slice(want[p.shard.name]))
                                             for p in mine])
 
 

@@ -101,7 +101,7 @@ def shares(every, rank_of_stage):
                 current, acts_until = actions[name], end
                 current.append(took)
                 row["compute"] += took
-            elif name != "send" and end > waited_until:
+            elif name not in ("send", "attention") and end > waited_until:
                 waited_until = end  # what lies inside of this wait is counted with it
                 late = 0.0
                 if "sender" in args:

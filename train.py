@@ -1,6 +1,6 @@
-"""Trains a GPT on D x P x T ranks: data, pipeline and tensor parallelism, composed.
+"""Trains a GPT on D x P x C x T ranks: data, pipeline, context and tensor parallelism, composed.
 
-    mesh -> model -> tensor parallel shards -> pipeline stages -> DDP or ZeRO -> step loop
+    mesh -> model -> tokens -> tensor parallel shards -> pipeline stages -> DDP or ZeRO -> steps
 
     python train.py                          one process
     torchrun train.py --tp 2 --pp 2          relaunches itself with as many processes as it needs
@@ -11,12 +11,10 @@ summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
 import hashlib
-import json
 import math
 import os
 import signal
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import checkpoint
 from collectives import all_reduce
 from config import DTYPES, check, fail, parse
+from context_parallel import split_sequences
 from data.batches import Data
 from log import Log
 from mesh import CommunicationError, Mesh, no_span
@@ -46,9 +45,8 @@ class Trainer:
 
     def __init__(self, cfg, mesh, vocab_size):
         self.cfg, self.mesh, self.dtype = cfg, mesh, DTYPES[cfg.dtype]
-        dp, pp, tp = (mesh.group(axis) for axis in ("dp", "pp", "tp"))
-        # The norm: under DDP replicas have the same gradients, and the ranks of one have all parts.
-        # (On unlike machines these could differ in the last bit: sum over all, divide by cfg.dp.)
+        pp, cp, tp = (mesh.group(axis) for axis in ("pp", "cp", "tp"))
+        # The norm: under DDP replicas have the same gradients, and the ranks of one have all parts
         self.norm_group = mesh.group("pp", "tp") if cfg.zero == 0 else mesh.world
 
         # the pipeline's schedule: this rank's actions in training, and in validation
@@ -64,14 +62,17 @@ class Trainer:
                                       cfg.n_embd)
         with torch.device("meta"):
             model = GPT(self.model_config)
-        tag_whole(model, data=dp)
+        tag_whole(model, data=mesh.group("dp", "cp"))
         self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
         self.n_params = sum(shape.numel() for shape in self.shapes.values())
+
+        # tokens: which ones of each sequence are this rank's (context parallel)
+        self.positions = split_sequences(model, cp, cfg.cp_attention)
 
         # tensor parallel shards
         deferred = Deferred()
         split_backward = any(a.kind == "W" for a in self.lists[0])
-        parallelize(model, tp, put_off=deferred.add if split_backward else None)
+        parallelize(model, tp, sp=cfg.sp, put_off=deferred.add if split_backward else None)
 
         # pipeline stages
         if self.where[0] != self.where[-1]:
@@ -92,9 +93,10 @@ class Trainer:
             if cfg.recompute and isinstance(layer, Block):
                 # inside of the layer's hooks, so that recomputing does not gather and free again
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-        rows = cfg.batch_size // (cfg.dp * cfg.microbatches)
-        self.pipeline = Pipeline(self.stages, self.where, pp, (rows, cfg.block_size, cfg.n_embd),
-                                 self.dtype, self.reducer, deferred)
+        shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), len(model.layers[0].positions),
+                 cfg.n_embd)  # of an activation; --sp leaves each rank a part of the positions
+        self.pipeline = Pipeline(self.stages, self.where, pp, shape, self.dtype, self.reducer,
+                                 deferred)
         self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
         self.span = no_span  # notes the optimizer's time, if somebody traces
         self.scale = 2.0**16 if cfg.dtype == "float16" else 1.0
@@ -111,11 +113,15 @@ class Trainer:
             given = checkpoint.read_weights(cfg.init_from, shapes, config)
         return lambda shard: shard.slice(given(shard.name))
 
+    def own(self, batches):
+        """This rank's tokens of each microbatch. Targets were shifted before: no token is lost."""
+        return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
+
     def gradients(self, batches):
         """Forward and backward of all microbatches. Returns loss and global gradient norm, alike on
         every rank; the gradients stay in the shards, summed over all ranks with a part in them."""
         self.reducer.zero_grad()
-        loss = self.pipeline.execute(self.actions, batches, self.tokens, self.scale)
+        loss = self.pipeline.execute(self.actions, self.own(batches), self.tokens, self.scale)
         # The loss and a request to stop, summed while the gradients are waited for. All ranks of a
         # tensor-parallel group have this loss, so each adds a T-th of it.
         sums = torch.stack([loss / self.mesh.sizes["tp"], torch.full_like(loss, self.stop_asked)])
@@ -140,8 +146,8 @@ class Trainer:
 
     def validation_loss(self, data, batches):
         """Mean loss over the first `batches` batches of the validation windows, on every rank."""
-        loss = sum(self.pipeline.execute(self.forwards, data.validation(self.cfg, i, self.mesh),
-                                         self.tokens) for i in range(batches))
+        loss = sum(self.pipeline.execute(self.forwards, self.own(
+            data.validation(self.cfg, i, self.mesh)), self.tokens) for i in range(batches))
         loss = loss.view(1) / self.mesh.sizes["tp"]
         return all_reduce(loss, self.mesh.world).item() / batches
 
@@ -248,7 +254,7 @@ def train(cfg, data, mesh):
 
 def refuse_unlike(cfg):
     """CheckpointError if a rank was started with other flags, or sees another checkpoint."""
-    same = json.dumps(asdict(cfg)).encode()
+    same = repr(cfg).encode()
     if cfg.resume != "no":
         same += Path(cfg.resume, checkpoint.MANIFEST).read_bytes()
     unlike = unlike_rank_0(hashlib.sha256(same).digest())
@@ -276,7 +282,7 @@ def main():
             init(device, cfg.timeout)
             refuse_unlike(cfg)
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
-                    dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
+                    dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)
         shutdown()
     except checkpoint.CheckpointError as error:

@@ -1,0 +1,298 @@
+"""Context parallelism: each sequence is split over C ranks. Only attention lets tokens meet.
+
+Under the causal mask late tokens meet more keys than early ones. So of 2C chunks rank c has chunks
+c and 2C-1-c, and in every hop all ranks have the same to do; with one chunk of C each, the last
+rank has (2C-1)/C times the mean, and all wait for it.
+
+Two ways of attention; elements sent per layer and microbatch, h the width of this rank's heads:
+
+    ring        keys and values go around. 2 (C-1)/C b S h forward; twice that backward, where
+                their gradients follow them (those in 32 bits at least). arXiv 2310.01889
+    all-to-all  heads for tokens, and back: 4 (C-1)/C^2 b S h each way; C divides the heads of a
+                rank. arXiv 2309.14509 (Ulysses)
+
+Held: activations / C. Gradients are summed over ("dp", "cp"), ZeRO splits over both.
+
+    python context_parallel.py        who meets whom, on 4 ranks        torchrun train.py --cp 2
+"""
+
+import math
+import sys
+from functools import partial
+
+import torch
+
+from collectives import all_to_all
+from mesh import Work
+from model import causal_attention
+from processes import demonstrate, report_difference
+
+
+def zigzag(S, C, c):
+    """The positions, of 0 .. S-1, of rank c's tokens: chunks c and 2C-1-c of 2C."""
+    chunks = torch.arange(S).tensor_split(2 * C)
+    return torch.cat([chunks[c], chunks[2 * C - 1 - c]])
+
+
+class PassOn(torch.autograd.Function):
+    """Every rank's x goes to the next rank; in backward its gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, received = group, torch.empty_like(x)
+        group.exchange(x, group.next, received, group.prev).wait()
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        group, received = ctx.group, torch.empty_like(grad)
+        group.exchange(grad.contiguous(), group.prev, received, group.next).wait()
+        return received, None
+
+
+def plain_ring_attention(q, k, v, positions, group):
+    """Ring attention at its plainest: keys and values go around, and each rank adds up what they
+    mean to its own queries. Any split will do, as positions travel with them.
+
+    In: q, k, v (B, nh, S/C, hs) of this rank's tokens, and where these stand in the sequence.
+    Out: (B, nh, S/C, hs), what attention over all S tokens gives for this rank's."""
+    kv, at = torch.stack([k, v]), positions
+    top = q.new_full((*q.shape[:-1], 1), -math.inf)  # the largest score so far, against overflow
+    total = out = 0.0  # sum of exp(score - top); that times the values
+    for hop in range(group.size):
+        scores = q @ kv[0].mT / math.sqrt(q.size(-1))
+        scores = scores.masked_fill(at > positions.unsqueeze(1), -math.inf)  # no look ahead
+        new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
+        weights, shrink = (scores - new_top).exp(), (top - new_top).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + weights @ kv[1]
+        top = new_top
+        if hop < group.size - 1:
+            kv, at = PassOn.apply(kv, group), PassOn.apply(at, group)
+    return out / total
+
+
+# ---- the same, fast: torch's kernels compute, while the next keys and values travel ----
+# No S x S matrix is made: a kernel returns the logsumexp of each query's scores, by which parts are
+# merged, and its backward takes the merged one. Whole blocks of the mask are skipped.
+
+
+def kernel(q, k, v, causal):
+    """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs) -> (out, logsumexp (B, nh, Sq), what
+    kernel_backward needs besides)."""
+    aten = torch.ops.aten
+    if q.is_cuda:  # has been read, never run: no GPU was at hand
+        out, lse, *rest = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal)
+        return out, lse[..., : q.size(2)], rest
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse, ()
+
+
+def kernel_backward(grad, q, k, v, out, lse, rest, causal):
+    """Gradients of q, k, v, given those of `out`. Exact also for some of the keys, if `out` and
+    `lse` are those of all."""
+    aten = torch.ops.aten
+    if q.is_cuda:  # the kernel wants its rows padded to 32
+        lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
+        return aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)[:3]
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal)
+
+
+def meets(mine, theirs, half):
+    """(queries, keys, causal): which of rank `mine`'s tokens, as a slice, look at which of rank
+    `theirs`'s. half: tokens in a chunk."""
+    if theirs == mine:  # chunks in their order, so the ordinary mask
+        return slice(None), slice(None), True
+    if theirs < mine:  # their first chunk is before both of mine, their second behind both
+        return slice(None), slice(half), False
+    return slice(half, None), slice(None), False  # both of theirs are between mine
+
+
+def merge(out, lse, part, part_lse):
+    """Attention over some keys, `out`, and over others, `part`, become, in place, that over all.
+    out and lse have 32 bits or more: each merge rounds."""
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def pass_on(x, group):
+    """Start to hand x to the next rank. Returns what the rank before hands on, and its Work."""
+    received = torch.empty_like(x)
+    return received, group.submit(
+        lambda: group.exchange(x, group.next, received, group.prev).wait(), "pass on")
+
+
+class RingAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        kv, half = torch.stack([k, v]), q.size(2) // 2
+        for hop in range(group.size):
+            if hop < group.size - 1:  # the next keys and values travel while these are used
+                next_kv, work = pass_on(kv, group)
+            rows, columns, causal = meets(group.rank, (group.rank - hop) % group.size, half)
+            with group.span("attention", hop=hop):
+                part, part_lse, rest = kernel(q[:, :, rows], *kv[..., columns, :], causal)
+                if hop == 0:
+                    out, lse, ctx.rest = part, part_lse, rest
+                    if out.element_size() == 2:
+                        out = out.float()
+                else:
+                    merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            if hop < group.size - 1:
+                work.wait()
+                kv = next_kv
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Keys and values go around once more. The sums of their gradients follow one hop behind:
+        begun by the rank after the owner, they come back to the owner in C-1 hops."""
+        (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
+        kv, half = torch.stack([k, v]), q.size(2) // 2
+        for hop in range(group.size):
+            if hop < group.size - 1:
+                next_kv, work = pass_on(kv, group)
+            rows, columns, causal = meets(group.rank, (group.rank - hop) % group.size, half)
+            with group.span("attention", hop=hop):
+                dq, dk, dv = kernel_backward(grad[:, :, rows], q[:, :, rows], *kv[..., columns, :],
+                                             out[:, :, rows], lse[:, :, rows], ctx.rest, causal)
+            if hop == 0:
+                wide = torch.float if dq.element_size() == 2 else dq.dtype
+                grad_q, own = dq.to(wide), torch.stack([dk, dv]).to(wide)
+                # for the keys and values that come in the next hop
+                sums, sums_work = torch.zeros_like(own), Work()
+            else:
+                grad_q[:, :, rows] += dq
+                sums_work.wait()
+                sums[0][:, :, columns] += dk
+                sums[1][:, :, columns] += dv
+                sums, sums_work = pass_on(sums, group)
+            if hop < group.size - 1:
+                work.wait()
+                kv = next_kv
+        sums_work.wait()
+        grad_k, grad_v = (own + sums).to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+class RingAttention:
+    """What stands in for model.causal_attention, if ranks hold zigzag's tokens."""
+
+    def __init__(self, group):
+        self.group = group
+
+    @torch.compiler.disable
+    def __call__(self, q, k, v):  # (B, nh, S/C, hs) each, and so the result
+        return RingAttentionFunction.apply(q, k, v, self.group)
+
+
+# ---- all-to-all: for attention, a rank gives up tokens for heads ----
+
+
+def swap(parts, group):
+    """parts[j] is for rank j, which has one of the same shape for this rank; returns these."""
+    parts = [part.contiguous() for part in parts]
+    received = [torch.empty_like(part) for part in parts]
+    all_to_all(received, parts, group)
+    return received
+
+
+def tokens_for_heads(x, group):
+    """(..., nh, S/C, hs), zigzag's tokens -> (..., nh/C, S, hs), all tokens in their order."""
+    received = swap(x.chunk(group.size, dim=-3), group)
+    first, second = zip(*(part.chunk(2, dim=-2) for part in received), strict=True)
+    return torch.cat([*first, *reversed(second)], dim=-2)
+
+
+def heads_for_tokens(x, group):
+    """(..., nh/C, S, hs) -> (..., nh, S/C, hs)."""
+    chunks = x.chunk(2 * group.size, dim=-2)
+    pairs = zip(chunks[: group.size], reversed(chunks[group.size :]), strict=True)
+    return torch.cat(swap([torch.cat(pair, dim=-2) for pair in pairs], group), dim=-3)
+
+
+class Swap(torch.autograd.Function):
+    """there(x), with back(gradient) as its backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+class AllToAllAttention(RingAttention):
+    @torch.compiler.disable
+    def __call__(self, q, k, v):
+        qkv = torch.stack([q, k, v])
+        q, k, v = Swap.apply(qkv, self.group, tokens_for_heads, heads_for_tokens)
+        out = causal_attention(q, k, v)
+        return Swap.apply(out, self.group, heads_for_tokens, tokens_for_heads)
+
+
+KINDS = {"ring": RingAttention, "all-to-all": AllToAllAttention}
+
+
+def split_sequences(model, group, kind="ring"):
+    """Have a model take zigzag's tokens on each rank of the group, and attend over all. Returns
+    their positions. The block size is a multiple of 2C."""
+    at = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
+    model.layers[0].positions = at
+    for layer in model.layers[1:-1] if group.size > 1 else ():
+        layer.attn.core = KINDS[kind](group)
+    return at
+
+
+def pairs(queries, keys):
+    """How many of these positions look at how many: what attention has to do."""
+    return int((queries.unsqueeze(1) >= keys).sum())
+
+
+def demo(mesh):
+    """Who holds which chunk, who meets whom, what each hop takes; then each form against torch."""
+    group, C, S = mesh.group("cp"), mesh.sizes["cp"], 8 * mesh.sizes["cp"]
+    every = [zigzag(S, C, c) for c in range(C)]
+    if group.rank == 0:
+        hops = torch.full((S, S), -1)
+        for mine, queries in enumerate(every):
+            for theirs, keys in enumerate(every):
+                hops[queries.unsqueeze(1), keys] = (mine - theirs) % C
+        print(f"{S} tokens in {2 * C} chunks; a digit is the hop in which queries (rows) meet keys")
+        for chunk in range(2 * C):
+            row = " ".join(str(int(hops[4 * chunk, 4 * key])) if key <= chunk else "."
+                           for key in range(2 * C))
+            print(f"  chunk {chunk:2d} of rank {min(chunk, 2 * C - 1 - chunk)}   {row}")
+        naive = list(torch.arange(S).chunk(C))
+        for name, split in (("zigzag", every), ("one chunk of C each", naive)):
+            print(f"{name}: pairs of query and key on ranks 0 to {C - 1}")
+            for hop in range(C):
+                work = [pairs(split[c], split[(c - hop) % C]) for c in range(C)]
+                print(f"  hop {hop}  " + "".join(f"{n:6d}" for n in work))
+            busiest = max(sum(pairs(mine, keys) for keys in split) for mine in split)
+            print(f"  the busiest rank has {busiest * C / pairs(*[torch.arange(S)] * 2):.2f} times "
+                  "the mean")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, C, S, 8, dtype=torch.double, generator=generator) for _ in "qkv")
+    mine = every[group.rank]
+    for name, core in (("plain", partial(plain_ring_attention, positions=mine, group=group)),
+                       ("ring", RingAttention(group)), ("all-to-all", AllToAllAttention(group))):
+        grads = []
+        for attention, at in ((causal_attention, slice(None)), (core, mine)):
+            parts = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
+            attention(*parts).sin().sum().backward()
+            grads.append([part.grad for part in parts])
+        report_difference(name, group.rank, [(part, whole[:, :, mine]) for whole, part in zip(
+            *grads, strict=True)])
+
+
+if __name__ == "__main__":
+    demonstrate(demo, cp=int(sys.argv[1]) if len(sys.argv) > 1 else 4)

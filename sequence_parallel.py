@@ -1,0 +1,100 @@
+"""Sequence parallelism, inside of tensor parallelism: 1/T of the tokens where matrices are whole.
+
+Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) all T ranks do
+the same work on the same activations: bias, residual, LayerNorm. But an all-reduce is a
+reduce-scatter, then an all-gather, and what lies between treats each token by itself. So do it
+between those two, each rank for its own tokens:
+
+    row -> all-reduce -> LayerNorm of S tokens -> column
+    row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
+
+Sent: the same 2 (T-1)/T b S C elements, and half of that again for each column in backward, which
+gathers x once more as only 1/T of it was kept. Held: all that a block saves is divided by T.
+Korthikanti et al., arXiv 2205.05198.
+
+    python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from collectives import all_gather, all_reduce, own_chunk, reduce_scatter
+from processes import demonstrate
+
+# Four operations, in two pairs of which each is the other's backward. In: x of this rank. Out: a
+# function that waits for the messages, if there are, and returns the result. x may be overwritten.
+
+
+def all_have(x, group, async_op=False):
+    """Entering a column without --sp: all ranks have x already."""
+    return lambda: x
+
+
+def add_up(x, group, async_op=False):
+    """Leaving a row without --sp: (B, S, C), partial over tp -> the sum, on every rank."""
+    work = all_reduce(x, group, async_op=async_op)
+
+    def total():
+        if async_op:
+            work.wait()
+        return x
+
+    return total
+
+
+def gather_tokens(x, group, async_op=False):
+    """Entering a column: each rank's tokens (B, S/T, C) -> all of them (B, S, C)."""
+    parts = x.new_empty((group.size, *x.shape))  # (T, B, S/T, C): a chunk is one piece of memory
+    parts[group.rank] = x
+    work = all_gather(parts, group, async_op=async_op)
+
+    def everyones():
+        if async_op:
+            work.wait()
+        return parts.movedim(0, 1).flatten(1, 2)
+
+    return everyones
+
+
+def scatter_tokens(x, group, async_op=False):
+    """Leaving a row: (B, S, C), partial over tp -> the sum for this rank's tokens (B, S/T, C)."""
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
+    work = reduce_scatter(parts, group, async_op=async_op)
+
+    def own():
+        if async_op:
+            work.wait()
+        return own_chunk(parts, group).view(parts.shape[1:]).clone()  # the other chunks are freed
+
+    return own
+
+
+class Ranks:
+    """The T ranks of a tensor-parallel layer: how activations enter and leave it."""
+
+    def __init__(self, group, sp, put_off=None):
+        self.group = group
+        self.enter = partial(gather_tokens if sp else all_have, group=group)
+        self.leave = partial(scatter_tokens if sp else add_up, group=group)
+        self.put_off = put_off  # where weight gradients are left (tensor_parallel.py)
+
+
+def demo(mesh):
+    """LayerNorm between a row and a column: of all tokens on every rank, or each rank's own."""
+    group, C = mesh.group("tp"), 16
+    x, results = torch.randn(2, 8, C, dtype=torch.double), []  # other numbers on each rank
+    for sp in (False, True):
+        ranks, before = Ranks(group, sp), group.bytes_sent
+        y = F.layer_norm(ranks.leave(x.clone())(), (C,))
+        results.append(ranks.enter(y)())
+        if mesh.rank == 0:
+            print(f"{'--sp   ' if sp else 'without'} LayerNorm of {[*y.shape]} on each rank, "
+                  f"{group.bytes_sent - before} bytes sent")
+    same = torch.allclose(*results, rtol=1e-12, atol=1e-12)
+    print(f"rank {mesh.rank}: the column gets {'the same' if same else 'something ELSE'}")
+
+
+if __name__ == "__main__":
+    demonstrate(demo, tp=4)
