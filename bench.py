@@ -54,7 +54,7 @@ SIZES = {  # model, tokens per sequence, sequences in all or, where negative, on
     "tiny": dict(n_layer=4, n_head=4, n_embd=128, block_size=32, batch_size=8),
     "2 sequences a rank": dict(SMALL, block_size=128, batch_size=-2),
     "8 sequences in all": dict(SMALL, block_size=128, batch_size=8),
-    "long": dict(SMALL, n_layer=2, block_size=2048, batch_size=1),
+    "long": dict(SMALL, block_size=2048, batch_size=1),
 } | {f"S = {S}": dict(n_layer=2, n_head=4, n_embd=128, block_size=S, batch_size=1)
      for S in (256, 512, 1024, 2048, 4096, 8192)}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -387,11 +387,9 @@ def plain_pipeline(job):
 
 
 def plain_attention(job):
-    def plain_core(group):
-        at = context_parallel.zigzag(job.cfg.block_size, group.size, group.rank)
-        return partial(context_parallel.plain_ring_attention, positions=at, group=group)
-
-    with swapped(context_parallel, KINDS={"ring": plain_core}):
+    at = context_parallel.zigzag(job.cfg.block_size, job.n, job.rank)
+    core = partial(context_parallel.plain_ring_attention, positions=at)
+    with swapped(context_parallel, KINDS={"ring": core}):
         return trainer(job)
 
 
@@ -484,7 +482,7 @@ ROWS += [Row("D = 2, to 2 threads", 2, "compute", trainer, one_process, 0.97, {"
          Row("one rank, to a plain loop", 1, "compute", trainer, one_process, 0.99)]
 ROWS += [Row("--sp, to --tp alone", 2, size, trainer, without_sp, None, {"tp": 2, "sp": True})
          for size in ("compute", "tiny")]
-ROWS += [Row(f"ring attention, to {name}", 2, "long", trainer, peer, None, {"cp": 2})
+ROWS += [Row(f"attention, to {name}", 2, "long", trainer, peer, None, {"cp": 2})
          for name, peer in (("plain", plain_attention), ("naive split", naive_split),
                             ("all-to-all", all_to_all))]
 ROWS += [Row("ring, to plain", n, kb, ring, plain_ring, None)

@@ -23,18 +23,18 @@ def flag(default, group, help, choices=None):
 
 @dataclass
 class Config:
-    dp: int = flag(0, "layout", "data-parallel replicas; 0: what is left of the processes")
+    dp: int = flag(0, "layout", "data-parallel ranks, which split the batch; 0: what is left")
     tp: int = flag(1, "layout", "tensor-parallel ranks, which split each layer")
     pp: int = flag(1, "layout", "pipeline ranks, which split the list of layers")
     cp: int = flag(1, "layout", "context-parallel ranks, which split each sequence")
     sp: bool = flag(False, "layout", "tensor-parallel ranks split the tokens between layers, too")
     cp_attention: str = flag("ring", "layout", "keys and values go around, or heads are swapped "
                              "for tokens", ("ring", "all-to-all"))
-    zero: int = flag(0, "layout", "split optimizer states (1), gradients (2), weights (3) over dp",
-                     (0, 1, 2, 3))
+    zero: int = flag(0, "layout", "split optimizer states (1), gradients (2), weights (3) over dp "
+                     "and cp", (0, 1, 2, 3))
     schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
     chunks: int = flag(0, "layout", "stages per pipeline rank, for interleaved; 0: chosen")
-    microbatches: int = flag(0, "layout", "per step and replica; 0: chosen")
+    microbatches: int = flag(0, "layout", "per step and data rank; 0: chosen")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
     collectives: str = flag("ring", "layout", "hand-written, or the library's", ("ring", "native"))
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
@@ -139,8 +139,8 @@ def check(cfg, world):
     part = math.lcm(2 * cfg.cp if cfg.cp > 1 else 1, cfg.cp * cfg.tp if cfg.sp else 1)
     fits = [str(n * part) for n in (cfg.block_size // part, cfg.block_size // part + 1) if n]
     require(cfg.block_size % part == 0, f"{given('block_size')} must be a multiple of {part}, for "
-            + " and ".join(([f"2 chunks on each rank of {given('cp')}"] if cfg.cp > 1 else [])
-                           + ([f"--sp on {given('tp')}"] if cfg.sp else []))
+            + " and ".join([f"2 pieces on each rank of {given('cp')}"] * (cfg.cp > 1)
+                           + [f"--sp on {given('tp')}"] * (cfg.sp and cfg.tp > 1))
             + f"; try {' or '.join(fits)}")
     require(cfg.n_embd % cfg.n_head == 0, f"{given('n_head')} must divide {given('n_embd')}")
     require(cfg.pp <= cfg.n_layer, f"{given('pp')} must be at most {given('n_layer')}")
@@ -165,6 +165,9 @@ def check(cfg, world):
         if 0 < gpus < local and os.environ.get("RANK", "0") == "0" and world == ranks:
             print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
         cfg.device = "cuda" if gpus >= local else "cpu"
+    require((cfg.device, cfg.dtype, cfg.cp_attention) != ("cuda", "float64", "ring") or cfg.cp == 1,
+            f"{given('dtype', 'cp')}: the ring's kernel on a GPU has 32 bits at most; try "
+            "--cp-attention all-to-all")
     for name in [name for name in ("out", "metrics", "trace") if getattr(cfg, name)]:
         path = Path(getattr(cfg, name))
         folder = path if name == "out" else path.parent

@@ -81,7 +81,7 @@ def kernel(q, k, v, causal):
     """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs) -> (out, logsumexp (B, nh, Sq), what
     kernel_backward needs besides)."""
     aten = torch.ops.aten
-    if q.is_cuda:  # has been read, never run: no GPU was at hand
+    if q.is_cuda:  # 32 or 16 bits. Has been read, never run: no GPU was at hand
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal)
         return out, lse[..., : q.size(2)], rest
@@ -90,8 +90,8 @@ def kernel(q, k, v, causal):
 
 
 def kernel_backward(grad, q, k, v, out, lse, rest, causal):
-    """Gradients of q, k, v, given those of `out`. Exact also for some of the keys, if `out` and
-    `lse` are those of all."""
+    """Gradients of q, k, v, given those of `out`. With `out` and `lse` of all keys it is exact for
+    some of them, too: a weight is exp(score - lse), whichever others there are."""
     aten = torch.ops.aten
     if q.is_cuda:  # the kernel wants its rows padded to 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
@@ -112,8 +112,8 @@ def meets(mine, theirs, half):
 
 
 def merge(out, lse, part, part_lse):
-    """Attention over some keys, `out`, and over others, `part`, become, in place, that over all.
-    out and lse have 32 bits or more: each merge rounds."""
+    """Take further keys into out and lse, in place: of the softmax's sum, exp(lse) + exp(part_lse),
+    theirs is the share sigmoid(part_lse - lse). In 32 bits or more, as each merge rounds."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
@@ -126,9 +126,13 @@ def pass_on(x, group):
 
 
 class RingAttentionFunction(torch.autograd.Function):
+    """In: q, k, v (B, nh, S/C, hs) of zigzag's tokens. Out: what attention over all S tokens gives
+    for these. Each rank passes keys and values on C-1 times."""
+
     @staticmethod
     def forward(ctx, q, k, v, group):
         kv, half = torch.stack([k, v]), q.size(2) // 2
+        wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
         for hop in range(group.size):
             if hop < group.size - 1:  # the next keys and values travel while these are used
                 next_kv, work = pass_on(kv, group)
@@ -136,15 +140,13 @@ class RingAttentionFunction(torch.autograd.Function):
             with group.span("attention", hop=hop):
                 part, part_lse, rest = kernel(q[:, :, rows], *kv[..., columns, :], causal)
                 if hop == 0:
-                    out, lse, ctx.rest = part, part_lse, rest
-                    if out.element_size() == 2:
-                        out = out.float()
+                    out, lse, ctx.rest = part.to(wide), part_lse, rest
                 else:
                     merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             if hop < group.size - 1:
                 work.wait()
                 kv = next_kv
-        out = out.to(q.dtype)
+        out = out.to(q.dtype)  # in the kernel's order of memory, on which its backward relies
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
         return out
@@ -152,9 +154,11 @@ class RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         """Keys and values go around once more. The sums of their gradients follow one hop behind:
-        begun by the rank after the owner, they come back to the owner in C-1 hops."""
+        begun by the rank after the owner, they are home in C-1 hops."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         kv, half = torch.stack([k, v]), q.size(2) // 2
+        wide = torch.promote_types(q.dtype, torch.float)
+        sums, sums_work = torch.zeros_like(kv, dtype=wide), Work()  # for what comes in hop 1
         for hop in range(group.size):
             if hop < group.size - 1:
                 next_kv, work = pass_on(kv, group)
@@ -163,10 +167,7 @@ class RingAttentionFunction(torch.autograd.Function):
                 dq, dk, dv = kernel_backward(grad[:, :, rows], q[:, :, rows], *kv[..., columns, :],
                                              out[:, :, rows], lse[:, :, rows], ctx.rest, causal)
             if hop == 0:
-                wide = torch.float if dq.element_size() == 2 else dq.dtype
-                grad_q, own = dq.to(wide), torch.stack([dk, dv]).to(wide)
-                # for the keys and values that come in the next hop
-                sums, sums_work = torch.zeros_like(own), Work()
+                grad_q, own = dq.to(wide), (dk, dv)
             else:
                 grad_q[:, :, rows] += dq
                 sums_work.wait()
@@ -177,19 +178,13 @@ class RingAttentionFunction(torch.autograd.Function):
                 work.wait()
                 kv = next_kv
         sums_work.wait()
-        grad_k, grad_v = (own + sums).to(q.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        grad_k, grad_v = (total.add_(part) for total, part in zip(sums, own, strict=True))
+        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
 
 
-class RingAttention:
-    """What stands in for model.causal_attention, if ranks hold zigzag's tokens."""
-
-    def __init__(self, group):
-        self.group = group
-
-    @torch.compiler.disable
-    def __call__(self, q, k, v):  # (B, nh, S/C, hs) each, and so the result
-        return RingAttentionFunction.apply(q, k, v, self.group)
+@torch.compiler.disable  # which sees no messages
+def ring_attention(q, k, v, group):  # (B, nh, S/C, hs) each, and so the result
+    return RingAttentionFunction.apply(q, k, v, group)
 
 
 # ---- all-to-all: for attention, a rank gives up tokens for heads ----
@@ -213,8 +208,8 @@ def tokens_for_heads(x, group):
 def heads_for_tokens(x, group):
     """(..., nh/C, S, hs) -> (..., nh, S/C, hs)."""
     chunks = x.chunk(2 * group.size, dim=-2)
-    pairs = zip(chunks[: group.size], reversed(chunks[group.size :]), strict=True)
-    return torch.cat(swap([torch.cat(pair, dim=-2) for pair in pairs], group), dim=-3)
+    theirs = zip(chunks[: group.size], reversed(chunks[group.size :]), strict=True)
+    return torch.cat(swap([torch.cat(both, dim=-2) for both in theirs], group), dim=-3)
 
 
 class Swap(torch.autograd.Function):
@@ -230,16 +225,14 @@ class Swap(torch.autograd.Function):
         return ctx.back(grad, ctx.group), None, None, None
 
 
-class AllToAllAttention(RingAttention):
-    @torch.compiler.disable
-    def __call__(self, q, k, v):
-        qkv = torch.stack([q, k, v])
-        q, k, v = Swap.apply(qkv, self.group, tokens_for_heads, heads_for_tokens)
-        out = causal_attention(q, k, v)
-        return Swap.apply(out, self.group, heads_for_tokens, tokens_for_heads)
+@torch.compiler.disable
+def all_to_all_attention(q, k, v, group):  # (B, nh, S/C, hs) each, and so the result
+    qkv = torch.stack([q, k, v])
+    q, k, v = Swap.apply(qkv, group, tokens_for_heads, heads_for_tokens)
+    return Swap.apply(causal_attention(q, k, v), group, heads_for_tokens, tokens_for_heads)
 
 
-KINDS = {"ring": RingAttention, "all-to-all": AllToAllAttention}
+KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 
 
 def split_sequences(model, group, kind="ring"):
@@ -248,7 +241,7 @@ def split_sequences(model, group, kind="ring"):
     at = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     model.layers[0].positions = at
     for layer in model.layers[1:-1] if group.size > 1 else ():
-        layer.attn.core = KINDS[kind](group)
+        layer.attn.core = partial(KINDS[kind], group=group)
     return at
 
 
@@ -283,10 +276,10 @@ def demo(mesh):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, C, S, 8, dtype=torch.double, generator=generator) for _ in "qkv")
     mine = every[group.rank]
-    for name, core in (("plain", partial(plain_ring_attention, positions=mine, group=group)),
-                       ("ring", RingAttention(group)), ("all-to-all", AllToAllAttention(group))):
+    plain = partial(plain_ring_attention, positions=mine)
+    for name, core in {"plain": plain, **KINDS}.items():
         grads = []
-        for attention, at in ((causal_attention, slice(None)), (core, mine)):
+        for attention, at in ((causal_attention, slice(None)), (partial(core, group=group), mine)):
             parts = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
             attention(*parts).sin().sum().backward()
             grads.append([part.grad for part in parts])

@@ -9,8 +9,9 @@ between those two, each rank for its own tokens:
     row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
 Sent: the same 2 (T-1)/T b S C elements, and half of that again for each column in backward, which
-gathers x once more as only 1/T of it was kept. Held: all that a block saves is divided by T.
-Korthikanti et al., arXiv 2205.05198.
+gathers x once more as only 1/T of it was kept. Held: all that a block saves is divided by T (but
+where weight gradients are put off, zero bubble, what was gathered waits with them). Korthikanti et
+al., arXiv 2205.05198.
 
     python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
 """
@@ -71,14 +72,26 @@ def scatter_tokens(x, group, async_op=False):
     return own
 
 
-class Ranks:
-    """The T ranks of a tensor-parallel layer: how activations enter and leave it."""
+class Crossing:
+    """How activations enter a tensor-parallel layer, and leave it; without sp, or with."""
 
-    def __init__(self, group, sp, put_off=None):
+    def __init__(self, group, sp):
         self.group = group
         self.enter = partial(gather_tokens if sp else all_have, group=group)
         self.leave = partial(scatter_tokens if sp else add_up, group=group)
-        self.put_off = put_off  # where weight gradients are left (tensor_parallel.py)
+
+
+class Leave(torch.autograd.Function):
+    """Leaving, with entering as its backward: each rank's term is in every token of the sum."""
+
+    @staticmethod
+    def forward(ctx, x, crossing):
+        ctx.crossing = crossing
+        return crossing.leave(x.clone())()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.crossing.enter(grad)(), None
 
 
 def demo(mesh):
@@ -86,9 +99,9 @@ def demo(mesh):
     group, C = mesh.group("tp"), 16
     x, results = torch.randn(2, 8, C, dtype=torch.double), []  # other numbers on each rank
     for sp in (False, True):
-        ranks, before = Ranks(group, sp), group.bytes_sent
-        y = F.layer_norm(ranks.leave(x.clone())(), (C,))
-        results.append(ranks.enter(y)())
+        crossing, before = Crossing(group, sp), group.bytes_sent
+        y = F.layer_norm(crossing.leave(x.clone())(), (C,))
+        results.append(crossing.enter(y)())
         if mesh.rank == 0:
             print(f"{'--sp   ' if sp else 'without'} LayerNorm of {[*y.shape]} on each rank, "
                   f"{group.bytes_sent - before} bytes sent")

@@ -24,7 +24,7 @@ from collectives import all_reduce, own_chunk
 from mesh import Group
 from model import GPTConfig, build
 from processes import demonstrate, report_difference
-from sequence_parallel import Ranks
+from sequence_parallel import Crossing, Leave
 from shard import bounds, tag_whole
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
@@ -34,22 +34,19 @@ from shard import bounds, tag_whole
 #
 # Hidden units do not meet before the second matrix adds them up: one all-reduce forward (g, behind
 # the row), one backward (f, before the column). shard(W, dim): this rank's slice of W (Sharder).
-# ranks.enter(x)() is x itself, ranks.leave(x)() its sum over the ranks, in place; under --sp both
-# are half of an all-reduce (sequence_parallel.py).
 
 
 class CopyToRanks(torch.autograd.Function):
     """Megatron's f: forward does nothing. Every rank used x, so backward sums x's gradients."""
 
     @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return ranks.enter(x)()
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        return ctx.ranks.leave(grad)(), None
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -57,13 +54,12 @@ class SumOverRanks(torch.autograd.Function):
     term, and every rank has it already, so backward does nothing."""
 
     @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return ranks.leave(x.clone())()
+    def forward(ctx, x, group):
+        return all_reduce(x.clone(), group)  # which works in place
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.ranks.enter(grad)(), None
+        return grad, None
 
 
 class PlainColumn(nn.Module):
@@ -71,11 +67,11 @@ class PlainColumn(nn.Module):
 
     def __init__(self, linear, shard, parts=1):
         super().__init__()
-        self.ranks = shard.ranks
+        self.crossing, self.put_off = shard.crossing, shard.put_off  # for the fast form below
         self.weight, self.bias = shard(linear.weight, 0, parts), shard(linear.bias, 0, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
-        return F.linear(CopyToRanks.apply(x, self.ranks), self.weight, self.bias)
+        return F.linear(CopyToRanks.apply(x, self.crossing.group), self.weight, self.bias)
 
 
 class PlainRow(nn.Module):
@@ -83,16 +79,18 @@ class PlainRow(nn.Module):
 
     def __init__(self, linear, shard):
         super().__init__()
-        self.ranks = shard.ranks
+        self.crossing, self.put_off = shard.crossing, shard.put_off  # for the fast form below
         self.weight, self.bias = shard(linear.weight, 1), linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
-        return SumOverRanks.apply(F.linear(x, self.weight), self.ranks) + self.bias
+        return SumOverRanks.apply(F.linear(x, self.weight), self.crossing.group) + self.bias
 
 
 # ---- the same two, 8% faster: backward computes weight gradients while it sends the input's ----
 # Nobody waits for them, so they may be put off for long (pipeline.py, zero bubble): put_off(
-# weight_gradients, grad, x, W, b) returns the gradients of W and b, or None for each.
+# weight_gradients, grad, x, W, b) returns the gradients of W and b, or None for each. And under
+# --sp x enters by an all-gather, y leaves by a reduce-scatter: crossing.enter(x) starts the one or
+# nothing, crossing.leave(y) the other or an all-reduce, and what they return waits for it.
 
 
 def weight_gradients(grad, x, weight, bias):
@@ -109,50 +107,50 @@ class ColumnLinear(torch.autograd.Function):
     """PlainColumn's. Saves x as it came, under --sp this rank's tokens, to be gathered again."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ranks):
+    def forward(ctx, x, weight, bias, crossing, put_off):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.ranks = weight, bias, ranks  # put_off counts by the parameters
-        return F.linear(ranks.enter(x)(), weight, bias)
+        ctx.weight, ctx.bias = weight, bias  # the parameter objects: put_off counts by them
+        ctx.crossing, ctx.put_off = crossing, put_off
+        return F.linear(crossing.enter(x)(), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), ranks = ctx.saved_tensors, ctx.ranks
-        grad = grad.contiguous()
-        entering = ranks.enter(x, async_op=True)
+        (x,), grad = ctx.saved_tensors, grad.contiguous()
+        entering = ctx.crossing.enter(x, async_op=True)
         grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
         x = entering()
-        leaving = ranks.leave(grad_x, async_op=True)
-        grads = ranks.put_off(weight_gradients, grad, x, ctx.weight, ctx.bias)
-        return leaving(), *grads, None
+        leaving = ctx.crossing.leave(grad_x, async_op=True)
+        del entering, grad_x  # under --sp both were copied: b S C each
+        grads = ctx.put_off(weight_gradients, grad, x, ctx.weight, ctx.bias)
+        return leaving(), *grads, None, None
 
 
 class RowLinear(torch.autograd.Function):
     """PlainRow's, without the bias."""
 
     @staticmethod
-    def forward(ctx, x, weight, ranks):
+    def forward(ctx, x, weight, crossing, put_off):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.ranks = weight, ranks
-        return ranks.leave(F.linear(x, weight))()
+        ctx.weight, ctx.crossing, ctx.put_off = weight, crossing, put_off
+        return crossing.leave(F.linear(x, weight))()
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), ranks = ctx.saved_tensors, ctx.ranks
-        grad = ranks.enter(grad.contiguous())()
-        grad_weight, _ = ranks.put_off(weight_gradients, grad, x, ctx.weight, None)
-        return grad @ ctx.weight.detach(), grad_weight, None
+        (x,), grad = ctx.saved_tensors, ctx.crossing.enter(grad.contiguous())()
+        grad_weight, _ = ctx.put_off(weight_gradients, grad, x, ctx.weight, None)
+        return grad @ ctx.weight.detach(), grad_weight, None, None
 
 
 class Column(PlainColumn):
     @torch.compiler.disable  # which sees neither messages nor work that is put off
     def forward(self, x):
-        return ColumnLinear.apply(x, self.weight, self.bias, self.ranks)
+        return ColumnLinear.apply(x, self.weight, self.bias, self.crossing, self.put_off)
 
 
 class Row(PlainRow):
     @torch.compiler.disable
     def forward(self, x):
-        return RowLinear.apply(x, self.weight, self.ranks).add_(self.bias)
+        return RowLinear.apply(x, self.weight, self.crossing, self.put_off).add_(self.bias)
 
 
 # ---- the two ends, split along the vocabulary ----
@@ -169,13 +167,13 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, embedding, shard):
         super().__init__()
-        self.ranks, self.weight = shard.ranks, shard(embedding.weight, 0)
+        self.crossing, self.weight = shard.crossing, shard(embedding.weight, 0)
 
     @torch.compiler.disable
     def forward(self, idx):  # (B, S)
         local, outside = to_local(idx, *self.weight.shard.ranges[0])
         x = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return SumOverRanks.apply(x, self.ranks)  # (B, S, C), under --sp (B, S/T, C)
+        return Leave.apply(x, self.crossing)  # (B, S, C), under --sp (B, S/T, C)
 
 
 class VocabCrossEntropyFunction(torch.autograd.Function):
@@ -209,7 +207,7 @@ class VocabCrossEntropy(nn.Module):
 
     def __init__(self, loss, shard):
         super().__init__()
-        self.group = shard.ranks.group
+        self.group = shard.crossing.group
         self.bounds = bounds(loss.vocab_size, self.group)
 
     def forward(self, logits, targets):
@@ -227,14 +225,14 @@ class Sharder:
     """Makes this rank's shard of a full parameter, tagged, without values. A weight that is used
     twice is made once, so what is tied stays tied."""
 
-    def __init__(self, ranks):
-        self.ranks = ranks  # for the layers
+    def __init__(self, crossing, put_off):
+        self.crossing, self.put_off = crossing, put_off  # for the layers
         self.made = {None: None}  # full parameter -> its shard; no bias (None) stays no bias
 
     def __call__(self, full, dim, parts=1):
         if full not in self.made:
             n = full.size(dim) // parts
-            start, stop = bounds(n, self.ranks.group)
+            start, stop = bounds(n, self.crossing.group)
             ranges = tuple((part * n + start, part * n + stop) for part in range(parts))
             like = full.narrow(dim, 0, parts * (stop - start))
             self.made[full] = nn.Parameter(torch.empty_like(like))
@@ -251,7 +249,7 @@ def parallelize(model, group, plan=PLAN, sp=False, put_off=None):
     Without put_off (ColumnLinear) nothing is swapped in a group of one: torch's own layers are 45
     us faster each than an autograd function in Python."""
     sp = sp and group.size > 1
-    shard = Sharder(Ranks(group, sp, put_off or at_once))
+    shard = Sharder(Crossing(group, sp), put_off or at_once)
     for layer in model.layers if group.size > 1 or put_off else ():
         for path, kind in plan.items():
             owner, _, leaf = path.rpartition(".")

@@ -5,7 +5,7 @@ under way behind the computation on lanes of their own), optimizer. Rank 0 write
 into one file in Chrome's trace format, for ui.perfetto.dev, and sums them up per rank, beside what
 schedules.simulate makes of the measured F, B and W. Off, a span is one call of no_span.
 
-    compute   inside F, B, I, W and the optimizer, less what they wait
+    compute   inside F, B, I, W (there "attention" by itself) and the optimizer, less what they wait
     exposed   waits for data that had been sent, for collectives and for sends to be taken
     bubble    waits for data whose sender had not yet got to sending it
     other     the rest: Python between actions, reading batches

@@ -80,7 +80,7 @@ class ZeRO2(ZeRO1):
 
     def move(self, param, bucket):
         """From param.grad into a whole gradient of the bucket, which lives until it is reduced."""
-        if bucket.grad is None or bucket is self.landing:  # at most one is whole at a time
+        if bucket.grad is None or bucket is self.landing:  # of one layer at most is one whole
             self.land()
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
         bucket.view(bucket.grad, param).add_(param.grad)

@@ -64,7 +64,7 @@ class Data:
                              f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
 
     def training(self, cfg, step, mesh):
-        """The microbatches of this replica: [(ids, targets)], each (b, S)."""
+        """The microbatches of this data rank: [(ids, targets)], each (b, S)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh)
@@ -76,7 +76,7 @@ class Data:
         return self.batch(cfg, self.val, starts, mesh)
 
     def batch(self, cfg, tokens, starts, mesh):
-        """This replica's microbatches of the windows of `tokens` that begin at `starts`."""
+        """This data rank's microbatches of the windows of `tokens` that begin at `starts`."""
         mine, microbatches = np.split(starts, mesh.sizes["dp"])[mesh.at["dp"]], []
         for part in np.split(mine, cfg.microbatches):
             rows = np.stack([tokens[s : s + self.block + 1] for s in part]).astype(np.int64)
