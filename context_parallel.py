@@ -1,17 +1,16 @@
 """Context parallelism: each sequence is split over C ranks. Only attention lets tokens meet.
 
-Under the causal mask late tokens meet more keys than early ones. So of 2C chunks rank c has chunks
-c and 2C-1-c, and in every hop all ranks have the same to do; with one chunk of C each, the last
-rank has (2C-1)/C times the mean, and all wait for it.
+Under the causal mask late tokens meet more keys than early ones. So rank c has chunks c and 2C-1-c
+of 2C, and all ranks have the same to do in every hop; with one chunk of C each, the last would have
+(2C-1)/C times the mean. Elements sent per layer and microbatch, h the width of a rank's heads:
 
-Two ways of attention; elements sent per layer and microbatch, h the width of this rank's heads:
-
-    ring        keys and values go around. 2 (C-1)/C b S h forward; twice that backward, where
+    ring        keys and values go around: 2 (C-1)/C b S h forward; twice that backward, where
                 their gradients follow them (those in 32 bits at least). arXiv 2310.01889
     all-to-all  heads for tokens, and back: 4 (C-1)/C^2 b S h each way; C divides the heads of a
                 rank. arXiv 2309.14509 (Ulysses)
 
-Held: activations / C. Gradients are summed over ("dp", "cp"), ZeRO splits over both.
+Held: what a block saves, / C; all-to-all saves h more per token. Gradients are summed over ("dp",
+"cp"), and ZeRO splits over both.
 
     python context_parallel.py        who meets whom, on 4 ranks        torchrun train.py --cp 2
 """

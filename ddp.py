@@ -1,4 +1,5 @@
 """Data parallelism: D replicas, each with its slice of the batch; gradients are summed over them.
+(Ranks that split sequences, --cp, are replicas, too: then D counts them all.)
 
 Sent per rank and step: 2 (D-1)/D Psi elements for Psi parameters, whatever the number of
 microbatches. Held: weights, gradients and optimizer states, all whole. Nothing is averaged: the

@@ -1,17 +1,15 @@
 """Sequence parallelism, inside of tensor parallelism: 1/T of the tokens where matrices are whole.
 
-Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) all T ranks do
-the same work on the same activations: bias, residual, LayerNorm. But an all-reduce is a
-reduce-scatter, then an all-gather, and what lies between treats each token by itself. So do it
-between those two, each rank for its own tokens:
+Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) T ranks do the
+same work on the same activations: bias, residual, LayerNorm. But an all-reduce is a reduce-scatter
+and an all-gather, and each token is by itself there. So do that work between the two, 1/T on each:
 
     row -> all-reduce -> LayerNorm of S tokens -> column
     row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
 Sent: the same 2 (T-1)/T b S C elements, and half of that again for each column in backward, which
 gathers x once more as only 1/T of it was kept. Held: all that a block saves is divided by T (but
-where weight gradients are put off, zero bubble, what was gathered waits with them). Korthikanti et
-al., arXiv 2205.05198.
+where weight gradients are put off, what was gathered waits with them). arXiv 2205.05198
 
     python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
 """

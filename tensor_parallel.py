@@ -7,8 +7,9 @@
 
 Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements; the embedding
 adds one forward, the head one backward, the loss two, of 3 b S. --sp adds half an all-reduce for
-each column. A block saves for backward, per token, 4 C + 4 elements and 1/T of 12 C and of nh in 32
-bits or more (attention's); under --sp 1/T of all. Megatron-LM, arXiv 1909.08053.
+each column. A block saves for backward, per token, 4 C + 4 elements, and 1/T of 12 C and of nh in
+32 bits or more (attention's); under --sp 1/T of it all; with --recompute only its input, C.
+Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
 """
