@@ -6,7 +6,7 @@ and quartiles: 1.2 means that we do 1.2 steps while torch does one. The first lo
 so what is timed is the same training. A rank is a process with one thread. Peak memory is what a
 process grows by while it builds one side and takes two steps (Linux; resident bytes, all included).
 
-    python bench.py                  every row, in less than ten minutes on two cores
+    python bench.py                  every row, in a quarter of an hour on two cores
     python bench.py --quick          does it run? two steps each of a smaller model: no figures
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
     python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)

@@ -1,16 +1,16 @@
-"""Context parallelism: each sequence is split over C ranks. Only attention lets tokens meet.
+"""Context parallelism: each sequence is split over C ranks (the width is h here). Only attention
+lets tokens meet.
 
 Under the causal mask late tokens meet more keys than early ones. So rank c has chunks c and 2C-1-c
-of 2C, and all ranks have the same to do in every hop; with one chunk of C each, the last would have
-(2C-1)/C times the mean. Elements sent per layer and microbatch, h the width of a rank's heads:
+of 2C, and all have the same to do; with one of C each, the last would have (2C-1)/C times the mean.
+Elements sent per layer and microbatch, h the width of a rank's heads:
 
     ring        keys and values go around: 2 (C-1)/C b S h forward; twice that backward, where
                 their gradients follow them (those in 32 bits at least). arXiv 2310.01889
-    all-to-all  heads for tokens, and back: 4 (C-1)/C^2 b S h each way; C divides the heads of a
-                rank. arXiv 2309.14509 (Ulysses)
+    all-to-all  heads for tokens, and back: 4 (C-1)/C^2 b S h forward, the same backward. C divides
+                the heads of a rank. arXiv 2309.14509 (Ulysses)
 
-Held: what a block saves, / C; all-to-all saves h more per token. Gradients are summed over ("dp",
-"cp"), and ZeRO splits over both.
+Held: what a block saves, / C (all-to-all: h more per token, the result before it is swapped back).
 
     python context_parallel.py        who meets whom, on 4 ranks        torchrun train.py --cp 2
 """
@@ -51,29 +51,32 @@ class PassOn(torch.autograd.Function):
 
 def plain_ring_attention(q, k, v, positions, group):
     """Ring attention at its plainest: keys and values go around, and each rank adds up what they
-    mean to its own queries. Any split will do, as positions travel with them.
+    mean to its own queries. Any split into equal parts will do: positions travel with them.
 
     In: q, k, v (B, nh, S/C, hs) of this rank's tokens, and where these stand in the sequence.
     Out: (B, nh, S/C, hs), what attention over all S tokens gives for this rank's."""
-    kv, at = torch.stack([k, v]), positions
+    kv, key_positions = torch.stack([k, v]), positions
     top = q.new_full((*q.shape[:-1], 1), -math.inf)  # the largest score so far, against overflow
-    total = out = 0.0  # sum of exp(score - top); that times the values
-    for hop in range(group.size):
+    total = 0.0  # sum of exp(score - top)
+    out = 0.0  # sum of exp(score - top) * value
+    for hop in range(group.size):  # in hop i the keys are those of the rank i before this one
         scores = q @ kv[0].mT / math.sqrt(q.size(-1))
-        scores = scores.masked_fill(at > positions.unsqueeze(1), -math.inf)  # no look ahead
+        ahead = key_positions > positions.unsqueeze(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+        # finite from hop 0 on: a token sees itself. It cancels, so no gradient flows through it.
         new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
         weights, shrink = (scores - new_top).exp(), (top - new_top).exp()
         total = total * shrink + weights.sum(-1, keepdim=True)
         out = out * shrink + weights @ kv[1]
         top = new_top
         if hop < group.size - 1:
-            kv, at = PassOn.apply(kv, group), PassOn.apply(at, group)
+            kv, key_positions = PassOn.apply(kv, group), PassOn.apply(key_positions, group)
     return out / total
 
 
 # ---- the same, fast: torch's kernels compute, while the next keys and values travel ----
 # No S x S matrix is made: a kernel returns the logsumexp of each query's scores, by which parts are
-# merged, and its backward takes the merged one. Whole blocks of the mask are skipped.
+# merged, and the kernel's backward takes the merged one. Whole blocks of the mask are skipped.
 
 
 def kernel(q, k, v, causal):
@@ -89,8 +92,9 @@ def kernel(q, k, v, causal):
 
 
 def kernel_backward(grad, q, k, v, out, lse, rest, causal):
-    """Gradients of q, k, v, given those of `out`. With `out` and `lse` of all keys it is exact for
-    some of them, too: a weight is exp(score - lse), whichever others there are."""
+    """Gradients of q, k, v, given those of `out`. q, k, v may be a part of the queries and keys:
+    with `out` and `lse` of all keys the weights exp(score - lse) are right, and parts' gradients
+    add up."""
     aten = torch.ops.aten
     if q.is_cuda:  # the kernel wants its rows padded to 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
@@ -117,7 +121,7 @@ def merge(out, lse, part, part_lse):
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def pass_on(x, group):
+def start_passing(x, group):
     """Start to hand x to the next rank. Returns what the rank before hands on, and its Work."""
     received = torch.empty_like(x)
     return received, group.submit(
@@ -134,7 +138,7 @@ class RingAttentionFunction(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
         for hop in range(group.size):
             if hop < group.size - 1:  # the next keys and values travel while these are used
-                next_kv, work = pass_on(kv, group)
+                next_kv, work = start_passing(kv, group)
             rows, columns, causal = meets(group.rank, (group.rank - hop) % group.size, half)
             with group.span("attention", hop=hop):
                 part, part_lse, rest = kernel(q[:, :, rows], *kv[..., columns, :], causal)
@@ -152,15 +156,16 @@ class RingAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Keys and values go around once more. The sums of their gradients follow one hop behind:
-        begun by the rank after the owner, they are home in C-1 hops."""
+        """Keys and values go around once more, the sums of their gradients one hop behind them: in
+        hop i > 0 this rank adds its share for the keys it has to the sum that followed them, and
+        sends that on. The last sum to come is for its own keys, and it adds its share of hop 0."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         kv, half = torch.stack([k, v]), q.size(2) // 2
         wide = torch.promote_types(q.dtype, torch.float)
-        sums, sums_work = torch.zeros_like(kv, dtype=wide), Work()  # for what comes in hop 1
+        sums, sums_work = torch.zeros_like(kv, dtype=wide), Work()  # hop 1 begins a sum
         for hop in range(group.size):
             if hop < group.size - 1:
-                next_kv, work = pass_on(kv, group)
+                next_kv, work = start_passing(kv, group)
             rows, columns, causal = meets(group.rank, (group.rank - hop) % group.size, half)
             with group.span("attention", hop=hop):
                 dq, dk, dv = kernel_backward(grad[:, :, rows], q[:, :, rows], *kv[..., columns, :],
@@ -172,7 +177,7 @@ class RingAttentionFunction(torch.autograd.Function):
                 sums_work.wait()
                 sums[0][:, :, columns] += dk
                 sums[1][:, :, columns] += dv
-                sums, sums_work = pass_on(sums, group)
+                sums, sums_work = start_passing(sums, group)
             if hop < group.size - 1:
                 work.wait()
                 kv = next_kv
@@ -186,7 +191,7 @@ def ring_attention(q, k, v, group):  # (B, nh, S/C, hs) each, and so the result
     return RingAttentionFunction.apply(q, k, v, group)
 
 
-# ---- all-to-all: for attention, a rank gives up tokens for heads ----
+# ---- all-to-all: for attention, a rank gives up heads, and gets all tokens of the others ----
 
 
 def swap(parts, group):
@@ -197,22 +202,23 @@ def swap(parts, group):
     return received
 
 
-def tokens_for_heads(x, group):
+def to_whole_sequences(x, group):
     """(..., nh, S/C, hs), zigzag's tokens -> (..., nh/C, S, hs), all tokens in their order."""
     received = swap(x.chunk(group.size, dim=-3), group)
+    # from rank j: chunks j and 2C-1-j, so the second ones run backwards
     first, second = zip(*(part.chunk(2, dim=-2) for part in received), strict=True)
     return torch.cat([*first, *reversed(second)], dim=-2)
 
 
-def heads_for_tokens(x, group):
+def to_own_tokens(x, group):
     """(..., nh/C, S, hs) -> (..., nh, S/C, hs)."""
     chunks = x.chunk(2 * group.size, dim=-2)
-    theirs = zip(chunks[: group.size], reversed(chunks[group.size :]), strict=True)
-    return torch.cat(swap([torch.cat(both, dim=-2) for both in theirs], group), dim=-3)
+    by_rank = zip(chunks[: group.size], reversed(chunks[group.size :]), strict=True)
+    return torch.cat(swap([torch.cat(both, dim=-2) for both in by_rank], group), dim=-3)
 
 
 class Swap(torch.autograd.Function):
-    """there(x), with back(gradient) as its backward."""
+    """there(x), which only moves numbers, so that gradients take the way back(gradient)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -227,8 +233,8 @@ class Swap(torch.autograd.Function):
 @torch.compiler.disable
 def all_to_all_attention(q, k, v, group):  # (B, nh, S/C, hs) each, and so the result
     qkv = torch.stack([q, k, v])
-    q, k, v = Swap.apply(qkv, group, tokens_for_heads, heads_for_tokens)
-    return Swap.apply(causal_attention(q, k, v), group, heads_for_tokens, tokens_for_heads)
+    q, k, v = Swap.apply(qkv, group, to_whole_sequences, to_own_tokens)
+    return Swap.apply(causal_attention(q, k, v), group, to_own_tokens, to_whole_sequences)
 
 
 KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
@@ -236,7 +242,7 @@ KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 
 def split_sequences(model, group, kind="ring"):
     """Have a model take zigzag's tokens on each rank of the group, and attend over all. Returns
-    their positions. The block size is a multiple of 2C."""
+    their positions. block_size must be a multiple of 2C, and sequences that long."""
     at = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     model.layers[0].positions = at
     for layer in model.layers[1:-1] if group.size > 1 else ():
@@ -245,7 +251,7 @@ def split_sequences(model, group, kind="ring"):
 
 
 def pairs(queries, keys):
-    """How many of these positions look at how many: what attention has to do."""
+    """How many pairs there are of a query and a key that it may see, by their positions."""
     return int((queries.unsqueeze(1) >= keys).sum())
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism, inside of tensor parallelism: 1/T of the tokens where matrices are whole.
+"""Sequence parallelism, on top of tensor parallelism: 1/T of the tokens between the matrices.
 
 Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) T ranks do the
 same work on the same activations: bias, residual, LayerNorm. But an all-reduce is a reduce-scatter
@@ -19,11 +19,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from collectives import all_gather, all_reduce, own_chunk, reduce_scatter
+from collectives import all_gather, all_reduce, reduce_scatter
 from processes import demonstrate
 
-# Four operations, in two pairs of which each is the other's backward. In: x of this rank. Out: a
-# function that waits for the messages, if there are, and returns the result. x may be overwritten.
+# Two pairs: all_have and add_up, gather_tokens and scatter_tokens. In each, one is the other's
+# backward: every rank uses what enters with its own part of W, so gradients there are partial sums.
+# A call starts the messages, calling what it returns waits for them: enter(x)(). Only with async_op
+# does anything go on in between. x may be overwritten.
 
 
 def all_have(x, group, async_op=False):
@@ -32,7 +34,7 @@ def all_have(x, group, async_op=False):
 
 
 def add_up(x, group, async_op=False):
-    """Leaving a row without --sp: (B, S, C), partial over tp -> the sum, on every rank."""
+    """Leaving a row without --sp: (B, S, C), a term on each rank -> the sum, on every rank."""
     work = all_reduce(x, group, async_op=async_op)
 
     def total():
@@ -58,14 +60,14 @@ def gather_tokens(x, group, async_op=False):
 
 
 def scatter_tokens(x, group, async_op=False):
-    """Leaving a row: (B, S, C), partial over tp -> the sum for this rank's tokens (B, S/T, C)."""
+    """Leaving a row: (B, S, C), a term on each rank -> the sum of own tokens' (B, S/T, C)."""
     parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
     work = reduce_scatter(parts, group, async_op=async_op)
 
     def own():
         if async_op:
             work.wait()
-        return own_chunk(parts, group).view(parts.shape[1:]).clone()  # the other chunks are freed
+        return parts[group.rank].clone()  # the other chunks are freed
 
     return own
 
@@ -80,7 +82,8 @@ class Crossing:
 
 
 class Leave(torch.autograd.Function):
-    """Leaving, with entering as its backward: each rank's term is in every token of the sum."""
+    """SumOverRanks of tensor_parallel.py, or under --sp the half of it: a rank's term is a part of
+    all tokens' sums, so backward needs the gradients of all, and has them or gathers them."""
 
     @staticmethod
     def forward(ctx, x, crossing):

@@ -1,6 +1,6 @@
 """Tensor parallelism: each matrix of a block is split over T ranks.
 
-    c_attn, c_fc   column: rank t computes some heads, or some hidden units     (out/T, in)
+    c_attn, c_fc   column (of W^T): rank t computes some heads or hidden units  (out/T, in)
     c_proj         row: rank t multiplies what it has, the partial sums are added (out, in/T)
     wte, lm_head   rows of the vocabulary, any size; logits are never gathered      (V/T, C)
     LayerNorm, wpe, biases of c_proj are replicated.
@@ -51,8 +51,8 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Megatron's g: forward adds up the ranks' partial sums. The gradient of a sum is that of each
-    term, and every rank has it already, so backward does nothing."""
+    """Megatron's g: forward adds up the ranks' partial sums. All ranks compute the same loss from
+    the sum, and it counts once: so each has the gradient of the sum, which is that of its term."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -68,7 +68,7 @@ class PlainColumn(nn.Module):
 
     def __init__(self, linear, shard, parts=1):
         super().__init__()
-        self.crossing, self.put_off = shard.crossing, shard.put_off  # for the fast form below
+        self.crossing, self.put_off = shard.crossing, shard.put_off  # plain: only its .group
         self.weight, self.bias = shard(linear.weight, 0, parts), shard(linear.bias, 0, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
@@ -80,16 +80,16 @@ class PlainRow(nn.Module):
 
     def __init__(self, linear, shard):
         super().__init__()
-        self.crossing, self.put_off = shard.crossing, shard.put_off  # for the fast form below
+        self.crossing, self.put_off = shard.crossing, shard.put_off  # plain: only its .group
         self.weight, self.bias = shard(linear.weight, 1), linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
         return SumOverRanks.apply(F.linear(x, self.weight), self.crossing.group) + self.bias
 
 
-# ---- the same two, 8% faster: backward computes weight gradients while it sends the input's ----
+# ---- the same two, 2 to 8% faster: backward sends the input's gradient, computes the weights' ----
 # Nobody waits for them, so they may be put off for long (pipeline.py, zero bubble): put_off(
-# weight_gradients, grad, x, W, b) returns the gradients of W and b, or None for each. And under
+# weight_gradients, grad, x, W, b) returns those of W and b, or None for each, to come later. Under
 # --sp x enters by an all-gather, y leaves by a reduce-scatter: crossing.enter(x) starts the one or
 # nothing, crossing.leave(y) the other or an all-reduce, and what they return waits for it.
 
@@ -105,12 +105,12 @@ def at_once(fn, *args):
 
 
 class ColumnLinear(torch.autograd.Function):
-    """PlainColumn's. Saves x as it came, under --sp this rank's tokens, to be gathered again."""
+    """What PlainColumn does. Saves x as it came: under --sp own tokens, to be gathered again."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, crossing, put_off):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias  # the parameter objects: put_off counts by them
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves, whose .grad put_off fills
         ctx.crossing, ctx.put_off = crossing, put_off
         return F.linear(crossing.enter(x)(), weight, bias)
 
@@ -121,13 +121,13 @@ class ColumnLinear(torch.autograd.Function):
         grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
         x = entering()
         leaving = ctx.crossing.leave(grad_x, async_op=True)
-        del entering, grad_x  # under --sp both were copied: b S C each
+        del entering, grad_x  # under --sp these were copied, and hold b S C each
         grads = ctx.put_off(weight_gradients, grad, x, ctx.weight, ctx.bias)
         return leaving(), *grads, None, None
 
 
 class RowLinear(torch.autograd.Function):
-    """PlainRow's, without the bias."""
+    """What PlainRow does, without the bias."""
 
     @staticmethod
     def forward(ctx, x, weight, crossing, put_off):
@@ -158,7 +158,7 @@ class Row(PlainRow):
 
 
 def to_local(idx, start, stop):
-    """Token ids as rows of the shard [start, stop), and where they lie outside of it (row 0)."""
+    """Token ids as rows of the shard [start, stop), 0 for those outside, and a mask of these."""
     outside = (idx < start) | (idx >= stop)
     return (idx - start).masked_fill(outside, 0), outside
 
@@ -248,7 +248,8 @@ def parallelize(model, group, plan=PLAN, sp=False, put_off=None):
     slice that is, or that all ranks of the group hold the same. With sp the ranks have different
     tokens between blocks, so the gradients of what they all hold are to be summed over them, too.
     Without put_off (ColumnLinear) nothing is swapped in a group of one: torch's own layers are 45
-    us faster each than an autograd function in Python."""
+    us faster each than an autograd function in Python. T must divide n_head, and with sp the tokens
+    of a sequence on this rank; after split_sequences (context_parallel.py)."""
     sp = sp and group.size > 1
     shard = Sharder(Crossing(group, sp), put_off or at_once)
     for layer in model.layers if group.size > 1 or put_off else ():
