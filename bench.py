@@ -91,8 +91,9 @@ class Job:
 
     def mesh(self):
         """The row's ranks along the one axis that its layout has."""
-        axis = max("dp", "pp", "cp", "tp", key=lambda axis: self.row.layout.get(axis, 1))
-        sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
+        axes = "ep", "dp", "pp", "cp", "tp"  # experts are shared by all of a row's data ranks
+        axis = max(axes, key=lambda axis: self.row.layout.get(axis, 1))
+        sizes = {"dp": 1, "ep": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
         self.made = RowMesh(self.rank, self.groups[self.n], sizes)
         return self.made
 
@@ -103,7 +104,6 @@ class RowMesh(Mesh):
     def __init__(self, rank, communicators, sizes):
         self.rank, self.sizes, self.device, self.native = rank, sizes, torch.device("cpu"), False
         self.communicators, self.groups = communicators, {}
-        self.at = {axis: rank if size > 1 else 0 for axis, size in sizes.items()}
         self.world = self.join("world", [list(range(math.prod(sizes.values())))])
 
     def communicator(self, name, ranks):
@@ -154,7 +154,11 @@ def ring(job):
 def plain(job):
     """model.GPT with the same initial weights."""
     cfg = job.cfg
-    return build(GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd), cfg.seed)
+    model = build(GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
+                            cfg.top_k), cfg.seed)
+    for block in model.layers[1:-1]:
+        block.mlp.balance_weight = cfg.balance  # of experts
+    return model
 
 
 def adamw(params, cfg, kind=torch.optim.AdamW, **more):
@@ -436,7 +440,8 @@ def naive_split(job):
 
 def one_process(job):
     """A plain loop with as many threads as there are ranks."""
-    job.plan({"microbatches": job.cfg.microbatches})
+    same = ("microbatches", "experts", "balance")
+    job.plan({name: getattr(job.cfg, name) for name in same})
     if job.rank > 0:
         return lambda: 0.0
     model = plain(job)
@@ -479,6 +484,8 @@ ROWS += [Row("D = 2, to 2 threads", 2, "compute", trainer, one_process, 0.97, {"
          Row("P = 2, to that + bubble", 2, "compute", trainer, one_process, 0.95,
              {"pp": 2, "microbatches": 8}, 9 / 8),
          Row("C = 2, to 2 threads", 2, "long", trainer, one_process, 0.95, {"cp": 2}),
+         Row("E = 2, to 2 threads", 2, "compute", trainer, one_process, None,
+             {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0}),
          Row("one rank, to a plain loop", 1, "compute", trainer, one_process, 0.99)]
 ROWS += [Row("--sp, to --tp alone", 2, size, trainer, without_sp, None, {"tp": 2, "sp": True})
          for size in ("compute", "tiny")]
@@ -565,11 +572,11 @@ def worker(rank, world, chosen, quick, path, folder):
     warnings.simplefilter("ignore")  # the peers'
     init(rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous", timeout=1800)
     rows = [ROWS[i] for i in chosen]
-    names = "axis", "dp_cp", "pp_ends", "pp_tp", "world", "peer"
+    names = "axis", "dp_cp", "dp_ep_cp", "pp_ends", "ep_pp_tp", "world", "peer"
     groups = {n: {name: dist.new_group(range(n)) for name in names}
               for n in sorted({1, *(row.n for row in rows)})}
     for named in groups.values():
-        named.update(dict.fromkeys(("dp", "pp", "cp", "tp"), named["axis"]))
+        named.update(dict.fromkeys(("dp", "ep", "pp", "cp", "tp"), named["axis"]))
     for size in SIZES.values() if quick else ():
         size.update(n_layer=2, block_size=32)
     results = []
@@ -634,12 +641,22 @@ def curves_svg(series, title, x_name, y_name, x_ticks, y_ticks, log=False):
 
 
 def pictures(folder, metrics):
-    """loss.svg from files that train.py --metrics wrote, and memory.svg from ZeRO's formula."""
+    """loss.svg from files that train.py --metrics wrote, or balance.svg if those are of experts,
+    and memory.svg from ZeRO's formula."""
     losses = {}
     for path in metrics:
         records = [json.loads(line) for line in Path(path).read_text().splitlines()]
         losses[Path(path).stem] = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    if losses:
+    busiest = {Path(path).stem: [(r["step"], r["busiest"]) for r in map(
+        json.loads, Path(path).read_text().splitlines()) if "busiest" in r] for path in metrics}
+    busiest = {name: points for name, points in busiest.items() if points}
+    if busiest:
+        steps = 1 + max(step for points in busiest.values() for step, _ in points)
+        most = math.ceil(max(load for points in busiest.values() for _, load in points))
+        Path(folder, "balance.svg").write_text(curves_svg(
+            busiest, "Load of the busiest expert of any block", "step", "times the mean",
+            [round(steps * i / 4) for i in range(5)], [*range(1, most + 1)]))
+    elif losses:
         steps = 1 + max(step for points in losses.values() for step, _ in points)
         every = [loss for points in losses.values() for _, loss in points]
         Path(folder, "loss.svg").write_text(curves_svg(

@@ -13,6 +13,7 @@ or does not exist.
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
 
+import hashlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ import tensorfile
 from collectives import all_reduce, broadcast
 from mesh import wait_all
 from model import ALIASES
+from processes import unlike_rank_0
 from shard import bounds
 from tensorfile import DTYPES, CheckpointError, about, checksum
 
@@ -68,10 +70,22 @@ def read_manifest(folder):
 
 def refuse_other(folder, manifest, config):
     """CheckpointError unless the checkpoint is of this GPTConfig."""
+    saved = asdict(type(config)(**manifest["model"]))
     for name, value in asdict(config).items():
-        found = manifest["model"][name]
+        found = saved[name]
         if found != value:
             raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {value}")
+
+
+def refuse_unlike(cfg):
+    """CheckpointError if a rank was started with other flags, or sees another checkpoint."""
+    same = repr(cfg).encode()
+    if cfg.resume != "no":
+        same += Path(cfg.resume, MANIFEST).read_bytes()
+    unlike = unlike_rank_0(hashlib.sha256(same).digest())
+    if unlike:
+        raise CheckpointError(f"rank {unlike[0]} has other flags or another checkpoint "
+                                         "than rank 0; start all with the same")
 
 
 def complete(out):

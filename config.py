@@ -28,6 +28,7 @@ class Config:
     pp: int = flag(1, "layout", "pipeline ranks, which split the list of layers")
     cp: int = flag(1, "layout", "context-parallel ranks, which split each sequence")
     sp: bool = flag(False, "layout", "tensor-parallel ranks split the tokens between layers, too")
+    ep: int = flag(1, "layout", "data-parallel ranks that share the experts")
     cp_attention: str = flag("ring", "layout", "keys and values go around, or heads are swapped "
                              "for tokens", ("ring", "all-to-all"))
     zero: int = flag(0, "layout", "split optimizer states (1), gradients (2), weights (3) over dp "
@@ -41,6 +42,9 @@ class Config:
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
+    experts: int = flag(0, "model", "in each block, in the place of an MLP; 0: none")
+    top_k: int = flag(2, "model", "experts that a token goes through, each 4/top-k as wide (with 1 "
+                     "the gate is always 1, and the router learns from balance alone)")
     block_size: int = flag(128, "model", "tokens per sequence")
     dtype: str = flag("float32", "model", "of weights, gradients and activations", tuple(DTYPES))
     steps: int = flag(600, "training", "optimizer steps")
@@ -52,6 +56,7 @@ class Config:
     beta1: float = flag(0.9, "training", "AdamW")
     beta2: float = flag(0.95, "training", "AdamW")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
+    balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
     seed: int = flag(1337, "training", "of initial weights and batches")
     data: str = flag("stdlib", "run", "folder with train.bin and val.bin, or stdlib, shakespeare")
     out: str = flag("out", "run", "folder for what the run leaves behind")
@@ -92,10 +97,11 @@ def fail(message):
 
 
 LIMITS = {  # what a value must do: (the flags, the test)
-    "be at least 1": ("tp pp cp n_layer n_head n_embd block_size batch_size log_interval "
+    "be at least 1": ("tp pp cp ep top_k n_layer n_head n_embd block_size batch_size log_interval "
                       "eval_batches", lambda x: x >= 1),
-    "be 0 or more": ("dp chunks microbatches steps warmup_steps eval_interval lr min_lr "
-                     "weight_decay grad_clip seed save_interval keep", lambda x: 0 <= x < math.inf),
+    "be 0 or more": ("dp experts balance chunks microbatches steps warmup_steps eval_interval lr "
+                     "min_lr weight_decay grad_clip seed save_interval keep",
+                     lambda x: 0 <= x < math.inf),
     "lie in [0, 1)": ("beta1 beta2", lambda x: 0 <= x < 1),
     "be below 2^63": ("seed", lambda x: x < 2**63),
     "be above 0": ("bucket_mb", lambda x: 0 < x < math.inf),
@@ -125,7 +131,7 @@ def check(cfg, world):
     require(cfg.dp or world == 1 or world % model_ranks == 0,
             f"{given('tp', 'pp', 'cp')} = {model_ranks} does not divide the {world} processes; "
             f"start {model_ranks} or a multiple")
-    cfg.dp = cfg.dp or max(1, world // model_ranks)  # what is left of the processes
+    cfg.dp = cfg.dp or (cfg.ep if world == 1 else world // model_ranks)  # what is left of them
     ranks = cfg.dp * model_ranks
     require(world in (1, ranks), f"{given('dp', 'tp', 'pp', 'cp')} = {ranks} does not match the "
             f"{world} processes; start {ranks}, or one, which starts the others")
@@ -142,6 +148,18 @@ def check(cfg, world):
             + " and ".join([f"2 pieces on each rank of {given('cp')}"] * (cfg.cp > 1)
                            + [f"--sp on {given('tp')}"] * (cfg.sp and cfg.tp > 1))
             + f"; try {' or '.join(fits)}")
+    require(cfg.ep == 1 or cfg.experts, f"{given('ep')} is for --experts; say how many")
+    require(cfg.dp % cfg.ep == 0, f"{given('ep')} must divide {given('dp')}, whose ranks share the "
+            f"experts; try --dp {cfg.ep}")
+    if cfg.experts:
+        spread = cfg.ep * cfg.tp
+        fits = [str(n * spread) for n in (cfg.experts // spread, cfg.experts // spread + 1) if n]
+        require(cfg.experts % spread == 0, f"{given('experts')} must be a multiple of "
+                f"{given('ep', 'tp')} = {spread}; try {' or '.join(fits)}")
+        require(cfg.top_k <= cfg.experts, f"{given('top_k')} must be at most {given('experts')}")
+        require(4 * cfg.n_embd % cfg.top_k == 0,
+                f"{given('top_k')} must divide 4 x {given('n_embd')}, which the experts of a token "
+                "share; try 1, 2 or 4")
     require(cfg.n_embd % cfg.n_head == 0, f"{given('n_head')} must divide {given('n_embd')}")
     require(cfg.pp <= cfg.n_layer, f"{given('pp')} must be at most {given('n_layer')}")
     require(cfg.batch_size % cfg.dp == 0, f"{given('dp')} must divide {given('batch_size')}")

@@ -13,7 +13,6 @@ import torch
 import sample
 from data.prepare import load_tokenizer
 from mesh import grid
-from zero import bytes_per_parameter
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, NVIDIA's data sheets
 
@@ -41,15 +40,17 @@ class Log:
         self.agree = True  # whether the replicas do
         self.began = self.since = time.perf_counter()  # the run; the step under way
         self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
-        self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks = {cfg.dp} data x "
-                 f"{cfg.pp} pipeline x {cfg.cp} context x {cfg.tp} tensor; {cfg.microbatches} "
-                 f"microbatches of {cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n"
-                 f"{grid(mesh.sizes)}")
+        shared = f" ({cfg.ep} of them share the experts)" if cfg.experts else ""
+        self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks = {cfg.dp} data"
+                 f"{shared} x {cfg.pp} pipeline x {cfg.cp} context x {cfg.tp} tensor; "
+                 f"{cfg.microbatches} microbatches of "
+                 f"{cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n{grid(mesh.sizes)}")
         for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
             self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
-        each = sum(bytes_per_parameter(cfg.zero, cfg.dp * cfg.cp, trainer.dtype.itemsize))
-        self.say(f"model states: {trainer.optimizer.state_bytes()[0] / 1e6:.2f} MB per rank "
-                 f"predicted, {each:.4g} bytes for each of its parameters")
+        held = sum(bucket.numel for bucket in trainer.reducer.buckets)
+        states = trainer.optimizer.state_bytes()[0]
+        self.say(f"model states: {states / 1e6:.2f} MB per rank predicted, {states / held:.4g} "
+                 "bytes for each of its parameters")
 
     def say(self, text, **options):
         if not self.silent:
@@ -67,14 +68,19 @@ class Log:
         cfg, now = self.cfg, time.perf_counter()
         ms, rate = 1e3 * (now - self.since), self.trainer.tokens / (now - self.since)
         scale = {"scale": self.trainer.scale} if cfg.dtype == "float16" else {}
-        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=ms, tokens_per_s=rate, **scale)
+        routing = self.trainer.routing
+        routed = {name: getattr(routing, name) for name in ("balance", "busiest")}
+        routed = routed if cfg.experts else {}
+        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=ms, tokens_per_s=rate, **scale,
+                   **routed)
         left = cfg.steps - step - 1
         if step % cfg.log_interval == 0 or not left:
             seconds = round(left * (now - self.began) / (step + 1 - self.start))
             flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
             mfu = f"  mfu {flops / self.peak:.1%}" if self.peak else ""
             eta = f"  {seconds // 60} min {seconds % 60} s left" if left else ""
-            self.say(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  lr {lr:.2e}  "
+            routed = "".join(f"  {name} {value:.3f}" for name, value in routed.items())
+            self.say(f"step {step:6d}  loss {loss:.4f}{routed}  norm {norm:.3f}  lr {lr:.2e}  "
                      f"{ms:.0f} ms  {rate:,.0f} tokens/s{mfu}{eta}")
         self.clock()
 

@@ -1,17 +1,18 @@
 """Ranks and groups: who talks to whom, and the one method that every message passes through.
 
-N processes are laid out on a mesh of named axes, outermost first, as arange(N).view(D, P, C, T):
+N processes are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T):
 
-    dp  data parallel     talks once a step, so it may cross the slowest links
+    dp  data parallel     talks once a step, so it may cross the slowest links; E of D share experts
+    ep  expert parallel   talks in each layer's experts
     pp  pipeline          talks once per microbatch and stage
     cp  context parallel  talks in each layer's attention
     tp  tensor parallel   talks several times per layer: innermost, on the fastest links
 
-A group is the ranks that share a place on every axis but the named ones. In a mesh of 2 x 2 x 1 x 2
+A group is the ranks that share a place on every axis but the named ones. With D = P = T = 2
 `mesh.group("tp")` of rank 5 is [4, 5], and `mesh.group("pp", "tp")` its whole replica, [4, 5, 6,
 7]. In a group of one a collective does nothing, so most code need not ask how large a group is.
 
-    python mesh.py 2 2 1 2        who sits where, and every group of the mesh
+    python mesh.py 2 1 2 1 2        who sits where, and every group of the mesh
 """
 
 import math
@@ -168,11 +169,12 @@ def queued(collective):
 
 
 def lay_out(sizes, axes):
-    """The groups along `axes` of a mesh {axis: size}: lists of the ranks that differ there only."""
+    """The groups along `axes` of a mesh {axis: size}: lists of the ranks that differ there only. An
+    axis that the mesh does not have has size 1."""
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    along = [list(sizes).index(axis) for axis in axes]
+    along = [list(sizes).index(axis) for axis in axes if axis in sizes]
     rows = ranks.movedim(along, list(range(-len(along), 0)))  # the named axes are the last now
-    return rows.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
+    return rows.reshape(-1, math.prod(sizes.get(axis, 1) for axis in axes)).tolist()
 
 
 class Mesh:
@@ -186,14 +188,17 @@ class Mesh:
         self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
         self.groups = {}  # made so far, by name
-        # This rank's place on each axis
-        self.at = {axis: row.index(self.rank) for axis in sizes for row in lay_out(sizes, [axis])
-                   if self.rank in row}
         self.world = self.join("world", [list(range(world))])
 
     def group(self, *axes):
         """This rank's group along these axes, with a communicator and a queue of its own."""
         return self.join("_".join(axes), lay_out(self.sizes, axes))
+
+    def place(self, *axes):
+        """(index, number): this rank's place among those along these axes, and how many they are.
+        Needs no communicator."""
+        row = next(row for row in lay_out(self.sizes, axes) if self.rank in row)
+        return row.index(self.rank), len(row)
 
     def ends(self, axis):
         """The first and the last rank along an axis. A rank between them is in a group of one."""
@@ -218,21 +223,23 @@ class Mesh:
 
 
 def grid(sizes):
-    """The ranks as text: the innermost axis across, a row for each place on the others."""
+    """The ranks as text: the innermost axis across, a row for each place on the others that have
+    more than one."""
     *outer, inner = sizes
+    outer = [axis for axis in outer if sizes[axis] > 1]
     places = product(*([f"{axis[0]}={i}" for i in range(sizes[axis])] for axis in outer))
     return "\n".join(f"  {' '.join(place)}  ranks {' '.join(f'{r:2d}' for r in ranks)}"
                      for place, ranks in zip(places, lay_out(sizes, [inner]), strict=True))
 
 
 def main():
-    given = sys.argv[1:] or ["2", "2", "1", "2"]
-    if len(given) != 4 or not all(size.isdigit() and int(size) for size in given):
-        print("mesh.py: give the sizes of dp, pp, cp and tp, as in 2 2 1 2", file=sys.stderr)
+    given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
+    if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
+        print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)
         sys.exit(2)
-    sizes = dict(zip(("dp", "pp", "cp", "tp"), map(int, given), strict=True))
+    sizes = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
     print(grid(sizes))
-    for axes in (["dp"], ["pp"], ["cp"], ["tp"], ["dp", "cp"], ["pp", "tp"]):
+    for axes in (*([axis] for axis in sizes if sizes[axis] > 1), ["dp", "ep", "cp"], ["pp", "tp"]):
         print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))
 
 

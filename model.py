@@ -27,15 +27,22 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+    n_experts: int = 0  # 0: an MLP in each block
+    top_k: int = 2  # of the experts, that each token goes through
 
     def layer_costs(self):
         """Forward FLOPs per token of each layer in the list, by which stages are cut."""
         C = self.n_embd
-        return [0, *[24 * C * C + 4 * C * self.block_size] * self.n_layer, 2 * C * self.vocab_size]
+        block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
+        return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
     def flops_per_token(self, n_params):
-        """Forward and backward, as nanoGPT and PaLM (arXiv 2204.02311, appendix B) count them."""
-        return 6 * n_params + 12 * self.n_layer * self.n_embd * self.block_size
+        """Forward and backward, as nanoGPT and PaLM (arXiv 2204.02311, appendix B) count them; of
+        experts, those that a token goes through."""
+        H = 4 * self.n_embd // self.top_k
+        idle = max(0, self.n_experts - self.top_k) * (2 * self.n_embd * H + H + self.n_embd)
+        active = n_params - self.n_layer * idle
+        return 6 * active + 12 * self.n_layer * self.n_embd * self.block_size
 
 
 class Embedding(nn.Module):
@@ -82,17 +89,92 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
+class StackedLinear(nn.Module):
+    """N linear layers: weight (N, out, in), bias (N, out)."""
+
+    def __init__(self, N, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(N, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(N, n_out))
+
+
+class Experts(nn.Module):
+    """N MLPs, H wide inside."""
+
+    def __init__(self, N, C, H):
+        super().__init__()
+        self.c_fc, self.c_proj = StackedLinear(N, C, H), StackedLinear(N, H, C)
+
+    def forward(self, parts):
+        """parts[i] (n_i, C) are the rows for expert i -> a list of the same shapes. One after the
+        other: padded and batched they take 1.4 to 1.8 times as long on a CPU. An expert without
+        rows runs, too, so that its gradient is zero, not missing."""
+        weights = (part.unbind() for part in (self.c_fc.weight, self.c_fc.bias,
+                                              self.c_proj.weight, self.c_proj.bias))
+        return [F.linear(F.gelu(F.linear(part, w, b), approximate="tanh"), v, c)
+                for part, w, b, v, c in zip(parts, *weights, strict=True)]
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and N experts in the place of an MLP. Each token goes through k of them, each 4C/k
+    wide inside: N/k times the MLP's parameters, and its FLOPs. No token is dropped."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_experts, self.top_k = config.n_experts, config.top_k
+        self.router = nn.Linear(config.n_embd, config.n_experts, bias=False)
+        self.experts = Experts(config.n_experts, config.n_embd, 4 * config.n_embd // config.top_k)
+        self.core = self.visit  # how tokens meet experts; may be set from outside
+        self.all_tokens = lambda counts: counts  # sums over whoever has other tokens of a sequence
+        # Of the last forward: a sum over its tokens, of 1 for each if all experts have the same to
+        # do (DeepSeek-V3, arXiv 2412.19437); and how many tokens chose each expert
+        self.balance = self.load = None
+        self.balance_weight = 0.01  # of balance in the loss; may be set from outside
+
+    @torch.compiler.disable  # sizes depend on the data
+    def visit(self, x, gates, chosen):
+        """x (B, S, C); gates, chosen (B, S, k). Each expert takes the tokens that chose it, and
+        what it says is added to theirs, weighed by the gate."""
+        tokens, gates, chosen = (part.flatten(0, 1) for part in (x, gates, chosen))
+        visits = [(chosen == i).nonzero(as_tuple=True) for i in range(self.n_experts)]
+        said = self.experts([tokens[at] for at, _ in visits])
+        y = torch.zeros_like(tokens)
+        for (at, choice), out in zip(visits, said, strict=True):
+            y.index_add_(0, at, gates[at, choice].unsqueeze(1) * out)
+        return y.view_as(x)
+
+    def forward(self, x):  # (B, S, C)
+        wide = torch.promote_types(x.dtype, torch.float)  # the router's, 32 bits at least
+        logits = F.linear(x.to(wide), self.router.weight.to(wide))  # (B, S, N)
+        top, chosen = logits.topk(self.top_k)  # (B, S, k)
+        each = torch.zeros_like(logits[:, 0]).scatter_add_(
+            1, chosen.flatten(1), torch.ones_like(top).flatten(1))  # (B, N)
+        total = self.all_tokens(each.clone())
+        share = total * self.n_experts / total.sum(1, keepdim=True)  # 1 if even
+        self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
+        self.load = each.sum(0)
+        return self.core(x, top.softmax(-1).to(x.dtype), chosen)
+
+
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MixtureOfExperts(config) if config.n_experts else MLP(config)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
+
+
+def extra_loss(layers):
+    """What experts among these layers add to the loss, by the last forward: a sum over its tokens;
+    None where there are none."""
+    blocks = [layer for layer in layers if isinstance(layer, Block)]
+    routed = [block.mlp for block in blocks if isinstance(block.mlp, MixtureOfExperts)]
+    return sum(mlp.balance_weight * mlp.balance for mlp in routed) if routed else None
 
 
 class CrossEntropy(nn.Module):
@@ -130,7 +212,10 @@ class GPT(nn.Module):
         x = idx
         for layer in self.layers:
             x = layer(x)
-        return x if targets is None else self.layers[-1].loss(x, targets)
+        if targets is None:
+            return x
+        loss, extra = self.layers[-1].loss(x, targets), extra_loss(self.layers)
+        return loss if extra is None else loss + extra
 
     def canonical_parameters(self):
         """(name, parameter), named as nanoGPT has them: 'transformer.h.2.attn.c_attn.weight'. The

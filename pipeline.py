@@ -19,7 +19,7 @@ from itertools import islice
 import torch
 
 from mesh import Work, no_span, wait_all
-from model import GPTConfig, build
+from model import GPTConfig, build, extra_loss
 from processes import demonstrate, report_difference
 from schedules import cut, lower, make_schedule, placement
 
@@ -72,7 +72,7 @@ def plain_1f1b(stage, group, batches, shape, tokens):
 
 class Stage(torch.nn.Module):
     """A slice of the list of layers. stage(x, targets) -> (activation, None), or (None, loss) on
-    the last. Pipeline also takes both: experts, say, will want a balance term from each stage."""
+    the last. Or both: experts want a balance term from each stage."""
 
     def __init__(self, layers):
         super().__init__()
@@ -81,9 +81,11 @@ class Stage(torch.nn.Module):
     def forward(self, x, targets):
         for layer in self.layers:
             x = layer(x)
-        if hasattr(layer, "loss"):
-            return None, layer.loss(x, targets)
-        return x, None
+        extra = extra_loss(self.layers)
+        if not hasattr(layer, "loss"):
+            return x, extra
+        loss = layer.loss(x, targets)
+        return None, loss if extra is None else loss + extra
 
 
 def tie_ends(layers, group):
@@ -285,16 +287,14 @@ def demo(mesh):
             actions = lower(make_schedule(name, 4, 8, v), where)[group.rank]
             Pipeline(stages, where, group, shape, torch.double, NoReducer(), Deferred()).execute(
                 actions, batches, rows.numel())
-        mine = {n: p.grad for n, p in model.named_parameters()
-                if p.grad is not None and "wte" not in n}  # tied: each end has a term of it
-        report_difference(name, mesh.rank, [(grad, alone.get_parameter(n).grad)
-                                            for n, grad in mine.items()])
+        report_difference(name, mesh.rank, [  # without wte: each of the two ends has a term of it
+            (p.grad, alone.get_parameter(n).grad) for n, p in model.named_parameters()
+            if p.grad is not None and "wte" not in n])
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         from draw import schedules_command
-
         schedules_command()
     else:
         demonstrate(demo, pp=4)

@@ -59,6 +59,16 @@ def first_to_fail():
         return True
 
 
+def on_signals(ask_to_stop):
+    """SIGTERM and Ctrl-C call ask_to_stop(); the second one ends this process."""
+    def ask(number, frame):
+        ask_to_stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask)
+
+
 def launch(size):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
     highest exit code. Signals are passed on; once a rank has failed, the others have 10 s to end.

@@ -81,6 +81,19 @@ class Crossing:
         self.leave = partial(scatter_tokens if sp else add_up, group=group)
 
 
+class Enter(torch.autograd.Function):
+    """CopyToRanks of tensor_parallel.py, or under --sp an all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, crossing):
+        ctx.crossing = crossing
+        return crossing.enter(x)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.crossing.leave(grad.clone(memory_format=torch.contiguous_format))(), None
+
+
 class Leave(torch.autograd.Function):
     """SumOverRanks of tensor_parallel.py, or under --sp the half of it: a rank's term is a part of
     all tokens' sums, so backward needs the gradients of all, and has them or gathers them."""

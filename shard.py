@@ -6,6 +6,7 @@ nothing else: none of them knows a technique by name. Each technique adds to it 
     data and context    gradients are to be summed over the replicas, which see other tokens
     tensor parallelism  a rank holds these rows or columns, or all its ranks hold the same; under
                         --sp these see other tokens, and their gradients are to be summed, too
+    expert parallelism  a rank holds these experts, and fewer replicas hold the same
     pipeline            two ends hold the tied embedding, and each sees a part of its gradient
 """
 

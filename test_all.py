@@ -34,6 +34,8 @@ import collectives as c
 import context_parallel
 import ddp
 import draw
+import expert_parallel
+import model as model_file
 import pipeline
 import sample
 import schedules
@@ -247,7 +249,7 @@ def _mesh(rank, outer, **sizes):
     mesh = Mesh(**sizes)
     groups = [mesh.group(axis) for axis in mesh.sizes]
     groups += [mesh.ends("pp"), mesh.group("pp", "tp"), mesh.group(outer, "tp"), mesh.world]
-    assert all(mesh.at[axis] == mesh.group(axis).rank for axis in sizes)
+    assert all(mesh.place(axis)[0] == mesh.group(axis).rank for axis in sizes)
     return {group.name: group.ranks for group in groups}
 
 
@@ -296,7 +298,8 @@ def config(corpus, **flags):
 
 
 def mesh_of(cfg):
-    return Mesh(native=cfg.collectives == "native", dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
+    return Mesh(native=cfg.collectives == "native", dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp,
+                cp=cfg.cp, tp=cfg.tp)
 
 
 _reference = {}
@@ -308,11 +311,13 @@ def reference(corpus, **flags):
     if key in _reference:
         return _reference[key]
     cfg = config(corpus, microbatches=1, **flags)
-    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
+    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
+                      cfg.top_k)
     model = build(shape, cfg.seed, torch.double)
     names = dict(model.canonical_parameters())
-    decay = [{"params": [p for p in names.values() if p.dim() >= 2], "weight_decay": 0.1},
-             {"params": [p for p in names.values() if p.dim() < 2], "weight_decay": 0.0}]
+    matrices = [n for n, p in names.items() if p.dim() >= 2 and n.endswith("weight")]
+    decay = [{"params": [names[n] for n in matrices], "weight_decay": 0.1},
+             {"params": [p for n, p in names.items() if n not in matrices], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decay, betas=(cfg.beta1, cfg.beta2))
     data, trace = Data(cfg), [{"weights": {n: p.detach().clone() for n, p in names.items()}}]
     for step in range(STEPS):
@@ -320,13 +325,17 @@ def reference(corpus, **flags):
         loss = model(ids, targets) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
+        blocks = model.layers[1:-1]
+        loss = loss - (model_file.extra_loss(blocks) or 0.0) / targets.numel()
+        balance = sum(block.mlp.balance.item() for block in blocks) / targets.numel() / len(
+            blocks) if cfg.experts else None
         grads = {n: p.grad.clone() for n, p in names.items()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
         assert norm > cfg.grad_clip, "clipping must fire"
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(cfg, step)
         optimizer.step()
-        trace.append({"loss": loss.item(), "norm": norm, "grads": grads,
+        trace.append({"loss": loss.item(), "norm": norm, "grads": grads, "balance": balance,
                       "weights": {n: p.detach().clone() for n, p in names.items()}})
     return _reference.setdefault(key, trace)
 
@@ -358,6 +367,7 @@ def _train(rank, cfg, steps=STEPS):
         grads = local_tensors(trainer, "grads")
         trainer.update(norm, train.learning_rate(cfg, step))
         trace.append({"loss": loss, "norm": norm, "grads": grads,
+                      "balance": trainer.routing.balance,
                       "weights": local_tensors(trainer, "weights")})
     trace[0]["agree"] = trainer.replicas_agree()
     return trace
@@ -388,7 +398,7 @@ def equals_one_process(corpus, run=_train, *args, **flags):
     world = check(cfg, 1)
     got = pool(world, run, cfg, *args)
     want = reference(corpus, n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd,
-                     block_size=cfg.block_size)
+                     block_size=cfg.block_size, experts=cfg.experts, top_k=cfg.top_k)
     weights = assemble([trace[0]["weights"] for trace in got])
     for name, value in want[0]["weights"].items():
         assert torch.equal(weights[name], value), f"initial {name} differs"
@@ -396,6 +406,8 @@ def equals_one_process(corpus, run=_train, *args, **flags):
         for trace in got:
             close(torch.tensor(trace[step]["loss"]), torch.tensor(want[step]["loss"]), "loss")
             close(torch.tensor(trace[step]["norm"]), torch.tensor(want[step]["norm"]), "norm")
+            if cfg.experts:
+                close(*(torch.tensor(x[step]["balance"]) for x in (trace, want)), "balance")
         for kind in ("grads", "weights"):
             full = assemble([trace[step][kind] for trace in got])
             assert full.keys() == want[step][kind].keys()
@@ -603,7 +615,8 @@ def _in_order(rank, cfg):
 @pytest.mark.parametrize("flags", [
     {"dp": 3}, {"dp": 2, "zero": 3}, {"tp": 2, "pp": 2}, {"pp": 3, "schedule": "zb-h1"},
     {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
-    {"cp": 4, "zero": 3}, {"cp": 2, "tp": 2, "sp": True, "cp_attention": "all-to-all"}], ids=str)
+    {"cp": 4, "zero": 3}, {"cp": 2, "tp": 2, "sp": True, "cp_attention": "all-to-all"},
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 2}], ids=str)
 def test_nccls_manner_gives_the_same(corpus, flags):
     equals_one_process(corpus, _in_order, **{"microbatches": 3, **flags})
 
@@ -619,7 +632,7 @@ def _compiled(rank, cfg):
 @pytest.mark.parametrize("flags", [
     {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},  # puts weight gradients off
     {"dp": 2, "zero": 3, "microbatches": 2},  # one graph a layer; its weights come and go
-    {"cp": 2, "tp": 2, "sp": True}], ids=str)
+    {"cp": 2, "tp": 2, "sp": True}, {"dp": 2, "ep": 2, "experts": 4}], ids=str)
 def test_compiled_layers_give_the_same(corpus, flags):
     equals_one_process(corpus, _compiled, compile=True, **flags)
 
@@ -693,7 +706,7 @@ def _zero_bytes(rank, cfg):
     units = {b: b.full.numel() * 8 for b in trainer.reducer.buckets}
     first, last = (trainer.stages[0].layers[i] for i in (0, -1))
     tied, wpe = (units[trainer.reducer.home[p]] for p in (last.lm_head.weight, first.wpe.weight))
-    return mesh.group("dp", "cp").bytes_sent, sum(units.values()), tied, wpe
+    return mesh.group("dp", "ep", "cp").bytes_sent, sum(units.values()), tied, wpe
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -747,7 +760,7 @@ def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(cor
 def _under_limit(rank, cfg, limit):
     """Whether one step of the layout fits into `limit` bytes of address space beyond the idle."""
     mesh = mesh_of(cfg)
-    for group in (mesh.group("dp", "cp"), mesh.group("cp"), mesh.world):
+    for group in (mesh.group("dp", "ep", "cp"), mesh.group("cp"), mesh.world):
         # its threads have their stacks by now
         c.all_reduce(torch.zeros(1), group, async_op=True).wait()
     idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -901,17 +914,17 @@ def test_bytes_sent_equal_the_formulas(corpus):
         ends = boundary + (3 * b * S * width if stage == 1 else 0)  # embedding; head and loss
         assert sent["tp"] == m * (4 * numels["blocks"] * boundary + ends) * 2 * (T - 1) // T
         # one all-reduce a step, whatever m: a rank of two sends each bucket once
-        assert sent["dp_cp"] == numels["all"] * width * 2 * (D - 1) // D
+        assert sent["dp_ep_cp"] == numels["all"] * width * 2 * (D - 1) // D
         assert sent["pp_ends"] == numels["tied"] * width
     assert sum(numels["blocks"] for _, numels in got) == layers * D * T
     assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 2 * 8  # loss, stop
-    assert sum(sent["pp_tp"] for sent, _ in got) == D * 2 * (4 - 1) * 8  # norm, in each replica
+    assert sum(sent["ep_pp_tp"] for sent, _ in got) == D * 2 * (4 - 1) * 8  # norm, in each replica
 
 
 # ---- split sequences ----
 
 SEQUENCES = [
-    {"tp": 2, "sp": True, "microbatches": 36},  # of one sequence
+    {"dp": 4, "tp": 2, "sp": True, "microbatches": 9},  # of one sequence
     {"tp": 3, "sp": True, "block_size": 24, "microbatches": 2},
     {"cp": 2}, {"cp": 3, "block_size": 24, "microbatches": 3}, {"cp": 4},  # chunks of one token
     {"cp": 2, "cp_attention": "all-to-all", "recompute": True},
@@ -963,11 +976,12 @@ def _validation(rank, cfg):
 
 
 def test_validation_is_the_same_with_split_sequences(corpus):
-    one, = pool(1, _validation, config(corpus, microbatches=1))
-    for flags in ({"cp": 2, "tp": 2, "sp": True}, {"cp": 4, "dp": 2, "zero": 3},
-                  {"cp": 2, "pp": 2, "schedule": "zb-v", "chunks": 2, "microbatches": 3,
-                   "cp_attention": "all-to-all"}):
-        cfg = config(corpus, **{"microbatches": 2, **flags})
+    for experts, flags in ((0, {"cp": 4, "dp": 2, "zero": 3}),
+                           (0, {"cp": 2, "pp": 2, "schedule": "zb-v", "chunks": 2,
+                                "microbatches": 3, "cp_attention": "all-to-all"}),
+                           (4, {"cp": 2, "tp": 2, "sp": True, "dp": 2, "ep": 2})):
+        one, = pool(1, _validation, config(corpus, microbatches=1, experts=experts))
+        cfg = config(corpus, **{"microbatches": 2, "experts": experts, **flags})
         for loss in pool(check(cfg, 1), _validation, cfg):
             close(torch.tensor(loss), torch.tensor(one), str(flags))
 
@@ -1181,6 +1195,207 @@ def test_the_next_keys_are_under_way_while_attention_computes(long_corpus):
             together = [a for a in computing if a[4]["hop"] < 2 and any(
                 p[2] < a[3] and p[3] > a[2] for p in passing)]
             assert len(together) >= cfg.n_layer, (kind, len(together))
+
+
+# ---- experts ----
+
+EXPERTS = [
+    {"dp": 2, "ep": 2, "experts": 4}, {"dp": 4, "ep": 4, "experts": 8, "zero": 2},
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 3, "microbatches": 3},
+    {"dp": 6, "ep": 2, "experts": 4, "zero": 1}, {"dp": 3, "ep": 3, "experts": 3, "top_k": 1},
+    {"dp": 3, "experts": 3, "top_k": 3, "microbatches": 2},  # k = E
+    {"tp": 2, "experts": 4, "microbatches": 2}, {"dp": 4, "ep": 2, "tp": 2, "experts": 4},
+    {"dp": 2, "ep": 2, "tp": 2, "sp": True, "experts": 4, "zero": 2, "recompute": True},
+    {"dp": 2, "ep": 2, "cp": 2, "tp": 2, "sp": True, "experts": 4, "zero": 3},
+    {"dp": 2, "ep": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
+    {"dp": 2, "ep": 2, "pp": 4, "experts": 4, "microbatches": 3},
+    {"dp": 2, "ep": 2, "pp": 2, "experts": 4, "schedule": "interleaved", "chunks": 2,
+     "microbatches": 2, "zero": 1},
+    {"dp": 2, "ep": 2, "pp": 2, "tp": 2, "sp": True, "experts": 4, "schedule": "zb-v", "chunks": 2,
+     "microbatches": 3, "zero": 2},
+    {"dp": 2, "ep": 2, "experts": 4, "collectives": "native", "recompute": True},
+    {"cp": 2, "experts": 4, "cp_attention": "all-to-all", "zero": 1},
+    {"experts": 4, "microbatches": 3}, {"tp": 3, "experts": 3, "top_k": 3},
+    {"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
+    {"dp": 2, "ep": 2, "tp": 2, "cp": 2, "experts": 4, "top_k": 4},
+    {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3},
+]
+
+
+@pytest.mark.parametrize("flags", EXPERTS, ids=lambda flags: " ".join(
+    f"{name} {value}" for name, value in flags.items()))
+def test_experts_equal_one_process(corpus, flags):
+    equals_one_process(corpus, **{"microbatches": 1, **flags})
+
+
+def lopsided(name, shape, config, seed, usual=model_file.initial_value):
+    """Initial values by which every token goes to expert 0 first, and none to expert 1."""
+    value = usual(name, shape, config, seed)
+    if name.endswith("ln_2.bias"):
+        value += 1
+    if name.endswith("router.weight"):
+        value[0] += 2 / 24  # the input of the router has a mean of 1 over its 24 numbers
+        value[1] -= 2 / 24
+    return value
+
+
+def _lopsided(rank, cfg):
+    kept, train.initial_value = train.initial_value, lopsided
+    try:
+        return _train(rank, cfg)
+    finally:
+        train.initial_value = kept
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "ep": 2, "top_k": 1}, {"dp": 2, "ep": 2, "zero": 3, "microbatches": 2},
+    {"dp": 2, "ep": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 2, "zero": 2, "top_k": 1},
+    {"tp": 2, "top_k": 1}, {"dp": 4, "ep": 4, "recompute": True},
+    {"dp": 2, "ep": 2, "tp": 2, "microbatches": 2}], ids=str)
+def test_an_expert_without_tokens_and_one_with_all(corpus, flags, monkeypatch):
+    monkeypatch.setattr(model_file, "initial_value", lopsided)
+    monkeypatch.setattr(sys.modules[__name__], "_reference", {})
+    equals_one_process(corpus, _lopsided, experts=4, **{"microbatches": 1, **flags})
+
+
+def test_experts_are_what_a_loop_over_tokens_says():
+    """Values, gradients, balance: of all N experts by their definition, token by token."""
+    config = GPTConfig(VOCAB, 8, 1, 2, 12, n_experts=5, top_k=3)
+    layer = build(config, dtype=torch.double).layers[1].mlp
+    x = torch.randn(2, 8, 12, dtype=torch.double)
+    results = []
+    for naive in (False, True):
+        layer.zero_grad()
+        given = x.clone().requires_grad_()
+        if naive:
+            stacks = layer.experts.c_fc, layer.experts.c_proj
+            y, balance = torch.zeros_like(x), 0.0
+            for b, sequence in enumerate(given):
+                chosen = torch.zeros(5, dtype=torch.double)
+                for s, token in enumerate(sequence):
+                    logits = layer.router.weight @ token
+                    best = sorted(range(5), key=lambda i, z=logits: -z[i])[:3]
+                    for i, gate in zip(best, torch.softmax(logits[best], 0), strict=True):
+                        h = stacks[0].weight[i] @ token + stacks[0].bias[i]
+                        h = torch.nn.functional.gelu(h, approximate="tanh")
+                        y[b, s] = y[b, s] + gate * (stacks[1].weight[i] @ h + stacks[1].bias[i])
+                        chosen[i] += 1
+                for token in sequence:
+                    p = torch.softmax(layer.router.weight @ token, 0)
+                    balance = balance + (chosen * 5 / (3 * 8) * p).sum()
+        else:
+            y, balance = layer(given), None
+            balance = layer.balance
+        (y.sin().sum() + balance).backward()
+        results.append([y.detach(), balance.detach(), given.grad,
+                        *(p.grad.clone() for p in layer.parameters())])
+    for got, want in zip(*results, strict=True):
+        close(got, want, "experts")
+
+
+def _left_behind(rank, cfg):
+    """Whether blocks still hold what their routers added to the loss, when backward is over."""
+    mesh = mesh_of(cfg)
+    trainer = train.Trainer(cfg, mesh, VOCAB)
+    trainer.gradients(Data(cfg).training(cfg, 0, mesh))
+    return [block.mlp.balance is None for stage in trainer.stages.values()
+            for block in stage.layers if hasattr(block, "mlp")]
+
+
+def test_recomputing_experts_leaves_nothing_behind(corpus):
+    """The graph of a recomputed block would live on in it, with all its activations."""
+    got = pool(2, _left_behind, config(corpus, pp=2, experts=4, recompute=True, microbatches=3))
+    assert all(map(all, got)) and sum(map(len, got)) == SHAPE["n_layer"]
+
+
+def test_flops_are_those_of_the_experts_that_a_token_meets():
+    dense, routed = GPTConfig(50, 8, 2, 2, 16), GPTConfig(50, 8, 2, 2, 16, n_experts=8, top_k=2)
+    flops = [config.flops_per_token(sum(p.numel() for p in build(config).parameters()))
+             for config in (dense, routed)]
+    # a block has a router of 16 x 8 more, and a second bias of c_proj: 16
+    assert flops[1] - flops[0] == 6 * 2 * (16 * 8 + 16)
+
+
+def _bug_of_experts(rank, cfg, bug):
+    def averaged(self, finish=ddp.DDP.finish):
+        finish(self)
+        for bucket in self.buckets:
+            if any("experts" in p.shard.name for p in bucket.params):
+                bucket.grad_shard.div_(cfg.dp)
+
+    def fixed_gates(self, x, gates, chosen, call=expert_parallel.SpreadExperts.__call__):
+        return call(self, x, gates.detach(), chosen)
+
+    def rolled(*args, run=expert_parallel.run_at_owners):
+        return run(*args).roll(1, 0)
+
+    seen = []
+
+    def another_microbatch(model, mesh, sp, spread=train.spread_experts):
+        spread(model, mesh, sp)
+        for block in model.layers[1:-1]:
+            def last(counts):
+                seen.append(counts)
+                return seen[max(0, len(seen) - 1 - cfg.n_layer)]
+            block.mlp.all_tokens = last
+
+    patches = {"averaged over the data ranks": (ddp.DDP, "finish", averaged),
+               "gates not differentiated": (expert_parallel.SpreadExperts, "__call__",
+                                            fixed_gates),
+               "combined in another order": (expert_parallel, "run_at_owners", rolled),
+               "counts of another microbatch": (train, "spread_experts", another_microbatch)}
+    owner, name, patch = patches[bug]
+    kept = owner.__dict__[name]
+    setattr(owner, name, patch)
+    try:
+        return _train(rank, cfg)
+    finally:
+        setattr(owner, name, kept)
+
+
+@pytest.mark.parametrize("bug", ["averaged over the data ranks", "gates not differentiated",
+                                 "combined in another order", "counts of another microbatch"])
+def test_bugs_of_experts_are_noticed(corpus, bug):
+    with pytest.raises(AssertionError, match="off by|copies of .* differ|replicas disagree"):
+        equals_one_process(corpus, _bug_of_experts, bug, dp=2, ep=2, experts=4, microbatches=3)
+
+
+def _expert_bytes(rank, cfg):
+    """(bytes sent in the expert group, rows that went to other ranks or came back from this one,
+    forwards of a layer, tokens counted by the routers of all ranks)"""
+    mesh = mesh_of(cfg)
+    trainer, moved, calls = train.Trainer(cfg, mesh, VOCAB), 0, 0
+    group, run = mesh.group("ep"), c.all_to_all
+
+    def counting(outputs, inputs, group, run=expert_parallel.all_to_all):
+        nonlocal moved, calls
+        if inputs[0].dtype == torch.double:
+            moved += sum(len(part) for i, part in enumerate(inputs) if i != group.rank)
+        else:
+            calls += 1
+        return run(outputs, inputs, group)
+
+    run, expert_parallel.all_to_all = expert_parallel.all_to_all, counting
+    trainer.gradients(Data(cfg).training(cfg, 0, mesh))
+    expert_parallel.all_to_all = run
+    loads = c.all_reduce(trainer.routing.sums[:, 1:].sum().view(1), mesh.world).item()
+    return group.bytes_sent, moved, calls, loads
+
+
+@pytest.mark.parametrize("flags", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "tp": 2, "sp": True},
+                                   {"dp": 2, "ep": 2, "recompute": True}], ids=str)
+def test_no_token_is_lost_and_bytes_sent_are_those_of_the_counts(corpus, flags):
+    cfg = config(corpus, experts=8, microbatches=3, **flags)
+    got = pool(check(cfg, 1), _expert_bytes, cfg)
+    each = cfg.experts // (cfg.ep * cfg.tp)
+    visits = BATCH * cfg.block_size * cfg.n_layer * 2
+    for sent, moved, calls, loads in got:
+        assert loads == visits
+        assert calls == cfg.n_layer * 3 * (2 if cfg.recompute else 1)
+        assert sent == (moved * cfg.n_embd + calls * (cfg.ep - 1) * each) * 8
+    # out and back, forward and backward; what was chosen is not even, but not far from it
+    away = sum(moved for _, moved, _, _ in got) / (6 if cfg.recompute else 4)
+    assert 0.8 * visits < away / (1 - 1 / cfg.ep) < 1.2 * visits and away == int(away)
 
 
 def _unused(rank, world, stage, n):
@@ -1527,6 +1742,13 @@ def damaged(corpus, tmp_path, how):
     ("--cp 4 --tp 2 --cp-attention all-to-all", "--cp 4 must divide the 2 heads of a rank, "
      "--n-head 4 over --tp 2, for --cp-attention all-to-all; try 1 or 2, or ring"),
     ("--cp 0", "--cp 0 must be at least 1"),
+    ("--ep 2 --dp 2", "--ep 2 is for --experts"),
+    ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1, whose ranks share the experts; try "
+                                  "--dp 2"),
+    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of --ep 2 x --tp 1 = 2; try 4 or "
+                                  "6"),
+    ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
+    ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, capsys, monkeypatch):
     if flags == "--device cuda" and torch.cuda.is_available():
@@ -1634,15 +1856,21 @@ WALK = [dict(dp=2, tp=2), dict(pp=4, microbatches=3), dict(dp=3, zero=3), dict(t
         dict(cp=2, tp=2, sp=True, pp=2), dict(cp=4, dp=2, zero=3)]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype):
+WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp=2, pp=2),
+                     dict(dp=4, ep=2, tp=2, sp=True, zero=1)]
+
+
+@pytest.mark.parametrize("dtype,experts,walk", [
+    ("float64", 0, WALK), ("bfloat16", 0, WALK), ("float64", 4, WALK_WITH_EXPERTS)],
+    ids=["float64", "bfloat16", "experts"])
+def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
     """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
-    order = np.random.default_rng(0).permutation(len(WALK))
-    flags = dict(dtype=dtype, out=str(tmp_path), n_head=12, steps=len(WALK))
+    order = np.random.default_rng(0).permutation(len(walk))
+    flags = dict(dtype=dtype, out=str(tmp_path), n_head=12, steps=len(walk), experts=experts)
     cfg = config(corpus, **flags)
-    want = pool(check(cfg, 1), _train, cfg, len(WALK))[0][1:]
+    want = pool(check(cfg, 1), _train, cfg, len(walk))[0][1:]
     folder = last = None
-    for i, layout in enumerate(WALK[j] for j in order):
+    for i, layout in enumerate(walk[j] for j in order):
         cfg = config(corpus, **flags, **{k: v for k, v in layout.items() if k not in flags})
         got = pool(check(cfg, 1), _hop, cfg, folder)
         folder = got[0][3]
@@ -1969,7 +2197,8 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
               "lr": (0.001, "nan"), "steps": (0, 3), "save_interval": (0, -2), "keep": (0, -1),
               "resume": ("no", "auto", "nowhere"), "timeout": (60.0, 0.0, 1e300),
               "recompute": (True, False), "sp": (True, True, False), "cp": (1, 2, 2, 2),
-              "cp_attention": ("ring", "all-to-all"),
+              "cp_attention": ("ring", "all-to-all"), "experts": (0, 4, 4, 6), "ep": (1, 1, 2),
+              "top_k": (1, 2, 3),
               "bucket_mb": (25.0, 0.001, 0.0), "bogus": (1,)}
     refused, trained = [], []
     for _ in range(300):
@@ -1994,7 +2223,7 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
     assert len(refused) > 100 and len(trained) == 40
     for cfg, ranks in trained:
         got = pool(ranks, _one_step, cfg)
-        alone = Config(**{**vars(cfg), "dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero": 0,
+        alone = Config(**{**vars(cfg), "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0,
                           "schedule": "1f1b", "chunks": 1, "microbatches": 1, "recompute": False})
         for pair in got:
             close(torch.tensor(pair), torch.tensor(pool(1, _one_step, alone)[0]), str(cfg))
@@ -2045,8 +2274,11 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
     assert other.wait() == [2] and "wte.weight: F64 [67, 8], not " in other.read()
 
 
-def test_sampling_with_kept_keys_is_sampling_without_them(trained):
+@pytest.mark.parametrize("experts", [0, 4])
+def test_sampling_with_kept_keys_is_sampling_without_them(trained, experts):
     model, ids = sample.load_model(trained / "step-00000004").double(), [1, 2, 3]
+    if experts:
+        model = build(GPTConfig(VOCAB, 8, 2, 2, 12, n_experts=experts), dtype=torch.double)
     got = sample.generate(model, ids, 12, samples=3, top_k=20)  # beyond the window of 8
     out, rng = torch.tensor([ids] * 3), torch.Generator().manual_seed(1337)
     for _ in range(12):

@@ -1,6 +1,6 @@
-"""Trains a GPT on D x P x C x T ranks: data, pipeline, context and tensor parallelism, composed.
+"""Trains a GPT on D x P x C x T ranks: data, expert, pipeline, context, tensor parallel, composed.
 
-    mesh -> model -> tokens -> tensor parallel shards -> pipeline stages -> DDP or ZeRO -> steps
+    mesh -> model -> tokens -> tensor parallel shards -> experts -> pipeline stages -> DDP or ZeRO
 
     python train.py                          one process
     torchrun train.py --tp 2 --pp 2          relaunches itself with as many processes as it needs
@@ -13,7 +13,6 @@ summed, and so the same losses. `python train.py --help` lists the flags.
 import hashlib
 import math
 import os
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -26,11 +25,12 @@ from collectives import all_reduce
 from config import DTYPES, check, fail, parse
 from context_parallel import split_sequences
 from data.batches import Data
+from expert_parallel import Routing, spread_experts
 from log import Log
 from mesh import CommunicationError, Mesh, no_span
 from model import GPT, Block, GPTConfig, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
-from processes import first_to_fail, init, launch, shutdown, unlike_rank_0
+from processes import first_to_fail, init, launch, on_signals, shutdown
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import tag_whole
 from tensor_parallel import parallelize
@@ -47,7 +47,7 @@ class Trainer:
         self.cfg, self.mesh, self.dtype = cfg, mesh, DTYPES[cfg.dtype]
         pp, cp, tp = (mesh.group(axis) for axis in ("pp", "cp", "tp"))
         # The norm: under DDP replicas have the same gradients, and the ranks of one have all parts
-        self.norm_group = mesh.group("pp", "tp") if cfg.zero == 0 else mesh.world
+        norm_group = mesh.group("ep", "pp", "tp") if cfg.zero == 0 else mesh.world
 
         # the pipeline's schedule: this rank's actions in training, and in validation
         self.lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
@@ -58,11 +58,12 @@ class Trainer:
         self.forwards = lower(forwards, self.where)[pp.rank]
 
         # model: whole, on the meta device, where shapes take no memory
+        experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
         self.model_config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head,
-                                      cfg.n_embd)
+                                      cfg.n_embd, **experts)
         with torch.device("meta"):
             model = GPT(self.model_config)
-        tag_whole(model, data=mesh.group("dp", "cp"))
+        tag_whole(model, data=mesh.group("dp", "ep", "cp"))
         self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
         self.n_params = sum(shape.numel() for shape in self.shapes.values())
 
@@ -74,6 +75,10 @@ class Trainer:
         split_backward = any(a.kind == "W" for a in self.lists[0])
         parallelize(model, tp, sp=cfg.sp, put_off=deferred.add if split_backward else None)
 
+        # experts
+        if cfg.experts:
+            spread_experts(model, mesh, cfg.sp)
+
         # pipeline stages
         if self.where[0] != self.where[-1]:
             tie_ends(model.layers, mesh.ends("pp"))
@@ -81,11 +86,13 @@ class Trainer:
         layers = {s: model.layers[a:b] for s, (a, b) in enumerate(self.cuts)
                   if self.where[s] == pp.rank}
         self.stages = {s: Stage(part) for s, part in layers.items()}
+        self.routing = Routing(layers, self.cuts, cfg, mesh)
 
         # DDP or ZeRO: here parameters become real
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
                                    int(cfg.bucket_mb * 2**20))
-        self.optimizer = Optimizer(self.reducer, cfg.lr, (cfg.beta1, cfg.beta2), cfg.weight_decay)
+        self.optimizer = Optimizer(self.reducer, norm_group, cfg.lr, (cfg.beta1, cfg.beta2),
+                                   cfg.weight_decay)
 
         for layer in (layer for part in layers.values() for layer in part):
             if cfg.compile:
@@ -121,16 +128,24 @@ class Trainer:
         """Forward and backward of all microbatches. Returns loss and global gradient norm, alike on
         every rank; the gradients stay in the shards, summed over all ranks with a part in them."""
         self.reducer.zero_grad()
-        loss = self.pipeline.execute(self.actions, self.own(batches), self.tokens, self.scale)
+        loss = self.loss(self.actions, batches, self.scale)
         # The loss and a request to stop, summed while the gradients are waited for. All ranks of a
         # tensor-parallel group have this loss, so each adds a T-th of it.
         sums = torch.stack([loss / self.mesh.sizes["tp"], torch.full_like(loss, self.stop_asked)])
+        sums = torch.cat([sums, self.routing.sums.flatten()])
         work = all_reduce(sums, self.mesh.world, async_op=True)
         self.reducer.finish()
-        square = all_reduce(self.optimizer.grad_square(), self.norm_group)
+        square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)
         work.wait()
-        loss, self.stopping, square = torch.cat([sums, square.view(1)]).tolist()
+        loss, self.stopping, square = torch.cat([sums[:2], square.view(1)]).tolist()
+        self.routing.read(sums[2:], self.tokens)
         return loss, math.sqrt(square) / self.scale
+
+    def loss(self, actions, batches, scale=1.0):
+        """This rank's part of the mean loss, without what experts add to it."""
+        self.routing.sums.zero_()
+        loss = self.pipeline.execute(actions, self.own(batches), self.tokens, scale)
+        return loss - self.routing.part_of_loss() / self.tokens
 
     def update(self, norm, lr):
         """Clip and step; skip it if the norm is not finite. All ranks have the same norm."""
@@ -146,8 +161,8 @@ class Trainer:
 
     def validation_loss(self, data, batches):
         """Mean loss over the first `batches` batches of the validation windows, on every rank."""
-        loss = sum(self.pipeline.execute(self.forwards, self.own(
-            data.validation(self.cfg, i, self.mesh)), self.tokens) for i in range(batches))
+        loss = sum(self.loss(self.forwards, data.validation(self.cfg, i, self.mesh))
+                   for i in range(batches))
         loss = loss.view(1) / self.mesh.sizes["tp"]
         return all_reduce(loss, self.mesh.world).item() / batches
 
@@ -169,6 +184,9 @@ class Trainer:
             differ += (all_reduce(high, group, "max") != low).sum()
         return all_reduce(differ, self.mesh.world).item() == 0
 
+    def ask_to_stop(self):
+        self.stop_asked = True
+
     def trace(self, tracer, step, on):
         """Have the tracer note what happens in this step, or nothing any more."""
         self.span = self.pipeline.span = tracer.at(step, on)
@@ -182,20 +200,10 @@ def learning_rate(cfg, step):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, done))) * (cfg.lr - cfg.min_lr)
 
 
-def stop_on_signals(trainer):
-    """SIGTERM and Ctrl-C ask the run to stop after the step under way; the second one ends it."""
-    def ask(number, frame):
-        trainer.stop_asked = True
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask)
-
-
 def train(cfg, data, mesh):
     """The run of one rank. Returns whether it ended well, and a Log with rank 0's last words."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
-    stop_on_signals(trainer)
+    on_signals(trainer.ask_to_stop)
     saved = None if cfg.resume == "no" else Path(cfg.resume)  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
     if start > cfg.steps:
@@ -252,17 +260,6 @@ def train(cfg, data, mesh):
     return agree, log
 
 
-def refuse_unlike(cfg):
-    """CheckpointError if a rank was started with other flags, or sees another checkpoint."""
-    same = repr(cfg).encode()
-    if cfg.resume != "no":
-        same += Path(cfg.resume, checkpoint.MANIFEST).read_bytes()
-    unlike = unlike_rank_0(hashlib.sha256(same).digest())
-    if unlike:
-        raise checkpoint.CheckpointError(f"rank {unlike[0]} has other flags or another checkpoint "
-                                         "than rank 0; start all with the same")
-
-
 def main():
     cfg = parse(sys.argv[1:], __doc__)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -280,9 +277,9 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
-            refuse_unlike(cfg)
+            checkpoint.refuse_unlike(cfg)
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
-                    dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
+                    dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)
         shutdown()
     except checkpoint.CheckpointError as error:

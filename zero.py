@@ -80,7 +80,7 @@ class ZeRO2(ZeRO1):
 
     def move(self, param, bucket):
         """From param.grad into a whole gradient of the bucket, which lives until it is reduced."""
-        if bucket.grad is None or bucket is self.landing:  # of one layer at most is one whole
+        if bucket.grad is None or bucket is self.landing:  # no two layers' are whole at a time
             self.land()
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
         bucket.view(bucket.grad, param).add_(param.grad)
@@ -175,8 +175,8 @@ class Optimizer:
     """torch's AdamW on the shards that any stage leaves to this rank; only matrices decay. 16-bit
     weights have an fp32 master, from which a step rounds them; wider ones are their own master."""
 
-    def __init__(self, reducer, lr, betas, weight_decay):
-        self.reducer = reducer
+    def __init__(self, reducer, norm_group, lr, betas, weight_decay):
+        self.reducer, self.norm_group = reducer, norm_group
         for bucket in reducer.buckets:
             wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
@@ -185,16 +185,21 @@ class Optimizer:
             for (param, part), (_, grad) in zip(bucket.pieces(bucket.master),
                                                 bucket.pieces(bucket.grad_shard), strict=True):
                 master = torch.nn.Parameter(part)
-                groups[len(param.shard.shape) < 2]["params"].append(master)
+                matrix = len(param.shard.shape) > 1 and param.shard.name.endswith("weight")
+                groups[0 if matrix else 1]["params"].append(master)
                 bucket.owned.append((param, master, grad))
             bucket.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-        self.copies = torch.tensor([param.shard.copies for bucket in reducer.buckets
-                                    for param, *_ in bucket.owned],
-                                   device=reducer.buckets[0].full.device)
+        # Ranks of the norm's group that hold the same: by the tag, and of those that a gradient is
+        # summed over, all that are in the group, unless they split it
+        self.copies = torch.tensor([
+            param.shard.copies * len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.shards
+            for bucket in reducer.buckets for param, *_ in bucket.owned],
+            dtype=torch.double, device=reducer.buckets[0].full.device)
 
     def grad_square(self):
-        """This rank's part of the squared global norm. If several ranks hold a slice, each adds its
-        share of it: elements count once, and all see an overflow on any of them."""
+        """This rank's part of the squared global norm, to be summed over the norm's group. If
+        several ranks hold a slice, each adds its share of it: elements count once, and all see an
+        overflow on any of them."""
         owned = [entry for bucket in self.reducer.buckets for entry in bucket.owned]
         if not owned:
             return torch.zeros((), dtype=torch.double, device=self.reducer.buckets[0].full.device)

@@ -77,8 +77,8 @@ class Data:
 
     def batch(self, cfg, tokens, starts, mesh):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`."""
-        mine, microbatches = np.split(starts, mesh.sizes["dp"])[mesh.at["dp"]], []
-        for part in np.split(mine, cfg.microbatches):
+        (index, number), microbatches = mesh.place("dp", "ep"), []
+        for part in np.split(np.split(starts, number)[index], cfg.microbatches):
             rows = np.stack([tokens[s : s + self.block + 1] for s in part]).astype(np.int64)
             self.check_ids(rows, self.folder)
             rows = torch.from_numpy(rows)
