@@ -373,6 +373,16 @@ def _train(rank, cfg, steps=STEPS):
     return trace
 
 
+def train_with(rank, cfg, owner, name, value):
+    """_train, with something else in the place of what a module or class has under a name."""
+    kept = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        return _train(rank, cfg)
+    finally:
+        setattr(owner, name, kept)
+
+
 def assemble(per_rank):
     """{name: full tensor} from every rank's shards; what is held twice must have the same bits."""
     full = {}
@@ -475,12 +485,8 @@ def test_the_librarys_collectives_give_the_same(corpus, flags):
 
 
 def _plain_layers(rank, cfg):
-    kept, train.parallelize = train.parallelize, partial(train.parallelize,
-                                                         plan=tensor_parallel.PLAIN)
-    try:
-        return _train(rank, cfg)
-    finally:
-        train.parallelize = kept
+    plain = partial(train.parallelize, plan=tensor_parallel.PLAIN)
+    return train_with(rank, cfg, train, "parallelize", plain)
 
 
 @pytest.mark.parametrize("flags", [{"tp": 3}, {"tp": 2, "pp": 2, "microbatches": 3}], ids=str)
@@ -622,11 +628,8 @@ def test_nccls_manner_gives_the_same(corpus, flags):
 
 
 def _compiled(rank, cfg):
-    kept, torch.compile = torch.compile, partial(torch.compile, backend="aot_eager")
-    try:
-        return _train(rank, cfg)
-    finally:
-        torch.compile = kept
+    eager = partial(torch.compile, backend="aot_eager")
+    return train_with(rank, cfg, torch, "compile", eager)
 
 
 @pytest.mark.parametrize("flags", [
@@ -873,13 +876,7 @@ def _patched(rank, cfg, bug):
             grad.square().sum() for b in self.reducer.buckets for _, _, grad in b.owned)),
         "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
     }
-    owner, name, patch = patches[bug]
-    kept = owner.__dict__[name]
-    setattr(owner, name, patch)
-    try:
-        return _train(rank, cfg)
-    finally:
-        setattr(owner, name, kept)
+    return train_with(rank, cfg, *patches[bug])
 
 
 @pytest.mark.parametrize("bug", [
@@ -958,11 +955,7 @@ def test_split_sequences_equal_one_process(corpus, flags):
 def _plain_attention(rank, cfg):
     at = context_parallel.zigzag(cfg.block_size, cfg.cp, rank // cfg.tp % cfg.cp)
     plain = partial(context_parallel.plain_ring_attention, positions=at)
-    fast, context_parallel.KINDS = context_parallel.KINDS, {"ring": plain}
-    try:
-        return _train(rank, cfg)
-    finally:
-        context_parallel.KINDS = fast
+    return train_with(rank, cfg, context_parallel, "KINDS", {"ring": plain})
 
 
 @pytest.mark.parametrize("flags", [{"cp": 3, "block_size": 24}, {"cp": 2, "tp": 2}], ids=str)
@@ -1063,13 +1056,7 @@ def _bug_of_split_sequences(rank, cfg, bug):
         "merged in bfloat16": (context_parallel, "merge", narrow),
         "merged without rescaling": (context_parallel, "merge", last_part_only),
     }
-    owner, name, patch = patches[bug]
-    kept = owner.__dict__[name]
-    setattr(owner, name, patch)
-    try:
-        return _train(rank, cfg)
-    finally:
-        setattr(owner, name, kept)
+    return train_with(rank, cfg, *patches[bug])
 
 
 @pytest.mark.parametrize("bug,flags", [
@@ -1180,6 +1167,19 @@ def test_a_sequence_too_long_for_one_rank_trains_on_four(long_corpus, C, outcome
         fresh.stop()
 
 
+def test_a_columns_messages_overlap_with_its_backward(corpus):
+    """x is gathered beside the input gradient, that is scattered beside the weight gradient: both
+    on the group's own lane, and once in each of 2 L + 1 columns. What waits stays in the main."""
+    cfg = config(corpus, tp=3, sp=True, block_size=24, microbatches=1)
+    columns = 2 * cfg.n_layer + 1
+    for events, *_ in pool(3, _overlap, cfg):
+        start, end = next(e[2:4] for e in events if e[0] == "B")
+        for name, waiting in (("all_gather", columns), ("reduce_scatter", 0)):  # rows, embedding
+            lanes = [e[1].startswith("ring-tp") for e in events
+                     if e[0] == name and e[4]["group"] == "tp" and start < e[2] < end]
+            assert lanes.count(True) == columns and lanes.count(False) == waiting, name
+
+
 def test_the_next_keys_are_under_way_while_attention_computes(long_corpus):
     cfg = config(long_corpus, cp=3, block_size=960, batch_size=1, microbatches=1, dtype="float32",
                  n_embd=96, n_head=4)
@@ -1240,11 +1240,7 @@ def lopsided(name, shape, config, seed, usual=model_file.initial_value):
 
 
 def _lopsided(rank, cfg):
-    kept, train.initial_value = train.initial_value, lopsided
-    try:
-        return _train(rank, cfg)
-    finally:
-        train.initial_value = kept
+    return train_with(rank, cfg, train, "initial_value", lopsided)
 
 
 @pytest.mark.parametrize("flags", [
@@ -1344,13 +1340,7 @@ def _bug_of_experts(rank, cfg, bug):
                                             fixed_gates),
                "combined in another order": (expert_parallel, "run_at_owners", rolled),
                "counts of another microbatch": (train, "spread_experts", another_microbatch)}
-    owner, name, patch = patches[bug]
-    kept = owner.__dict__[name]
-    setattr(owner, name, patch)
-    try:
-        return _train(rank, cfg)
-    finally:
-        setattr(owner, name, kept)
+    return train_with(rank, cfg, *patches[bug])
 
 
 @pytest.mark.parametrize("bug", ["averaged over the data ranks", "gates not differentiated",
@@ -1362,7 +1352,7 @@ def test_bugs_of_experts_are_noticed(corpus, bug):
 
 def _expert_bytes(rank, cfg):
     """(bytes sent in the expert group, rows that went to other ranks or came back from this one,
-    forwards of a layer, tokens counted by the routers of all ranks)"""
+    forwards of a layer, tokens counted by the routers of all ranks, experts in each weight)"""
     mesh = mesh_of(cfg)
     trainer, moved, calls = train.Trainer(cfg, mesh, VOCAB), 0, 0
     group, run = mesh.group("ep"), c.all_to_all
@@ -1379,7 +1369,9 @@ def _expert_bytes(rank, cfg):
     trainer.gradients(Data(cfg).training(cfg, 0, mesh))
     expert_parallel.all_to_all = run
     loads = c.all_reduce(trainer.routing.sums[:, 1:].sum().view(1), mesh.world).item()
-    return group.bytes_sent, moved, calls, loads
+    held = {len(param) for layer in trainer.stages[0].layers[1:-1]
+            for param in layer.mlp.experts.parameters()}
+    return group.bytes_sent, moved, calls, loads, held
 
 
 @pytest.mark.parametrize("flags", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "tp": 2, "sp": True},
@@ -1389,12 +1381,12 @@ def test_no_token_is_lost_and_bytes_sent_are_those_of_the_counts(corpus, flags):
     got = pool(check(cfg, 1), _expert_bytes, cfg)
     each = cfg.experts // (cfg.ep * cfg.tp)
     visits = BATCH * cfg.block_size * cfg.n_layer * 2
-    for sent, moved, calls, loads in got:
-        assert loads == visits
+    for sent, moved, calls, loads, held in got:
+        assert loads == visits and held == {each}
         assert calls == cfg.n_layer * 3 * (2 if cfg.recompute else 1)
         assert sent == (moved * cfg.n_embd + calls * (cfg.ep - 1) * each) * 8
     # out and back, forward and backward; what was chosen is not even, but not far from it
-    away = sum(moved for _, moved, _, _ in got) / (6 if cfg.recompute else 4)
+    away = sum(moved for _, moved, *_ in got) / (6 if cfg.recompute else 4)
     assert 0.8 * visits < away / (1 - 1 / cfg.ep) < 1.2 * visits and away == int(away)
 
 
