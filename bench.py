@@ -25,7 +25,6 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ from pipeline import Stage, plain_1f1b
 from processes import init, shutdown
 from schedules import cut
 from tensor_parallel import PLAIN
-from zero import bytes_per_parameter
 
 VOCAB = 256
 SMALL = dict(n_layer=6, n_head=6, n_embd=384)
@@ -602,85 +600,13 @@ def worker(rank, world, chosen, quick, path, folder):
     shutdown()
 
 
-# ---- pictures of the README ----
-
-LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f")
-
-
-def curves_svg(series, title, x_name, y_name, x_ticks, y_ticks, log=False):
-    """series: {name: [(x, y)]}. Later lines are narrower, so that equal ones can all be seen. The
-    ground is white, so that the picture reads the same on a dark page."""
-    to, width, height = (math.log10 if log else float), 720, 360
-    x0, x1, y0, y1 = (to(end) for ticks in (x_ticks, y_ticks) for end in (ticks[0], ticks[-1]))
-
-    def left(x):
-        return round(60 + (to(x) - x0) / (x1 - x0) * (width - 85), 1)
-
-    def down(y):
-        return round(height - 45 - (to(y) - y0) / (y1 - y0) * (height - 115), 1)
-
-    shapes = [f'<text x="{left(x)}" y="{height - 28}" text-anchor="middle">{x}</text>'
-              for x in x_ticks]
-    shapes += [f'<path d="M60,{down(y)} H{width - 25}" stroke="#ddd"/>'
-               f'<text x="52" y="{down(y) + 4}" text-anchor="end">{y}</text>' for y in y_ticks]
-    shapes.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">{x_name}</text>'
-                  f'<text x="12" y="52">{y_name}</text>')
-    at = 200
-    for i, (name, points) in enumerate(series.items()):
-        wide = 2 if log else max(1.2, 5 - 3.8 * i)
-        style = f'stroke="{LINES[i % len(LINES)]}" stroke-width="{wide}"'
-        path = " ".join(f"{left(x)},{down(y)}" for x, y in points)
-        shapes.append(f'<polyline points="{path}" fill="none" {style}/>'
-                      f'<path d="M{at},48 h24" {style}/><text x="{at + 30}" y="52">{name}</text>')
-        at += 60 + 7 * len(name)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            'font-size="12" font-family="sans-serif" fill="#222">\n'
-            f'<rect width="{width}" height="{height}" rx="6" fill="white"/>\n'
-            f'<text x="12" y="22" font-size="14" font-weight="bold">{title}</text>\n'
-            + "\n".join(shapes) + "\n</svg>\n")
-
-
-def pictures(folder, metrics):
-    """loss.svg from files that train.py --metrics wrote, or balance.svg if those are of experts,
-    and memory.svg from ZeRO's formula."""
-    losses = {}
-    for path in metrics:
-        records = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        losses[Path(path).stem] = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    busiest = {Path(path).stem: [(r["step"], r["busiest"]) for r in map(
-        json.loads, Path(path).read_text().splitlines()) if "busiest" in r] for path in metrics}
-    busiest = {name: points for name, points in busiest.items() if points}
-    if busiest:
-        steps = 1 + max(step for points in busiest.values() for step, _ in points)
-        most = math.ceil(max(load for points in busiest.values() for _, load in points))
-        Path(folder, "balance.svg").write_text(curves_svg(
-            busiest, "Load of the busiest expert of any block", "step", "times the mean",
-            [round(steps * i / 4) for i in range(5)], [*range(1, most + 1)]))
-    elif losses:
-        steps = 1 + max(step for points in losses.values() for step, _ in points)
-        every = [loss for points in losses.values() for _, loss in points]
-        Path(folder, "loss.svg").write_text(curves_svg(
-            losses, "The same training in different layouts", "step", "loss, nats per token",
-            [round(steps * i / 4) for i in range(5)],
-            [*range(math.floor(min(every)), math.ceil(max(every)) + 1)]))
-    memory = {name: [(2**i, 7 * sum(bytes_per_parameter(stage, 2**i))) for i in range(11)]
-              for stage, name in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"))}
-    Path(folder, "memory.svg").write_text(curves_svg(
-        memory, "Model states of 7 billion parameters, 16-bit training with Adam", "data ranks",
-        "GB per rank", [4**i for i in range(6)], [0.1, 1, 10, 100, 200], log=True))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two steps of each row, a small model")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--pictures", metavar="FOLDER", help="only draw the README's curves there")
-    parser.add_argument("--metrics", nargs="*", default=[], help="of the runs to draw")
     args = parser.parse_args()
-    if args.pictures:
-        return pictures(args.pictures, args.metrics)
     chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()
               and not (args.quick and row.n > 4) and (args.only or row.name != "growth")]
     if not chosen:

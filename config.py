@@ -75,17 +75,24 @@ class Config:
     compile: bool = flag(False, "run", "torch.compile each layer")
 
 
+def add_flags(parser, names, **options):
+    """Adds the flags of these fields to a parser, or to a group of one."""
+    for f in fields(Config):
+        if f.name in names:
+            kind = {"action": "store_true"} if f.type is bool else {
+                "type": f.type, "choices": f.metadata["choices"]}
+            parser.add_argument("--" + f.name.replace("_", "-"), **{
+                "default": f.default, "help": f"{f.metadata['help']} ({f.default})", **kind,
+                **options})
+
+
 def parse(args, description=None):
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f"{message}; --help lists the flags")
-    titles = ("layout", "model", "training", "run")
-    groups = {title: parser.add_argument_group(title) for title in titles}
-    for f in fields(Config):
-        title, help, choices = f.metadata.values()
-        kind = {"action": "store_true"} if f.type is bool else {"type": f.type, "choices": choices}
-        groups[title].add_argument("--" + f.name.replace("_", "-"), default=f.default,
-                                   help=f"{help} ({f.default})", **kind)
+    for title in ("layout", "model", "training", "run"):
+        add_flags(parser.add_argument_group(title),
+                  [f.name for f in fields(Config) if f.metadata["group"] == title])
     return Config(**vars(parser.parse_args(args)))
 
 
@@ -109,24 +116,20 @@ LIMITS = {  # what a value must do: (the flags, the test)
 }
 
 
-def check(cfg, world):
-    """Resolve and validate the flags for `world` processes, before any process group is made.
-    Returns the number of processes that the layout takes. ValueError: flag, values, fix."""
-    def require(condition, message):
-        if not condition:
-            raise ValueError(message)
+def require(condition, message):
+    if not condition:
+        raise ValueError(message)
 
+
+def check_layout(cfg, world):
+    """Resolve and validate what says how `world` processes share the work. Returns the number of
+    processes that the layout takes. ValueError: flag, values, fix."""
     def given(*names):
         return " x ".join(f"--{n.replace('_', '-')} {getattr(cfg, n)}" for n in names)
 
     for limit, (names, holds) in LIMITS.items():
         for name in names.split():
             require(holds(getattr(cfg, name)), f"{given(name)} must {limit}")
-    require(not cfg.init_from or cfg.resume in ("no", "auto"),
-            f"{given('init_from')} and {given('resume')}: take one of them")
-    require(not cfg.trace or cfg.steps >= 3, f"{given('steps')} must be at least 3 for --trace, "
-            "which takes the third to the fifth")
-
     model_ranks = cfg.tp * cfg.pp * cfg.cp
     require(cfg.dp or world == 1 or world % model_ranks == 0,
             f"{given('tp', 'pp', 'cp')} = {model_ranks} does not divide the {world} processes; "
@@ -174,7 +177,16 @@ def check(cfg, world):
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
     require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given('pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
+    return ranks
 
+
+def check(cfg, world):
+    """The same for all flags, before any process group is made."""
+    ranks = check_layout(cfg, world)
+    require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
+            f"--resume {cfg.resume}: take one of them")
+    require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace, "
+            "which takes the third to the fifth")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(cfg.device != "cuda" or gpus >= local,
@@ -184,8 +196,8 @@ def check(cfg, world):
             print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
         cfg.device = "cuda" if gpus >= local else "cpu"
     require((cfg.device, cfg.dtype, cfg.cp_attention) != ("cuda", "float64", "ring") or cfg.cp == 1,
-            f"{given('dtype', 'cp')}: the ring's kernel on a GPU has 32 bits at most; try "
-            "--cp-attention all-to-all")
+            f"--dtype {cfg.dtype} x --cp {cfg.cp}: the ring's kernel on a GPU has 32 bits at most; "
+            "try --cp-attention all-to-all")
     for name in [name for name in ("out", "metrics", "trace") if getattr(cfg, name)]:
         path = Path(getattr(cfg, name))
         folder = path if name == "out" else path.parent

@@ -1,18 +1,42 @@
-"""Pictures of schedules: text for a terminal, SVG for a page, and the command line that shows them.
+"""Pictures as text for a terminal and as SVG for a page: schedules, tables, curves, bars, grids of
+ranks; and the command line that shows schedules. The ground of each SVG is white, so that it reads
+the same on a dark page.
 
-    python pipeline.py 1f1b 4 8 --svg schedule.svg
+    python pipeline.py 1f1b 4 8 --svg schedule.svg        python pictures.py
 """
 
 import argparse
 import json
+import math
 import shutil
 import sys
-from itertools import pairwise
+from html import escape
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import schedules
 
 COLORS = {"F": (44, "#6aa0e8"), "B": (42, "#6cc08b"), "I": (42, "#6cc08b"), "W": (43, "#e8b04a")}
+LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")
+WIDTH, HEIGHT = 720, 360  # of curves and bars; their plot is 60 from the left, 70 from the top
+
+
+def page(title, shapes, width=WIDTH, height=HEIGHT, title_y=22):
+    """An SVG file's text."""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-size="12" font-family="sans-serif" fill="#222">\n'
+        f'<rect width="{width}" height="{height}" rx="6" fill="white"/>\n'
+        f'<text x="12" y="{title_y}" font-size="14" font-weight="bold">{title}</text>',
+        *shapes, "</svg>\n"])
+
+
+def table(title, rows):
+    """Rows of cells, which are text, below a title; each column is as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+             for row in rows]
+    return "\n".join([title, *("  " + line for line in lines)])
 
 
 def schedule_text(times, width=160, color=False):
@@ -40,8 +64,7 @@ def schedule_text(times, width=160, color=False):
 
 
 def schedule_svg(times, title):
-    """The same as SVG, with a legend; later chunks are paler. The ground is white, so that it reads
-    the same on a dark page."""
+    """The same as SVG, with a legend; later chunks are paler."""
     P, scale, shapes = len(times), 1150 / max(row[-1][2] for row in times), []
     used, x = {a.kind for row in times for a, *_ in row}, 1200
     for kind, name in (("W", "weight gradient"), ("I", "input gradient"), ("B", "backward"),
@@ -60,11 +83,118 @@ def schedule_svg(times, title):
             size = min(11, 1.5 * w / len(str(k)))
             shapes.append(f'<text x="{x + w / 2:.2f}" y="{y + 16}" font-size="{size:.1f}" '
                           f'text-anchor="middle">{k}</text>')
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1220 {40 + 24 * P}" '
-            'font-size="12" font-family="sans-serif" fill="#222">\n'
-            f'<rect width="1220" height="{40 + 24 * P}" rx="6" fill="white"/>\n'
-            f'<text x="12" y="20" font-size="14" font-weight="bold">{title}</text>')
-    return "\n".join([head, *shapes, "</svg>\n"])
+    return page(title, shapes, 1220, 40 + 24 * P, title_y=20)
+
+
+def legend_places(names):
+    """Where each entry of a legend begins, in the line of the vertical axis' name."""
+    wide = [60 + 7 * len(name) for name in names]
+    return list(accumulate(wide, initial=min(200, WIDTH - sum(wide))))[:-1]
+
+
+def curves_svg(series, title, x_name, y_name, x_ticks, y_ticks, log=False):
+    """series: {name: [(x, y)]}. Later lines are narrower, so that equal ones can all be seen."""
+    to = math.log10 if log else float
+    x0, x1, y0, y1 = (to(end) for ticks in (x_ticks, y_ticks) for end in (ticks[0], ticks[-1]))
+
+    def left(x):
+        return round(60 + (to(x) - x0) / (x1 - x0) * (WIDTH - 85), 1)
+
+    def down(y):
+        return round(HEIGHT - 45 - (to(y) - y0) / (y1 - y0) * (HEIGHT - 115), 1)
+
+    shapes = [f'<text x="{left(x)}" y="{HEIGHT - 28}" text-anchor="middle">{x}</text>'
+              for x in x_ticks]
+    shapes += [f'<path d="M60,{down(y)} H{WIDTH - 25}" stroke="#ddd"/>'
+               f'<text x="52" y="{down(y) + 4}" text-anchor="end">{y}</text>' for y in y_ticks]
+    shapes.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{x_name}</text>'
+                  f'<text x="12" y="52">{y_name}</text>')
+    narrower = 3.8 / max(1, len(series) - 1)
+    for i, (at, (name, points)) in enumerate(zip(legend_places(series), series.items(),
+                                                 strict=True)):
+        wide = 2 if log else round(5 - narrower * i, 2)
+        style = f'stroke="{LINES[i % len(LINES)]}" stroke-width="{wide}"'
+        path = " ".join(f"{left(x)},{down(y)}" for x, y in points)
+        shapes.append(f'<polyline points="{path}" fill="none" {style}/>'
+                      f'<path d="M{at},48 h24" {style}/>'
+                      f'<text x="{at + 30}" y="52">{escape(name)}</text>')
+    return page(title, shapes)
+
+
+def bars_svg(bars, title, unit, limit=None):
+    """bars: {name: {part: value}}, the parts of a bar on top of one another and their sum above it.
+    limit: (name, value) of a line across all bars."""
+    totals = {name: sum(parts.values()) for name, parts in bars.items()}
+    top = max([*totals.values(), limit[1] if limit else 0])
+    power = 10 ** math.floor(math.log10(top / 5))
+    tick = next(n * power for n in (1, 2, 5, 10) if 5 * n * power >= top)
+    right = WIDTH - (120 if limit else 25)
+    slot = (right - 60) / len(bars)
+
+    def down(y):
+        return round(HEIGHT - 45 - y / (tick * math.ceil(top / tick)) * (HEIGHT - 115), 1)
+
+    shapes = [f'<path d="M60,{down(y)} H{right}" stroke="#ddd"/>'
+              f'<text x="52" y="{down(y) + 4}" text-anchor="end">{y:,g}</text>'
+              for y in (tick * i for i in range(math.ceil(top / tick) + 1))]
+    shapes.append(f'<text x="12" y="52">{unit}</text>')
+    kinds = list(dict.fromkeys(part for parts in bars.values() for part in parts))
+    for i, (at, part) in enumerate(zip(legend_places(kinds), kinds, strict=True)):
+        shapes.append(f'<rect x="{at + 12}" y="42" width="12" height="12" fill="{LINES[i]}"/>'
+                      f'<text x="{at + 30}" y="52">{part}</text>')
+    names = []
+    for i, (name, parts) in enumerate(bars.items()):
+        middle, below = round(60 + (i + 0.5) * slot, 1), 0
+        for part, value in parts.items():
+            shapes.append(f'<rect x="{middle - 24:.1f}" y="{down(below + value)}" width="48" '
+                          f'height="{down(below) - down(below + value):.1f}" '
+                          f'fill="{LINES[kinds.index(part)]}"/>')
+            below += value
+        total = f"{below:,.0f}" if below >= 100 else f"{below:.3g}"
+        names.append(f'<text x="{middle}" y="{down(below) - 5:.1f}" text-anchor="middle" '
+                     f'stroke="white" stroke-width="3" paint-order="stroke">{total}</text>'
+                     f'<text x="{middle}" y="{HEIGHT - 28}" '
+                     f'text-anchor="middle">{escape(name)}</text>')
+    if limit:
+        shapes.append(f'<path d="M60,{down(limit[1])} H{right}" stroke="#c22" '
+                      'stroke-dasharray="6 3"/>'
+                      f'<text x="{right + 6}" y="{down(limit[1]) + 4}" fill="#c22">'
+                      f'{escape(limit[0])}</text>')
+    return page(title, shapes + names)
+
+
+def grid_svg(groups, title):
+    """groups: {axis: its groups of ranks}, of three axes, the outermost first: that one goes from
+    block to block, the next one down, the innermost across. All ranks are drawn once for each axis;
+    those of one group have one color, and the legend below lists them."""
+    place = {axis: {rank: i for ranks in rows for i, rank in enumerate(ranks)}
+             for axis, rows in groups.items()}  # of each rank on the axis
+    first, second, third = groups
+    D, P, T = (1 + max(of_rank.values()) for of_rank in place.values())
+    block, bottom = 40 * T + 16, 94 + 40 * P
+    panel, shapes = max(D * block + 44, 200), []
+    for n, (axis, rows) in enumerate(groups.items()):
+        corner = 50 + n * panel
+        labels = [(corner + d * block + 20 * T - 2, 68, f"{first[0]}={d}") for d in range(D)]
+        labels += [(corner + d * block + 40 * t + 18, 86, f"{third[0]}={t}")
+                   for d in range(D) for t in range(T)]
+        labels += [(corner - 20, 117 + 40 * p, f"{second[0]}={p}") for p in range(P)]
+        shapes.append(f'<text x="{corner}" y="46" font-weight="bold">groups along {axis}</text>')
+        shapes += [f'<text x="{x}" y="{y}" text-anchor="middle">{text}</text>'
+                   for x, y, text in labels]
+        for i, ranks in enumerate(rows):
+            color, y = LINES[i % len(LINES)], bottom + 14 + 20 * i
+            shapes.append(f'<rect x="{corner}" y="{y}" width="12" height="12" fill="{color}"/>'
+                          f'<text x="{corner + 20}" y="{y + 11}">ranks '
+                          f'{", ".join(map(str, ranks))}</text>')
+            for rank in ranks:
+                x = corner + block * place[first][rank] + 40 * place[third][rank]
+                y = 94 + 40 * place[second][rank]
+                shapes.append(f'<rect x="{x}" y="{y}" width="36" height="36" rx="4" '
+                              f'fill="{color}"/><text x="{x + 18}" y="{y + 24}" fill="white" '
+                              f'font-size="16" text-anchor="middle">{rank}</text>')
+    most = max(map(len, groups.values()))
+    return page(title, shapes, 50 + 3 * panel, bottom + 20 + 20 * most)
 
 
 def numbers(text):

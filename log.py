@@ -12,9 +12,8 @@ import torch
 
 import sample
 from data.prepare import load_tokenizer
+from hardware import DEVICES
 from mesh import grid
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, NVIDIA's data sheets
 
 
 class Log:
@@ -27,7 +26,9 @@ class Log:
         self.cuda = mesh.device.type == "cuda"
         gpu = torch.cuda.get_device_name() if self.cuda and trainer.dtype.itemsize == 2 else ""
         # FLOPs per second that all GPUs together can do, 0 where that is not known
-        self.peak = mesh.world.size * sum(f for name, f in PEAK_FLOPS.items() if name in gpu)
+        known = [1e12 * device.tflops for name, device in DEVICES.items()
+                 if name.split("-")[0] in gpu.lower()]
+        self.peak = mesh.world.size * (known or [0.0])[0]
         self.metrics = None  # the file, if there is one
         if cfg.metrics and not self.silent:
             self.metrics = open(cfg.metrics, "a+" if start else "w+")

@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig:
     vocab_size: int = 50257
     block_size: int = 1024

@@ -100,11 +100,18 @@ def cut(costs, n):
     """[start, stop) of n consecutive slices of the layers, none empty, such that the costliest is
     as cheap as can be, as all stages wait for it."""
     total = list(accumulate(costs, initial=0))
-    best = {0: (0, [])}  # {stop: (costliest, slices)}: the first `stop` layers in k slices
-    for k in range(1, n + 1):
-        best = {stop: min((max(cost, total[stop] - total[start]), [*slices, (start, stop)])
-                          for start, (cost, slices) in best.items() if start < stop)
-                for stop in range(k, len(costs) + 1)}
+    # {stop: (costliest, slices)}: the first `stop` layers in k slices, at first in one
+    best = {stop: (total[stop], [(0, stop)]) for stop in range(1, len(costs) + 1)}
+    for k in range(2, n + 1):
+        shorter, best = best, {}
+        for stop in range(k, len(costs) + 1):
+            for start in range(stop - 1, k - 2, -1):
+                last = total[stop] - total[start]
+                if stop in best and last > best[stop][0]:
+                    break  # and with a longer last slice even more so
+                cost, slices = shorter[start]
+                new = max(cost, last), [*slices, (start, stop)]
+                best[stop] = min(best.get(stop, new), new)
     return best[len(costs)][1]
 
 
@@ -119,15 +126,18 @@ def make_schedule(name, P, m, v=1):
     fit = {"interleaved": v, "zb-v": 2}.get(name, 1)
     if v not in (1, fit):
         raise ValueError(f"--chunks {v} does not fit {name}; try --chunks {fit}")
-    lists = [[] for _ in range(P)]
-    for rank, actions in enumerate(lists):
-        stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
-        nth = Counter()  # how often a token came: the microbatch of the next
-        for token in SCHEDULES[name](P, m, v, rank):
-            if nth[token] < m:
-                actions.append(Action(token[0], stages[int(token[1:])], nth[token]))
-            nth[token] += 1
-    return lists
+    return [actions_of(name, P, m, v, rank) for rank in range(P)]
+
+
+def actions_of(name, P, m, v, rank):
+    """The list of one rank, of a combination that exists."""
+    stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
+    nth, actions = Counter(), []  # nth: how often a token came, the microbatch of the next
+    for token in SCHEDULES[name](P, m, v, rank):
+        if nth[token] < m:
+            actions.append(Action(token[0], stages[int(token[1:])], nth[token]))
+        nth[token] += 1
+    return actions
 
 
 def transfers(action, where):
@@ -186,7 +196,8 @@ def play(lists, where, costs=(1, 1, 1, 0)):
                 start = max([free[rank], *arrived])
                 free[rank] = start + cost[action.kind]
                 yield rank, queue.popleft(), start, free[rank]
-                done.setdefault(action._replace(kind=action.kind.replace("I", "B")), free[rank])
+                gives = Action("B", *action[1:]) if action.kind == "I" else action
+                done.setdefault(gives, free[rank])
     if stuck:  # a rank that waits for itself is the cause; otherwise they wait in a circle
         alone = [entry for entry in stuck if where[entry[2].stage] == entry[0]]
         raise ValueError(("misordered: " if alone else "deadlock: ") + "; ".join(

@@ -1,0 +1,64 @@
+"""Devices, links and models that plan.py knows by name, and where the figures are from.
+
+A data sheet says what a device could do, and a program gets a fraction of it. The fractions are
+fitted on a few published runs and held against the others: `python plan.py --published`.
+"""
+
+from dataclasses import dataclass
+
+from model import GPTConfig
+
+
+@dataclass(frozen=True)
+class Device:
+    tflops: float  # dense 16-bit matrix products, 10^12 per second
+    gb: float  # memory, 10^9 bytes; there is 5% to 7% more, which CUDA and NCCL take
+    hbm: float  # its bandwidth, 10^9 bytes per second
+    nvlink: float  # to another device of the node, each way, 10^9 bytes per second
+    network: float  # to another node, each way, for each device, 10^9 bytes per second
+    node: int = 8  # devices in one
+    # What programs get of that, as fractions
+    f_products: float = 0.755  # of tflops, in the matrix products of a GPT
+    f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
+    f_hbm: float = 0.68
+    f_nvlink: float = 0.55  # in a ring around which all wait
+    f_network: float = 0.69
+    latency: float = 1e-5  # seconds for a message to get going
+    launch: float = 0.0  # seconds for each kernel that the device is not kept busy beyond
+    cores: int = 0  # that all ranks share, if they have no device each
+
+
+# Fused attention on an H100: arXiv 2307.08691, figure 7
+HOPPER = {"f_products": 0.6, "f_attention": 0.34}
+DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
+    "v100": Device(125, 32, 900, 150, 12.5),  # SXM, NVLink 2, EDR InfiniBand
+    "a100-40": Device(312, 40, 1555, 300, 25),  # SXM, NVLink 3, HDR
+    "a100-80": Device(312, 80, 2039, 300, 25),  # SXM, NVLink 3, HDR
+    "h100": Device(989, 80, 3350, 450, 50, **HOPPER),  # SXM, NVLink 4, NDR
+    "h200": Device(989, 141, 4800, 450, 50, **HOPPER),  # SXM, NVLink 4, NDR
+}
+
+
+def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
+    return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
+
+
+MODELS = {
+    # Radford et al. 2019, as released
+    "gpt2": gpt(12, 12, 768, 50257, 1024), "gpt2-medium": gpt(24, 16, 1024, 50257, 1024),
+    "gpt2-large": gpt(36, 20, 1280, 50257, 1024), "gpt2-xl": gpt(48, 25, 1600, 50257, 1024),
+    # GPT-3, arXiv 2005.14165, table 2.1; the vocabulary padded as in arXiv 2104.04473
+    "gpt3-1.3b": gpt(24, 16, 2048), "gpt3-2.7b": gpt(32, 32, 2560), "gpt3-6.7b": gpt(32, 32, 4096),
+    "gpt3-13b": gpt(40, 40, 5120), "gpt3-175b": gpt(96, 96, 12288),
+    # Megatron, arXiv 2104.04473, table 1
+    "megatron-1.7b": gpt(24, 24, 2304), "megatron-3.6b": gpt(30, 32, 3072),
+    "megatron-7.5b": gpt(36, 32, 4096), "megatron-18b": gpt(40, 48, 6144),
+    "megatron-39b": gpt(48, 64, 8192), "megatron-76b": gpt(60, 80, 10240),
+    "megatron-146b": gpt(80, 96, 12288), "megatron-310b": gpt(96, 128, 16384),
+    "megatron-530b": gpt(105, 128, 20480), "megatron-1t": gpt(128, 160, 25600),
+    "megatron-22b": gpt(48, 64, 6144),  # arXiv 2205.05198, table 3
+    # Depths and widths of Llama 2 and 3 (arXiv 2307.09288, 2407.21783): a GPT of these has about as
+    # many parameters, and keys and values of its own for each head
+    "llama-7b": gpt(32, 32, 4096, 32000, 4096), "llama-13b": gpt(40, 40, 5120, 32000, 4096),
+    "llama-70b": gpt(80, 64, 8192, 32000, 4096), "llama-405b": gpt(126, 128, 16384, 128256, 8192),
+}

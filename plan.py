@@ -1,0 +1,209 @@
+"""Which layout? Memory, traffic and time of those that fit a model and a cluster, best first.
+
+    python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
+    python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
+    python plan.py --published                published runs, and what is predicted of them
+    python plan.py --here --tp 2 --pp 2       predicts train.py on this machine, and runs it
+
+Flags are train.py's: what is named stays, the rest is searched. What is counted and how: bytes in
+memory.py, seconds in costs.py, devices in hardware.py, the search in search.py.
+"""
+
+import argparse
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import config
+import draw
+from costs import step_flops, step_time, time_by_part
+from hardware import DEVICES, MODELS, Device
+from memory import Job, Layout, memory, n_parameters
+from search import GB, Search
+
+
+def as_config(job, named):
+    """train.py's flags for a job and the named fields of a layout."""
+    model = job.model
+    named = {**named, "recompute": named.get("recompute") == "full"}  # selective: fused attention
+    if named.get("schedule") != "interleaved":
+        named.pop("chunks", 0)
+    return config.Config(
+        **named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
+        n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
+        top_k=model.top_k, dtype="bfloat16")
+
+
+def command(cfg):
+    """The command of a Config: the flags that differ from their defaults."""
+    words = ["torchrun", "train.py"]
+    for f in fields(cfg):
+        if (value := getattr(cfg, f.name)) != f.default:
+            words += ["--" + f.name.replace("_", "-")] + [str(value)] * (value is not True)
+    return " ".join(words)
+
+
+def figures(job, layout, device):
+    """What --json says of a layout."""
+    seconds, parts = step_time(job, layout, device), time_by_part(job, layout, device)
+    per_gpu = 1e12 * layout.ranks * seconds
+    return {**layout._asdict(), "step_s": seconds,
+            "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
+            "mfu": step_flops(job) / per_gpu / device.tflops,
+            "bubble": parts["bubble"] / seconds,
+            "memory_gb": {part: size / GB for part, size in memory(job, layout).items()},
+            "time_s": parts, "command": command(as_config(job, layout._asdict()))}
+
+
+# ---- the command line ----
+
+COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
+           "recompute")
+LEFT_OUT = """left out: stragglers, other traffic on the network, unevenly chosen experts, shapes that
+kernels dislike, what CUDA and NCCL hold, failures"""
+
+
+def summary(rows, job, tokens, title):
+    """A table as text. tokens: how many the whole training takes."""
+    steps = tokens / (job.batch_size * job.model.block_size)
+    lines = [[*COLUMNS, "step s", "TF/GPU", "MFU", "bubble", "GB", "days"]]
+    for row in rows:
+        lines.append([{True: "yes", False: "-"}[row[c]] if c == "sp" else str(row[c])
+                      for c in COLUMNS] + [
+            f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
+            f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
+            f"{steps * row['step_s'] / 86400:.4g}"])
+    return draw.table(title, lines)
+
+
+def listed(values, digits):
+    return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
+                     if round(abs(value), digits))
+
+
+def explain(row, device):
+    """Lines of text about one layout."""
+    yield f"GB on the fullest rank, of {device.gb:g}: {listed(row['memory_gb'], 1)}"
+    yield (f"seconds: {listed(row['time_s'], 3)}  (tp, cp, ep, pp, dp: messages of that axis that "
+           "are waited for)")
+    yield row["command"]
+
+
+def why(ours, other):
+    """By what one layout is faster than another."""
+    less = {part: other["time_s"][part] - ours["time_s"][part] for part in ours["time_s"]}
+    return (f"{other['step_s'] / ours['step_s']:.3f} times as fast; seconds less of: "
+            + listed(less, 3))
+
+
+def fell_out(search):
+    """Why layouts did, a line for each kind."""
+    for reason, n in search.out.most_common():
+        if reason == "memory":
+            size, layout = search.smallest
+            reason = (f"do not fit into {search.device.gb:g} GB; the least has {size / GB:.1f}: "
+                      f"dp {layout.dp} tp {layout.tp} pp {layout.pp} cp {layout.cp} zero "
+                      f"{layout.zero} recompute {layout.recompute}")
+        yield f"{n:9,d}  {reason}"
+
+
+def flags():
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"plan.py: {message}\n")
+    named = {"default": argparse.SUPPRESS}
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--gpus", type=int, default=8, help="how many (8)")
+    group.add_argument("--gpu", choices=DEVICES, default="a100-80", help="which (a100-80)")
+    for f in fields(Device):
+        group.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar="X",
+                           help=f"in the place of what hardware.py says: {f.name}")
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
+                       help=", ".join(MODELS))
+    config.add_flags(group, ("n_layer", "n_head", "n_embd", "experts", "top_k", "block_size"),
+                     **named)
+    group.add_argument("--vocab-size", type=int, help="tokens in the vocabulary", **named)
+    group.add_argument("--attention", choices=("flash", "naive"), default="flash", help="naive: "
+                       "as in 2021, S x S scores are written to memory, and there is dropout")
+    group.add_argument("--batch-size", type=int, help="sequences a step (3 million "
+                       "tokens, as GPT-3)")
+    group = parser.add_argument_group("layout: what is not named is searched")
+    config.add_flags(group, {*Layout._fields} - {"recompute"}, **named)
+    group.add_argument("--recompute", choices=("none", "full", "selective"), nargs="?",
+                       const="full", help="selective: the S x S scores only", **named)
+    group = parser.add_argument_group("what to do")
+    group.add_argument("--layout", action="store_true", help="explain this one layout, with "
+                       "train.py's defaults for what is not named, and how far it is from the best")
+    group.add_argument("--top", type=int, default=6, help="layouts to show (6)")
+    group.add_argument("--tokens", type=float, default=300e9, help="for the days (300e9, as GPT-3)")
+    group.add_argument("--json", action="store_true", help="figures for programs")
+    group.add_argument("--svg", metavar="FOLDER", help="write layout-memory.svg and "
+                       "layout-timeline.svg of the first one there")
+    group.add_argument("--here", action="store_true", help="measure this machine, predict train.py "
+                       "on it, and run it; a dozen layouts if none is named")
+    group.add_argument("--published", action="store_true", help="published runs, and predictions")
+    group.add_argument("--choice", action="store_true", help="with --published: and what plan.py "
+                       "would choose")
+    return parser
+
+
+def described(args):
+    """(job, device, fixed) of the flags."""
+    given = vars(args)
+    names = {"vocab_size", "n_layer", "n_head", "n_embd", "top_k", "block_size"} & given.keys()
+    model = replace(MODELS[args.model], n_experts=given.get("experts", 0),
+                    **{name: given[name] for name in names})
+    device = replace(DEVICES[args.gpu], **{f.name: given[f.name] for f in fields(Device)
+                                           if given[f.name] is not None})
+    batch = args.batch_size or max(1, 3 * 2**20 // model.block_size)
+    fixed = {name: given[name] for name in Layout._fields if name in given}
+    for name in ("dp", "chunks", "microbatches"):
+        if fixed.get(name) == 0:  # chosen
+            del fixed[name]
+    return Job(model, batch, args.attention), device, fixed
+
+
+def main():
+    parser = flags()
+    args = parser.parse_args()
+    if args.published:
+        from published import main as published_runs
+        return published_runs(args.choice)
+    try:
+        for name in ("gpus", "top"):
+            config.require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at "
+                           "least 1")
+        job, device, fixed = described(args)
+        search, rows = Search(job, args.gpus, device, fixed), []
+        if args.layout:
+            cfg = as_config(job, fixed)
+            config.check_layout(cfg, args.gpus)
+            layout = Layout(**{**{name: getattr(cfg, name) for name in Layout._fields},
+                               "recompute": fixed.get("recompute", "none")})
+            rows, search.fixed, args.top = [figures(job, layout, device)], {}, 1
+        rows += [figures(job, layout, device) for _, layout in search.best(args.top)]
+        if args.json:
+            print(json.dumps({"layouts": rows, "fell_out": search.out}))
+            return
+        if not rows:
+            config.check_layout(as_config(job, fixed), args.gpus)  # may say more
+            raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
+        if args.svg:
+            from pictures import layout_svgs
+            layout = Layout(*(rows[0][name] for name in Layout._fields))
+            for file, svg in layout_svgs(job, layout, device).items():
+                Path(args.svg, file).write_text(svg)
+    except (ValueError, OSError) as error:
+        parser.error(error)
+    print(summary(rows, job, args.tokens, f"{n_parameters(job.model) / 1e9:.4g} billion parameters,"
+                  f" {job.batch_size} sequences of {job.model.block_size} tokens a step, on "
+                  f"{args.gpus} x {args.gpu}; days for {args.tokens:g} tokens"))
+    print("", *explain(rows[0], device), sep="\n")
+    if args.layout and len(rows) > 1:
+        print("the best of all is", why(rows[1], rows[0]))
+    print("", "what fell out:", *fell_out(search), LEFT_OUT, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
