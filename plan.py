@@ -59,8 +59,8 @@ def figures(job, layout, device):
 
 COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
            "recompute")
-LEFT_OUT = """left out: stragglers, other traffic on the network, unevenly chosen experts, shapes that
-kernels dislike, what CUDA and NCCL hold, failures"""
+LEFT_OUT = """left out: stragglers, other traffic on the network, unevenly chosen experts, failures,
+shapes that kernels dislike, what CUDA and NCCL hold"""
 
 
 def summary(rows, job, tokens, title):
