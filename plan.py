@@ -34,9 +34,10 @@ def as_config(job, named):
         top_k=model.top_k, dtype="bfloat16")
 
 
-def command(cfg):
-    """The command of a Config: the flags that differ from their defaults."""
-    words = ["torchrun", "train.py"]
+def command(cfg, ranks, node):
+    """The command of a Config, on each node: the flags that differ from their defaults."""
+    nodes = ["--nnodes", str(ranks // node), "--nproc-per-node", str(node)] * (ranks > node)
+    words = ["torchrun", *nodes, "train.py"]
     for f in fields(cfg):
         if (value := getattr(cfg, f.name)) != f.default:
             words += ["--" + f.name.replace("_", "-")] + [str(value)] * (value is not True)
@@ -52,7 +53,8 @@ def figures(job, layout, device):
             "mfu": step_flops(job) / per_gpu / device.tflops,
             "bubble": parts["bubble"] / seconds,
             "memory_gb": {part: size / GB for part, size in memory(job, layout).items()},
-            "time_s": parts, "command": command(as_config(job, layout._asdict()))}
+            "time_s": parts,
+            "command": command(as_config(job, layout._asdict()), layout.ranks, device.node)}
 
 
 # ---- the command line ----

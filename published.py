@@ -151,5 +151,7 @@ def chosen(run, layout):
     job, device = job_of(run), DEVICES[run.device]
     (_, best), = Search(job, run.gpus, device, {}).best(1)
     ours, theirs = (plan.figures(job, each, device) for each in (best, layout))
-    flags = ours["command"].split(" --n-layer")[0].removeprefix("torchrun train.py ")
-    return f"{flags}: {plan.why(ours, theirs)}"
+    flags = ours["command"].split(" --n-layer")[0].split("train.py ")[1]
+    need = theirs["memory_gb"]["total"]
+    too_much = f"; what is published takes {need:.0f} GB here" if need > device.gb else ""
+    return f"{flags}: {plan.why(ours, theirs)}{too_much}"
