@@ -81,9 +81,9 @@ def add_flags(parser, names, **options):
         if f.name in names:
             kind = {"action": "store_true"} if f.type is bool else {
                 "type": f.type, "choices": f.metadata["choices"]}
+            help = f.metadata["help"] + ("" if "default" in options else f" ({f.default})")
             parser.add_argument("--" + f.name.replace("_", "-"), **{
-                "default": f.default, "help": f"{f.metadata['help']} ({f.default})", **kind,
-                **options})
+                "default": f.default, "help": help, **kind, **options})
 
 
 def parse(args, description=None):
@@ -117,8 +117,17 @@ LIMITS = {  # what a value must do: (the flags, the test)
 
 
 def require(condition, message):
+    """ValueError with the message, unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+def check_limits(cfg):
+    """ValueError for a flag that makes no sense, whatever the others say."""
+    for limit, (names, holds) in LIMITS.items():
+        for name in names.split():
+            value = getattr(cfg, name)
+            require(holds(value), f"--{name.replace('_', '-')} {value} must {limit}")
 
 
 def check_layout(cfg, world):
@@ -127,9 +136,7 @@ def check_layout(cfg, world):
     def given(*names):
         return " x ".join(f"--{n.replace('_', '-')} {getattr(cfg, n)}" for n in names)
 
-    for limit, (names, holds) in LIMITS.items():
-        for name in names.split():
-            require(holds(getattr(cfg, name)), f"{given(name)} must {limit}")
+    check_limits(cfg)
     model_ranks = cfg.tp * cfg.pp * cfg.cp
     require(cfg.dp or world == 1 or world % model_ranks == 0,
             f"{given('tp', 'pp', 'cp')} = {model_ranks} does not divide the {world} processes; "
@@ -173,7 +180,9 @@ def check_layout(cfg, world):
         cfg.microbatches = max(fits, key=lambda m: (m % wanted == 0, m))
     require(cfg.batch_size % (cfg.dp * cfg.microbatches) == 0,
             f"{given('dp', 'microbatches')} must divide {given('batch_size')}")
-    cfg.chunks = cfg.chunks or (2 if cfg.schedule in ("interleaved", "zb-v") else 1)
+    if cfg.schedule == "zb-v":
+        cfg.chunks = 2 if cfg.chunks in (0, 1) else cfg.chunks  # has two in any case
+    cfg.chunks = cfg.chunks or (2 if cfg.schedule == "interleaved" else 1)
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
     require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given('pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")

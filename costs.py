@@ -1,6 +1,6 @@
 """Seconds that a step takes in a layout, on a device that need not exist.
 
-    a kernel      FLOPs / rate, or bytes / bandwidth
+    a kernel      FLOPs / rate, or bytes / bandwidth (as elements read and written)
     a ring        rounds (N-1) (n/N / slowest link + latency), rounds: 2 for an all-reduce, 1 for
                   its halves. Ranks stand in order: one link of each ring leaves a node
     both at once  hypot(messages, computing): the longer if they differ much, 1.4 times if not
@@ -12,6 +12,7 @@ on the network, which shapes kernels like, the loading of data, checkpoints, fai
 """
 
 import math
+import operator
 from functools import cache
 from typing import NamedTuple
 
@@ -31,18 +32,20 @@ def step_flops(job, recompute="none"):
 
 def link(device, stride, size):
     """Bytes per second of the slowest link of a ring whose `size` ranks stand `stride` apart."""
-    inside = stride * size <= device.node
+    inside = device.node % (stride * size) == 0  # else one such ring lies across two nodes
     return 1e9 * (device.nvlink * device.f_nvlink if inside else device.network * device.f_network)
 
 
 def ring_time(device, stride, size, nbytes, rounds=1):
     """Seconds of a collective on `nbytes`: rounds 2 for an all-reduce, 1 for either half."""
-    return rounds * (size - 1) * (nbytes / size / link(device, stride, size) + device.latency)
+    hop = nbytes / size / link(device, stride, size) + device.latency
+    return rounds * (size - 1) * hop + device.late * (size > 1 and nbytes > 0)
 
 
-def exposed(messages, computing):
-    """What messages add to the computing that goes on beside them."""
-    return math.hypot(messages, computing) - computing
+def exposed(device, messages, computing):
+    """What messages add to the computing that goes on beside them. Processors have no engine of
+    their own for messages."""
+    return messages if device.cores else math.hypot(messages, computing) - computing
 
 
 def compute(device, products=0.0, attention=0.0, moved=0.0, kernels=0):
@@ -83,21 +86,26 @@ def block_time(job, layout, device, split):
     forward = compute(device, products, moved=moved, kernels=20) + core
     input_grad = compute(device, products, moved=2 * moved, kernels=25) + core_back
     weight_grad = compute(device, products, moved=3 * w * grads, kernels=12)
+    if split and model.n_experts:  # experts' weight gradients are not put off
+        theirs = compute(device, 16 * n * h * h / T, moved=3 * w * (grads - dense))
+        input_grad, weight_grad = input_grad + theirs, weight_grad - theirs
 
-    reduce = ring_time(device, 1, T, n * h * w, rounds=2)
+    half = ring_time(device, 1, T, n * h * w)
+    reduce = 2 * half if layout.sp else ring_time(device, 1, T, n * h * w, rounds=2)
     column = compute(device, 7 / 24 * products)  # in each of two, either half of backward
-    if split:  # nothing goes on beside them
-        tp_input, tp_weight = 2 * reduce, 0.0
+    if split:  # nothing goes on beside them, but what gathers x again
+        tp_input = 2 * reduce + 2 * layout.sp * exposed(device, half, column)
+        tp_weight = 0.0
     elif layout.sp:  # x is gathered beside one half, its gradient scattered beside the other
-        tp_input = reduce + 2 * exposed(reduce / 2, column)
-        tp_weight = 2 * exposed(reduce / 2, column)
+        tp_input = reduce + 2 * exposed(device, half, column)
+        tp_weight = 2 * exposed(device, half, column)
     else:  # x's gradient is summed beside the weight gradient
-        tp_input, tp_weight = 0.0, 2 * exposed(reduce, column)
+        tp_input, tp_weight = 0.0, 2 * exposed(device, reduce, column)
     pass_on = pass_back = 0.0
     if C > 1 and layout.cp_attention == "ring":  # keys and values; then their gradients, too
-        hop = 2 * n * h / T / link(device, T, C)
-        pass_on = (C - 1) * (exposed(hop * w, core / C) + device.latency)
-        pass_back = (C - 1) * (exposed(hop * (w + max(4, w)), core_back / C) + device.latency)
+        hop, start = 2 * n * h / T / link(device, T, C), device.latency + device.late
+        pass_on = (C - 1) * (exposed(device, hop * w, core / C) + start)
+        pass_back = (C - 1) * (exposed(device, hop * (w + max(4, w)), core_back / C) + start)
     elif C > 1:  # q, k, v and the result
         pass_on = 4 * ring_time(device, T, C, n * h * w / T)
         pass_back = pass_on
@@ -113,12 +121,17 @@ def block_time(job, layout, device, split):
 
 
 @cache
-def head_time(job, layout, device):
-    """F, I and W of the head. The softmax is in 32 bits."""
-    n, words, w = tokens_of(job, layout), job.model.vocab_size / layout.tp, job.width
-    products, moved = 2 * n * job.model.n_embd * words, n * words * (w + 3 * max(w, 4))
-    either = Time(compute(device, products, moved=moved, kernels=10))
-    return either, either, Time(compute(device, products, moved=3 * w * job.model.n_embd * words))
+def ends_time(job, layout, device):
+    """(F, I, W) of the embedding and of the head. The softmax is in 32 bits."""
+    n, h, words = tokens_of(job, layout), job.model.n_embd, job.model.vocab_size / layout.tp
+    w = job.width
+    products, moved = 2 * n * h * words, n * words * (w + 3 * max(w, 4))
+    reduce = ring_time(device, 1, layout.tp, n * h * w, rounds=2)  # of rows found; of x's gradient
+    logits = compute(device, products, moved=moved, kernels=10)
+    embedding = Time(compute(device, moved=2 * n * h * w), reduce)
+    head_W = Time(compute(device, products, moved=3 * w * h * words))
+    return ((embedding, Time(compute(device, moved=3 * n * h * w)), Time()),
+            (Time(logits), Time(logits, reduce), head_W))
 
 
 @cache
@@ -131,12 +144,13 @@ def busiest_rank(job, layout, device):
     that rank's Part."""
     split = layout.schedule.startswith("zb")
     alike = layout._replace(zero=0, schedule="", chunks=1)  # nothing of a block depends on these
-    block, head = block_time(job, alike, device, split), head_time(job, alike, device)
-    of_block, of_head = sum(map(sum, block)), sum(map(sum, head))
+    embedding, head = ends_time(job, alike, device)
+    each = embedding, block_time(job, alike, device, split), head  # in the order of Part's fields
+    sums = [sum(map(sum, times)) for times in each]
     part = max(kinds_of_ranks(job.model, layout.schedule, layout.pp, layout.chunks),
-               key=lambda part: part.blocks * of_block + part.head * of_head)
-    return [Time().plus(a, part.blocks).plus(b, part.head)
-            for a, b in zip(block, head, strict=True)], part
+               key=lambda part: sum(map(operator.mul, part, sums)))
+    return [Time().plus(a, part.embedding).plus(b, part.blocks).plus(c, part.head)
+            for a, b, c in zip(*each, strict=True)], part
 
 
 @cache
@@ -159,24 +173,34 @@ def makespan(schedule, P, m, v, costs):
 
 def data_time(job, layout, device):
     """(what sums and gathers over data ranks add to a step, the optimizer)."""
-    (F, I, W), part = busiest_rank(job, layout, device)  # noqa: E741
-    F, B = sum(F), sum(I) + sum(W)  # messages go on beside these
+    times, part = busiest_rank(job, layout, device)
+    forward, input_grad, weight_grad = map(sum, times)
+    backward = input_grad + weight_grad  # messages go on beside these
     model, w, m, T = job.model, job.width, layout.microbatches, layout.tp
     ranks = layout.dp * layout.cp
-    stride = layout.ranks // ranks  # or less, between the ranks of cp
+    stride = T if layout.dp == 1 else layout.ranks // ranks  # the axes: dp, pp, cp, tp
     dense, expert = block_parameters(model, T)
-    words = max(part.embedding, part.head) * model.vocab_size / T
-    numel = part.blocks * dense + words * model.n_embd
+    ends = part.embedding + part.head if layout.zero == 3 else max(part.embedding, part.head)
+    numel = part.blocks * dense + ends * model.vocab_size * model.n_embd / T
     experts = part.blocks * expert * model.n_experts / (layout.ep * T)
-    half = (ring_time(device, stride, ranks, numel * w)
-            + ring_time(device, stride * layout.ep, ranks // layout.ep, experts * w))
-    sent = (exposed(2 * half, B),  # DDP: beside the last backward
-            exposed(half, B) + half,  # ZeRO-1: and then the new weights
-            m * exposed(half, B) + half,  # ZeRO-2: beside every backward
-            m * (exposed(half, F) + exposed(2 * half, B)))[layout.zero]
-    numel += experts
-    touched = numel * (28 if w == 2 else 7 * w) / (ranks if layout.zero else 1)  # bytes, by AdamW
-    return sent, compute(device, moved=touched, kernels=8 * part.blocks)
+    half = ring_time(device, stride, ranks, numel * w)
+    if experts:
+        half += ring_time(device, stride * layout.ep, ranks // layout.ep, experts * w)
+    if ranks > 1:  # one for each layer or, DDP, for each bucket of 25 MiB
+        count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
+        half += (count - 1) * ((ranks - 1) * device.latency + device.late)
+    sent = {0: exposed(device, 2 * half, backward),  # beside the last backward
+            1: exposed(device, half, backward) + half,  # and then the new weights
+            2: m * exposed(device, half, backward) + half,  # beside every backward
+            3: m * (exposed(device, half, forward) + exposed(device, 2 * half, backward))}
+    tied = 0.0  # the gradient of the embedding, between its two ends
+    if layout.pp > 1 and layout.schedule != "zb-v":
+        tied = ring_time(device, layout.ranks, 2, model.vocab_size / T * model.n_embd * w, rounds=2)
+    owned = numel + experts
+    if layout.zero:
+        owned = numel / ranks + experts / (ranks // layout.ep)
+    step = compute(device, moved=owned * (28 if w == 2 else 7 * w), kernels=8 * part.blocks)
+    return sent[layout.zero] + tied, step
 
 
 def lower_bound(job, layout, device):
@@ -191,7 +215,8 @@ def action_costs(job, layout, device):
     """F, I, W of the busiest rank and comm: what the simulator takes."""
     times, _ = busiest_rank(job, layout, device)
     elements = tokens_of(job, layout) * job.model.n_embd / (layout.tp if layout.sp else 1)
-    hop = elements * job.width / link(device, layout.tp * layout.cp, layout.pp) + device.latency
+    hop = elements * job.width / link(device, layout.tp * layout.cp, layout.pp)
+    hop += device.latency + device.late
     return *map(sum, times), hop if layout.pp > 1 else 0.0
 
 
@@ -206,9 +231,11 @@ def step_time(job, layout, device):
     """Seconds of a step."""
     pipeline, data = pipeline_time(job, layout, device), sum(data_time(job, layout, device))
     if device.cores:  # ranks share them: while one waits, another computes
-        times, _ = busiest_rank(job, layout, device)
-        work = layout.microbatches * sum(map(sum, times)) + data
-        return max(pipeline + data, work * layout.ranks / device.cores)
+        P, m = layout.pp, layout.microbatches
+        all_stages, _ = busiest_rank(job, layout._replace(pp=1, chunks=1), device)
+        passed_on = 2 * m * (P * layout.chunks - 1) * action_costs(job, layout, device)[-1]
+        work = m * sum(map(sum, all_stages)) + passed_on + P * data  # of the P ranks of a pipeline
+        return max(pipeline + data, work * layout.ranks / P / device.cores)
     return pipeline + data
 
 

@@ -18,12 +18,13 @@ class Device:
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices in one
     # What programs get of that, as fractions
-    f_products: float = 0.755  # of tflops, in the matrix products of a GPT
+    f_products: float = 0.74  # of tflops, in the matrix products of a GPT
     f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
-    f_hbm: float = 0.68
-    f_nvlink: float = 0.55  # in a ring around which all wait
-    f_network: float = 0.69
+    f_hbm: float = 0.7
+    f_nvlink: float = 0.6  # in a ring around which all wait
+    f_network: float = 0.72
     latency: float = 1e-5  # seconds for a message to get going
+    late: float = 0.0  # seconds until all ranks have come to a message or collective
     launch: float = 0.0  # seconds for each kernel that the device is not kept busy beyond
     cores: int = 0  # that all ranks share, if they have no device each
 

@@ -160,10 +160,15 @@ def activations(job, layout, rank):
     model, w, T = job.model, job.width, layout.tp
     saved = saved_by_block(job, layout, layout.recompute)
     # behind I there are the inputs of the matrices and the gradients of their outputs, not split
-    each = (saved, saved_by_head(job, layout), (4 * model.n_embd + 12 * model.n_embd / T) * w,
+    # (of attention's only, if there are experts)
+    put_off = (4 * model.n_embd + 12 * model.n_embd / T) * w
+    if model.n_experts:
+        put_off = (2 * model.n_embd + 4 * model.n_embd / T) * w
+    each = (saved, saved_by_head(job, layout), put_off,
             (model.n_embd + model.vocab_size / T) * w, saved_by_block(job, layout, "none") - saved)
-    # an activation's life does not depend on how many microbatches follow
-    few = min(layout.microbatches, 2 * layout.pp + layout.microbatches % layout.pp)
+    few = layout.microbatches
+    if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
+        few = min(few, 2 * layout.pp + few % layout.pp)
     peak = max(sum(n * size for n, size in zip(held, each, strict=True)) for held in occupancy(
         layout.schedule, layout.pp, few, layout.chunks, rank,
         tuple(stages_of(model, layout.schedule, layout.pp, layout.chunks)[rank].items())))

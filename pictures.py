@@ -135,7 +135,7 @@ def rank_grid():
 
 def layout_svgs(job, layout, device):
     """{file name: SVG} of a layout: memory by part on each pipeline rank (if there are more than 8,
-    on the one that holds most), and a step's timeline; of a long step its first microbatches."""
+    on the one that holds most), and a step's timeline, with 2 P microbatches at most."""
     P, m = layout.pp, min(layout.microbatches, 2 * layout.pp)
     ways = f"dp {layout.dp}, tp {layout.tp}, pp {P}, cp {layout.cp}"
     shown = {f"p={p}": {p} for p in range(P)} if P <= 8 else {"the fullest rank": None}
@@ -145,7 +145,7 @@ def layout_svgs(job, layout, device):
     times = simulate(lists, placement(layout.schedule, P, layout.chunks),
                      costs.action_costs(job, layout, device)).times
     seconds = max(row[-1][2] for row in times)
-    part = "" if m == layout.microbatches else f"the first {m} of "
+    part = "" if m == layout.microbatches else f"a step of {m} instead of "
     return {"layout-memory.svg": bars_svg(
                 held, f"Memory by part: {ways}", "GB", (f"device: {device.gb:g} GB", device.gb)),
             "layout-timeline.svg": schedule_svg(

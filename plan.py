@@ -11,6 +11,7 @@ memory.py, seconds in costs.py, devices in hardware.py, the search in search.py.
 
 import argparse
 import json
+import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -26,8 +27,6 @@ def as_config(job, named):
     """train.py's flags for a job and the named fields of a layout."""
     model = job.model
     named = {**named, "recompute": named.get("recompute") == "full"}  # selective: fused attention
-    if named.get("schedule") != "interleaved":
-        named.pop("chunks", 0)
     return config.Config(
         **named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
         n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
@@ -36,8 +35,11 @@ def as_config(job, named):
 
 def command(cfg, ranks, node):
     """The command of a Config, on each node: the flags that differ from their defaults."""
-    nodes = ["--nnodes", str(ranks // node), "--nproc-per-node", str(node)] * (ranks > node)
-    words = ["torchrun", *nodes, "train.py"]
+    nodes = ""
+    if ranks > node:  # HOST: one of them
+        nodes = (f" --nnodes {ranks // node} --nproc-per-node {node} --rdzv-backend c10d "
+                 "--rdzv-endpoint HOST:29500")
+    words = [f"torchrun{nodes} train.py"]
     for f in fields(cfg):
         if (value := getattr(cfg, f.name)) != f.default:
             words += ["--" + f.name.replace("_", "-")] + [str(value)] * (value is not True)
@@ -48,13 +50,16 @@ def figures(job, layout, device):
     """What --json says of a layout."""
     seconds, parts = step_time(job, layout, device), time_by_part(job, layout, device)
     per_gpu = 1e12 * layout.ranks * seconds
+    cfg = as_config(job, layout._asdict())
+    if layout.schedule != "interleaved":
+        cfg.chunks = 0  # follows from the schedule
     return {**layout._asdict(), "step_s": seconds,
             "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
             "mfu": step_flops(job) / per_gpu / device.tflops,
             "bubble": parts["bubble"] / seconds,
             "memory_gb": {part: size / GB for part, size in memory(job, layout).items()},
             "time_s": parts,
-            "command": command(as_config(job, layout._asdict()), layout.ranks, device.node)}
+            "command": command(cfg, layout.ranks, device.node)}
 
 
 # ---- the command line ----
@@ -62,7 +67,8 @@ def figures(job, layout, device):
 COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
            "recompute")
 LEFT_OUT = """left out: stragglers, other traffic on the network, unevenly chosen experts, failures,
-shapes that kernels dislike, what CUDA and NCCL hold"""
+shapes that kernels dislike, what CUDA and NCCL hold, fragmented memory; a group is one ring, so one
+port of a node carries what leaves it; attention is fused and the vocabulary --data's in train.py"""
 
 
 def summary(rows, job, tokens, title):
@@ -79,12 +85,15 @@ def summary(rows, job, tokens, title):
 
 
 def listed(values, digits):
+    """Names and values, without those that round to 0."""
     return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
                      if round(abs(value), digits))
 
 
 def explain(row, device):
     """Lines of text about one layout."""
+    if row["memory_gb"]["total"] > device.gb:
+        yield "it DOES NOT FIT:"
     yield f"GB on the fullest rank, of {device.gb:g}: {listed(row['memory_gb'], 1)}"
     yield (f"seconds: {listed(row['time_s'], 3)}  (tp, cp, ep, pp, dp: messages of that axis that "
            "are waited for)")
@@ -103,10 +112,11 @@ def fell_out(search):
     for reason, n in search.out.most_common():
         if reason == "memory":
             size, layout = search.smallest
-            reason = (f"do not fit into {search.device.gb:g} GB; the least has {size / GB:.1f}: "
+            reason = (f"do not fit into {search.device.gb:g} GB; the least tried has "
+                      f"{size / GB:.1f}: "
                       f"dp {layout.dp} tp {layout.tp} pp {layout.pp} cp {layout.cp} zero "
                       f"{layout.zero} recompute {layout.recompute}")
-        yield f"{n:9,d}  {reason}"
+        yield f"{n:9,d}  {reason.replace('slower', 'slower, or not needed to be looked at')}"
 
 
 def flags():
@@ -131,13 +141,16 @@ def flags():
     group.add_argument("--batch-size", type=int, help="sequences a step (3 million "
                        "tokens, as GPT-3)")
     group = parser.add_argument_group("layout: what is not named is searched")
-    config.add_flags(group, {*Layout._fields} - {"recompute"}, **named)
+    config.add_flags(group, {*Layout._fields} - {"recompute", "sp"}, **named)
+    group.add_argument("--sp", action=argparse.BooleanOptionalAction, help="tensor-parallel ranks "
+                       "split the tokens between layers, too", **named)
     group.add_argument("--recompute", choices=("none", "full", "selective"), nargs="?",
                        const="full", help="selective: the S x S scores only", **named)
     group = parser.add_argument_group("what to do")
     group.add_argument("--layout", action="store_true", help="explain this one layout, with "
                        "train.py's defaults for what is not named, and how far it is from the best")
-    group.add_argument("--top", type=int, default=6, help="layouts to show (6)")
+    group.add_argument("--top", type=int, default=6, help="ways to split the GPUs to show, each "
+                       "with its best schedule, ZeRO stage, ... (6)")
     group.add_argument("--tokens", type=float, default=300e9, help="for the days (300e9, as GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
     group.add_argument("--svg", metavar="FOLDER", help="write layout-memory.svg and "
@@ -158,12 +171,33 @@ def described(args):
                     **{name: given[name] for name in names})
     device = replace(DEVICES[args.gpu], **{f.name: given[f.name] for f in fields(Device)
                                            if given[f.name] is not None})
-    batch = args.batch_size or max(1, 3 * 2**20 // model.block_size)
+    for name, value in vars(device).items():
+        config.require(value > 0 or name in ("latency", "late", "launch", "cores"),
+                       f"--{name.replace('_', '-')} {value} must be above 0")
+    config.require(args.gpus <= device.node or args.gpus % device.node == 0, f"--gpus {args.gpus} "
+                   f"must be a multiple of --node {device.node}")
+    device = replace(device, node=min(device.node, args.gpus))
+    batch = args.batch_size
+    if batch is None:
+        batch = max(1, 3 * 2**20 // max(1, model.block_size))
     fixed = {name: given[name] for name in Layout._fields if name in given}
     for name in ("dp", "chunks", "microbatches"):
         if fixed.get(name) == 0:  # chosen
             del fixed[name]
     return Job(model, batch, args.attention), device, fixed
+
+
+def run_here(args):
+    """The layout that is named, with train.py's defaults for the rest; or here.py's dozen."""
+    from here import here
+    named = {f.name: getattr(args, f.name) for f in fields(config.Config) if f.name in args}
+    named = {name: value for name, value in named.items() if value is not None}  # --batch-size
+    if not named:
+        return here()
+    named["recompute"] = named.get("recompute") == "full"
+    cfg = config.Config(**named, device="cpu", out=tempfile.gettempdir())
+    config.check(cfg, 1)
+    here([cfg])
 
 
 def main():
@@ -173,23 +207,28 @@ def main():
         from published import main as published_runs
         return published_runs(args.choice)
     try:
+        if args.here:
+            return run_here(args)
         for name in ("gpus", "top"):
             config.require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at "
                            "least 1")
         job, device, fixed = described(args)
+        config.check_limits(as_config(job, fixed))
         search, rows = Search(job, args.gpus, device, fixed), []
         if args.layout:
             cfg = as_config(job, fixed)
-            config.check_layout(cfg, args.gpus)
+            config.require(config.check_layout(cfg, args.gpus) == args.gpus, "the layout has "
+                           f"other than --gpus {args.gpus} ranks")
             layout = Layout(**{**{name: getattr(cfg, name) for name in Layout._fields},
                                "recompute": fixed.get("recompute", "none")})
             rows, search.fixed, args.top = [figures(job, layout, device)], {}, 1
-        rows += [figures(job, layout, device) for _, layout in search.best(args.top)]
-        if args.json:
-            print(json.dumps({"layouts": rows, "fell_out": search.out}))
-            return
+        for _, layout in search.best(args.top):
+            config.check_layout(as_config(job, layout._asdict()), args.gpus)
+            rows.append(figures(job, layout, device))
+        if not rows and not search.out:  # no axes multiply to the devices
+            config.check_layout(as_config(job, fixed), args.gpus)
+            raise ValueError(f"the named axes do not divide --gpus {args.gpus}")
         if not rows:
-            config.check_layout(as_config(job, fixed), args.gpus)  # may say more
             raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
         if args.svg:
             from pictures import layout_svgs
@@ -198,6 +237,10 @@ def main():
                 Path(args.svg, file).write_text(svg)
     except (ValueError, OSError) as error:
         parser.error(error)
+    if args.json:
+        more = {"best": rows.pop()} if args.layout and len(rows) > 1 else {}
+        print(json.dumps({"layouts": rows, **more, "fell_out": search.out}))
+        return
     print(summary(rows, job, args.tokens, f"{n_parameters(job.model) / 1e9:.4g} billion parameters,"
                   f" {job.batch_size} sequences of {job.model.block_size} tokens a step, on "
                   f"{args.gpus} x {args.gpu}; days for {args.tokens:g} tokens"))

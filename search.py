@@ -29,7 +29,7 @@ class Search:
     def __init__(self, job, gpus, device, fixed):
         self.job, self.gpus, self.device, self.fixed = job, gpus, device, fixed
         self.out = Counter()  # why layouts fell out -> how many did
-        self.smallest = {}  # of those that do not fit: (bytes, layout) of the one that needs least
+        self.smallest = None  # of those that do not fit: (bytes, layout) of what needs least
 
     def values(self, name, options):
         return [self.fixed[name]] if name in self.fixed else options
@@ -44,8 +44,9 @@ class Search:
                 "--tp must divide --n-head": model.n_head % tp == 0,
                 "--tp beyond a node": tp <= self.device.node or "tp" in fixed,
                 "--pp must be at most --n-layer": pp <= L,
-                "--cp must leave 512 tokens on a rank": cp == 1 or S % (2 * cp) == 0 and (
-                    S // cp >= 512 or "cp" in fixed),
+                "--cp must leave 2 pieces of a sequence": cp == 1 or S % (2 * cp) == 0,
+                "--cp with fewer than 512 tokens on a rank": cp == 1 or S // cp >= 512
+                    or "cp" in fixed,
                 "--dp must divide --batch-size": self.job.batch_size % dp == 0,
                 "--ep must divide --dp": dp % ep == 0,
                 "--ep x --tp must divide --experts": N % (ep * tp) == 0}
@@ -66,9 +67,13 @@ class Search:
         """(schedule, chunks) that exist. GPipe is as fast as 1F1B and holds more: only if named."""
         names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
         for schedule in self.values("schedule", names):
-            options = {"interleaved": range(2, 9) if pp > 1 else [1], "zb-v": [2]}
+            L = self.job.model.n_layer
+            several = [v for v in range(2, L // pp + 2) if v <= 8 or L % (v * pp) == 0]
+            options = {"interleaved": several if pp > 1 else [1], "zb-v": [2]}
             for chunks in self.values("chunks", options.get(schedule, [1])):
-                if chunks * pp > self.job.model.n_layer + 2:
+                if chunks != {"interleaved": chunks, "zb-v": 2}.get(schedule, 1):
+                    self.out["--chunks does not fit the schedule"] += 1
+                elif chunks * pp > L + 2:
                     self.out["--pp x --chunks must be at most --n-layer + 2"] += 1
                 elif schedule == "interleaved" and m % pp:
                     self.out["--microbatches must be a multiple of --pp for interleaved"] += 1
@@ -76,7 +81,8 @@ class Search:
                     yield schedule, chunks
 
     def layouts(self):
-        """All that train.py would take, without their ZeRO stage."""
+        """All that train.py would take, without their ZeRO stage; microbatches of at most 64
+        sequences."""
         job = self.job
         recomputes = ["none", "full"] + ["selective"] * (job.attention == "naive")
         for dp, tp, pp, cp, ep in self.axes():
@@ -84,7 +90,10 @@ class Search:
             counts = self.values("microbatches", [share // b for b in divisors(share, 64)])
             swaps = ["ring"] + ["all-to-all"] * (cp > 1 and job.model.n_head // tp % cp == 0)
             splits = [False, True] if tp > 1 and job.model.block_size % (cp * tp) == 0 else [False]
-            for m in [m for m in counts if share % m == 0]:
+            for m in counts:
+                if share % m:
+                    self.out["--microbatches must divide the sequences of a data rank"] += 1
+                    continue
                 for (schedule, chunks), sp, recompute, swap in product(
                         self.pipelines(pp, m), self.values("sp", splits),
                         self.values("recompute", recomputes), self.values("cp_attention", swaps)):
@@ -120,4 +129,5 @@ class Search:
             elif self.fits(layout):
                 found[way] = seconds, layout
         self.out["slower"] += len(queue)
+        self.out = +self.out  # without zeros
         return list(found.values())
