@@ -643,8 +643,8 @@ def _compiled(rank, cfg):
 
 @pytest.mark.parametrize("flags", [
     {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},  # puts weight gradients off
-    {"dp": 2, "zero": 3, "microbatches": 2},  # one graph a layer; its weights come and go
-    {"cp": 2, "tp": 2, "sp": True}, {"dp": 2, "ep": 2, "experts": 4}], ids=str)
+    {"dp": 2, "zero": 3, "microbatches": 2, "ep": 2, "experts": 4},  # weights come and go
+    {"cp": 2, "tp": 2, "sp": True}], ids=str)
 def test_compiled_layers_give_the_same(corpus, flags):
     equals_one_process(corpus, _compiled, compile=True, **flags)
 
@@ -2049,7 +2049,7 @@ WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp
 
 
 @pytest.mark.parametrize("dtype,experts,walk", [
-    ("float64", 0, WALK), ("bfloat16", 0, WALK), ("float64", 4, WALK_WITH_EXPERTS)],
+    ("float64", 0, WALK), ("bfloat16", 0, WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
     ids=["float64", "bfloat16", "experts"])
 def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
     """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
