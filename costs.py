@@ -139,6 +139,7 @@ def kinds_of_ranks(model, schedule, P, v):
     return {*parts_of(model, schedule, P, v)}
 
 
+@cache
 def busiest_rank(job, layout, device):
     """(F, I, W) of a microbatch through all stages of the pipeline rank that takes longest, and
     that rank's Part."""
@@ -173,7 +174,7 @@ def makespan(schedule, P, m, v, costs):
 
 def data_time(job, layout, device):
     """(what sums and gathers over data ranks add to a step, the optimizer)."""
-    times, part = busiest_rank(job, layout, device)
+    times, part = busiest_rank(job, layout._replace(zero=0), device)
     forward, input_grad, weight_grad = map(sum, times)
     backward = input_grad + weight_grad  # messages go on beside these
     model, w, m, T = job.model, job.width, layout.microbatches, layout.tp

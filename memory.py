@@ -85,11 +85,17 @@ class Part(NamedTuple):
 
 
 @cache
+def slices_of(model, n):
+    """The layers of n stages, as train.py cuts them."""
+    return cut(model.layer_costs(), n)
+
+
+@cache
 def stages_of(model, schedule, P, v):
-    """What each pipeline rank has: [{stage: Part}]. As train.py cuts the model."""
+    """What each pipeline rank has: [{stage: Part}]."""
     where, last = placement(schedule, P, v), model.n_layer + 1
     ranks = [{} for _ in range(P)]
-    for stage, (start, stop) in enumerate(cut(model.layer_costs(), len(where))):
+    for stage, (start, stop) in enumerate(slices_of(model, len(where))):
         blocks = min(stop, last) - max(start, 1)
         ranks[where[stage]][stage] = Part(int(start == 0), blocks, int(stop > last))
     return ranks

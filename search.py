@@ -81,13 +81,13 @@ class Search:
                     yield schedule, chunks
 
     def layouts(self):
-        """All that train.py would take, without their ZeRO stage; microbatches of at most 64
+        """All that train.py would take, without their ZeRO stage; microbatches of at most 16
         sequences."""
         job = self.job
         recomputes = ["none", "full"] + ["selective"] * (job.attention == "naive")
         for dp, tp, pp, cp, ep in self.axes():
             share = job.batch_size // dp
-            counts = self.values("microbatches", [share // b for b in divisors(share, 64)])
+            counts = self.values("microbatches", [share // b for b in divisors(share, 16)])
             swaps = ["ring"] + ["all-to-all"] * (cp > 1 and job.model.n_head // tp % cp == 0)
             splits = [False, True] if tp > 1 and job.model.block_size % (cp * tp) == 0 else [False]
             for m in counts:
