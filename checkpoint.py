@@ -27,7 +27,7 @@ import torch
 
 import tensorfile
 from collectives import all_reduce, broadcast
-from mesh import wait_all
+from group import wait_all
 from model import ALIASES
 from processes import unlike_rank_0
 from shard import bounds
@@ -46,11 +46,11 @@ def together(world):
     except CheckpointError as error:
         text = str(error).encode()[:1024]
     failed = torch.tensor([world.size - world.rank if text else 0], device=world.device)
-    failed = all_reduce(failed, world, "max").item()
+    failed, = world.read(all_reduce(failed, world, "max"))
     if failed:
         line = torch.tensor(list(text.ljust(1024)), dtype=torch.uint8, device=world.device)
         line = broadcast(line, world, root=world.size - failed)
-        raise CheckpointError(bytes(line.tolist()).decode(errors="replace").rstrip())
+        raise CheckpointError(bytes(world.read(line)).decode(errors="replace").rstrip())
 
 
 def seal(manifest):
@@ -205,7 +205,7 @@ def save(trainer, step, data_folder=""):
         with together(world):
             for i, entry in list(enumerate(entries.values()))[world.rank :: world.size]:
                 sums[i] = checksum(entry)
-        sums = iter(all_reduce(sums, world).tolist())
+        sums = iter(world.read(all_reduce(sums, world)))
         with together(world), about(folder):
             if world.rank == 0:
                 put_in_place(folder, final, {

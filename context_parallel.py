@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from collectives import all_to_all
-from mesh import Work
+from group import Work
 from model import causal_attention
 from processes import demonstrate, report_difference
 

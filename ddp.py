@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import torch
 
 from collectives import all_reduce
-from mesh import Work, wait_all
+from group import Work, wait_all
 from model import GPTConfig, build
 from processes import demonstrate, report_difference
 from shard import tag_whole

@@ -48,7 +48,7 @@ def run_at_owners(experts, group, rows, counts):
     given = torch.tensor(counts, device=rows.device).view(E, -1)  # [rank][its expert]
     taken = torch.empty_like(given)
     all_to_all(list(taken), list(given), group)  # taken[i][j]: rows that rank i has for expert j
-    given, taken, n = given.sum(1).tolist(), taken.tolist(), given.size(1)
+    given, taken, n = given.sum(1).tolist(), group.read(taken), given.size(1)
     received = [sum(row) for row in taken]
     rows = SendRows.apply(rows, given, received, group)  # by rank, then by expert
     parts = rows.split([size for row in taken for size in row])
@@ -144,9 +144,9 @@ class Routing:
         return self.weight * self.sums[:, 0].sum() * self.copies
 
     def read(self, sums, tokens):
-        """sums: over all ranks, flat. tokens: of the step."""
-        if len(sums):
-            sums = sums.view(self.sums.shape)
+        """sums: over all ranks, a flat list. tokens: of the step."""
+        if sums:
+            sums = torch.tensor(sums, dtype=torch.double).view(self.sums.shape)
             self.balance = sums[:, 0].mean().item() / tokens
             self.busiest = (sums[:, 1:].amax(1) / sums[:, 1:].mean(1)).max().item()
 

@@ -30,9 +30,10 @@ from config import DTYPES, Config, check
 from costs import step_time
 from data.batches import Data
 from draw import table
+from group import no_span
 from hardware import Device
 from memory import Job, Layout, memory
-from mesh import Mesh, no_span
+from mesh import Mesh
 from model import Block, GPTConfig
 from processes import init, shutdown
 from train import Trainer

@@ -1,4 +1,4 @@
-"""Ranks and groups: who talks to whom, and the one method that every message passes through.
+"""Ranks and groups: who talks to whom.
 
 N processes are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T):
 
@@ -17,155 +17,14 @@ A group is the ranks that share a place on every axis but the named ones. With D
 
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections import deque
 from datetime import timedelta
-from functools import wraps
 from itertools import product
 
 import torch
 import torch.distributed as dist
 
-
-class CommunicationError(RuntimeError):
-    """A rank died, hung or never came: one line that names rank, operation and peer."""
-
-
-@contextmanager
-def naming(what):
-    """A RuntimeError of the library inside becomes a CommunicationError about `what`."""
-    try:
-        yield
-    except CommunicationError:
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(f"{what}: {str(error).splitlines()[0]}") from None
-
-
-NOTHING = nullcontext()
-
-
-def no_span(name, **args):
-    """What stands in for Tracer.span (timeline.py) where nobody traces."""
-    return NOTHING
-
-
-class Work:
-    """Something under way. `wait()` returns when it is done, and may be called more than once."""
-
-    def __init__(self, waits=(), what=""):
-        self.waits = waits  # functions that each return when a part of it is done
-        self.what = what  # named by the error if one of them fails
-
-    def wait(self):
-        waits, self.waits = self.waits, ()
-        with naming(self.what):
-            for wait in waits:
-                wait()
-
-
-def wait_all(works):
-    for work in works:
-        work.wait()
-
-
-class Group:
-    """Some ranks in ring order, with a communicator of their own (none if there is but one).
-
-    `rank` and every peer named to a method count within the group.
-    """
-
-    def __init__(self, name, ranks, rank, pg=None, device="cpu", native=False):
-        self.name, self.ranks, self.rank, self.size = name, list(ranks), rank, len(ranks)
-        self.next, self.prev = (rank + 1) % self.size, (rank - 1) % self.size
-        self.pg, self.device = pg, torch.device(device)  # pg: its communicator, a ProcessGroup
-        self.native = native  # collectives.py is to call the library's own
-        # NCCL (CUDA) runs operations in the order they are posted, so no receive is posted early,
-        # and the two directions of an exchange leave as one operation. With gloo (CPU) a send ends
-        # once its receive is posted, so receives are posted early.
-        self.in_order = self.device.type == "cuda"
-        self.bytes_sent = 0  # by this rank, over all messages
-        self.sequence = 0  # number of the last operation, for error messages
-        self.thread = self.stream = None  # where submitted work runs: on CPU, on CUDA
-        self.last = Work()  # submitted last
-        self.span = no_span
-
-    def exchange(self, send=None, dst=None, recv=None, src=None):
-        """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
-        Returns a Work, to which both tensors belong until it was waited for. The two directions
-        cannot block each other: they are one operation, or else the receive is posted first."""
-        self.sequence += 1
-        sending = send is not None and send.numel() > 0
-        receiving = recv is not None and recv.numel() > 0
-        if sending:
-            self.bytes_sent += send.numel() * send.element_size()
-        what = (f"rank {self.ranks[self.rank]}: operation {self.sequence} of group {self.name}"
-                + (f", receive from rank {self.ranks[src]}" if receiving else "")
-                + (f", send to rank {self.ranks[dst]}" if sending else ""))
-        with naming(what):
-            if self.in_order:
-                ends = ((receiving, dist.irecv, recv, src), (sending, dist.isend, send, dst))
-                ops = [dist.P2POp(op, tensor, group=self.pg, group_peer=peer)
-                       for present, op, tensor, peer in ends if present]
-                works = dist.batch_isend_irecv(ops) if ops else []
-            else:
-                works = [self.pg.recv([recv], src, 0)] if receiving else []
-                works += [self.pg.send([send], dst, 0)] if sending else []
-        return Work([work.wait for work in works], what)
-
-    def send(self, tensor, dst):
-        return self.exchange(send=tensor, dst=dst)
-
-    def recv(self, tensor, src):
-        return self.exchange(recv=tensor, src=src)
-
-    def submit(self, job, name):
-        """Start job(), which sends and receives, behind all earlier work of this group; returns its
-        Work at once. On CPU it runs on the group's own thread, on CUDA on a side stream. Every rank
-        submits in the same order, so messages match although they carry no tags."""
-        if self.device.type == "cuda":
-            self.stream = self.stream or torch.cuda.Stream(self.device)
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream), self.span(name, group=self.name):
-                job()
-                event = self.stream.record_event()
-
-            def wait():
-                torch.cuda.current_stream().wait_event(event)
-                return job  # unused; while this function lives, the job's tensors do, too
-        else:
-            def traced():
-                with self.span(name, group=self.name):
-                    job()
-
-            def wait():
-                with self.span("wait", group=self.name):
-                    result()
-
-            self.thread = self.thread or ThreadPoolExecutor(1, f"ring-{self.name}")
-            result = self.thread.submit(traced).result
-        self.last = Work([wait], f"group {self.name}")
-        return self.last
-
-
-def queued(collective):
-    """Run a collective behind all earlier work of its group. With async_op the caller goes on at
-    once, with a Work to wait for; until then the tensor belongs to the collective."""
-    name = collective.__name__.strip("_")
-
-    @wraps(collective)
-    def queue(tensor, group, *args, async_op=False, **more):
-        if group.size == 1:
-            return Work() if async_op else tensor
-        if async_op:
-            return group.submit(lambda: collective(tensor, group, *args, **more), name)
-        group.last.wait()
-        with (group.span(name, group=group.name),
-              naming(f"rank {group.ranks[group.rank]}: {name} of group {group.name}")):
-            collective(tensor, group, *args, **more)
-        return tensor
-
-    return queue
+from group import Group, naming
 
 
 def lay_out(sizes, axes):
@@ -181,9 +40,17 @@ class Mesh:
     """The world's ranks on named axes, the outermost first: Mesh(dp=2, pp=2, tp=2). Making a group
     is a collective: all ranks ask for the same groups in the same order."""
 
-    def __init__(self, device="cpu", native=False, timeout=600, **sizes):
+    def __init__(self, device="cpu", native=False, timeout=600, in_order=None, **sizes):
         self.sizes, self.device, self.native = sizes, torch.device(device), native
         self.timeout = timeout  # seconds
+        # NCCL (CUDA) runs operations in the order they are posted, so no receive is posted early,
+        # and the two directions of an exchange leave as one operation. With gloo (CPU) a send ends
+        # once its receive is posted, so receives are posted early. In order works on both.
+        cuda = self.device.type == "cuda"
+        self.in_order = cuda if in_order is None else in_order
+        # On CUDA a wait holds the stream, not the process. What was posted and has not been seen
+        # to be done, (what, whether it is done), is kept for `read`.
+        self.posted = deque() if cuda else None
         alone = not dist.is_initialized()  # a world of one process needs no communicator
         self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
@@ -208,12 +75,11 @@ class Mesh:
     def join(self, name, rows):
         """This rank's group called `name`. rows: the ranks of each group of that name."""
         if name not in self.groups:
-            mine = Group(name, [self.rank], 0, None, self.device, self.native)
+            mine = Group(self, name, [self.rank], 0)
             for ranks in rows:
                 pg = self.communicator(name, ranks) if len(ranks) > 1 else None
                 if self.rank in ranks:
-                    at = ranks.index(self.rank)
-                    mine = Group(name, ranks, at, pg, self.device, self.native)
+                    mine = Group(self, name, ranks, ranks.index(self.rank), pg)
             self.groups[name] = mine
         return self.groups[name]
 

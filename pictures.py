@@ -24,9 +24,10 @@ import torch
 import costs
 from collectives import all_reduce, parameter_server_all_reduce, sequential_all_reduce
 from draw import bars_svg, curves_svg, grid_svg, schedule_svg, table
+from group import Group, Work
 from hardware import DEVICES
 from memory import memory
-from mesh import Group, Work, grid, lay_out
+from mesh import Mesh, grid, lay_out
 from schedules import SCHEDULES, closed_form, make_schedule, placement, simulate
 from zero import bytes_per_parameter
 
@@ -66,7 +67,7 @@ class Silent:
 def bytes_sent(collective, N, nbytes):
     """By rank 0 of N, and no rank sends more. The collective itself runs, and its Group counts, but
     in one process: the messages go nowhere, and meta tensors have a shape but no memory."""
-    group = Group("ring", range(N), 0, Silent())
+    group = Group(Mesh(dp=1), "ring", range(N), 0, Silent())
     collective(torch.empty(nbytes // 2, dtype=torch.bfloat16, device="meta"), group)
     return group.bytes_sent
 

@@ -18,7 +18,7 @@ from itertools import islice
 
 import torch
 
-from mesh import Work, no_span, wait_all
+from group import Work, no_span, wait_all
 from model import GPTConfig, build, extra_loss
 from processes import demonstrate, report_difference
 from schedules import cut, lower, make_schedule, placement
@@ -247,8 +247,8 @@ class Pipeline:
             arriving, sender = self.activations_in, s - 1
             if kind == "RB":
                 arriving, sender = self.grads_in, s + 1
-            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
-            arriving[s, k] = buffer, self.group.recv(buffer, self.where[sender]), sender
+            peer = self.where[sender]
+            arriving[s, k] = *self.group.recv_new(self.shape, self.dtype, peer), sender
 
     def take(self, arriving, s, k):
         tensor, work, sender = arriving.pop((s, k))

@@ -14,7 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mesh import Mesh, naming
+from group import naming
+from mesh import Mesh
 
 
 def init(device="cpu", timeout=600, **rendezvous):

@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from collectives import all_reduce, own_chunk
-from mesh import Group
+from group import Group
 from model import GPTConfig, build
 from processes import demonstrate, report_difference
 from sequence_parallel import Crossing, Leave
@@ -272,7 +272,7 @@ def demo(mesh):
     """A GPT of one block: what rank 0 holds of it, and its gradients against the whole model's."""
     config = GPTConfig(50, block_size=8, n_layer=1, n_head=4, n_embd=16)
     ids = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))
-    alone = Group("alone", [mesh.rank], 0)
+    alone = Group(mesh, "alone", [mesh.rank], 0)
 
     def gradients(plan, group, sp=False):
         model = build(config, dtype=torch.double)

@@ -24,7 +24,8 @@ import torch
 
 import schedules
 from collectives import all_reduce, gather
-from mesh import lay_out, no_span
+from group import no_span
+from mesh import lay_out
 
 ACTIONS = ("F", "B", "I", "W")
 
@@ -60,7 +61,8 @@ class Tracer:
 def collect(events, group):
     """[the events of each rank] on rank 0 of the group, None elsewhere."""
     text = json.dumps(events).encode()
-    size = all_reduce(torch.tensor([len(text)], device=group.device), group, "max").item()
+    size = torch.tensor([len(text)], device=group.device)
+    size, = group.read(all_reduce(size, group, "max"))
     every = torch.empty((group.size, size), dtype=torch.uint8, device=group.device)
     every[group.rank] = torch.tensor(list(text.ljust(size)), dtype=torch.uint8)
     gather(every, group)

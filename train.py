@@ -26,8 +26,9 @@ from config import DTYPES, check, fail, parse
 from context_parallel import split_sequences
 from data.batches import Data
 from expert_parallel import Routing, spread_experts
+from group import CommunicationError, no_span
 from log import Log
-from mesh import CommunicationError, Mesh, no_span
+from mesh import Mesh
 from model import GPT, Block, GPTConfig, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
 from processes import first_to_fail, init, launch, on_signals, shutdown
@@ -137,8 +138,9 @@ class Trainer:
         self.reducer.finish()
         square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)
         work.wait()
-        loss, self.stopping, square = torch.cat([sums[:2], square.view(1)]).tolist()
-        self.routing.read(sums[2:], self.tokens)
+        # The one time in a step that the host waits for the device
+        square, loss, self.stopping, *sums = self.mesh.world.read(torch.cat([square.view(1), sums]))
+        self.routing.read(sums, self.tokens)
         return loss, math.sqrt(square) / self.scale
 
     def loss(self, actions, batches, scale=1.0):
@@ -164,7 +166,7 @@ class Trainer:
         loss = sum(self.loss(self.forwards, data.validation(self.cfg, i, self.mesh))
                    for i in range(batches))
         loss = loss.view(1) / self.mesh.sizes["tp"]
-        return all_reduce(loss, self.mesh.world).item() / batches
+        return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0] / batches
 
     def replicas_agree(self):
         """Whether every weight that several ranks hold has the same bits on all of them."""
@@ -182,7 +184,7 @@ class Trainer:
             high = torch.tensor(hashes[group], dtype=torch.long, device=group.device)
             low = -all_reduce(-high, group, "max")
             differ += (all_reduce(high, group, "max") != low).sum()
-        return all_reduce(differ, self.mesh.world).item() == 0
+        return self.mesh.world.read(all_reduce(differ, self.mesh.world)) == [0]
 
     def ask_to_stop(self):
         self.stop_asked = True

@@ -19,7 +19,7 @@ import torch
 
 from collectives import all_gather, own_chunk, reduce_scatter
 from ddp import DDP
-from mesh import Work, wait_all
+from group import Work, wait_all
 
 
 def plain_zero_step(weights, grad, group, step):
