@@ -13,14 +13,13 @@ or does not exist.
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -77,15 +76,31 @@ def refuse_other(folder, manifest, config):
             raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {value}")
 
 
-def refuse_unlike(cfg):
-    """CheckpointError if a rank was started with other flags, or sees another checkpoint."""
-    same = repr(cfg).encode()
-    if cfg.resume != "no":
-        same += Path(cfg.resume, MANIFEST).read_bytes()
-    unlike = unlike_rank_0(hashlib.sha256(same).digest())
-    if unlike:
-        raise CheckpointError(f"rank {unlike[0]} has other flags or another checkpoint "
-                                         "than rank 0; start all with the same")
+def refuse_unlike(cfg, data, rank):
+    """CheckpointError if a rank has other flags, another --out, checkpoint or data than rank 0."""
+    probe = Path(cfg.out, ".probe")
+    if rank == 0:
+        probe.write_bytes(os.urandom(8))
+
+    def content(path):
+        return path.read_bytes() if path.is_file() else b""
+
+    def same(name, value, complaint):
+        if unlike := unlike_rank_0(name, value):
+            raise CheckpointError(f"rank {unlike[0]} {complaint}")
+
+    try:
+        same("flags", repr(replace(cfg, resume="")).encode(),
+             "has other flags than rank 0; start all with the same")
+        same("out", content(probe), f"does not see what rank 0 writes to --out {cfg.out}; all "
+             "nodes need to share that folder")  # rank 0 has written it: its flags were there
+    finally:
+        if rank == 0:
+            probe.unlink(missing_ok=True)
+    same("checkpoint", cfg.resume.encode() + content(Path(cfg.resume, MANIFEST)),
+         f"has another checkpoint than rank 0 in --resume {cfg.resume}; start all with the same")
+    same("data", data.fingerprint(), f"has other data in {data.folder} than rank 0; prepare it "
+         "once, then share or copy the folder")
 
 
 def complete(out):
@@ -133,7 +148,7 @@ def slices(trainer):
     for bucket in trainer.reducer.buckets:
         for (param, weight), (_, master, _) in zip(bucket.pieces(bucket.weight_shard),
                                                    bucket.owned, strict=True):
-            state = bucket.adam.state[master]
+            state = trainer.optimizer.adam.state[master]
             if not state:  # as AdamW makes it at its first step
                 state.update(step=torch.zeros((), device=weight.device),
                              exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))

@@ -65,8 +65,8 @@ def ring(tensor, group, op, hops):
     # (hop, what goes out, what comes in) for each piece of each hop; what came in with entry j goes
     # out with entry j + K. spare: where terms wait to be added; the all-gather needs none of it.
     plan = [(h, cut[(r - 1 - h) % N][p], cut[(r - 2 - h) % N][p]) for h in hops for p in range(K)]
-    spare = [torch.empty_like(cut[0][0]) for _ in range(min(AHEAD, (N - 1 - hops[0]) * K))]
-    receives, sends = [], []
+    most = 1 if group.in_order else min(AHEAD, (N - 1 - hops[0]) * K)
+    spare, receives, sends = [torch.empty_like(cut[0][0]) for _ in range(most)], [], []
 
     def landing(j):  # where entry j's data arrive: beside what they are added to, or in place
         hop, _, into = plan[j]

@@ -37,7 +37,8 @@ class Config:
     chunks: int = flag(0, "layout", "stages per pipeline rank, for interleaved; 0: chosen")
     microbatches: int = flag(0, "layout", "per step and data rank; 0: chosen")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
-    collectives: str = flag("ring", "layout", "hand-written, or the library's", ("ring", "native"))
+    collectives: str = flag("auto", "layout", "ring: hand-written; native: the library's; auto: "
+                            "ring, but native on GPUs", ("auto", "ring", "native"))
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
@@ -47,6 +48,8 @@ class Config:
                      "the gate is always 1, and the router learns from balance alone)")
     block_size: int = flag(128, "model", "tokens per sequence")
     dtype: str = flag("float32", "model", "of weights, gradients and activations", tuple(DTYPES))
+    grad_dtype: str = flag("same", "model", "of gradients while they are summed; float32: 18 bytes "
+                           "per parameter in 16-bit training, not 16", ("same", "float32"))
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
     lr: float = flag(3e-3, "training", "peak learning rate")
@@ -207,6 +210,10 @@ def check(cfg, world):
     require((cfg.device, cfg.dtype, cfg.cp_attention) != ("cuda", "float64", "ring") or cfg.cp == 1,
             f"--dtype {cfg.dtype} x --cp {cfg.cp}: the ring's kernel on a GPU has 32 bits at most; "
             "try --cp-attention all-to-all")
+    if cfg.collectives == "auto":
+        cfg.collectives = "native" if cfg.device == "cuda" else "ring"
+    require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
+            f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     for name in [name for name in ("out", "metrics", "trace") if getattr(cfg, name)]:
         path = Path(getattr(cfg, name))
         folder = path if name == "out" else path.parent

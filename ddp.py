@@ -39,8 +39,8 @@ class Bucket:
     is `split` (ZeRO), it is padded and cut into equal shards, one per rank. Makes the parameters
     (torch's meta ones have a shape only) real: views into `full`, filled by initial(its tag)."""
 
-    def __init__(self, params, split, dtype, device, initial):
-        self.params = params
+    def __init__(self, params, split, dtype, device, initial, grad_dtype=None):
+        self.params, self.grad_dtype = params, grad_dtype or dtype
         self.group, *self.sum_at_end = params[0].shard.sum_over
         self.starts, self.numel = {}, 0  # parameter -> where it begins; length of the buffer
         for param in params:
@@ -83,7 +83,7 @@ class DDP:
 
     zero, every_microbatch = 0, False  # its ZeRO stage; whether each microbatch is reduced
 
-    def __init__(self, stages, dtype, device, initial, bucket_bytes=25 << 20):
+    def __init__(self, stages, dtype, device, initial, bucket_bytes=25 << 20, grad_dtype=None):
         self.bucket_numel = bucket_bytes // dtype.itemsize
         self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
         self.home = {}  # parameter -> its bucket
@@ -96,7 +96,7 @@ class DDP:
                     users.setdefault(param, []).append((stage, i))
         hook = WeakMethod(self.ready)  # a strong one would be a cycle that no collector sees
         for stage, params in self.partition(users):
-            bucket = Bucket(params, self.zero > 0, dtype, device, initial)
+            bucket = Bucket(params, self.zero > 0, dtype, device, initial, grad_dtype)
             self.place(bucket)
             self.stages[stage].append(bucket)
             for param in params:
@@ -119,14 +119,18 @@ class DDP:
 
     def place(self, bucket):
         """Where gradients live: here whole, all the time."""
-        bucket.grad = torch.zeros_like(bucket.full)
+        bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
         bucket.grad_shard = bucket.grad[bucket.own]
-        bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
+        if bucket.grad_dtype == bucket.full.dtype:  # else autograd cannot add to them itself
+            bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
         """The gradients are gone. The next are copied over them: clearing took 3 ms of 70."""
         for param in self.home:
             param.grad = None
+        for bucket in self.buckets:
+            if bucket.grad is not None and not bucket.views:
+                bucket.grad.zero_()
 
     def expect(self, stage, params=None):
         """What runs next is the last to add to a stage's gradients: all, or those of `params`."""
@@ -145,8 +149,11 @@ class DDP:
             self.launch(self.filling.pop(0))
 
     def collect(self, param, bucket):
-        """Have param.grad lie in its bucket."""
-        if param.grad is not bucket.views[param]:
+        """Have param.grad lie in its bucket; or add it there, if gradients are wider there."""
+        if not bucket.views:
+            bucket.view(bucket.grad, param).add_(param.grad)
+            param.grad = None
+        elif param.grad is not bucket.views[param]:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):

@@ -30,6 +30,16 @@ def init(device="cpu", timeout=600, **rendezvous):
         dist.init_process_group(backend, timeout=wait, **rendezvous)
 
 
+def choose_device(name):
+    """"cpu", or this process's own GPU for "cuda"."""
+    device = torch.device(name)
+    if name == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # float32 products as TF32, as nanoGPT has them
+    return device
+
+
 def shutdown(together=True):
     """Leave the process group; `together`: once all have come, as one may still be joining a group
     or reading what was sent to it."""
@@ -41,11 +51,11 @@ def shutdown(together=True):
     dist.destroy_process_group()
 
 
-def unlike_rank_0(value):
+def unlike_rank_0(name, value):
     """The ranks whose `value`, some bytes, is not rank 0's. Asks the store: no mesh exists yet."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"value of rank {dist.get_rank()}", value)
-    values = [store.get(f"value of rank {r}") for r in range(dist.get_world_size())]
+    store.set(f"{name} of rank {dist.get_rank()}", value)
+    values = [store.get(f"{name} of rank {r}") for r in range(dist.get_world_size())]
     return [r for r, other in enumerate(values) if other != values[0]]
 
 

@@ -16,6 +16,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -2203,11 +2204,11 @@ def gathered_state(trainer):
         shard = flat[bucket.offset : bucket.offset + len(bucket.weight_shard)]
         pieces = bucket.pieces(shard)
         for (_, view), (_, master, _) in zip(pieces, bucket.owned, strict=True):
-            view.copy_(bucket.adam.state[master][kind])
+            view.copy_(trainer.optimizer.adam.state[master][kind])
         if bucket.shards > 1:
             c.all_gather(flat, bucket.group)
         found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
-    steps = {int(bucket.adam.state[master]["step"]) for bucket in trainer.reducer.buckets
+    steps = {int(trainer.optimizer.adam.state[master]["step"]) for bucket in trainer.reducer.buckets
              for _, master, _ in bucket.owned}
     return found, steps
 
@@ -2536,22 +2537,66 @@ def test_nan_in_one_ranks_gradients_changes_no_weight_anywhere(corpus, layout):
     pool(check(cfg, 1), _nan_on_one_rank, cfg)
 
 
-def _main_elsewhere(rank, size, port, argv, folder, limit):
+def _node(rank, size, port, argv, folder, limit):
+    """A rank alone on its node, in a working folder of its own."""
     os.chdir(Path(folder).parent / str(rank))
     _main(rank, size, port, argv, folder, limit)
 
 
-def test_a_rank_with_other_flags_or_another_checkpoint_is_refused(corpus, trained, tmp_path):
-    argvs = [flags(corpus, tmp_path / "out", dp=2, lr=lr) for lr in (0.1, 0.2)]
-    for rank, step in ((0, 4), (1, 2)):
+@pytest.mark.parametrize("how,says", [
+    ("flags", "has other flags than rank 0; start all with the same"),
+    ("out", "does not see what rank 0 writes to --out out; all nodes need to share that folder"),
+    ("checkpoint", "has another checkpoint than rank 0 in --resume last; start all with the same"),
+    ("data", "has other data in data than rank 0; prepare it once, then share or copy the folder"),
+])
+def test_nodes_that_differ_are_refused_before_the_first_step(
+        corpus, trained, tmp_path, how, says):
+    for rank, step in enumerate((4, 2 if how == "checkpoint" else 4)):
         shutil.copytree(trained / f"step-{step:08d}", tmp_path / str(rank) / "last")
-    for argv, fn in ((argvs, _main),
-                     (flags(corpus, tmp_path / "out", dp=2, resume="last"), _main_elsewhere)):
-        run = Run(2, argv, tmp_path, fn=fn)
-        assert run.wait() == [2, 2]
-        assert run.read() == ("train.py: rank 1 has other flags or another checkpoint than rank 0; "
-                              "start all with the same\n")
-    assert not list((tmp_path / "out").iterdir())
+        shutil.copytree(corpus, tmp_path / str(rank) / "data")
+    if how == "data":  # one token of 5000
+        ids = np.memmap(tmp_path / "1" / "data" / "train.bin", "<u2", "r+")
+        ids[4321] = (ids[4321] + 1) % VOCAB
+        ids.flush()
+    more = {"resume": "last"} if how == "checkpoint" else {}
+    out = "out" if how == "out" else tmp_path / "out"
+    argvs = [flags("data", out, dp=2, lr=lr, **more)
+             for lr in (0.1, 0.2 if how == "flags" else 0.1)]
+    run = Run(2, argvs, tmp_path, fn=_node)
+    assert run.wait() == [2, 2]
+    assert run.read() == f"train.py: rank 1 {says}\n" and "step" not in run.read("stdout")
+    assert not list(tmp_path.rglob("out/*"))
+
+
+def agents(folder, argv):
+    """Two torchrun agents, as on two nodes, each in a folder of its own. Returns (their exit codes,
+    their stdout, their stderr)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    runs = []
+    for node in range(2):
+        (folder / str(node)).mkdir(exist_ok=True)
+        runs.append(subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
+             str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port",
+             str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    said = [run.communicate(timeout=100) for run in runs]
+    return [run.returncode for run in runs], *zip(*said, strict=True)
+
+
+def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
+    """They train, save, resume: the trace of one node that did all at once."""
+    argv = dict(dp=2, zero=1, lr=0.01, min_lr=0.01)
+    for steps in (4, 8):
+        codes, said, _ = agents(tmp_path, flags(
+            corpus, tmp_path / "out", steps=steps, resume="auto", metrics=tmp_path / "log", **argv))
+        assert codes == [0, 0] and "replicas agree" in said[0] and not said[1]
+    argv = flags(corpus, tmp_path / "one", steps=8, metrics=tmp_path / "want", **argv)
+    assert Run(2, argv, tmp_path).wait() == [0, 0]
+    assert losses(tmp_path / "log") == losses(tmp_path / "want")
 
 
 def _one_step(rank, cfg):

@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint
-from collectives import all_reduce
+from collectives import all_reduce, barrier
 from config import DTYPES, check, fail, parse
 from context_parallel import split_sequences
 from data.batches import Data
@@ -31,7 +31,7 @@ from log import Log
 from mesh import Mesh
 from model import GPT, Block, GPTConfig, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
-from processes import first_to_fail, init, launch, on_signals, shutdown
+from processes import choose_device, first_to_fail, init, launch, on_signals, shutdown
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import tag_whole
 from tensor_parallel import parallelize
@@ -91,7 +91,8 @@ class Trainer:
 
         # DDP or ZeRO: here parameters become real
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
-                                   int(cfg.bucket_mb * 2**20))
+                                   int(cfg.bucket_mb * 2**20),
+                                   DTYPES.get(cfg.grad_dtype))
         self.optimizer = Optimizer(self.reducer, norm_group, cfg.lr, (cfg.beta1, cfg.beta2),
                                    cfg.weight_decay)
 
@@ -206,6 +207,8 @@ def train(cfg, data, mesh):
     """The run of one rank. Returns whether it ended well, and a Log with rank 0's last words."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
     on_signals(trainer.ask_to_stop)
+    for group in mesh.groups.values():  # NCCL makes a communicator when it is first used: now
+        barrier(group)
     saved = None if cfg.resume == "no" else Path(cfg.resume)  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
     if start > cfg.steps:
@@ -220,6 +223,7 @@ def train(cfg, data, mesh):
         log.say(f"step {step:6d}  saved {saved}")
         log.clock()
 
+    batches_of = data.ahead(cfg, mesh, start)
     tracer = Tracer(mesh) if cfg.trace else None
     done, skipped = start, 0
     log.clock()
@@ -227,7 +231,7 @@ def train(cfg, data, mesh):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
             log.validation(step, trainer.validation_loss(data, cfg.eval_batches))
         lr = learning_rate(cfg, step)
-        batches = data.training(cfg, step, mesh)
+        batches = batches_of(step)
         if tracer:
             trainer.trace(tracer, step, on=2 <= step - start < 5)
         loss, norm = trainer.gradients(batches)
@@ -272,14 +276,11 @@ def main():
         fail(error)
     if ranks > world:  # started as one process: start as many as the layout takes
         sys.exit(launch(ranks))
-    device = torch.device("cpu")
-    if cfg.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
+    device = choose_device(cfg.device)
     try:
         if world > 1:
             init(device, cfg.timeout)
-            checkpoint.refuse_unlike(cfg)
+            checkpoint.refuse_unlike(cfg, data, int(os.environ["RANK"]))
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)

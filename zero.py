@@ -65,7 +65,7 @@ class ZeRO2(ZeRO1):
         super().__init__(*args)
 
     def place(self, bucket):
-        bucket.grad_shard = torch.zeros_like(bucket.weight_shard)
+        bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
 
     def zero_grad(self):
         super().zero_grad()
@@ -163,24 +163,26 @@ class ZeRO3(ZeRO2):
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)
 
 
-def bytes_per_parameter(zero, ranks, width=2):
+def bytes_per_parameter(zero, ranks, width=2, grad_width=None):
     """(weights, gradients, optimizer) bytes that a rank holds per parameter. 16-bit training keeps
-    an fp32 master, exp_avg and exp_avg_sq: 12; wider weights are their own master."""
+    an fp32 master, exp_avg and exp_avg_sq: 12; wider weights are their own master. grad_width: 4
+    if 16-bit training keeps its gradients in 32 (--grad-dtype), which makes 18 of 16."""
     adam = 12 if width == 2 else 2 * width
-    parts = ((width, 3), (width, 2), (adam, 1))  # bytes, and the stage from which on they are split
+    # bytes, and the stage from which on they are split
+    parts = ((width, 3), (grad_width or width, 2), (adam, 1))
     return tuple(part / (ranks if zero >= stage else 1) for part, stage in parts)
 
 
 class Optimizer:
-    """torch's AdamW on the shards that any stage leaves to this rank; only matrices decay. 16-bit
-    weights have an fp32 master, from which a step rounds them; wider ones are their own master."""
+    """torch's AdamW, one for the shards that any stage leaves to this rank; only matrices decay.
+    16-bit weights have an fp32 master, from which a step rounds them; wider ones are their own."""
 
     def __init__(self, reducer, norm_group, lr, betas, weight_decay):
         self.reducer, self.norm_group = reducer, norm_group
+        groups = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0)]
         for bucket in reducer.buckets:
             wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
-            groups = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0)]
             bucket.owned = []  # (parameter of the model, its master on this rank, its gradient)
             for (param, part), (_, grad) in zip(bucket.pieces(bucket.master),
                                                 bucket.pieces(bucket.grad_shard), strict=True):
@@ -188,7 +190,10 @@ class Optimizer:
                 matrix = len(param.shard.shape) > 1 and param.shard.name.endswith("weight")
                 groups[0 if matrix else 1]["params"].append(master)
                 bucket.owned.append((param, master, grad))
-            bucket.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        self.owned = [entry for bucket in reducer.buckets for entry in bucket.owned]
+        self.adam = None  # a rank may own nothing
+        if self.owned:
+            self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
         # Ranks of the norm's group that hold the same: by the tag, and of those that a gradient is
         # summed over, all that are in the group, unless they split it
         self.copies = torch.tensor([
@@ -200,28 +205,30 @@ class Optimizer:
         """This rank's part of the squared global norm, to be summed over the norm's group. If
         several ranks hold a slice, each adds its share of it: elements count once, and all see an
         overflow on any of them."""
-        owned = [entry for bucket in self.reducer.buckets for entry in bucket.owned]
-        if not owned:
-            return torch.zeros((), dtype=torch.double, device=self.reducer.buckets[0].full.device)
-        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=master.dtype)
-                             for _, master, grad in owned])
+        if not self.owned:
+            return torch.zeros((), dtype=torch.double, device=self.copies.device)
+        grads = [grad for *_, grad in self.owned]  # one kernel for many of them
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=self.owned[0][1].dtype))
         return (norms.double().square() / self.copies).sum()
 
     def step(self, lr, scale=1.0):
-        """One step, gradients times `scale` (16-bit ones in a copy, others in place). Afterwards
-        every rank has the new weights, or gathers them when it uses them (ZeRO-3)."""
+        """One step, gradients times `scale` (16-bit ones in a copy, which lives until the end of
+        the step, others in place). Afterwards every rank has the new weights, or gathers them when
+        it uses them (ZeRO-3)."""
+        for bucket in self.reducer.buckets:
+            wide = bucket.grad_shard.to(bucket.master.dtype)  # itself, if it is that wide
+            if scale != 1.0:
+                wide.mul_(scale)
+            for (_, master, _), (_, grad) in zip(bucket.owned, bucket.pieces(wide), strict=True):
+                master.grad = grad
+        if self.adam:
+            for group in self.adam.param_groups:
+                group["lr"] = lr
+            self.adam.step()
+            self.adam.zero_grad()
         works = []
         for bucket in self.reducer.buckets:
-            wide = bucket.master is bucket.weight_shard
-            if wide and scale != 1.0:
-                bucket.grad_shard.mul_(scale)
-            for _, master, grad in bucket.owned:
-                master.grad = grad if wide else grad.to(master.dtype).mul_(scale)
-            for group in bucket.adam.param_groups:
-                group["lr"] = lr
-            bucket.adam.step()
-            bucket.adam.zero_grad()
-            if not wide:
+            if bucket.master is not bucket.weight_shard:
                 bucket.weight_shard.copy_(bucket.master)
             works.append(self.reducer.publish(bucket))
         wait_all(works)
@@ -230,14 +237,17 @@ class Optimizer:
         """Bytes of the model states on this rank: (by the formula, as the live storages have it).
         Padding counts, but has no moments; those exist from the first step on."""
         width, zero = self.reducer.buckets[0].full.element_size(), self.reducer.zero
+        grad_width = self.reducer.buckets[0].grad_dtype.itemsize
         formula, live = 0, {}  # live: address of a storage -> its bytes; tensors may share one
         for bucket in self.reducer.buckets:
             n = sum(master.numel() for _, master, _ in bucket.owned)
-            formula += bucket.numel * sum(bytes_per_parameter(zero, bucket.shards, width))
+            formula += bucket.numel * sum(bytes_per_parameter(zero, bucket.shards, width,
+                                                               grad_width))
             formula -= (len(bucket.master) - n) * 2 * bucket.master.element_size()
             held = [bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard, bucket.master]
-            for state in bucket.adam.state.values():
-                held += [state["exp_avg"], state["exp_avg_sq"]]
+            for _, master, _ in bucket.owned:
+                state = self.adam.state[master]
+                held += [state["exp_avg"], state["exp_avg_sq"]] if state else []
             for storage in [x.untyped_storage() for x in held if x is not None]:
                 live[storage.data_ptr()] = storage.nbytes()
         return round(formula), sum(live.values())

@@ -2,9 +2,11 @@
 pure function of (seed, i); data rank d takes its slice of it, and microbatch k its part of that, so
 no rank has to tell another what it read."""
 
+import hashlib
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,31 @@ class Data:
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh)
+
+    def ahead(self, cfg, mesh, start):
+        """The same, called for one step after another: the next batch is read, and copied to the
+        GPU, while this one is computed."""
+        cuda = mesh.device.type == "cuda"
+        reader = ThreadPoolExecutor(1, initializer=torch.cuda.set_device if cuda else None,
+                                    initargs=(mesh.device,) * cuda)
+        coming = [reader.submit(self.training, cfg, start, mesh)]
+
+        def batches(step):
+            if step + 1 < cfg.steps:
+                coming.append(reader.submit(self.training, cfg, step + 1, mesh))
+            return coming.pop(0).result()
+
+        return batches
+
+    def fingerprint(self):
+        """Some bytes that differ if the data do: meta.json's content, the files' sizes, and 64
+        pieces of each."""
+        digest = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode())
+        for tokens in (self.train, self.val):
+            digest.update(b"%d" % len(tokens))
+            for start in np.linspace(0, max(0, len(tokens) - (1 << 15)), 64).astype(int):
+                digest.update(tokens[start : start + (1 << 15)].tobytes())
+        return digest.digest()
 
     def validation(self, cfg, i, mesh):
         """Batch i of consecutive windows; they begin anew where val.bin ends."""
