@@ -178,6 +178,7 @@ def data_time(job, layout, device):
     forward, input_grad, weight_grad = map(sum, times)
     backward = input_grad + weight_grad  # messages go on beside these
     model, w, m, T = job.model, job.width, layout.microbatches, layout.tp
+    wider = job.grad_width / w  # a gradient than a weight
     ranks = layout.dp * layout.cp
     stride = T if layout.dp == 1 else layout.ranks // ranks  # the axes: dp, pp, cp, tp
     dense, expert = block_parameters(model, T)
@@ -190,10 +191,11 @@ def data_time(job, layout, device):
     if ranks > 1:  # one for each layer or, DDP, for each bucket of 25 MiB
         count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
         half += (count - 1) * ((ranks - 1) * device.latency + device.late)
-    sent = {0: exposed(device, 2 * half, backward),  # beside the last backward
-            1: exposed(device, half, backward) + half,  # and then the new weights
-            2: m * exposed(device, half, backward) + half,  # beside every backward
-            3: m * (exposed(device, half, forward) + exposed(device, 2 * half, backward))}
+    grads = wider * half
+    sent = {0: exposed(device, 2 * grads, backward),  # beside the last backward
+            1: exposed(device, grads, backward) + half,  # and then the new weights
+            2: m * exposed(device, grads, backward) + half,  # beside every backward
+            3: m * (exposed(device, half, forward) + exposed(device, half + grads, backward))}
     tied = 0.0  # the gradient of the embedding, between its two ends
     if layout.pp > 1 and layout.schedule != "zb-v":
         tied = ring_time(device, layout.ranks, 2, model.vocab_size / T * model.n_embd * w, rounds=2)

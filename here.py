@@ -205,7 +205,7 @@ def predicted(cfg, device):
                       **experts)
     layout = Layout(**{name: getattr(cfg, name) for name in Layout._fields}
                     | {"recompute": "full" if cfg.recompute else "none"})
-    job = Job(model, cfg.batch_size, width=DTYPES[cfg.dtype].itemsize)
+    job = Job(model, cfg.batch_size, "flash", DTYPES[cfg.dtype].itemsize, cfg.grad_dtype != "same")
     ranks = [memory(job, layout, [rank]) for rank in range(cfg.pp)]
     return step_time(job, layout, device), max(
         r["weights"] + r["gradients"] + r["optimizer"] + r["activations"] for r in ranks)

@@ -100,12 +100,14 @@ class Log:
         """Note the last words, while the run is still there."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
+        held = ""
         if self.cuda:
             peak = torch.cuda.max_memory_allocated()
+            held = f" ({torch.cuda.max_memory_reserved() / 1e6:.0f} MB reserved)"
         self.saved, self.agree = saved, agree
         self.ending = (f"model states: {self.trainer.optimizer.state_bytes()[1] / 1e6:.2f} MB on "
                        f"this rank measured; peak of the {'GPU' if self.cuda else 'process'} "
-                       f"{peak / 1e6:.0f} MB\nreplicas {'agree' if agree else 'DISAGREE'}")
+                       f"{peak / 1e6:.0f} MB{held}\nreplicas {'agree' if agree else 'DISAGREE'}")
 
     def last_words(self):
         """After the other ranks have left: first a sample, out of the checkpoint just saved. It

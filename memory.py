@@ -46,6 +46,11 @@ class Job(NamedTuple):
     # flash: one kernel. naive, as in 2021: S x S scores are written out, and there is dropout
     attention: str = "flash"
     width: int = 2  # bytes of a weight
+    wide: bool = False  # gradients of 16-bit weights are summed in 32 bits
+
+    @property
+    def grad_width(self):
+        return max(4, self.width) if self.wide else self.width
 
 
 def tokens_of(job, layout):
@@ -192,8 +197,9 @@ def memory(job, layout, ranks=None):
     dense, expert = block_parameters(model, T)
     experts = expert * model.n_experts / (layout.ep * T)
     data = layout.dp * layout.cp
-    states = zip(bytes_per_parameter(layout.zero, data, w),
-                 bytes_per_parameter(layout.zero, data / layout.ep, w), strict=True)
+    gw = job.grad_width
+    states = zip(bytes_per_parameter(layout.zero, data, w, gw),
+                 bytes_per_parameter(layout.zero, data / layout.ep, w, gw), strict=True)
     states = list(states)  # bytes of a parameter, and of an expert's
     fullest = {"total": 0}
     for rank in ranks or range(layout.pp):
@@ -205,9 +211,13 @@ def memory(job, layout, ranks=None):
         logits = part.head * (w + 2 * max(w, 4)) * words  # in two widths, and the gradient
         at_work = n * max(logits, 8 * h * w / T + 2 * h * w)
         messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
-        layers = {2: 2, 3: 4}.get(layout.zero, 0) * max(dense + experts, ends * words * h) * w
+        layers = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # per parameter
+        layers *= max(dense + experts, ends * words * h)
+        saved = activations(job, layout._replace(zero=0), rank)
+        # the optimizer's copy of 16-bit gradients, in 32 bits, comes when the rest has gone
+        copied = 2 * held[1] if gw == 2 else 0
+        buffers = max(at_work + messages + layers, copied - saved)
         parts = dict(zip(("weights", "gradients", "optimizer"), held, strict=True),
-                     activations=activations(job, layout._replace(zero=0), rank),
-                     buffers=at_work + messages + layers)
+                     activations=saved, buffers=buffers)
         fullest = max(fullest, {**parts, "total": sum(parts.values())}, key=lambda x: x["total"])
     return fullest

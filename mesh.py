@@ -85,7 +85,8 @@ class Mesh:
 
     def communicator(self, name, ranks):
         with naming(f"rank {self.rank}: joining group {name}"):
-            return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+            patience = self.timeout * (1 if self.posted is None else 2)  # see processes.init
+            return dist.new_group(ranks, timeout=timedelta(seconds=patience))
 
 
 def grid(sizes):

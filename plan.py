@@ -30,7 +30,8 @@ def as_config(job, named):
     return config.Config(
         **named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
         n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
-        top_k=model.top_k, dtype="bfloat16")
+        top_k=model.top_k, dtype="bfloat16",
+        grad_dtype="float32" if job.wide else "same")
 
 
 def command(cfg, ranks, node):
@@ -133,8 +134,8 @@ def flags():
     group = parser.add_argument_group("model")
     group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
                        help=", ".join(MODELS))
-    config.add_flags(group, ("n_layer", "n_head", "n_embd", "experts", "top_k", "block_size"),
-                     **named)
+    config.add_flags(group, ("n_layer", "n_head", "n_embd", "experts", "top_k", "block_size",
+                             "grad_dtype"), **named)
     group.add_argument("--vocab-size", type=int, help="tokens in the vocabulary", **named)
     group.add_argument("--attention", choices=("flash", "naive"), default="flash", help="naive: "
                        "as in 2021, S x S scores are written to memory, and there is dropout")
@@ -184,7 +185,8 @@ def described(args):
     for name in ("dp", "chunks", "microbatches"):
         if fixed.get(name) == 0:  # chosen
             del fixed[name]
-    return Job(model, batch, args.attention), device, fixed
+    wide = given.get("grad_dtype") == "float32"
+    return Job(model, batch, args.attention, wide=wide), device, fixed
 
 
 def run_here(args):

@@ -21,7 +21,8 @@ from mesh import Mesh
 def init(device="cpu", timeout=600, **rendezvous):
     """Join the process group that torchrun's environment (or `rendezvous`) describes."""
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    wait = timedelta(seconds=timeout)
+    # NCCL's watchdog aborts the process: Group.read is to speak before it
+    wait = timedelta(seconds=timeout * (2 if backend == "nccl" else 1))
     with naming(f"rank {os.environ.get('RANK', '')}: not all ranks came within {timeout} s"):
         if not rendezvous:  # torchrun's store outlives a restart: no addresses of dead ranks
             store, rank, size = next(dist.rendezvous("env://", timeout=wait))

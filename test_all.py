@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -61,7 +62,7 @@ import zero
 from config import Config, check, check_layout, parse
 from data.batches import Data
 from data.prepare import load_tokenizer, prepare
-from group import Group, Work
+from group import CommunicationError, Group, Work
 from mesh import Mesh
 from model import GPTConfig, build, causal_attention
 from processes import init, shutdown
@@ -817,6 +818,38 @@ def test_a_receive_posted_ahead_would_deadlock_on_nccl(corpus, schedule):
         on_queues(cfg, _ahead, Queues(patience=1.0))
 
 
+class OnAStream(QueueGroup):
+    """A wait holds the stream: this thread goes on."""
+
+    def post(self, ends):
+        return [SimpleNamespace(wait=lambda: None, is_completed=work.is_completed)
+                for work in super().post(ends)]
+
+
+def test_a_dead_peer_is_noticed_where_the_host_waits_for_the_device():
+    queues, meshes = Queues(), []
+    for rank in range(3):
+        mesh = QueueMesh(queues, rank, dp=3)
+        mesh.posted, mesh.timeout = deque(), 0.3
+        mesh.world = OnAStream(mesh, "world", range(3), rank)
+        mesh.world.queues = queues
+        meshes.append(mesh)
+    x, world = torch.zeros(4), [mesh.world for mesh in meshes]
+    for group in world:
+        c.reduce_scatter(x, group)
+    assert world[0].read(torch.arange(3)) == [0, 1, 2] and not meshes[0].posted
+    for group in world[:2]:  # rank 2 has died
+        c.reduce_scatter(x, group)
+    for rank in range(2):
+        start = time.time()
+        with pytest.raises(CommunicationError) as error:
+            world[rank].read(x)
+        assert str(error.value) == (
+            f"rank {rank}: operation 3 of group world, receive from rank {(rank - 1) % 3}, "
+            f"send to rank {(rank + 1) % 3}: not done within 0.3 s")
+        assert 0.3 <= time.time() - start < 0.6
+
+
 def test_two_groups_used_in_opposite_orders_have_no_one_order():
     queues = Queues()
     queues.posted = {0: ["a0", "b0"], 1: ["b1", "a1"]}
@@ -1050,6 +1083,92 @@ def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
     assert all(losses == got[0] for losses in got)
     for a, b in zip(one, got[0], strict=True):
         assert abs(a - b) <= 2**-8 * abs(a), (one, got[0])
+
+
+def _grads(rank, cfg):
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    for _ in range(2):  # the second one must not add to the first
+        trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    grads = local_tensors(trainer, "grads")
+    trainer.update(1.0, 1e-3)
+    return grads, trainer.optimizer.state_bytes(), trainer.reducer.buckets[0].numel
+
+
+def test_16_bit_training_may_sum_its_gradients_in_32(corpus):
+    """Each microbatch's have the same bits in each of these layouts; sums of 16 bits do not."""
+    def off(layouts, **more):
+        sums = []
+        for dp, m, stage in layouts:
+            cfg = config(corpus, dtype="bfloat16", dp=dp, microbatches=m, zero=stage, **more)
+            got = pool(check(cfg, 1), _grads, cfg)
+            assert all(live == formula for _, (formula, live), _ in got)
+            sums.append(assemble([grads for grads, *_ in got]))
+        return max((sums[0][name] - value).norm() / value.norm()
+                   for other in sums[1:] for name, value in other.items())
+
+    layouts = [(1, 6, 0), (2, 3, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)]
+    assert off(layouts, grad_dtype="float32") < 1e-6
+    assert off(layouts[:2]) > 1e-3
+
+
+READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Launches(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operations that are not just another view."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if not op.is_view and "record_function" not in name and name not in ("detach", "empty"):
+            self.counts[name] += 1
+        return op(*args, **kwargs or {})
+
+
+def _counted(rank, cfg):
+    """(what a step calls to look into a tensor, operations of norm and optimizer, buckets)."""
+    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    batches = [data.training(cfg, step, trainer.mesh) for step in range(2)]
+    _, norm = trainer.gradients(batches[0])
+    trainer.update(norm, 1e-3)
+    reads, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
+    for name, method in kept.items():
+        setattr(torch.Tensor, name, lambda self, *args, method=method, name=name: (
+            reads.append(name), method(self, *args))[1])
+    try:
+        _, norm = trainer.gradients(batches[1])
+        with Launches() as launches:
+            trainer.optimizer.grad_square()
+            trainer.update(norm, 1e-3)
+    finally:
+        for name, method in kept.items():
+            setattr(torch.Tensor, name, method)
+    return reads, launches.counts, len(trainer.reducer.buckets)
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "grad_clip": 1e-6}, {"dp": 2, "zero": 3, "dtype": "bfloat16"},
+    {"dp": 2, "pp": 2, "zero": 1, "dtype": "bfloat16", "grad_dtype": "float32"},
+    {"tp": 2, "cp": 2, "sp": True}], ids=str)
+def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpus, flags):
+    cfg = config(corpus, microbatches=2, **flags)
+    for reads, counts, buckets in pool(check(cfg, 1), _counted, cfg):
+        assert reads == ["tolist"]
+        # two groups, with and without decay: AdamW, and its step counters
+        assert counts.pop("_fused_adamw_") == 2 and counts.pop("_foreach_add_") == 2
+        assert counts.pop("_foreach_norm") == 1
+        of_buckets = [counts.pop(name, 0) for name in ("mul_", "_to_copy", "copy_", "clone")]
+        assert sum(of_buckets) <= 4 * buckets
+        assert sum(counts.values()) <= 6, counts  # of the norm's sum
+
+
+def test_18_bytes_per_parameter():
+    assert [sum(zero.bytes_per_parameter(stage, 1, 2, 4)) for stage in range(4)] == [18] * 4
+    assert [sum(zero.bytes_per_parameter(stage, 4, 2, 4)) for stage in range(4)] == [
+        18, 9, 6, 4.5]
 
 
 def _patched(rank, cfg, bug):
@@ -1804,6 +1923,19 @@ def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, 
     timeline.write_chrome(tmp_path / "trace.json", every)
     records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {r["pid"] for r in records} == {0, 1}
+
+
+def _clock(rank, offset):
+    kept = time.time
+    time.time = lambda: kept() + offset * rank
+    try:
+        return timeline.Tracer(Mesh(dp=3)).ahead
+    finally:
+        time.time = kept
+
+
+def test_clocks_of_nodes_are_aligned():
+    assert [round(ahead, 2) for ahead in pool(3, _clock, 100.0)] == [0, 100, 200]
 
 
 def test_a_wait_inside_of_a_wait_counts_once():

@@ -1,4 +1,4 @@
-"""Where a step's time goes, on every rank, from one clock.
+"""Where a step's time goes, on every rank, by rank 0's clock.
 
 A Tracer records spans: F, B, I, W of each stage and microbatch, sends, waits, collectives (those
 under way behind the computation on lanes of their own), optimizer. Rank 0 writes those of all ranks
@@ -30,11 +30,33 @@ from mesh import lay_out
 ACTIONS = ("F", "B", "I", "W")
 
 
+def ahead_of_rank_0(group, pings=8):
+    """Seconds by which this rank's clock is, as the quickest of some pings has it: rank 0 looked at
+    its own half-way between the question and the answer."""
+    told, found = torch.zeros(1, dtype=torch.double, device=group.device), []
+    for peer in range(1, group.size):
+        for _ in range(pings):
+            if group.rank == 0:
+                group.recv(told, peer).wait()
+                told.fill_(time.time())
+                group.send(told, peer).wait()
+            elif group.rank == peer:
+                asked = time.time()
+                group.send(told, 0).wait()
+                group.recv(told, 0).wait()
+                answer, = group.read(told)
+                answered = time.time()
+                found.append((answered - asked, (asked + answered) / 2 - answer))
+    return min(found, default=(0.0, 0.0))[1]
+
+
 class Tracer:
-    """The spans of one rank: [name, lane, start, end, args], in seconds of the machine's clock."""
+    """The spans of one rank: [name, lane, start, end, args], in seconds of rank 0's clock. Making
+    one is a collective."""
 
     def __init__(self, mesh):
         self.mesh, self.events, self.step = mesh, [], None
+        self.ahead = ahead_of_rank_0(mesh.world)
 
     @contextmanager
     def span(self, name, **args):
@@ -46,9 +68,11 @@ class Tracer:
         event[3] = self.now()
 
     def now(self):
-        if self.mesh.device.type == "cuda":  # when work ends; while tracing, nothing overlaps
-            torch.cuda.synchronize(self.mesh.device)
-        return time.time()
+        # When work ends; while tracing, nothing overlaps. Of this stream only: what a wait waits for
+        # is on another one, and is to be counted by the wait.
+        if self.mesh.device.type == "cuda":
+            torch.cuda.current_stream(self.mesh.device).synchronize()
+        return time.time() - self.ahead
 
     def at(self, step, on):
         """Switch tracing on or off for a step; returns the span for the code outside of groups."""
