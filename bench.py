@@ -11,6 +11,7 @@ process grows by while it builds one side and takes two steps (Linux; resident b
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
     python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)
     python bench.py --json out.json  the figures for a program
+    python bench.py --gpu            one GPU, bfloat16: against a loop as nanoGPT's, and the peak
 """
 
 import argparse
@@ -37,6 +38,7 @@ import context_parallel
 import train
 from config import Config
 from ddp import plain_data_parallel
+from hardware import DEVICES, MODELS
 from mesh import Mesh
 from model import GPTConfig, build
 from pipeline import Stage, plain_1f1b
@@ -600,13 +602,92 @@ def worker(rank, world, chosen, quick, path, folder):
     shutdown()
 
 
+# ---- on one GPU ----
+
+
+def plain_gpu_loop(cfg, batch, device):
+    """As nanoGPT trains: float32 weights, products in bfloat16 by autocast, fused AdamW. The
+    vocabulary is padded to a multiple of 64, as nanoGPT's is."""
+    model = build(GPTConfig(-(-50257 // 64) * 64, cfg.block_size, cfg.n_layer, cfg.n_head,
+                            cfg.n_embd), cfg.seed).to(device)
+    optimizer, (ids, targets) = adamw(model.parameters(), cfg), batch
+    run = torch.compile(model) if cfg.compile else model
+
+    def step():
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = run(ids, targets) / targets.numel()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def our_gpu_step(cfg, batch, device):
+    t = train.Trainer(cfg, Mesh(device, native=True, dp=1), 50257)
+
+    def step():
+        loss, norm = t.gradients([batch])
+        t.update(norm, cfg.lr)
+        return loss
+
+    return step, t.model_config.flops_per_token(t.n_params)
+
+
+def on_gpu(quick, steps=30):
+    """A row for each model, with and without torch.compile. The two sides take turns, step by step;
+    each step ends with the host reading the loss."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    peak = next((1e12 * d.tflops for name, d in DEVICES.items()
+                 if name.split("-")[0] in gpu.lower()), math.nan)
+    torch.set_float32_matmul_precision("high")
+    print(f"torch {torch.__version__}, {gpu}, bfloat16\n{'model':10}{'compile':>8}{'sequences':>10}"
+          f"{'ours ms':>9}{'tokens/s':>10}{'mfu':>7}{'peer ms':>9}{'ratio':>7}  {'quartiles':>11}"
+          f"{'goal':>6}{'held MB':>9}")
+    for name, sequences in (("gpt2", 16), ("gpt2-xl", 4)):
+        shape = replace(MODELS[name], n_layer=2, n_embd=64, n_head=2, block_size=32) if quick \
+            else MODELS[name]
+        for compiled in (False, True):
+            cfg = Config(dp=1, n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
+                         block_size=shape.block_size, batch_size=sequences, dtype="bfloat16",
+                         compile=compiled and not quick, pad_vocab=64, microbatches=1, chunks=1)
+            rows = torch.randint(50257, (sequences, shape.block_size + 1), device=device)
+            batch = rows[:, :-1], rows[:, 1:]
+            step, flops = our_gpu_step(cfg, batch, device)
+            sides = step, plain_gpu_loop(cfg, batch, device)
+            times = [[], []]
+            for i in range(2 if quick else steps):
+                for side, taken in zip(sides, times, strict=True):
+                    start = time.perf_counter()
+                    side()
+                    taken.append(time.perf_counter() - start)
+            times = [taken[len(taken) // 3 :] for taken in times]  # without the first ones
+            ours, peer = (sorted(taken)[len(taken) // 2] for taken in times)
+            ratios = sorted(b / a for a, b in zip(*times, strict=True))
+            low, ratio, high = (ratios[len(ratios) * k // 4] for k in (1, 2, 3))
+            rate = sequences * shape.block_size / ours
+            held = torch.cuda.max_memory_reserved() / 1e6 if device.type == "cuda" else math.nan
+            print(f"{name:10}{'yes' if compiled else 'no':>8}{sequences:10}{1e3 * ours:9.1f}"
+                  f"{rate:10,.0f}{rate * flops / peak:7.1%}{1e3 * peer:9.1f}{ratio:7.2f}  "
+                  f"{low:.2f} - {high:.2f}{1:6.2f}{held:9.0f}", flush=True)
+            del step, sides
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two steps of each row, a small model")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--gpu", action="store_true", help="rows for one GPU, by themselves")
     args = parser.parse_args()
+    if args.gpu:
+        if not torch.cuda.is_available() and not args.quick:
+            parser.exit(2, "bench.py: --gpu: there is no GPU here, and no figure without one\n")
+        return on_gpu(args.quick)
     chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()
               and not (args.quick and row.n > 4) and (args.only or row.name != "growth")]
     if not chosen:

@@ -39,6 +39,8 @@ class Config:
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
     collectives: str = flag("auto", "layout", "ring: hand-written; native: the library's; auto: "
                             "ring, but native on GPUs", ("auto", "ring", "native"))
+    pad_vocab: int = flag(0, "layout", "each rank's rows of the vocabulary are padded to a "
+                          "multiple of this; 0: of 64 on GPUs")
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
@@ -109,8 +111,8 @@ def fail(message):
 LIMITS = {  # what a value must do: (the flags, the test)
     "be at least 1": ("tp pp cp ep top_k n_layer n_head n_embd block_size batch_size log_interval "
                       "eval_batches", lambda x: x >= 1),
-    "be 0 or more": ("dp experts balance chunks microbatches steps warmup_steps eval_interval lr "
-                     "min_lr weight_decay grad_clip seed save_interval keep",
+    "be 0 or more": ("dp pad_vocab experts balance chunks microbatches steps warmup_steps "
+                     "eval_interval lr min_lr weight_decay grad_clip seed save_interval keep",
                      lambda x: 0 <= x < math.inf),
     "lie in [0, 1)": ("beta1 beta2", lambda x: 0 <= x < 1),
     "be below 2^63": ("seed", lambda x: x < 2**63),
@@ -212,6 +214,7 @@ def check(cfg, world):
             "try --cp-attention all-to-all")
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cfg.device == "cuda" else "ring"
+    cfg.pad_vocab = cfg.pad_vocab or (64 if cfg.device == "cuda" else 1)
     require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
             f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     for name in [name for name in ("out", "metrics", "trace") if getattr(cfg, name)]:

@@ -56,7 +56,8 @@ class Bucket:
         self.weight_shard, self.grad_shard = self.full[self.own], None
         self.missing = 0  # gradients yet to come in the backward under way
         for param in params:
-            view = self.view(self.full, param).copy_(initial(param.shard))
+            view, value = self.view(self.full, param), initial(param.shard)
+            view.narrow(param.shard.dim, 0, value.size(param.shard.dim)).copy_(value)
             real = torch.nn.Parameter(view.data)  # .data: autograd does not see ZeRO-3 refill it
             real.shard = param.shard
             torch.utils.swap_tensors(param, real)  # in place: layers keep the same object

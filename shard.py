@@ -61,6 +61,21 @@ def tag_whole(model, data):
         param.shard = Shard(name, param.shape, 0, ((0, param.size(0)),), sum_over=(data,))
 
 
+def pad_vocabulary(model, multiple):
+    """Give the tied embedding more rows, of zeros, up to a multiple: GPUs are slow at products of
+    odd sizes. No token has such an id, their logits are minus infinity, and the tag does not know
+    of them: for the norm, the count and checkpoints they are not there."""
+    head, embedding = model.layers[-1].lm_head, model.layers[0].wte
+    weight = embedding.weight
+    rows = weight.size(0)
+    if rows % multiple:
+        padded = weight.new_empty(rows + -rows % multiple, weight.size(1))
+        embedding.weight = head.weight = torch.nn.Parameter(padded)
+        head.weight.shard = weight.shard
+        head.register_forward_hook(lambda module, x, logits: logits.index_fill_(
+            -1, torch.arange(rows, logits.size(-1), device=logits.device), -math.inf))
+
+
 def bounds(n, group):
     """[start, stop) of this rank's part of n things, as torch.tensor_split cuts: n need not divide,
     the first ranks have one more."""

@@ -81,10 +81,14 @@ IN_ORDER = True if os.environ.get("IN_ORDER") else None
 def _worker(rank, jobs, results):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Several ranks on one GPU: NCCL takes them for different machines
+    os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     while True:
         number, fn, world, rendezvous, args = jobs.get()
         try:
-            init(rank=rank, world_size=world, init_method=f"file://{rendezvous}", timeout=60)
+            device = next((arg.device for arg in args if isinstance(arg, Config)), "cpu")
+            init(device, rank=rank, world_size=world, init_method=f"file://{rendezvous}",
+                 timeout=60)
             value = fn(rank, *args)
             shutdown()
             results.put((number, rank, value, None))
@@ -320,7 +324,7 @@ def sizes_of(cfg):
 
 
 def mesh_of(cfg, in_order=IN_ORDER):
-    return Mesh(native=cfg.collectives == "native", in_order=in_order, **sizes_of(cfg))
+    return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order, **sizes_of(cfg))
 
 
 _reference = {}
@@ -371,11 +375,11 @@ def local_tensors(trainer, kind):
     found = []
     for bucket in trainer.reducer.buckets:
         shard = bucket.weight_shard if kind == "weights" else bucket.grad_shard
-        flat = torch.zeros(bucket.numel, dtype=shard.dtype)
+        flat = shard.new_zeros(bucket.numel)
         flat[bucket.offset : bucket.offset + shard.numel()] = shard
         if bucket.shards > 1:
             c.all_gather(flat, bucket.group)
-        found += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
+        found += [(bare(p.shard), bucket.view(flat.cpu(), p)) for p in bucket.params]
     return found
 
 
@@ -410,6 +414,8 @@ def assemble(per_rank):
     for tag, local in itertools.chain(*per_rank):
         tensor = full.setdefault(tag.name, torch.full(tag.shape, math.nan, dtype=local.dtype))
         sizes = [b - a for a, b in tag.ranges]
+        assert local.narrow(tag.dim, sum(sizes), local.size(tag.dim) - sum(sizes)).eq(0).all()
+        local = local.narrow(tag.dim, 0, sum(sizes))
         for (a, b), part in zip(tag.ranges, local.split(sizes, tag.dim), strict=True):
             place = tensor.narrow(tag.dim, a, b - a)
             assert place.isnan().all() or torch.equal(place, part), f"copies of {tag.name} differ"
@@ -445,7 +451,7 @@ def matches(cfg, got, step, kinds, want):
 
 def equals_one_process(corpus, run=_train, *args, **flags):
     cfg = config(corpus, **flags)
-    world = check(cfg, 1)
+    world = check(cfg, 1) if cfg.device == "cpu" else check_layout(cfg, 1)
     got = pool(world, run, cfg, *args)
     want = reference(corpus, **same_model(cfg))
     weights = assemble([trace[0]["weights"] for trace in got])
@@ -512,6 +518,15 @@ def test_zero_equals_one_process(corpus, zero, dp, tp, pp, m, recompute):
 @pytest.mark.parametrize("flags", [{"dp": 3}, {"dp": 2, "zero": 3, "tp": 2}], ids=str)
 def test_the_librarys_collectives_give_the_same(corpus, flags):
     equals_one_process(corpus, collectives="native", microbatches=2, **flags)
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"dp": 2, "tp": 2, "zero": 3, "recompute": True}, {"tp": 3, "pp": 2, "schedule": "zb-h1"},
+    {"tp": 2, "pp": 2, "sp": True, "schedule": "zb-v", "dp": 2, "zero": 2}], ids=str)
+def test_rows_that_pad_the_vocabulary_are_not_there(corpus, tmp_path, flags):
+    """67 tokens: 80, or 2 x 40, or 3 x 32 rows."""
+    for m in (1, 3):
+        equals_one_process(corpus, pad_vocab=8 if "tp" in flags else 16, microbatches=m, **flags)
 
 
 def _plain_layers(rank, cfg):
@@ -2357,8 +2372,9 @@ def _hop(rank, cfg, folder):
     return before, loss, gathered_state(trainer), folder
 
 
-WALK = [dict(dp=2, tp=2), dict(pp=4, microbatches=3), dict(dp=3, zero=3), dict(tp=3, pp=2, zero=1),
-        dict(dp=2, pp=2, tp=2, zero=3, microbatches=2), dict(), dict(dp=2, pp=3, zero=2),
+WALK = [dict(dp=2, tp=2), dict(pp=4, microbatches=3), dict(dp=3, zero=3, pad_vocab=16),
+        dict(tp=3, pp=2, zero=1), dict(dp=2, pp=2, tp=2, zero=3, microbatches=2), dict(),
+        dict(dp=2, pp=3, zero=2),
         dict(tp=4, pp=2, microbatches=2), dict(dp=4, tp=2, zero=1, batch_size=36), dict(pp=5),
         dict(dp=2, pp=2, schedule="zb-v", chunks=2, microbatches=3, zero=2),
         dict(pp=3, schedule="interleaved", chunks=2, microbatches=3),
@@ -2884,6 +2900,81 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path):
     out, _ = run.communicate(timeout=100)
     assert run.returncode == 0 and "resumed from" in out
     assert [step for step, *_ in losses(log)] == [*range(600)]
+
+
+# ---- on a GPU: python test_all.py -k cuda ----
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("flags", [
+    {}, {"recompute": True, "pad_vocab": 16}, {"schedule": "zb-h1", "microbatches": 3},
+    {"experts": 4}, {"compile": True}, {"dp": 2}, {"dp": 2, "zero": 1, "microbatches": 2},
+    {"dp": 2, "zero": 2, "microbatches": 3}, {"dp": 4, "zero": 3, "recompute": True},
+    {"dp": 3, "collectives": "native"}, {"dp": 2, "zero": 3, "collectives": "native"},
+    {"tp": 2, "pad_vocab": 8}, {"tp": 2, "sp": True}, {"tp": 2, "cp": 2,
+                                                       "cp_attention": "all-to-all"},
+    *({"pp": 2, "schedule": name, "chunks": v, "microbatches": 4, "batch_size": 8}
+      for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))),
+    {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "microbatches": 3}, {"dp": 2, "ep": 2, "experts": 4},
+], ids=str)
+def test_cuda_equals_one_process_on_the_cpu(corpus, flags):
+    equals_one_process(corpus, device="cuda", **flags)
+
+
+def _saved(rank, cfg, folder, load):
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    data = Data(cfg)
+    if load:
+        checkpoint.load(trainer, folder)
+    else:
+        _, norm = trainer.gradients(data.training(cfg, 0, trainer.mesh))
+        trainer.update(norm, 0.01)
+        folder = checkpoint.save(trainer, 1)
+    loss, norm = trainer.gradients(data.training(cfg, 1, trainer.mesh))
+    return str(folder), loss, norm
+
+
+@needs_gpu
+def test_cuda_saves_and_resumes_anywhere(corpus, tmp_path):
+    gpu = config(corpus, device="cuda", dp=2, tp=2, zero=3, out=str(tmp_path))
+    (folder, *want), *_ = pool(4, _saved, gpu, "", False)
+    for cfg in (gpu, config(corpus), config(corpus, device="cuda")):
+        got = pool(check_layout(cfg, 1), _saved, cfg, folder, True)[0][1:]
+        close(torch.tensor(got), torch.tensor(want), "loss and norm")
+
+
+def _reserved(rank, cfg):
+    """Most bytes that the allocator held in three steps, with messages slowed down."""
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    submit = Group.submit
+
+    def slow(self, job, name):
+        return submit(self, lambda: (torch.cuda._sleep(10_000_000), job()), name)
+
+    Group.submit = slow
+    try:
+        for step in range(3):
+            _, norm = trainer.gradients(data.training(cfg, step, mesh))
+            trainer.update(norm, 1e-3)
+    finally:
+        Group.submit = submit
+    states = trainer.optimizer.state_bytes()[1]
+    layers = [sum(p.numel() for p in layer.parameters()) * 4
+              for stage in trainer.stages.values() for layer in stage.layers]
+    return torch.cuda.max_memory_reserved(), states, max(layers)
+
+
+@needs_gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_cuda_zero_holds_few_layers_though_the_host_runs_ahead(corpus, stage):
+    cfg = config(corpus, device="cuda", dtype="float32", dp=2, zero=stage, n_layer=12, n_embd=768,
+                 batch_size=2)
+    for reserved, states, layer in pool(2, _reserved, cfg):
+        # whole layers: two of weights, two of gradients; then activations and the allocator's rest
+        assert reserved < states + 6 * layer + (64 << 20), (reserved, states, layer)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ class Tracer:
         event[3] = self.now()
 
     def now(self):
-        # When work ends; while tracing, nothing overlaps. Of this stream only: what a wait waits for
-        # is on another one, and is to be counted by the wait.
+        # When work ends; while tracing, nothing overlaps. Of this stream only: what a wait waits
+        # for is on another one, and is to be counted by the wait.
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream(self.mesh.device).synchronize()
         return time.time() - self.ahead

@@ -33,7 +33,7 @@ from model import GPT, Block, GPTConfig, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
 from processes import choose_device, first_to_fail, init, launch, on_signals, shutdown
 from schedules import cut, lower, make_schedule, placement, validate
-from shard import tag_whole
+from shard import pad_vocabulary, tag_whole
 from tensor_parallel import parallelize
 from timeline import Tracer, report
 from zero import REDUCERS, Optimizer
@@ -75,6 +75,7 @@ class Trainer:
         deferred = Deferred()
         split_backward = any(a.kind == "W" for a in self.lists[0])
         parallelize(model, tp, sp=cfg.sp, put_off=deferred.add if split_backward else None)
+        pad_vocabulary(model, cfg.pad_vocab or 1)
 
         # experts
         if cfg.experts:
@@ -223,9 +224,8 @@ def train(cfg, data, mesh):
         log.say(f"step {step:6d}  saved {saved}")
         log.clock()
 
-    batches_of = data.ahead(cfg, mesh, start)
     tracer = Tracer(mesh) if cfg.trace else None
-    done, skipped = start, 0
+    batches_of, done, skipped = data.ahead(cfg, mesh, start), start, 0
     log.clock()
     for step in range(start, cfg.steps):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
