@@ -103,6 +103,7 @@ class RowMesh(Mesh):
 
     def __init__(self, rank, communicators, sizes):
         self.rank, self.sizes, self.device, self.native = rank, sizes, torch.device("cpu"), False
+        self.in_order, self.posted, self.timeout = False, None, 600
         self.communicators, self.groups = communicators, {}
         self.world = self.join("world", [list(range(math.prod(sizes.values())))])
 
@@ -626,7 +627,8 @@ def plain_gpu_loop(cfg, batch, device):
 
 
 def our_gpu_step(cfg, batch, device):
-    t = train.Trainer(cfg, Mesh(device, native=True, dp=1), 50257)
+    one = dict.fromkeys(("dp", "ep", "pp", "cp", "tp"), 1)
+    t = train.Trainer(cfg, Mesh(device, native=True, **one), 50257)
 
     def step():
         loss, norm = t.gradients([batch])
@@ -659,7 +661,7 @@ def on_gpu(quick, steps=30):
             step, flops = our_gpu_step(cfg, batch, device)
             sides = step, plain_gpu_loop(cfg, batch, device)
             times = [[], []]
-            for i in range(2 if quick else steps):
+            for _ in range(2 if quick else steps):
                 for side, taken in zip(sides, times, strict=True):
                     start = time.perf_counter()
                     side()

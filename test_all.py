@@ -10,7 +10,6 @@ import graphlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import resource
@@ -71,7 +70,8 @@ from shard import Shard, tag_whole
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
-# All groups in NCCL's manner, on gloo: IN_ORDER=1 python test_all.py -k "equal or collective"
+# All groups in NCCL's manner, on gloo, and every layout on queues:
+# IN_ORDER=1 python test_all.py -k "equal or collective or first_in_first_out"
 IN_ORDER = True if os.environ.get("IN_ORDER") else None
 
 
@@ -97,12 +97,19 @@ def _worker(rank, jobs, results):
             shutdown(together=False)
 
 
+def forkserver():
+    """Processes start from one that has imported torch: in a tenth of a second."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train", "test_all"])
+    return context
+
+
 class Pool:
     def __init__(self):
         self.processes, self.number, self.folder = [], 0, tempfile.mkdtemp()
 
     def start(self, size=8):
-        context = torch.multiprocessing.get_context("spawn")
+        context = forkserver()
         self.results = context.SimpleQueue()
         self.jobs = [context.SimpleQueue() for _ in range(size)]
         self.processes = [context.Process(target=_worker, args=(r, q, self.results), daemon=True)
@@ -484,10 +491,10 @@ SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero, n_layer
     ("interleaved", 2, 1, 1, 1, 3, 2, 5),
     *((name, 1, 1, 1, P, m, 0, 5) for name in ("zb-h1", "zb-h2")
       for P, m in ((2, 1), (3, 3), (4, 9))),
-    *((name, 1, 2, 2, 2, 3, zero, 5) for name, zero in (("zb-h1", 0), ("zb-h1", 2), ("zb-h2", 3))),
+    *((name, 1, 2, 2, 2, 3, zero, 5) for name, zero in (("zb-h1", 2), ("zb-h2", 3))),
     ("zb-h1", 1, 3, 1, 2, 4, 1, 5), ("zb-h1", 1, 1, 1, 1, 4, 0, 5),
     *(("zb-v", 2, 1, 1, P, m, 0, n) for P, m, n in ((2, 1, 5), (2, 4, 5), (3, 6, 5), (4, 9, 6))),
-    *(("zb-v", 2, 2, T, 2, 3, zero, 5) for T, zero in ((2, 0), (1, 1), (2, 2), (1, 3))),
+    *(("zb-v", 2, 2, T, 2, 3, zero, 5) for T, zero in ((2, 2), (1, 3))),
     ("zb-v", 2, 1, 1, 1, 2, 3, 5),
 ]
 
@@ -525,8 +532,7 @@ def test_the_librarys_collectives_give_the_same(corpus, flags):
     {"tp": 2, "pp": 2, "sp": True, "schedule": "zb-v", "dp": 2, "zero": 2}], ids=str)
 def test_rows_that_pad_the_vocabulary_are_not_there(corpus, tmp_path, flags):
     """67 tokens: 80, or 2 x 40, or 3 x 32 rows."""
-    for m in (1, 3):
-        equals_one_process(corpus, pad_vocab=8 if "tp" in flags else 16, microbatches=m, **flags)
+    equals_one_process(corpus, pad_vocab=8 if "tp" in flags else 16, microbatches=3, **flags)
 
 
 def _plain_layers(rank, cfg):
@@ -655,11 +661,10 @@ def _in_order(rank, cfg):
 
 
 @pytest.mark.parametrize("flags", [
-    {"dp": 3}, {"dp": 2, "zero": 3}, {"tp": 2, "pp": 2}, {"pp": 3, "schedule": "zb-h1"},
-    {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
-    {"cp": 4, "zero": 3}, {"cp": 2, "tp": 2, "sp": True, "cp_attention": "all-to-all"},
-    {"dp": 4, "ep": 2, "experts": 4, "zero": 2}], ids=str)
+    {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4, "dp": 3},
+    {"cp": 2, "tp": 2, "sp": True, "cp_attention": "all-to-all", "zero": 3}], ids=str)
 def test_nccls_manner_gives_the_same(corpus, flags):
+    """Two of what IN_ORDER=1 does with all."""
     equals_one_process(corpus, _in_order, **{"microbatches": 3, **flags})
 
 
@@ -801,12 +806,12 @@ def _step(rank, cfg, mesh):
 
 AXES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 1, "pp": 2, "cp": 2, "tp": 2, "sp": True},
         {"dp": 2, "ep": 2, "pp": 2, "cp": 2, "experts": 4})
-# Every schedule and ZeRO stage with one of these, and with IN_ORDER=1 with each
+# Every second schedule and ZeRO stage with one of these; with IN_ORDER=1 every one with each
 QUEUE_LAYOUTS = [{"schedule": name, "chunks": v, "zero": zero, **more}
                  for i, (name, v) in enumerate((("gpipe", 1), ("1f1b", 1), ("interleaved", 2),
                                                 ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)))
                  for zero in range(4) for j, more in enumerate(AXES)
-                 if IN_ORDER or (i + zero) % 3 == j]
+                 if IN_ORDER or ((i + zero) % 3 == j and (i + zero // 2) % 2)]
 
 
 @pytest.mark.parametrize("flags", QUEUE_LAYOUTS, ids=lambda flags: " ".join(
@@ -1121,7 +1126,7 @@ def test_16_bit_training_may_sum_its_gradients_in_32(corpus):
         return max((sums[0][name] - value).norm() / value.norm()
                    for other in sums[1:] for name, value in other.items())
 
-    layouts = [(1, 6, 0), (2, 3, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)]
+    layouts = [(1, 6, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)]
     assert off(layouts, grad_dtype="float32") < 1e-6
     assert off(layouts[:2]) > 1e-3
 
@@ -1254,7 +1259,7 @@ def test_bytes_sent_equal_the_formulas(corpus):
 # ---- split sequences ----
 
 SEQUENCES = [
-    {"dp": 4, "tp": 2, "sp": True, "microbatches": 9},  # of one sequence
+    {"dp": 4, "tp": 2, "sp": True, "microbatches": 3},
     {"tp": 3, "sp": True, "block_size": 24, "microbatches": 2},
     {"cp": 2}, {"cp": 3, "block_size": 24, "microbatches": 3}, {"cp": 4},  # chunks of one token
     {"cp": 2, "cp_attention": "all-to-all", "recompute": True},
@@ -1544,9 +1549,7 @@ EXPERTS = [
     {"dp": 2, "ep": 2, "experts": 4, "collectives": "native", "recompute": True},
     {"cp": 2, "experts": 4, "cp_attention": "all-to-all", "zero": 1},
     {"experts": 4, "microbatches": 3}, {"tp": 3, "experts": 3, "top_k": 3},
-    {"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
     {"dp": 2, "ep": 2, "tp": 2, "cp": 2, "experts": 4, "top_k": 4},
-    {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3},
 ]
 
 
@@ -1765,7 +1768,7 @@ def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
 
 
 def _cases():
-    for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 9, 33, 64)):
+    for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 33)):
         for name in schedules.SCHEDULES:
             for v in (1, 2, 3, 4) if name == "interleaved" and m % P == 0 else (1,):
                 if name != "interleaved" or m % P == 0:
@@ -2028,6 +2031,8 @@ def test_stages_are_cut_by_cost():
 
 def test_published_runs_are_predicted_within_10_percent():
     for run in published.RUNS:
+        if run.gpus > 2000 and run.layout.pp > 16:
+            continue  # seconds each: plan.py --published has all
         value, _ = published.predict(run)
         assert abs(value / run.value - 1) < 0.1, run
 
@@ -2386,7 +2391,7 @@ WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp
 
 
 @pytest.mark.parametrize("dtype,experts,walk", [
-    ("float64", 0, WALK), ("bfloat16", 0, WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
+    ("float64", 0, WALK[1::2]), ("bfloat16", 0, WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
     ids=["float64", "bfloat16", "experts"])
 def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
     """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
@@ -2461,8 +2466,7 @@ class Run:
     """train.py's main in `size` forked ranks, under a wall limit; argv for all, or one for each."""
 
     def __init__(self, size, argv, folder, limit=0, fn=_main):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["train", "test_all"])
+        context = forkserver()
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
                                                 wait_for_workers=False)
@@ -2886,7 +2890,7 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
 
 def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path):
     log = tmp_path / "log"
-    argv = flags(corpus, tmp_path / "out", dp=2, steps=600, save_interval=20, keep=1, resume="auto",
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, keep=1, resume="auto",
                  metrics=log, log_interval=100)
     run = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts",
@@ -2899,7 +2903,7 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path):
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
     out, _ = run.communicate(timeout=100)
     assert run.returncode == 0 and "resumed from" in out
-    assert [step for step, *_ in losses(log)] == [*range(600)]
+    assert [step for step, *_ in losses(log)] == [*range(400)]
 
 
 # ---- on a GPU: python test_all.py -k cuda ----
