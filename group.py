@@ -11,6 +11,7 @@ What differs between the two libraries stands here, and nowhere else:
     NCCL (CUDA)  operations run in the order they are posted, and a wait holds the stream
 """
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -32,7 +33,9 @@ def naming(what):
     except CommunicationError:
         raise
     except RuntimeError as error:
-        raise CommunicationError(f"{what}: {str(error).splitlines()[0]}") from None
+        # Without the library's place in its sources, and without its advice
+        text = re.sub(r"^\[\S*\] |\. (This is|Check) .*", "", str(error).splitlines()[0])
+        raise CommunicationError(f"{what}: {text}") from None
 
 
 NOTHING = nullcontext()

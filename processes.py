@@ -4,11 +4,13 @@ through which torch sets up the communicators."""
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -16,6 +18,9 @@ import torch.distributed as dist
 
 from group import naming
 from mesh import Mesh
+from signals import PARENT, STOPS, end_with_parent
+
+PEER = re.compile(r"(?:from|to) rank (\d+)")  # in the text of a CommunicationError
 
 
 def init(device="cpu", timeout=600, **rendezvous):
@@ -60,45 +65,55 @@ def unlike_rank_0(name, value):
     return [r for r, other in enumerate(values) if other != values[0]]
 
 
-def first_to_fail():
-    """Whether no other rank has asked this before: one rank speaks for all. Where the store went
-    down with the process that held it, every rank does."""
+def give_up(error, timeout):
+    """A CommunicationError ends this rank at once: other threads may still wait. Of all ranks that
+    have one, that speaks whose own peer is silent, as the others only wait for such a rank."""
+    end_with_parent()
+    rank, line = dist.get_rank() if dist.is_initialized() else 0, str(error)
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=5))
-        return store.add("failed", 1) == 1
-    except (RuntimeError, ValueError):
-        return True
+        store.set_timeout(timedelta(seconds=2))
+        store.set(f"failed {rank}", line)
+        time.sleep(min(1.0, timeout / 4))  # for the others to say so, too
+        failed = [r for r in range(dist.get_world_size()) if store.check([f"failed {r}"])]
+        peers = {r: {int(peer) for peer in PEER.findall(store.get(f"failed {r}").decode())}
+                 for r in failed}
+        speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
+        if speaker != rank or store.add("said", 1) > 1:
+            line = ""
+    except (RuntimeError, ValueError):  # the store went down with its process: every rank speaks
+        pass
+    with suppress(OSError):
+        os.write(2, f"train.py: {line}\n".encode() if line else b"")
+    os._exit(1)
 
 
-def on_signals(ask_to_stop):
-    """SIGTERM and Ctrl-C call ask_to_stop(); the second one ends this process."""
-    def ask(number, frame):
-        ask_to_stop()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask)
-
-
-def launch(size):
+def launch(size, grace=10):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
-    highest exit code. Signals are passed on; once a rank has failed, the others have 10 s to end.
-    This process holds the store, so that it outlives every rank."""
+    highest exit code. Signals are passed on; once a rank has failed, the others have `grace`
+    seconds to end, and if this process is killed, they end by themselves (signals.py). It holds the
+    store, so that it outlives every rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), **os.environ,
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
-           "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+           "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
+           PARENT: str(os.getpid())}
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until each rank is there to be told
     ranks = [subprocess.Popen([sys.executable, *sys.argv], start_new_session=True,
                               env={**env, "RANK": str(r), "LOCAL_RANK": str(r)})
              for r in range(size)]  # sessions of their own: Ctrl-C reaches them once, from here
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     deadline = math.inf
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
         if any(codes):
-            deadline = min(deadline, time.monotonic() + 10)
+            deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.05)
+    for r, code in enumerate(codes):
+        if code is not None and code < 0:
+            print(f"train.py: rank {r} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     for rank in ranks:
         rank.kill()
     codes = [rank.wait() for rank in ranks]

@@ -10,6 +10,7 @@ Any layout is the same computation: the same initial weights, the same batches, 
 summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
+import signals  # isort: skip  (first: importing torch takes seconds)
 import hashlib
 import math
 import os
@@ -31,7 +32,7 @@ from log import Log
 from mesh import Mesh
 from model import GPT, Block, GPTConfig, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
-from processes import choose_device, first_to_fail, init, launch, on_signals, shutdown
+from processes import choose_device, give_up, init, launch, shutdown
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
 from tensor_parallel import parallelize
@@ -207,7 +208,7 @@ def learning_rate(cfg, step):
 def train(cfg, data, mesh):
     """The run of one rank. Returns whether it ended well, and a Log with rank 0's last words."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
-    on_signals(trainer.ask_to_stop)
+    signals.on_signals(trainer.ask_to_stop)
     for group in mesh.groups.values():  # NCCL makes a communicator when it is first used: now
         barrier(group)
     saved = None if cfg.resume == "no" else Path(cfg.resume)  # the last good checkpoint
@@ -275,7 +276,7 @@ def main():
     except ValueError as error:
         fail(error)
     if ranks > world:  # started as one process: start as many as the layout takes
-        sys.exit(launch(ranks))
+        sys.exit(launch(ranks, min(10, cfg.timeout)))
     device = choose_device(cfg.device)
     try:
         if world > 1:
@@ -289,9 +290,7 @@ def main():
         shutdown(together=False)
         fail(error)
     except CommunicationError as error:
-        if first_to_fail():
-            print(f"train.py: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # at once: other threads may still wait for that rank
+        give_up(error, cfg.timeout)
     log.last_words()
     sys.exit(not ended_well)
 
