@@ -17,9 +17,11 @@ import json
 import os
 import re
 import shutil
+import sys
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,8 +30,8 @@ import tensorfile
 from collectives import all_reduce, broadcast
 from group import wait_all
 from model import ALIASES
-from processes import unlike_rank_0
 from shard import bounds
+from signals import speaks
 from tensorfile import DTYPES, CheckpointError, about, checksum
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
@@ -76,37 +78,23 @@ def refuse_other(folder, manifest, config):
             raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {value}")
 
 
-def refuse_unlike(cfg, data, rank):
-    """CheckpointError if a rank has other flags, another --out, checkpoint or data than rank 0."""
-    probe = Path(cfg.out, ".probe")
-    if rank == 0:
-        probe.write_bytes(os.urandom(8))
-
-    def content(path):
-        return path.read_bytes() if path.is_file() else b""
-
-    def same(name, value, complaint):
-        if unlike := unlike_rank_0(name, value):
-            raise CheckpointError(f"rank {unlike[0]} {complaint}")
-
-    try:
-        same("flags", repr(replace(cfg, resume="")).encode(),
-             "has other flags than rank 0; start all with the same")
-        same("out", content(probe), f"does not see what rank 0 writes to --out {cfg.out}; all "
-             "nodes need to share that folder")  # rank 0 has written it: its flags were there
-    finally:
-        if rank == 0:
-            probe.unlink(missing_ok=True)
-    same("checkpoint", cfg.resume.encode() + content(Path(cfg.resume, MANIFEST)),
-         f"has another checkpoint than rank 0 in --resume {cfg.resume}; start all with the same")
-    same("data", data.fingerprint(), f"has other data in {data.folder} than rank 0; prepare it "
-         "once, then share or copy the folder")
+@cache
+def skip(folder):
+    """Once for each: it stays where it is, and in nobody's way."""
+    if speaks():
+        print(f"{folder}: its {MANIFEST} is damaged; skipped", file=sys.stderr, flush=True)
 
 
 def complete(out):
     """[(number, folder)] of the complete checkpoints in `out`, in the order they were written."""
-    return sorted((read_manifest(folder)["number"], folder) for folder in Path(out).glob("step-*")
-                  if re.fullmatch(r"step-\d{8,}", folder.name) and (folder / MANIFEST).exists())
+    found = []
+    for folder in Path(out).glob("step-*"):
+        if re.fullmatch(r"step-\d{8,}", folder.name) and (folder / MANIFEST).exists():
+            try:
+                found.append((read_manifest(folder)["number"], folder))
+            except CheckpointError:
+                skip(folder)
+    return sorted(found)
 
 
 def newest(out):
@@ -124,9 +112,11 @@ def find(path):
 
 def tidy(out, keep=0):
     """Delete what interrupted saves left, and all but the last `keep` complete checkpoints."""
-    kept = [folder for _, folder in complete(out)][-keep:]  # keep 0: all of them
+    whole = [folder for _, folder in complete(out)]
     for folder in Path(out).glob("step-*"):
-        if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", folder.name) and folder not in kept:
+        rest = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
+        if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", folder.name) and (
+                rest or folder in whole[: len(whole) - keep if keep else 0]):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: half deleted, it is not complete
             shutil.rmtree(folder)
 
@@ -199,8 +189,11 @@ def put_in_place(folder, final, manifest):
 def save(trainer, step, data_folder=""):
     """Write the state after `step` steps into cfg.out and return its folder; all ranks together.
     CheckpointError, on every rank, if it cannot be written: then nothing of it remains, and the
-    checkpoints before it are untouched."""
+    checkpoints before it are untouched. None, and nothing is written, if it is not finite."""
     cfg, world = trainer.cfg, trainer.mesh.world
+    bad = torch.tensor([float(not trainer.optimizer.finite())], device=world.device)
+    if world.read(all_reduce(bad, world)) != [0]:
+        return None
     final = Path(cfg.out, f"step-{step:08d}")
     folder = Path(f"{final}.tmp")
     files, heads, entries = plan(trainer, folder), {}, {}

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 
@@ -14,6 +17,13 @@ import sample
 from data.prepare import load_tokenizer
 from hardware import DEVICES
 from mesh import grid
+
+
+def is_before(line, step):
+    """Whether a line of --metrics is whole and of a step before this one."""
+    with suppress(ValueError, KeyError, TypeError):
+        return line.endswith("\n") and json.loads(line)["step"] < step
+    return False
 
 
 class Log:
@@ -31,12 +41,12 @@ class Log:
         self.peak = mesh.world.size * (known or [0.0])[0]
         self.metrics = None  # the file, if there is one
         if cfg.metrics and not self.silent:
-            self.metrics = open(cfg.metrics, "a+" if start else "w+")
-            # Drop lines of step `start` and later, and one that a crash cut off: they come anew.
-            self.metrics.seek(0)
-            kept = takewhile(lambda line: line.endswith("\n") and json.loads(line)["step"] < start,
-                             self.metrics)
-            self.metrics.truncate(sum(map(len, kept)))  # ASCII: a character is a byte
+            if Path(cfg.metrics).is_file():
+                # Drop lines of step `start` and later, and what a crash left: they come anew.
+                with open(cfg.metrics, "r+", encoding="latin-1") as file:  # a character is a byte
+                    kept = takewhile(lambda line: is_before(line, start), file.readlines())
+                    file.truncate(sum(map(len, kept)))
+            self.metrics = open(cfg.metrics, "a")
         self.saved = self.ending = None  # folder of the last checkpoint; the last lines
         self.agree = True  # whether the replicas do
         self.began = self.since = time.perf_counter()  # the run; the step under way
@@ -55,12 +65,25 @@ class Log:
 
     def say(self, text, **options):
         if not self.silent:
-            print(text, **options, flush=True)
+            try:
+                print(text, **options, flush=True)
+            except OSError:  # nobody reads any more; the run goes on
+                self.silent = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def write(self, **record):
         if self.metrics:  # JSON has no nan and no infinity
             record = {k: v if math.isfinite(v) else None for k, v in record.items()}
-            print(json.dumps(record), file=self.metrics, flush=True)
+            try:
+                print(json.dumps(record), file=self.metrics, flush=True)
+            except OSError as error:
+                self.metrics = None
+                self.say(f"train.py: --metrics {self.cfg.metrics}: {error.strerror}; the run goes "
+                         "on without", file=sys.stderr)
+
+    def checkpoint(self, step, folder):
+        self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
+        self.clock()
 
     def clock(self):
         self.since = time.perf_counter()  # a step begins now

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ def init(device="cpu", timeout=600, **rendezvous):
             attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
             rendezvous = dict(store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
         dist.init_process_group(backend, timeout=wait, **rendezvous)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"process {dist.get_rank()}", f"{os.getpid()} {socket.gethostname()}")
 
 
 def choose_device(name):
@@ -65,6 +68,15 @@ def unlike_rank_0(name, value):
     return [r for r, other in enumerate(values) if other != values[0]]
 
 
+def kill_if_stopped(pid, host):
+    """A process of this machine that was stopped (SIGSTOP) would not hear of anything else, and
+    torchrun would wait for it."""
+    with suppress(OSError):
+        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        if host == socket.gethostname() and state == "T":
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def give_up(error, timeout):
     """A CommunicationError ends this rank at once: other threads may still wait. Of all ranks that
     have one, that speaks whose own peer is silent, as the others only wait for such a rank."""
@@ -81,6 +93,8 @@ def give_up(error, timeout):
         speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
         if speaker != rank or store.add("said", 1) > 1:
             line = ""
+        for r in {*range(dist.get_world_size())} - {*failed}:
+            kill_if_stopped(*store.get(f"process {r}").decode().split())
     except (RuntimeError, ValueError):  # the store went down with its process: every rank speaks
         pass
     with suppress(OSError):

@@ -21,7 +21,7 @@ from model import GPT, GPTConfig, causal_attention
 
 
 def load_model(folder, device="cpu"):
-    """The whole model of a checkpoint, in float32. CheckpointError."""
+    """The whole model of a checkpoint, in float32. ValueError, if it is damaged or not finite."""
     config = GPTConfig(**checkpoint.read_manifest(folder)["model"])
     with torch.device("meta"):
         model = GPT(config)
@@ -31,6 +31,8 @@ def load_model(folder, device="cpu"):
     model.layers[-1].lm_head.weight = model.layers[0].wte.weight  # tied again
     for name, param in model.canonical_parameters():
         param.data.copy_(get(name))
+        if not param.isfinite().all():
+            raise ValueError(f"{folder}: {name} is not finite; take an earlier checkpoint")
     return model
 
 

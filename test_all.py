@@ -2542,10 +2542,50 @@ def test_twenty_kills_and_the_trace_is_that_of_the_uninterrupted_run(corpus, tmp
     last = Run(2, flags(corpus, out, metrics=log, resume="auto", **args), tmp_path)
     assert last.wait() == [0, 0], last.read()
     assert losses(log) == losses(tmp_path / "whole.log")
-    assert sorted(p.name for p in out.iterdir()) == ["step-00000088", "step-00000090"]
+    assert sorted(p.name for p in out.glob("step*")) == ["step-00000088", "step-00000090"]
     for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
         one, other = (tmp_path / run / "step-00000090" / name for run in ("whole", "killed"))
         assert one.read_bytes() == other.read_bytes()
+
+
+def launched(argv):
+    """train.py as one process that starts its ranks, and their pids."""
+    run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def ranks():
+        said = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)
+        return list(map(int, said.stdout.split()))
+
+    while len(ranks()) < 2 and run.poll() is None:
+        time.sleep(0.05)
+    return run, ranks()
+
+
+def gone(pids, seconds):
+    deadline = time.time() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.time() < deadline:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
+def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
+    """Killed while they train; told to stop while they are being started."""
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=10**6)
+    run, ranks = launched(argv)
+    for line in run.stdout:
+        if line.startswith("step      2"):
+            break
+    run.kill()
+    assert gone(ranks, 5) and run.wait() == -signal.SIGKILL
+    assert run.stderr.read() == ("train.py: the process that started the ranks has gone, so they "
+                                 "end\n")
+    run, ranks = launched(argv)
+    run.terminate()
+    _, said = run.communicate(timeout=20)
+    assert run.returncode == 128 + signal.SIGTERM and gone(ranks, 1)
+    assert said == "train.py: stopped by SIGTERM before the first step\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
@@ -2582,7 +2622,7 @@ def trained(corpus, tmp_path_factory):
 
 
 def contents(folder):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {path: path.read_bytes() for path in Path(folder).rglob("step*/*") if path.is_file()}
 
 
 def rewrite(path, change):
@@ -2670,6 +2710,55 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
         assert (four / name).read_bytes() == (six / name).read_bytes()
 
 
+def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
+    """A step of 1e300 and the next ones: weights are infinite, or their squares are."""
+    out, args = tmp_path / "out", dict(save_interval=1, keep=1, dp=2, zero=1, warmup_steps=0)
+    assert Run(2, flags(corpus, out, steps=2, **args), tmp_path).wait() == [0, 0]
+    before = contents(out)
+    run = Run(2, flags(corpus, out, steps=5, lr=1e308, min_lr=1e308, weight_decay=1e9,
+                       resume="auto", **args), tmp_path)
+    assert run.wait() == [1, 1] and "saved nothing: weights or moments" in run.read("stdout")
+    assert contents(out) == before and run.read().count("\n") <= 1
+
+
+def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / "out")
+    spoil(out / "step-00000002", "manifest")
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=1), tmp_path)
+    assert run.wait() == [0, 0] and "resumed from" in run.read("stdout")
+    assert run.read() == f"{out}/step-00000002: its manifest.json is damaged; skipped\n"
+    assert sorted(path.name for path in out.glob("step*")) == ["step-00000002", "step-00000006"]
+    assert checkpoint.newest(out).name == "step-00000006"
+
+
+def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
+    one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
+    one.until(lambda: "step      2" in one.read("stdout"))
+    two = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path)
+    assert two.wait() == [2, 2] and two.read() == (
+        f"train.py: --out {tmp_path}/out: another run writes there; name another folder\n")
+    one.signal(0, signal.SIGHUP)  # a closed terminal
+    assert one.wait() == [0, 0] and "stopped by a signal" in one.read("stdout")
+
+
+@pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])
+def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
+    out, log = shutil.copytree(trained, tmp_path / "out"), f"/dev/{path}"
+    if path == "garbage":  # what a crash of a machine may leave
+        log = tmp_path / "log"
+        log.write_bytes(b'{"step": 0, "loss": 1}\n{"step": "x"}\n\xff\xfe[null]\n{"step": 3')
+    run = Run(1, flags(corpus, out, steps=7, resume="auto", metrics=log, trace="/dev/full"),
+              tmp_path)
+    assert run.wait() == [0] and "saved" in run.read("stdout"), run.read()
+    assert "LOST, No space left on device" in run.read("stdout")
+    lost = f"train.py: --metrics {log}: No space left on device; the run goes on without\n"
+    assert run.read() == (lost if path == "full" else "")
+    if path == "garbage":
+        assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 4, 5, 6]
+    elif path == "stdout":
+        assert run.read("stdout").count('"step"') == 3
+
+
 def _nan_on_one_rank(rank, cfg):
     trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     before = [(tag.name, x.clone()) for tag, x in local_tensors(trainer, "weights")]
@@ -2717,7 +2806,7 @@ def test_nodes_that_differ_are_refused_before_the_first_step(
     run = Run(2, argvs, tmp_path, fn=_node)
     assert run.wait() == [2, 2]
     assert run.read() == f"train.py: rank 1 {says}\n" and "step" not in run.read("stdout")
-    assert not list(tmp_path.rglob("out/*"))
+    assert not list(tmp_path.rglob("out/step*"))
 
 
 def agents(folder, argv):

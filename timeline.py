@@ -149,7 +149,10 @@ def report(path, tracer, mesh, lists, where):
     every = collect(tracer.events, mesh.world)
     if mesh.rank > 0:
         return None
-    write_chrome(path, every)
+    try:
+        write_chrome(path, every)
+    except OSError as error:
+        path = f"{path}: LOST, {error.strerror}"
     pipeline = {rank: ranks for ranks in lay_out(mesh.sizes, ["pp"]) for rank in ranks}
     rows, mean = shares(every, lambda rank, stage: pipeline[rank][where[stage]])
     steps = {event[4]["step"] for event in every[0]}

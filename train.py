@@ -22,6 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint
+from agreement import refuse_unlike
 from collectives import all_reduce, barrier
 from config import DTYPES, check, fail, parse
 from context_parallel import split_sequences
@@ -221,9 +222,10 @@ def train(cfg, data, mesh):
 
     def save(step):
         nonlocal saved
-        saved = checkpoint.save(trainer, step, data.folder)
-        log.say(f"step {step:6d}  saved {saved}")
-        log.clock()
+        folder = checkpoint.save(trainer, step, data.folder)
+        saved = folder or saved
+        log.checkpoint(step, folder)
+        return folder
 
     tracer = Tracer(mesh) if cfg.trace else None
     batches_of, done, skipped = data.ahead(cfg, mesh, start), start, 0
@@ -251,11 +253,10 @@ def train(cfg, data, mesh):
             break
         if cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps:
             save(done)
-    if done > start or not saved:
-        save(done)
+    good = (save(done) if done > start or not saved else saved) and not skipped
     if trainer.stopping:
-        log.say(f"stopped by a signal; --resume auto goes on from step {done}")
-        return True, log
+        log.say(f"stopped by a signal; --resume auto goes on from {saved or 'the start'}")
+        return saved is not None, log
     if tracer and tracer.events:
         log.say(report(cfg.trace, tracer, mesh, trainer.lists, trainer.where))
     if cfg.eval_interval:
@@ -264,7 +265,7 @@ def train(cfg, data, mesh):
             data, max(1, windows // cfg.batch_size)), last=True)
     agree = trainer.replicas_agree()
     log.end(saved, agree)
-    return agree, log
+    return bool(agree and good), log
 
 
 def main():
@@ -281,7 +282,7 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
-            checkpoint.refuse_unlike(cfg, data, int(os.environ["RANK"]))
+        refuse_unlike(cfg, data, int(os.environ.get("RANK", 0)), world)
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)

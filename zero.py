@@ -233,6 +233,13 @@ class Optimizer:
             works.append(self.reducer.publish(bucket))
         wait_all(works)
 
+    def finite(self):
+        """Whether all of this rank's weights and moments are numbers."""
+        states = [self.adam.state[master] for _, master, _ in self.owned]
+        held = [bucket.master for bucket in self.reducer.buckets]
+        held += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if state]
+        return all(x.isfinite().all() for x in held)
+
     def state_bytes(self):
         """Bytes of the model states on this rank: (by the formula, as the live storages have it).
         Padding counts, but has no moments; those exist from the first step on."""
