@@ -30,6 +30,8 @@ import tensorfile
 from collectives import all_reduce, broadcast
 from group import wait_all
 from model import ALIASES
+from schema import MANIFEST as MANIFEST_SCHEMA
+from schema import conform, read_json
 from shard import bounds
 from signals import speaks
 from tensorfile import DTYPES, CheckpointError, about, checksum
@@ -62,8 +64,8 @@ def seal(manifest):
 
 def read_manifest(folder):
     path = Path(folder, MANIFEST)
-    with about(path), suppress(ValueError, TypeError, KeyError):
-        manifest = json.loads(path.read_bytes())
+    with about(path), suppress(ValueError):
+        manifest = conform(read_json(path.read_bytes()), MANIFEST_SCHEMA)
         if manifest["seal"] == seal(manifest):
             return manifest
     raise CheckpointError(f"{path}: damaged; --resume PATH takes another checkpoint")
@@ -71,9 +73,9 @@ def read_manifest(folder):
 
 def refuse_other(folder, manifest, config):
     """CheckpointError unless the checkpoint is of this GPTConfig."""
-    saved = asdict(type(config)(**manifest["model"]))
+    defaults = asdict(type(config)())
     for name, value in asdict(config).items():
-        found = saved[name]
+        found = manifest["model"].get(name, defaults[name])
         if found != value:
             raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {value}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import sample
-from data.prepare import load_tokenizer
+from data.batches import load_tokenizer
 from hardware import DEVICES
 from mesh import grid
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-from data.prepare import load_tokenizer
+from data.batches import load_tokenizer
 from model import GPT, GPTConfig, causal_attention
 
 

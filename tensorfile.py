@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
+from schema import read_json, tensors
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHUNK = 1 << 20  # bytes read at once for a checksum
 # A tensor of a safetensors file; begin and end count bytes from the start of the file.
@@ -40,7 +42,7 @@ def locate(path, header, start):
     """{name: Entry} of a header, for data that begins at byte `start` of the file."""
     return {name: Entry(path, name, e["dtype"], tuple(e["shape"]),
                         *(start + at for at in e["data_offsets"]))
-            for name, e in header.items() if name != "__metadata__"}
+            for name, e in tensors(header).items()}
 
 
 def make_header(shapes, code, path=None):
@@ -48,7 +50,7 @@ def make_header(shapes, code, path=None):
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
         begin, end = end, end + shape.numel() * DTYPES[code].itemsize
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # data begins aligned
     return len(text).to_bytes(8, "little") + text, locate(path, header, 8 + len(text))
@@ -61,8 +63,8 @@ def read_header(path):
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length < size else b""
     try:
-        entries = locate(path, json.loads(text), 8 + length)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        entries = locate(path, read_json(text), 8 + length)
+    except ValueError:
         raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged") from None
     for name, entry in entries.items():
         if entry.end > size:

@@ -59,8 +59,8 @@ import timeline
 import train
 import zero
 from config import Config, check, check_layout, parse
-from data.batches import Data
-from data.prepare import load_tokenizer, prepare
+from data.batches import Data, load_tokenizer
+from data.prepare import prepare
 from group import CommunicationError, Group, Work
 from mesh import Mesh
 from model import GPTConfig, build, causal_attention
@@ -2226,6 +2226,15 @@ def command(*args, env=None, timeout=120):
                           timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
 
 
+FORGED = {  # meta.json: a text, or what is put into a sound one
+    "meta": "{}", "deep": "[" * 100_000, "list": "[1]", "binary": "\\x00\u2028",
+    "twice": '{"vocab_size": 67, "vocab_size": 68}', "huge": {"vocab_size": 10**12},
+    "infinite": {"vocab_size": math.inf}, "negative": {"vocab_size": -5},
+    "float": {"vocab_size": 67.0}, "true": {"vocab_size": True}, "tokenizer": {"tokenizer": 7},
+    "gone-vocabulary": {"tokenizer": "bpe"}, "zero": {"bytes_per_token": 0},
+    "letters": {"bytes_per_token": "abc"}, "gzip": {"gzip_bits_per_byte": []}}
+
+
 def damaged(corpus, tmp_path, how):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -2233,8 +2242,13 @@ def damaged(corpus, tmp_path, how):
         (folder / path.name).write_bytes(path.read_bytes())
     if how == "missing":
         (folder / "val.bin").unlink()
-    elif how == "meta":
-        (folder / "meta.json").write_text("{}")
+    elif how in FORGED:
+        meta = json.loads((folder / "meta.json").read_text())
+        text = FORGED[how]
+        (folder / "meta.json").write_text(text if type(text) is str else json.dumps(meta | text))
+    elif how == "vocabulary":
+        (folder / "vocab.tiktoken").write_text("AAAA 0\nAAAB x\n")
+        (folder / "meta.json").write_text('{"vocab_size": 67, "tokenizer": "bpe"}')
     elif how == "truncated":
         (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-3])
     else:
@@ -2261,7 +2275,8 @@ def damaged(corpus, tmp_path, how):
     ("--schedule interleaved --pp 2 --microbatches 1", "1 must be a multiple of --pp 2"),
     ("--metrics /tmp", "--metrics /tmp cannot be written"),
     ("--trace /tmp", "--trace /tmp cannot be written"),
-    ("--data meta", "is damaged"),
+    *((f"--data {how}", "meta.json is damaged (") for how in FORGED),
+    ("--data vocabulary", "meta.json is damaged ("),
     ("--cp 3", "--block-size 8 must be a multiple of 6, for 2 pieces on each rank of --cp 3; try 6 "
                "or 12"),
     ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --sp on --tp 4; "
@@ -2634,6 +2649,15 @@ def rewrite(path, change):
     path.write_bytes(head + b"".join(data for _, data in tensors.values()))
 
 
+HEADERS = {  # what becomes of the header's text
+    "a dtype that is a list": lambda text: text.replace('"F64"', "[1]", 1),
+    "a float offset": lambda text: re.sub(r"\[(\d+), (\d+)\]}", r"[\1.5, \2]}", text, count=1),
+    "an overlap": lambda text: re.sub(r"\[(\d+), (\d+)\]}}$", r"[0, \2]}}", text.rstrip()),
+    "an offset into the header": lambda text: text.replace("[0, ", "[-8, ", 1),
+    "a name twice": lambda text: text.rstrip()[:-1] + ', "lm_head.weight": {}}',
+    "a header that is deep": lambda text: "[" * 100_000}
+
+
 def spoil(folder, how):
     model, optimizer = folder / checkpoint.MODEL, folder / checkpoint.OPTIMIZER
     manifest = folder / checkpoint.MANIFEST
@@ -2646,6 +2670,18 @@ def spoil(folder, how):
     elif how == "wrong shape":
         rewrite(model, lambda tensors: tensors.update({
             "transformer.wpe.weight": ((4, 16), tensors["transformer.wpe.weight"][1])}))
+    elif how.startswith("forged"):  # with a right seal
+        value = {"step": "4", "model": {"n_layer": "two"}, "scale": None, "checksums": [1]}
+        name = how.split()[1]
+        changed = json.loads(manifest.read_text()) | {name: value[name]}
+        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
+    elif how == "deep":
+        manifest.write_text("[" * 100_000)
+    elif how in HEADERS:
+        raw = model.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        text = HEADERS[how](raw[8 : 8 + length].decode()).encode()
+        model.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
     elif how == "another model":
         changed = json.loads(manifest.read_text())
         changed["model"]["n_layer"] = 3
@@ -2666,6 +2702,10 @@ def spoil(folder, how):
     ("a tensor missing", "model.safetensors, tensor transformer.ln_f.weight: missing"),
     ("wrong shape", "model.safetensors, tensor transformer.wpe.weight: "),
     ("another model", "step-00000004: its n_layer is 3, this run's is 2"),
+    *((f"forged {name}", "manifest.json: damaged")
+      for name in ("step", "model", "scale", "checksums")), ("deep", "manifest.json: damaged"),
+    *((how, "model.safetensors: not a safetensors file, or its header is damaged")
+      for how in HEADERS),
 ])
 def test_damage_is_one_line_that_names_file_and_tensor(corpus, trained, tmp_path, how, says):
     out = shutil.copytree(trained, tmp_path / "out")

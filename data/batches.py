@@ -2,6 +2,7 @@
 pure function of (seed, i); data rank d takes its slice of it, and microbatch k its part of that, so
 no rank has to tell another what it read."""
 
+import base64
 import hashlib
 import json
 import os
@@ -12,7 +13,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import prepare
+from data.prepare import BYTES, PATTERN, make_encoding, prepare
+from schema import META, conform, read_json
+
+
+def load_tokenizer(folder):
+    """The tiktoken.Encoding of a prepared folder; without a meta.json (nanoGPT's own), GPT-2's."""
+    path, ranks, meta = Path(folder, "meta.json"), BYTES, {}
+    if path.exists():
+        meta = conform(read_json(path.read_bytes()), META)
+    kind = meta.get("tokenizer", "gpt2")
+    if kind == "bpe":
+        lines = Path(folder, "vocab.tiktoken").read_text().splitlines()
+        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+        if not BYTES.keys() <= ranks.keys() or sorted(ranks.values()) != [*range(len(lines))]:
+            raise ValueError("vocab.tiktoken does not number all bytes and tokens")
+    return make_encoding(kind, ranks, meta.get("pattern", PATTERN))
 
 
 class Data:
@@ -30,12 +46,17 @@ class Data:
         while named and not meta.exists() and time.time() < deadline:  # another process prepares
             time.sleep(0.2)
         self.meta = {"vocab_size": 50257}  # nanoGPT's own folders have no meta.json: GPT-2's
+        if (self.folder / "meta.pkl").exists() and not meta.exists():  # its characters: count them
+            ids = [np.fromfile(path, "<u2") for path in self.folder.glob("*.bin")]
+            self.meta = {"vocab_size": 1 + int(max((x.max() for x in ids if len(x)), default=0))}
         try:
             if meta.exists():
-                self.meta = json.loads(meta.read_text())
-            self.vocab_size = int(self.meta["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError):
-            raise ValueError(f"{meta} cannot be read or is damaged; make it anew") from None
+                self.meta = conform(read_json(meta.read_bytes()), META)
+            if self.meta.get("tokenizer") in ("bpe", "bytes"):  # GPT-2's may need a download
+                load_tokenizer(self.folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{meta} is damaged ({error}); make it anew") from None
+        self.vocab_size = self.meta["vocab_size"]
         if cfg.tp > self.vocab_size:
             raise ValueError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
         self.train, self.val = self.memory_map("train"), self.memory_map("val")

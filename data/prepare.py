@@ -150,16 +150,6 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
                          "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from e
 
 
-def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder; without a meta.json (nanoGPT's own), GPT-2's."""
-    path, ranks = Path(folder, "meta.json"), BYTES
-    meta = json.loads(path.read_text()) if path.exists() else {"tokenizer": "gpt2"}
-    if meta["tokenizer"] == "bpe":
-        lines = Path(folder, "vocab.tiktoken").read_text().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
-    return make_encoding(meta["tokenizer"], ranks, meta.get("pattern", PATTERN))
-
-
 def write_whole(out, files):
     """{name: bytes} into out, each whole or not at all, meta.json last. That of other data goes
     first, so a run stopped half-way leaves none. One of the same data stays, as the same bytes are
