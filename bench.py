@@ -640,7 +640,7 @@ def our_gpu_step(cfg, batch, device):
 
 def on_gpu(quick, steps=30):
     """A row for each model, with and without torch.compile. The two sides take turns, step by step;
-    each step ends with the host reading the loss."""
+    a step ends when the device has done it all. held: by both sides."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = next((1e12 * d.tflops for name, d in DEVICES.items()
@@ -665,6 +665,8 @@ def on_gpu(quick, steps=30):
                 for side, taken in zip(sides, times, strict=True):
                     start = time.perf_counter()
                     side()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()
                     taken.append(time.perf_counter() - start)
             times = [taken[len(taken) // 3 :] for taken in times]  # without the first ones
             ours, peer = (sorted(taken)[len(taken) // 2] for taken in times)
@@ -675,7 +677,12 @@ def on_gpu(quick, steps=30):
             print(f"{name:10}{'yes' if compiled else 'no':>8}{sequences:10}{1e3 * ours:9.1f}"
                   f"{rate:10,.0f}{rate * flops / peak:7.1%}{1e3 * peer:9.1f}{ratio:7.2f}  "
                   f"{low:.2f} - {high:.2f}{1:6.2f}{held:9.0f}", flush=True)
-            del step, sides
+            del step, sides, side
+            torch.compiler.reset()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
 
 
 def main():

@@ -154,7 +154,7 @@ def reduce_scatter(tensor, group, op="sum"):
     ranks, the others partial sums. Backward of all_gather. Sends (N-1)/N of the bytes."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group)
-        group.library(dist.reduce_scatter_tensor, own, tensor.view(-1), OPS[op][1])
+        group.library("reduce_scatter", own, tensor.view(-1), OPS[op][1])
     else:
         ring(tensor, group, op, range(group.size - 1))
 
@@ -165,7 +165,7 @@ def all_gather(tensor, group):
     reduce_scatter. Sends (N-1)/N of the bytes."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group).clone()
-        group.library(dist.all_gather_into_tensor, tensor.view(-1), own)
+        group.library("all_gather", tensor.view(-1), own)
     else:
         ring(tensor, group, "sum", range(group.size - 1, 2 * group.size - 2))
 
@@ -173,7 +173,7 @@ def all_gather(tensor, group):
 @queued
 def _all_reduce(tensor, group, op):
     if group.native:
-        group.library(dist.all_reduce, tensor, OPS[op][1])
+        group.library("all_reduce", tensor, OPS[op][1])
     elif few_hops(tensor, group):
         butterfly(tensor, group, op).wait()
     else:

@@ -13,6 +13,8 @@ import torch
 
 import checkpoint
 from schedules import SCHEDULES, make_schedule
+from signals import speaks
+from zero import bytes_per_parameter
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -103,7 +105,7 @@ def parse(args, description=None):
 
 def fail(message):
     """The one line that bad input gets, from one rank of each machine, and exit code 2."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+    if speaks():
         print(f"train.py: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -111,9 +113,11 @@ def fail(message):
 LIMITS = {  # what a value must do: (the flags, the test)
     "be at least 1": ("tp pp cp ep top_k n_layer n_head n_embd block_size batch_size log_interval "
                       "eval_batches", lambda x: x >= 1),
-    "be 0 or more": ("dp pad_vocab experts balance chunks microbatches steps warmup_steps "
-                     "eval_interval lr min_lr weight_decay grad_clip seed save_interval keep",
-                     lambda x: 0 <= x < math.inf),
+    "be at most 1,000,000": ("n_layer n_head n_embd batch_size microbatches",
+                             lambda x: x <= 1_000_000),
+    "be finite, and 0 or more": ("dp pad_vocab experts balance chunks microbatches steps seed keep "
+                                 "warmup_steps eval_interval lr min_lr weight_decay grad_clip "
+                                 "save_interval", lambda x: 0 <= x < math.inf),
     "lie in [0, 1)": ("beta1 beta2", lambda x: 0 <= x < 1),
     "be below 2^63": ("seed", lambda x: x < 2**63),
     "be above 0": ("bucket_mb", lambda x: 0 < x < math.inf),
@@ -133,6 +137,34 @@ def check_limits(cfg):
         for name in names.split():
             value = getattr(cfg, name)
             require(holds(value), f"--{name.replace('_', '-')} {value} must {limit}")
+
+
+def least_bytes(cfg, local):
+    """(bytes that the ranks of this machine hold at least: model states, and the activations of
+    one microbatch; bytes of memory that it has)."""
+    width, share = DTYPES[cfg.dtype].itemsize, cfg.tp * cfg.pp
+    states = 12 * cfg.n_layer * cfg.n_embd**2 / share / (cfg.ep if cfg.experts else 1)
+    states *= sum(bytes_per_parameter(cfg.zero, cfg.dp * cfg.cp, width))
+    tokens = cfg.batch_size * cfg.block_size / (cfg.dp * cfg.microbatches * cfg.cp)
+    saved = tokens * cfg.n_embd * width * cfg.n_layer / share * (1 if cfg.recompute else 16)
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if cfg.device == "cuda":
+        have = local * torch.cuda.get_device_properties(0).total_memory
+    return local * (states + saved), have
+
+
+def world_size():
+    """Of the environment that torchrun makes; 1 without. ValueError."""
+    given = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR",
+                                                         "MASTER_PORT")}
+    if given["WORLD_SIZE"] in ("", "1"):
+        return 1
+    said = " ".join(f"{name}={value!r}" for name, value in given.items())
+    numbers = [given[name] for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")]
+    require(all(map(str.isdecimal, numbers)) and given["MASTER_ADDR"]
+            and int(given["RANK"]) < int(given["WORLD_SIZE"]),
+            f"the environment has {said}, which is not torchrun's; unset WORLD_SIZE, or use it")
+    return int(given["WORLD_SIZE"])
 
 
 def check_layout(cfg, world):
@@ -175,7 +207,8 @@ def check_layout(cfg, world):
         require(4 * cfg.n_embd % cfg.top_k == 0,
                 f"{given('top_k')} must divide 4 x {given('n_embd')}, which the experts of a token "
                 "share; try 1, 2 or 4")
-    require(cfg.n_embd % cfg.n_head == 0, f"{given('n_head')} must divide {given('n_embd')}")
+    require(cfg.n_embd % cfg.n_head == 0, f"{given('n_head')} must divide "
+            f"{given('n_embd')}; try --n-embd {-(-cfg.n_embd // cfg.n_head) * cfg.n_head}")
     require(cfg.pp <= cfg.n_layer, f"{given('pp')} must be at most {given('n_layer')}")
     require(cfg.batch_size % cfg.dp == 0, f"{given('dp')} must divide {given('batch_size')}")
     if cfg.microbatches == 0:  # a bubble of a third or less, as the batch allows
@@ -212,6 +245,10 @@ def check(cfg, world):
     require((cfg.device, cfg.dtype, cfg.cp_attention) != ("cuda", "float64", "ring") or cfg.cp == 1,
             f"--dtype {cfg.dtype} x --cp {cfg.cp}: the ring's kernel on a GPU has 32 bits at most; "
             "try --cp-attention all-to-all")
+    need, have = least_bytes(cfg, local)
+    require(need < have, f"--n-layer {cfg.n_layer}, --n-embd {cfg.n_embd}, --block-size "
+            f"{cfg.block_size} and --batch-size {cfg.batch_size} need {need / 1e9:,.1f} GB of this "
+            f"machine's {have / 1e9:,.1f}; take smaller ones, or more machines")
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cfg.device == "cuda" else "ring"
     cfg.pad_vocab = cfg.pad_vocab or (64 if cfg.device == "cuda" else 1)

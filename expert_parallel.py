@@ -48,7 +48,8 @@ def run_at_owners(experts, group, rows, counts):
     given = torch.tensor(counts, device=rows.device).view(E, -1)  # [rank][its expert]
     taken = torch.empty_like(given)
     all_to_all(list(taken), list(given), group)  # taken[i][j]: rows that rank i has for expert j
-    given, taken, n = given.sum(1).tolist(), group.read(taken), given.size(1)
+    taken, n = group.read(taken), len(counts) // E
+    given = [sum(counts[i * n : (i + 1) * n]) for i in range(E)]
     received = [sum(row) for row in taken]
     rows = SendRows.apply(rows, given, received, group)  # by rank, then by expert
     parts = rows.split([size for row in taken for size in row])
@@ -77,7 +78,8 @@ class SpreadExperts:
         x, gates = Enter.apply(x, self.crossing), Enter.apply(gates, self.crossing)
         chosen, k = self.crossing.enter(chosen)(), chosen.size(-1)
         tokens, index = x.flatten(0, 1), self.index[chosen.flatten()]
-        counts = index.bincount(minlength=self.n + 1)[: self.n].tolist()
+        counts = index.new_zeros(self.n + 1).scatter_add_(0, index, torch.ones_like(index))
+        counts = self.group.read(counts[: self.n])
         visits = index.argsort(stable=True)[: sum(counts)]  # by expert; visit j is of token j // k
         at = visits // k
         out = run_at_owners(self.experts, self.group, tokens.index_select(0, at), counts)

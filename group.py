@@ -16,9 +16,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+
+
+LIBRARY = {  # by their names from torch 2.13 on, or before
+    "all_reduce": dist.all_reduce,
+    "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor}
 
 
 class CommunicationError(RuntimeError):
@@ -58,6 +65,14 @@ class Work:
         with naming(self.what):
             for wait in waits:
                 wait()
+
+
+def seen(work):
+    """Whether the device has done it. An error that it ended with is raised."""
+    done = work.is_completed()
+    if done:
+        work.wait()
+    return done
 
 
 def wait_all(works):
@@ -118,13 +133,22 @@ class Group:
         with naming(what):
             works = post()
         if self.posted is not None:
-            self.posted.extend((what, work.is_completed) for work in works)
+            while self.posted and self.posted[0][1]():
+                self.posted.popleft()
+            self.posted.extend((what, partial(seen, work)) for work in works)
         return Work([work.wait for work in works], what)
 
-    def library(self, collective, *args):
-        """One of the library's own collectives, waited for."""
-        self.note(collective.__name__, lambda: [
-            collective(*args, group=self.pg, async_op=True)]).wait()
+    def library(self, name, *args):
+        """One of the library's own collectives, waited for. On CUDA by the current stream: a Work
+        would keep its tensors until it is looked at."""
+        def post():
+            if self.posted is None:
+                return [LIBRARY[name](*args, group=self.pg, async_op=True)]
+            LIBRARY[name](*args, group=self.pg)
+            done = torch.cuda.current_stream().record_event()
+            return [SimpleNamespace(wait=lambda: None, is_completed=done.query)]
+
+        self.note(f"native {name}", post).wait()
 
     def send(self, tensor, dst):
         return self.exchange(send=tensor, dst=dst)

@@ -27,14 +27,15 @@ PEER = re.compile(r"(?:from|to) rank (\d+)")  # in the text of a CommunicationEr
 def init(device="cpu", timeout=600, **rendezvous):
     """Join the process group that torchrun's environment (or `rendezvous`) describes."""
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    # NCCL's watchdog aborts the process: Group.read is to speak before it
-    wait = timedelta(seconds=timeout * (2 if backend == "nccl" else 1))
+    wait = timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', '')}: not all ranks came within {timeout} s"):
         if not rendezvous:  # torchrun's store outlives a restart: no addresses of dead ranks
             store, rank, size = next(dist.rendezvous("env://", timeout=wait))
             attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
             rendezvous = dict(store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
-        dist.init_process_group(backend, timeout=wait, **rendezvous)
+        # NCCL's watchdog aborts the process: Group.read is to speak before it
+        patience = wait * (2 if backend == "nccl" else 1)
+        dist.init_process_group(backend, timeout=patience, **rendezvous)
     store = dist.distributed_c10d._get_default_store()
     store.set(f"process {dist.get_rank()}", f"{os.getpid()} {socket.gethostname()}")
 
@@ -56,7 +57,8 @@ def shutdown(together=True):
         return
     if together:
         with naming(f"rank {dist.get_rank()}: waiting for all ranks to leave"):
-            dist.barrier()
+            cuda = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,8 @@ parent = 0  # that process, or torchrun's agent; 0: this one may outlive it
 
 def speaks():
     """Whether this process speaks for those of its machine."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")  # then RANK is somebody else's
+    return alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0")
 
 
 def end(text, code):
@@ -33,6 +34,8 @@ def before_training():
         if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
             signal.signal(number, lambda number, _: end(
                 f"stopped by {signal.Signals(number).name} before the first step", 128 + number))
+    for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show
+        stream.reconfigure(errors="replace")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the launcher's ranks start with them held
     global parent
     parent = int(os.environ.get(PARENT, os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0))

@@ -6,6 +6,7 @@ parallel code but model.py) to 1e-10 of the tensor's own norm. Distributed tests
 in one pool of 8 processes that serves the whole file.
 """
 
+import gc
 import graphlib
 import itertools
 import json
@@ -68,6 +69,8 @@ from processes import init, shutdown
 from sequence_parallel import Crossing
 from shard import Shard, tag_whole
 
+# This file is imported where processes are forked from: CUDA is not to be touched there
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
 # All groups in NCCL's manner, on gloo, and every layout on queues:
@@ -2268,8 +2271,14 @@ def damaged(corpus, tmp_path, how):
     ("--data beyond", "beyond the vocabulary"),
     ("--out /proc/nowhere", "cannot be written"),
     ("--device cuda", "--device cuda"),
-    ("--lr nan", "--lr nan must be 0 or more"),
-    ("--n-embd 130", "--n-head 4 must divide --n-embd 130"),
+    *((f"--lr {value}", f"--lr {value} must be finite, and 0 or more")
+      for value in ("nan", "inf", "-1.0")),
+    ("--n-embd 130", "--n-head 4 must divide --n-embd 130; try --n-embd 132"),
+    ("--n-embd 100000000", "--n-embd 100000000 must be at most 1,000,000"),
+    ("--n-embd 1000000", "of this machine's"), ("--n-layer 1000000", "of this machine's"),
+    ("--batch-size 1000000 --block-size 4000", "of this machine's"),
+    ("--n-layer 1000000000", "must be at most 1,000,000"),
+    ("--batch-size 1000000000", "must be at most 1,000,000"),
     ("--stepz 3", "unrecognized arguments"),
     ("--steps many", "invalid int value"),
     ("--schedule interleaved --pp 2 --microbatches 1", "1 must be a multiple of --pp 2"),
@@ -2311,6 +2320,34 @@ def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, ca
     assert stop.value.code == 2 and says in error and error.count("\n") == 1, error
 
 
+@pytest.mark.parametrize("env,says", [
+    ({"WORLD_SIZE": "2"}, "RANK='' MASTER_ADDR='' MASTER_PORT='', which is not torchrun's"),
+    ({"WORLD_SIZE": "abc"}, "the environment has WORLD_SIZE='abc'"),
+    ({"WORLD_SIZE": "2", "RANK": "5", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+     "RANK='5'"),
+    ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": ""}, "--tp 0 must be at least 1")], ids=str)
+def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, capsys, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    tp = ["--tp", "0"] if "--tp" in says else []
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", corpus, "--device", "cpu", *tp])
+    monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and says in error and error.count("\n") == 1, error
+
+
+def test_nanogpts_folders_of_characters_have_their_own_vocabulary(corpus, tmp_path):
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(Path(corpus, name), tmp_path)
+    assert Data(config(str(tmp_path))).vocab_size == 50257
+    (tmp_path / "meta.pkl").touch()
+    assert Data(config(str(tmp_path))).vocab_size == VOCAB
+
+
 def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -2323,7 +2360,8 @@ def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatc
 
 
 def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
-    runs = [command("train.py", "--dp", 3, "--data", corpus, env={"WORLD_SIZE": "2", "RANK": rank})
+    runs = [command("train.py", "--dp", 3, "--data", corpus, env={
+        "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
             for rank in "01"]
     assert [run.returncode for run in runs] == [2, 2]
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
@@ -3048,7 +3086,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
     {"dp": 3, "collectives": "native"}, {"dp": 2, "zero": 3, "collectives": "native"},
     {"tp": 2, "pad_vocab": 8}, {"tp": 2, "sp": True}, {"tp": 2, "cp": 2,
                                                        "cp_attention": "all-to-all"},
-    *({"pp": 2, "schedule": name, "chunks": v, "microbatches": 4, "batch_size": 8}
+    *({"pp": 2, "schedule": name, "chunks": v, "microbatches": 4}
       for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))),
     {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "microbatches": 3}, {"dp": 2, "ep": 2, "experts": 4},
 ], ids=str)
@@ -3072,7 +3110,7 @@ def _saved(rank, cfg, folder, load):
 @needs_gpu
 def test_cuda_saves_and_resumes_anywhere(corpus, tmp_path):
     gpu = config(corpus, device="cuda", dp=2, tp=2, zero=3, out=str(tmp_path))
-    (folder, *want), *_ = pool(4, _saved, gpu, "", False)
+    (folder, *want), *_ = pool(check_layout(gpu, 1), _saved, gpu, "", False)
     for cfg in (gpu, config(corpus), config(corpus, device="cuda")):
         got = pool(check_layout(cfg, 1), _saved, cfg, folder, True)[0][1:]
         close(torch.tensor(got), torch.tensor(want), "loss and norm")
@@ -3080,6 +3118,9 @@ def test_cuda_saves_and_resumes_anywhere(corpus, tmp_path):
 
 def _reserved(rank, cfg):
     """Most bytes that the allocator held in three steps, with messages slowed down."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     submit = Group.submit
@@ -3104,8 +3145,8 @@ def _reserved(rank, cfg):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_cuda_zero_holds_few_layers_though_the_host_runs_ahead(corpus, stage):
     cfg = config(corpus, device="cuda", dtype="float32", dp=2, zero=stage, n_layer=12, n_embd=768,
-                 batch_size=2)
-    for reserved, states, layer in pool(2, _reserved, cfg):
+                 batch_size=2, collectives="native")
+    for reserved, states, layer in pool(check_layout(cfg, 1), _reserved, cfg):
         # whole layers: two of weights, two of gradients; then activations and the allocator's rest
         assert reserved < states + 6 * layer + (64 << 20), (reserved, states, layer)
 

@@ -38,6 +38,7 @@ def ahead_of_rank_0(group, pings=8):
         for _ in range(pings):
             if group.rank == 0:
                 group.recv(told, peer).wait()
+                group.read(told)
                 told.fill_(time.time())
                 group.send(told, peer).wait()
             elif group.rank == peer:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import checkpoint
 from agreement import refuse_unlike
 from collectives import all_reduce, barrier
-from config import DTYPES, check, fail, parse
+from config import DTYPES, check, fail, parse, world_size
 from context_parallel import split_sequences
 from data.batches import Data
 from expert_parallel import Routing, spread_experts
@@ -270,8 +270,8 @@ def train(cfg, data, mesh):
 
 def main():
     cfg = parse(sys.argv[1:], __doc__)
-    world = int(os.environ.get("WORLD_SIZE", 1))
     try:
+        world = world_size()
         ranks = check(cfg, world)
         data = Data(cfg)
     except ValueError as error:
