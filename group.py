@@ -21,7 +21,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-
 LIBRARY = {  # by their names from torch 2.13 on, or before
     "all_reduce": dist.all_reduce,
     "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
