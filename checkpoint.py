@@ -254,35 +254,3 @@ def load(trainer, folder):
     wait_all([trainer.reducer.publish(bucket) for bucket in trainer.reducer.buckets])
     trainer.scale, trainer.good_steps = manifest["scale"], manifest["good_steps"]
     return manifest["step"]
-
-
-# Hugging Face's GPT-2 has Conv1D layers, whose weights are (in, out).
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-
-
-def read_weights(path, shapes, config):
-    """Check that a safetensors file has tensors of these {name: shape}, and return a function from
-    a name to the full tensor, on CPU. Reads model.safetensors of ours (against the manifest beside
-    it), of nanoGPT, and of Hugging Face's GPT-2. CheckpointError."""
-    path, entries = Path(path), tensorfile.read_header(path)
-    names = {n: n if n in entries else n.removeprefix("transformer.") for n in shapes}
-    probe = entries.get(names["transformer.h.0.attn.c_attn.weight"])
-    flipped = CONV1D if probe and probe.shape == (config.n_embd, 3 * config.n_embd) else ()
-    wanted = {names[name]: shape[::-1] if name.endswith(flipped) else shape
-              for name, shape in shapes.items()}
-    tensorfile.expect(path, entries, wanted, DTYPES)
-    if path.name == MODEL and path.with_name(MANIFEST).exists():
-        manifest = read_manifest(path.parent)
-        refuse_other(path, manifest, config)
-        for name in shapes:
-            checksum(entries[name], manifest["checksums"][MODEL][name])
-
-    def get(name):
-        entry = entries[names[name]]
-        with about(path, name), open(path, "rb") as file:
-            file.seek(entry.begin)
-            data = bytearray(file.read(entry.end - entry.begin))
-        tensor = torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
-        return tensor.t() if name.endswith(flipped) else tensor
-
-    return get

@@ -12,13 +12,11 @@ ranks end with the same bits. Two simpler ways, which the ring beats, end this f
     python collectives.py        a ring of 4 processes, hop by hop, and the bytes it takes
 """
 
-import sys
-
 import torch
 import torch.distributed as dist
 
 from group import Work, queued, wait_all
-from processes import demonstrate
+from processes import demonstrate, ranks_asked
 
 OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),  # ours, in place; the library's name
        "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}
@@ -297,4 +295,4 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    demonstrate(demo, dp=int(sys.argv[1]) if len(sys.argv) > 1 else 4)
+    demonstrate(demo, dp=ranks_asked(4))

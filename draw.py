@@ -209,16 +209,17 @@ def schedules_command():
     parser.add_argument("schedule", nargs="?", default="1f1b", help=", ".join(schedules.SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")
-    parser.add_argument("--chunks", type=int, default=1, metavar="v", help="stages per rank")
+    parser.add_argument("--chunks", type=int, metavar="v", help="stages per rank (interleaved: 2)")
     parser.add_argument("--costs", type=numbers, default=(1, 1, 1, 0), metavar="F,I,W,comm")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--compare", action="store_true", help="every schedule, one line each")
     output.add_argument("--json", action="store_true", help="print the figures only")
     output.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args()
-    P, m, wanted = args.P, args.m, {args.schedule: args.chunks}  # name -> chunks
+    chunks = args.chunks or (2 if args.schedule == "interleaved" else 1)
+    P, m, wanted = args.P, args.m, {args.schedule: chunks}  # name -> chunks
     if args.compare:
-        wanted = {**dict.fromkeys(schedules.SCHEDULES, 1), "interleaved": max(2, args.chunks)}
+        wanted = {**dict.fromkeys(schedules.SCHEDULES, 1), "interleaved": max(2, chunks)}
     for name, v in wanted.items():
         try:
             lists, where = schedules.make_schedule(name, P, m, v), schedules.placement(name, P, v)

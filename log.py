@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import sample
+from collectives import all_reduce
 from data.batches import load_tokenizer
 from hardware import DEVICES
 from mesh import grid
@@ -24,6 +25,14 @@ def is_before(line, step):
     with suppress(ValueError, KeyError, TypeError):
         return line.endswith("\n") and json.loads(line)["step"] < step
     return False
+
+
+def peak_of_process():
+    """Most bytes that this process has held. (ru_maxrss begins with its parent's.)"""
+    with suppress(OSError), open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
 
 
 class Log:
@@ -81,6 +90,10 @@ class Log:
                 self.say(f"train.py: --metrics {self.cfg.metrics}: {error.strerror}; the run goes "
                          "on without", file=sys.stderr)
 
+    def resumed(self, step, folder):
+        done = ", nothing left to do" if step == self.cfg.steps else ""
+        self.say(f"step {step:6d}  resumed from {folder}{done}")
+
     def checkpoint(self, step, folder):
         self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
         self.clock()
@@ -120,17 +133,18 @@ class Log:
         self.clock()
 
     def end(self, saved, agree):
-        """Note the last words, while the run is still there."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024
-        held = ""
+        """Note the last words, while the run is still there. Collective."""
+        world, held = self.trainer.mesh.world, ""
         if self.cuda:
-            peak = torch.cuda.max_memory_allocated()
             held = f" ({torch.cuda.max_memory_reserved() / 1e6:.0f} MB reserved)"
+        peaks = torch.zeros(world.size, dtype=torch.double, device=world.device)
+        peaks[world.rank] = torch.cuda.max_memory_allocated() if self.cuda else peak_of_process()
+        peaks = world.read(all_reduce(peaks, world))
         self.saved, self.agree = saved, agree
         self.ending = (f"model states: {self.trainer.optimizer.state_bytes()[1] / 1e6:.2f} MB on "
                        f"this rank measured; peak of the {'GPU' if self.cuda else 'process'} "
-                       f"{peak / 1e6:.0f} MB{held}\nreplicas {'agree' if agree else 'DISAGREE'}")
+                       f"{max(peaks) / 1e6:.0f} MB{held}, on rank {peaks.index(max(peaks))}\n"
+                       f"replicas {'agree' if agree else 'DISAGREE'}")
 
     def last_words(self):
         """After the other ranks have left: first a sample, out of the checkpoint just saved. It

@@ -136,6 +136,15 @@ def launch(size, grace=10):
     return int(max(*codes, any(codes)))  # killed by a signal, a code is negative
 
 
+def ranks_asked(default):
+    """The number on the command line of a demonstration."""
+    given = sys.argv[1:] or [str(default)]
+    if len(given) > 1 or not given[0].isdecimal() or not 0 < int(given[0]) <= 64:
+        print(f"{sys.argv[0]}: say how many ranks, 1 to 64", file=sys.stderr)
+        sys.exit(2)
+    return int(given[0])
+
+
 def _demonstrate(rank, fn, sizes, rendezvous):
     torch.set_num_threads(1)
     init(rank=rank, world_size=math.prod(sizes.values()), init_method=rendezvous)

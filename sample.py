@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import checkpoint
 from data.batches import load_tokenizer
 from model import GPT, GPTConfig, causal_attention
+from weights import read_weights
 
 
 def load_model(folder, device="cpu"):
@@ -26,7 +27,7 @@ def load_model(folder, device="cpu"):
     with torch.device("meta"):
         model = GPT(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
-    get = checkpoint.read_weights(Path(folder, checkpoint.MODEL), shapes, config)
+    get = read_weights(Path(folder, checkpoint.MODEL), shapes, config)
     model.to_empty(device=device)
     model.layers[-1].lm_head.weight = model.layers[0].wte.weight  # tied again
     for name, param in model.canonical_parameters():

@@ -43,6 +43,7 @@ import costs
 import ddp
 import draw
 import expert_parallel
+import export as export_file
 import hardware
 import here as here_file
 import memory
@@ -68,14 +69,15 @@ from model import GPTConfig, build, causal_attention
 from processes import init, shutdown
 from sequence_parallel import Crossing
 from shard import Shard, tag_whole
+from weights import CONV1D, read_weights
 
 # This file is imported where processes are forked from: CUDA is not to be touched there
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
-# All groups in NCCL's manner, on gloo, and every layout on queues:
-# IN_ORDER=1 python test_all.py -k "equal or collective or first_in_first_out"
+# All groups in NCCL's manner, on gloo: IN_ORDER=1 python test_all.py -k "equal or collective"
 IN_ORDER = True if os.environ.get("IN_ORDER") else None
+FULL = bool(os.environ.get("FULL"))  # what takes minutes: all layouts on queues, twenty kills
 
 
 # ---- the pool: 8 processes, each waits for a function to run as one rank of a world ----
@@ -809,12 +811,12 @@ def _step(rank, cfg, mesh):
 
 AXES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 1, "pp": 2, "cp": 2, "tp": 2, "sp": True},
         {"dp": 2, "ep": 2, "pp": 2, "cp": 2, "experts": 4})
-# Every second schedule and ZeRO stage with one of these; with IN_ORDER=1 every one with each
+# Every second schedule and ZeRO stage with one of these; with FULL=1 every one with each
 QUEUE_LAYOUTS = [{"schedule": name, "chunks": v, "zero": zero, **more}
                  for i, (name, v) in enumerate((("gpipe", 1), ("1f1b", 1), ("interleaved", 2),
                                                 ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)))
                  for zero in range(4) for j, more in enumerate(AXES)
-                 if IN_ORDER or ((i + zero) % 3 == j and (i + zero // 2) % 2)]
+                 if FULL or ((i + zero) % 3 == j and (i + zero // 2) % 2)]
 
 
 @pytest.mark.parametrize("flags", QUEUE_LAYOUTS, ids=lambda flags: " ".join(
@@ -2567,18 +2569,27 @@ def losses(log):
             map(json.loads, Path(log).read_text().splitlines())]
 
 
-def test_twenty_kills_and_the_trace_is_that_of_the_uninterrupted_run(corpus, tmp_path):
-    args = dict(dp=2, zero=2, steps=90, save_interval=2, keep=2)
-    whole = Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "whole.log", **args),
+STORM = [(8, {"zero": 2, "dp": 2}), (4, {"tp": 2, "sp": True}), (4, {"cp": 2, "zero": 3}),
+         (4, {"dp": 2, "ep": 2, "experts": 4, "zero": 3})]
+
+
+@pytest.mark.parametrize("kills,layout", STORM, ids=str)
+def test_twenty_kills_and_the_trace_is_that_of_the_uninterrupted_run(
+        corpus, tmp_path, kills, layout):
+    """Eight of them, and three times four; without FULL=1 half as many."""
+    kills //= 1 if FULL else 2
+    args = {"steps": 2 + 5 * kills, "save_interval": 2, "keep": 2, **layout}
+    sp = ["--sp"] if args.pop("sp", False) else []
+    whole = Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "whole.log", **args) + sp,
                 tmp_path)
     out, log = tmp_path / "killed", tmp_path / "killed.log"
     log.touch()
     assert whole.wait() == [0, 0], whole.read()
     rng, in_a_save = np.random.default_rng(1), 0
-    for kill in range(20):
-        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args), tmp_path)
+    for kill in range(kills):
+        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
         lines = log.read_bytes().count(b"\n") if kill else 0
-        more, pause = int(rng.integers(1, 5)), rng.uniform(0, 0.01)
+        more, pause = int(rng.integers(1, 4)), rng.uniform(0, 0.01)
         run.until(lambda run=run: "step " in run.read("stdout"))  # its log is open
         lines = min(lines, log.read_bytes().count(b"\n"))
         run.until(lambda n=lines + more: log.read_bytes().count(b"\n") >= n)
@@ -2591,13 +2602,14 @@ def test_twenty_kills_and_the_trace_is_that_of_the_uninterrupted_run(corpus, tmp
         in_a_save += any(out.glob("step-*.tmp"))
         assert -signal.SIGKILL in codes and not {0, 2} & set(codes), (codes, run.read())
         assert run.read().count("\n") <= 1 and "Traceback" not in run.read(), run.read()
-    assert in_a_save >= 3, in_a_save
-    last = Run(2, flags(corpus, out, metrics=log, resume="auto", **args), tmp_path)
+    assert in_a_save >= 1, in_a_save
+    last = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
     assert last.wait() == [0, 0], last.read()
     assert losses(log) == losses(tmp_path / "whole.log")
-    assert sorted(p.name for p in out.glob("step*")) == ["step-00000088", "step-00000090"]
+    end = f"step-{args['steps']:08d}"
+    assert max(p.name for p in out.glob("step*")) == end and len([*out.glob("step*")]) == 2
     for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
-        one, other = (tmp_path / run / "step-00000090" / name for run in ("whole", "killed"))
+        one, other = (tmp_path / run / end / name for run in ("whole", "killed"))
         assert one.read_bytes() == other.read_bytes()
 
 
@@ -2986,7 +2998,7 @@ def test_the_model_file_is_nanogpts_by_name_and_shape_and_opens_with_safetensors
     assert found == nanogpt_shapes(VOCAB, 8, 2, 8)
     tensors = pytest.importorskip("safetensors.torch").load_file(path)
     config = GPTConfig(VOCAB, 8, 2, 2, 8)
-    get = checkpoint.read_weights(path, {n: torch.Size(s) for n, s in found.items()}, config)
+    get = read_weights(path, {n: torch.Size(s) for n, s in found.items()}, config)
     assert all(torch.equal(tensors[name], get(name)) for name in found)
     assert torch.equal(tensors["lm_head.weight"], tensors["transformer.wte.weight"])
 
@@ -2997,7 +3009,7 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
         del tensors["lm_head.weight"]
         for name, (shape, data) in list(tensors.items()):
             del tensors[name]
-            if name.endswith(checkpoint.CONV1D):
+            if name.endswith(CONV1D):
                 data = np.frombuffer(data).reshape(shape).T.tobytes()
                 shape = shape[::-1]
             tensors[name.removeprefix("transformer.")] = shape, data
@@ -3012,6 +3024,55 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
     assert (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes() == ours.read_bytes()
     other = Run(1, flags(corpus, tmp_path / "o", n_embd=12, init_from=path), tmp_path)
     assert other.wait() == [2] and "wte.weight: F64 [67, 8], not " in other.read()
+
+
+def _untied(tensors):
+    shape, data = tensors["lm_head.weight"]
+    tensors["lm_head.weight"] = shape, data[::-1]
+
+
+OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothing
+    "compiled": (lambda tensors: [tensors.update({"_orig_mod." + name: tensors.pop(name)})
+                                  for name in list(tensors)], ""),
+    "head only": (lambda tensors: tensors.pop("transformer.wte.weight"), ""),
+    "untied": (_untied, "lm_head.weight is not transformer.wte.weight; this model ties them"),
+    "deeper": (lambda tensors: tensors.update({"transformer.h.2.ln_1.weight": tensors[
+        "transformer.ln_f.weight"]}), "has transformer.h.2.ln_1.weight, which a model of these"),
+    "no bias": (lambda tensors: tensors.pop("transformer.ln_f.bias"),
+                "tensor transformer.ln_f.bias: missing"),
+    "heads": (None, "config.json: its n_head is 4, here it is 2"),
+    "activation": (None, "config.json: its activation_function is relu, here it is gelu_new"),
+    "pickle": (None, "ckpt.pt: a pickle could run anything, so none is loaded"),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_weights_of_others_are_taken_or_refused_in_one_line(corpus, trained, tmp_path, how):
+    change, says = OTHERS[how]
+    ours = trained / "step-00000004" / checkpoint.MODEL
+    path = shutil.copy(ours, tmp_path / ("ckpt.pt" if how == "pickle" else "model.safetensors"))
+    if change:
+        rewrite(path, change)
+    elif how != "pickle":
+        value = {"heads": {"n_head": 4}, "activation": {"activation_function": "relu"}}[how]
+        (tmp_path / "config.json").write_text(json.dumps(value))
+    run = Run(1, flags(corpus, tmp_path / "out", steps=0, init_from=path), tmp_path)
+    assert run.wait() == [2 if says else 0] and says in run.read(), run.read()
+    assert run.read().count("\n") == bool(says)
+    if not says:
+        assert (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes() == ours.read_bytes()
+
+
+def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
+    export_file.export(trained / "step-00000004", tmp_path)
+    model = sample.load_model(trained / "step-00000004")
+    shapes = {name: p.shape for name, p in model.canonical_parameters()}
+    get = read_weights(tmp_path / "model.safetensors", shapes, model.config)
+    assert all(torch.equal(get(name), p.data) for name, p in model.canonical_parameters())
+    theirs = pytest.importorskip("transformers").GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert (theirs(ids).logits - model(ids)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("experts", [0, 4])

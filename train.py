@@ -16,7 +16,6 @@ import math
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
@@ -38,6 +37,7 @@ from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
 from tensor_parallel import parallelize
 from timeline import Tracer, report
+from weights import read_weights
 from zero import REDUCERS, Optimizer
 
 MAX_SKIPPED = 5  # steps in a row without a finite norm (float16: at scale 1): the run gives up
@@ -122,7 +122,7 @@ class Trainer:
             return lambda shard: shard.slice(
                 initial_value(shard.name, shard.shape, config, cfg.seed))
         with checkpoint.together(self.mesh.world):
-            given = checkpoint.read_weights(cfg.init_from, shapes, config)
+            given = read_weights(cfg.init_from, shapes, config)
         return lambda shard: shard.slice(given(shard.name))
 
     def own(self, batches):
@@ -212,13 +212,13 @@ def train(cfg, data, mesh):
     signals.on_signals(trainer.ask_to_stop)
     for group in mesh.groups.values():  # NCCL makes a communicator when it is first used: now
         barrier(group)
-    saved = None if cfg.resume == "no" else Path(cfg.resume)  # the last good checkpoint
+    saved = None if cfg.resume == "no" else cfg.resume  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
     if start > cfg.steps:
         raise checkpoint.CheckpointError(f"{saved}: is at step {start}, past --steps {cfg.steps}")
     log = Log(trainer, data, start)
     if saved:
-        log.say(f"step {start:6d}  resumed from {saved}")
+        log.resumed(start, saved)
 
     def save(step):
         nonlocal saved

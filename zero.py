@@ -14,6 +14,7 @@ ZeRO, arXiv 1910.02054.
 """
 
 import argparse
+import math
 
 import torch
 
@@ -235,10 +236,12 @@ class Optimizer:
 
     def finite(self):
         """Whether all of this rank's weights and moments are numbers."""
-        states = [self.adam.state[master] for _, master, _ in self.owned]
-        held = [bucket.master for bucket in self.reducer.buckets]
-        held += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq") if state]
-        return all(x.isfinite().all() for x in held)
+        held = [master.detach() for _, master, _ in self.owned]
+        for _, master, _ in self.owned:
+            state = self.adam.state[master]
+            held += [state[name] for name in ("exp_avg", "exp_avg_sq") if state]
+        norms = torch._foreach_norm(held, math.inf) if held else []  # without a copy of anything
+        return not norms or bool(torch.stack(norms).isfinite().all())
 
     def state_bytes(self):
         """Bytes of the model states on this rank: (by the formula, as the live storages have it).
@@ -268,6 +271,8 @@ def main():
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
     parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
     args = parser.parse_args()
+    if not (0 < args.parameters < 1e18 and 0 < args.gpu_gb < 1e18):
+        parser.error("parameters and --gpu-gb must be above 0")
     print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "
           f"Adam; * fits into {args.gpu_gb:g} GB")
     print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(z):>14}" for z in range(4)))

@@ -20,6 +20,8 @@ from schema import META, conform, read_json
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder; without a meta.json (nanoGPT's own), GPT-2's."""
     path, ranks, meta = Path(folder, "meta.json"), BYTES, {}
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder of prepared data")
     if path.exists():
         meta = conform(read_json(path.read_bytes()), META)
     kind = meta.get("tokenizer", "gpt2")
@@ -41,6 +43,7 @@ class Data:
             self.folder = Path(__file__).parent / cfg.data
         meta = self.folder / "meta.json"
         if named and not meta.exists() and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"preparing {cfg.data} as a corpus, once", flush=True)
             prepare((cfg.data,), self.folder)
         deadline = time.time() + 300
         while named and not meta.exists() and time.time() < deadline:  # another process prepares

@@ -1,0 +1,53 @@
+"""A checkpoint as a folder that Hugging Face's GPT2LMHeadModel.from_pretrained opens: four weights
+of a block are transposed (its Conv1D), the tied lm_head is left out, and config.json says the rest.
+
+    python export.py --out out --to gpt2-folder
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import checkpoint
+import sample
+import tensorfile
+from weights import CONV1D
+
+
+def export(folder, to):
+    """Writes model.safetensors, in float32, and config.json. ValueError."""
+    model = sample.load_model(folder)
+    config = model.config
+    if config.n_experts:
+        raise ValueError(f"{folder}: GPT-2 has no experts")
+    tensors = {name.removeprefix("transformer."): (
+        param.data.t() if name.endswith(CONV1D) else param.data).contiguous()
+        for name, param in model.canonical_parameters()}
+    head, _ = tensorfile.make_header({name: x.shape for name, x in tensors.items()}, "F32")
+    to.mkdir(parents=True, exist_ok=True)
+    with open(to / "model.safetensors", "wb") as file:
+        file.write(head)
+        for x in tensors.values():
+            file.write(x.numpy().tobytes())
+    (to / "config.json").write_text(json.dumps({
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": config.n_layer,
+        "n_head": config.n_head, "n_embd": config.n_embd, "n_positions": config.block_size,
+        "n_ctx": config.block_size, "vocab_size": config.vocab_size,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True}, indent=1))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--to", required=True, help="the folder to write")
+    args = parser.parse_args()
+    try:
+        export(checkpoint.find(args.out), Path(args.to))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"export.py: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
