@@ -1521,18 +1521,27 @@ def test_a_columns_messages_overlap_with_its_backward(corpus):
 def test_the_next_keys_are_under_way_while_attention_computes(long_corpus):
     cfg = config(long_corpus, cp=3, block_size=960, batch_size=1, microbatches=1, dtype="float32",
                  n_embd=96, n_head=4)
-    for events, *_ in pool(3, _overlap, cfg):
-        for kind, messages in (("F", 2), ("B", 4)):
-            start, end = next(e[2:4] for e in events if e[0] == kind)
-            computing = [e for e in events if e[0] == "attention" and start < e[2] < end]
-            passing = [e for e in events if e[0] == "pass on" and start < e[2] < end]
-            assert len(computing) == 3 * cfg.n_layer and len(passing) == messages * cfg.n_layer
-            assert all(e[1] == "main" for e in computing)
-            assert all(e[1].startswith("ring-cp") for e in passing)
-            # three ranks on two cores: a thread may come late, so not every one is seen to overlap
-            together = [a for a in computing if a[4]["hop"] < 2 and any(
-                p[2] < a[3] and p[3] > a[2] for p in passing)]
-            assert len(together) >= cfg.n_layer, (kind, len(together))
+    for _ in range(3):  # on a busy machine one trace may show few
+        if all([_passing(cfg, events) for events, *_ in pool(3, _overlap, cfg)]):
+            return
+    pytest.fail("no message was under way in half of the hops, in three traces")
+
+
+def _passing(cfg, events):
+    """Whether messages go on beside attention in half of the hops, forward and backward."""
+    seen = []
+    for kind, messages in (("F", 2), ("B", 4)):
+        start, end = next(e[2:4] for e in events if e[0] == kind)
+        computing = [e for e in events if e[0] == "attention" and start < e[2] < end]
+        passing = [e for e in events if e[0] == "pass on" and start < e[2] < end]
+        assert len(computing) == 3 * cfg.n_layer and len(passing) == messages * cfg.n_layer
+        assert all(e[1] == "main" for e in computing)
+        assert all(e[1].startswith("ring-cp") for e in passing)
+        # three ranks on two cores: a thread may come late, so not every one is seen to overlap
+        together = [a for a in computing if a[4]["hop"] < 2 and any(
+            p[2] < a[3] and p[3] > a[2] for p in passing)]
+        seen.append(len(together) >= cfg.n_layer)
+    return all(seen)
 
 
 # ---- experts ----
@@ -2651,6 +2660,42 @@ def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
     _, said = run.communicate(timeout=20)
     assert run.returncode == 128 + signal.SIGTERM and gone(ranks, 1)
     assert said == "train.py: stopped by SIGTERM before the first step\n"
+
+
+@pytest.mark.skipif(not FULL, reason="FULL=1: takes minutes")
+@pytest.mark.parametrize("agent", [False, True], ids=["launcher", "torchrun's agent"])
+def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
+    """At random moments. All ranks are gone soon, and the run goes on to the same trace."""
+    args = dict(dp=2, zero=1, steps=400, save_interval=2, keep=2, n_embd=32)
+    assert Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "want", **args),
+               tmp_path).wait() == [0, 0]
+    argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto", **args)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
+    rng, slowest, env = np.random.default_rng(3), 0.0, {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start():
+        return subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
+                                env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    for _ in range(10):
+        run = start()
+        for line in run.stdout:
+            if line.startswith("step") and "loss" in line:
+                break
+        ranks = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)
+        ranks = list(map(int, ranks.stdout.split()))
+        assert len(ranks) == 2
+        time.sleep(rng.uniform(0, 0.1))
+        run.kill()
+        began = time.time()
+        assert gone(ranks, 10), "orphans"
+        slowest = max(slowest, time.time() - began)
+        run.communicate()
+    print(f"ranks were gone within {slowest:.2f} s")
+    run = start()
+    said = run.communicate()
+    assert run.returncode == 0, said
+    assert losses(tmp_path / "log") == losses(tmp_path / "want")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
