@@ -88,10 +88,13 @@ def skip(folder):
 
 
 def complete(out):
-    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written."""
+    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. One
+    that was about to be replaced (put_in_place) counts until the other has its name."""
     found = []
     for folder in Path(out).glob("step-*"):
-        if re.fullmatch(r"step-\d{8,}", folder.name) and (folder / MANIFEST).exists():
+        name = folder.name.removesuffix(".old.tmp")
+        there = name == folder.name or not Path(out, name).exists()
+        if re.fullmatch(r"step-\d{8,}", name) and there and (folder / MANIFEST).exists():
             try:
                 found.append((read_manifest(folder)["number"], folder))
             except CheckpointError:
@@ -117,8 +120,9 @@ def tidy(out, keep=0):
     whole = [folder for _, folder in complete(out)]
     for folder in Path(out).glob("step-*"):
         rest = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
+        old = folder in whole[: len(whole) - keep if keep else 0]
         if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", folder.name) and (
-                rest or folder in whole[: len(whole) - keep if keep else 0]):
+                old or rest and folder not in whole):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: half deleted, it is not complete
             shutil.rmtree(folder)
 
