@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from group import naming
 from mesh import Mesh
-from signals import PARENT, STOPS, end_with_parent
+from signals import PARENT, STOPS, end_with_parent, listens
 
 PEER = re.compile(r"(?:from|to) rank (\d+)")  # in the text of a CommunicationError
 
@@ -119,7 +119,7 @@ def launch(size, grace=10):
                               env={**env, "RANK": str(r), "LOCAL_RANK": str(r)})
              for r in range(size)]  # sessions of their own: Ctrl-C reaches them once, from here
     for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if listens(number):
             signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     deadline = math.inf

@@ -19,6 +19,11 @@ def speaks():
     return alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0")
 
 
+def listens(number):
+    """Not to the end of its terminal, if nohup has said so."""
+    return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+
+
 def end(text, code):
     """One line, from one process of a machine; and this process is gone, whatever it waits for."""
     with suppress(OSError):  # its terminal may have gone
@@ -31,7 +36,7 @@ def before_training():
     """A signal before on_signals ends the process with one line. Ranks end with their parent:
     torchrun's agent, or train.py's launcher. (A run without ranks outlives its shell.)"""
     for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+        if listens(number):
             signal.signal(number, lambda number, _: end(
                 f"stopped by {signal.Signals(number).name} before the first step", 128 + number))
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show
@@ -61,7 +66,7 @@ def on_signals(ask_to_stop):
         signal.signal(number, signal.SIG_DFL)
 
     for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if listens(number):
             signal.signal(number, ask)
 
 

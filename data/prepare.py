@@ -165,7 +165,8 @@ def write_whole(out, files):
             for name in files:
                 os.replace(Path(tmp, name), out / name)
     except OSError as e:
-        raise ValueError(f"{out}: cannot be written ({e.strerror}); name another --out") from e
+        raise ValueError(f"{out}: cannot be written ({e.strerror}); python data/prepare.py --out "
+                         "FOLDER prepares it elsewhere") from e
 
 
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
