@@ -493,7 +493,7 @@ LAYOUTS = [  # dp, tp, pp, schedule, microbatches
 ]
 
 
-@pytest.mark.parametrize("dp,tp,pp,schedule,m", LAYOUTS)
+@pytest.mark.parametrize("dp,tp,pp,schedule,m", two_thirds(LAYOUTS))
 def test_layout_equals_one_process(corpus, dp, tp, pp, schedule, m):
     equals_one_process(corpus, dp=dp, tp=tp, pp=pp, schedule=schedule, microbatches=m)
 
@@ -513,7 +513,7 @@ SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero, n_layer
 ]
 
 
-@pytest.mark.parametrize("schedule,chunks,dp,tp,pp,m,zero,n_layer", SCHEDULE_LAYOUTS)
+@pytest.mark.parametrize("schedule,chunks,dp,tp,pp,m,zero,n_layer", two_thirds(SCHEDULE_LAYOUTS))
 def test_schedule_equals_one_process(corpus, schedule, chunks, dp, tp, pp, m, zero, n_layer):
     equals_one_process(corpus, schedule=schedule, chunks=chunks, dp=dp, tp=tp, pp=pp,
                        microbatches=m, zero=zero, n_layer=n_layer, recompute=zero == 3)
@@ -529,7 +529,7 @@ ZERO_LAYOUTS = [  # zero, dp, tp, pp, microbatches, recompute
 ]
 
 
-@pytest.mark.parametrize("zero,dp,tp,pp,m,recompute", ZERO_LAYOUTS)
+@pytest.mark.parametrize("zero,dp,tp,pp,m,recompute", two_thirds(ZERO_LAYOUTS))
 def test_zero_equals_one_process(corpus, zero, dp, tp, pp, m, recompute):
     odd = {"n_embd": 25, "n_head": 5} if tp == 1 else {}  # D divides few of these layers' sizes
     equals_one_process(corpus, zero=zero, dp=dp, tp=tp, pp=pp, microbatches=m,
@@ -2377,6 +2377,7 @@ def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatc
         check(config(corpus, dp=2, device="cuda"), 2)
 
 
+@needs_minutes
 def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     runs = [command("train.py", "--dp", 3, "--data", corpus, env={
         "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
@@ -3181,6 +3182,7 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
         assert run.read("stdout").endswith("replicas agree\n") and "sample:" in run.read("stdout")
 
 
+@needs_minutes
 def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path):
     log = tmp_path / "log"
     argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, keep=1, resume="auto",
