@@ -152,7 +152,7 @@ def reduce_scatter(tensor, group, op="sum"):
     ranks, the others partial sums. Backward of all_gather. Sends (N-1)/N of the bytes."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group)
-        group.library("reduce_scatter", own, tensor.view(-1), OPS[op][1])
+        group.run_native("reduce_scatter", own, tensor.view(-1), OPS[op][1])
     else:
         ring(tensor, group, op, range(group.size - 1))
 
@@ -163,7 +163,7 @@ def all_gather(tensor, group):
     reduce_scatter. Sends (N-1)/N of the bytes."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group).clone()
-        group.library("all_gather", tensor.view(-1), own)
+        group.run_native("all_gather", tensor.view(-1), own)
     else:
         ring(tensor, group, "sum", range(group.size - 1, 2 * group.size - 2))
 
@@ -171,7 +171,7 @@ def all_gather(tensor, group):
 @queued
 def _all_reduce(tensor, group, op):
     if group.native:
-        group.library("all_reduce", tensor, OPS[op][1])
+        group.run_native("all_reduce", tensor, OPS[op][1])
     elif few_hops(tensor, group):
         butterfly(tensor, group, op).wait()
     else:

@@ -137,7 +137,7 @@ class Group:
             self.posted.extend((what, partial(seen, work)) for work in works)
         return Work([work.wait for work in works], what)
 
-    def library(self, name, *args):
+    def run_native(self, name, *args):
         """One of the library's own collectives, waited for. On CUDA by the current stream: a Work
         would keep its tensors until it is looked at."""
         def post():

@@ -505,10 +505,11 @@ SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero, n_layer
     ("interleaved", 2, 1, 1, 1, 3, 2, 5),
     *((name, 1, 1, 1, P, m, 0, 5) for name in ("zb-h1", "zb-h2")
       for P, m in ((2, 1), (3, 3), (4, 9))),
-    *((name, 1, 2, 2, 2, 3, zero, 5) for name, zero in (("zb-h1", 2), ("zb-h2", 3))),
+    *((name, 1, 2, 2, 2, 3, zero, 5)
+      for name, zero in (("zb-h1", 2), ("zb-h2", 3), *[("zb-h1", 0)] * FULL)),
     ("zb-h1", 1, 3, 1, 2, 4, 1, 5), ("zb-h1", 1, 1, 1, 1, 4, 0, 5),
     *(("zb-v", 2, 1, 1, P, m, 0, n) for P, m, n in ((2, 1, 5), (2, 4, 5), (3, 6, 5), (4, 9, 6))),
-    *(("zb-v", 2, 2, T, 2, 3, zero, 5) for T, zero in ((2, 2), (1, 3))),
+    *(("zb-v", 2, 2, T, 2, 3, zero, 5) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
     ("zb-v", 2, 1, 1, 1, 2, 3, 5),
 ]
 
@@ -927,7 +928,8 @@ def _memory(rank, cfg):
 
 
 @pytest.mark.parametrize("dtype,schedule,recompute", [
-    ("float32", "1f1b", False), ("bfloat16", "1f1b", True), ("float32", "zb-h1", False)])
+    ("float32", "1f1b", False), ("bfloat16", "1f1b", True), ("float32", "zb-h1", False),
+    *[("float32", "1f1b", True), ("bfloat16", "1f1b", False)] * FULL])
 def test_memory_held_is_the_formula_and_the_peak_what_the_stage_allows(
         corpus, dtype, schedule, recompute):
     """Wide and short, so that weights and gradients outweigh activations. 125: there is padding."""
@@ -1100,8 +1102,9 @@ def _losses(rank, cfg):
     return losses
 
 
-@pytest.mark.parametrize("flags", [{"dp": 2, "zero": 3, "tp": 2}, {"pp": 4}, {"cp": 4},
-                                   {"tp": 4, "sp": True}], ids=str)
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "zero": 3, "tp": 2}, {"pp": 4}, {"cp": 4}, {"tp": 4, "sp": True},
+    *[{"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "zero": 2, "tp": 2}] * FULL], ids=str)
 def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
     """bfloat16 keeps 8 bits: a rounding is off by up to 2^-9 of the value, and layouts round
     partial sums in other places. The loss is a mean over 288 tokens, in which these errors mostly
@@ -1271,7 +1274,7 @@ def test_bytes_sent_equal_the_formulas(corpus):
 # ---- split sequences ----
 
 SEQUENCES = [
-    {"dp": 4, "tp": 2, "sp": True, "microbatches": 3},
+    {"dp": 4, "tp": 2, "sp": True, "microbatches": 9 if FULL else 3},  # 9: one sequence
     {"tp": 3, "sp": True, "block_size": 24, "microbatches": 2},
     {"cp": 2}, {"cp": 3, "block_size": 24, "microbatches": 3}, {"cp": 4},  # chunks of one token
     {"cp": 2, "cp_attention": "all-to-all", "recompute": True},
@@ -1571,6 +1574,8 @@ EXPERTS = [
     {"cp": 2, "experts": 4, "cp_attention": "all-to-all", "zero": 1},
     {"experts": 4, "microbatches": 3}, {"tp": 3, "experts": 3, "top_k": 3},
     {"dp": 2, "ep": 2, "tp": 2, "cp": 2, "experts": 4, "top_k": 4},
+    *[{"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
+      {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3}] * FULL,
 ]
 
 
@@ -1789,7 +1794,7 @@ def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
 
 
 def _cases():
-    for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 33)):
+    for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 33, *[9, 64] * FULL)):
         for name in schedules.SCHEDULES:
             for v in (1, 2, 3, 4) if name == "interleaved" and m % P == 0 else (1,):
                 if name != "interleaved" or m % P == 0:
@@ -2052,7 +2057,7 @@ def test_stages_are_cut_by_cost():
 
 def test_published_runs_are_predicted_within_10_percent():
     for run in published.RUNS:
-        if run.gpus > 2000 and run.layout.pp > 16:
+        if run.gpus > 2000 and run.layout.pp > 16 and not FULL:
             continue  # seconds each: plan.py --published has all
         value, _ = published.predict(run)
         assert abs(value / run.value - 1) < 0.1, run
@@ -2463,7 +2468,8 @@ WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp
 
 
 @pytest.mark.parametrize("dtype,experts,walk", [
-    ("float64", 0, WALK[1::2]), ("bfloat16", 0, WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
+    ("float64", 0, WALK if FULL else WALK[1::2]),
+    ("bfloat16", 0, WALK if FULL else WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
     ids=["float64", "bfloat16", "experts"])
 def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
     """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
