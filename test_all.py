@@ -2408,6 +2408,22 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
             assert math.isclose(one[key], four[key], rel_tol=1e-10), (key, one, four)
 
 
+def test_the_next_batch_is_read_while_this_one_is_computed(corpus):
+    cfg, mesh, asked = config(corpus, microbatches=2, steps=3), Mesh(dp=1), []
+    data = Data(cfg)
+    training = data.training
+    data.training = lambda cfg, step, mesh: (asked.append(step), training(cfg, step, mesh))[1]
+    batches = data.ahead(cfg, mesh, 0)
+    for step in range(3):
+        for (ids, targets), (want, shifted) in zip(batches(step), training(cfg, step, mesh),
+                                                   strict=True):
+            assert torch.equal(ids, want) and torch.equal(targets, shifted)
+        deadline = time.time() + 10
+        while len(asked) < min(step + 2, 3) and time.time() < deadline:
+            time.sleep(0.001)
+        assert asked == [*range(min(step + 2, 3))]  # and nobody has asked for the next one yet
+
+
 def test_prepare_splits_learns_and_decodes_to_the_same_text(tmp_path):
     text = "".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(400))
     (tmp_path / "corpus.txt").write_text(text)
