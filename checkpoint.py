@@ -241,12 +241,15 @@ def save(trainer, step, data_folder=""):
 @torch.no_grad()
 def load(trainer, folder):
     """Give every rank its slices of a checkpoint of any layout; returns the steps it has done.
-    CheckpointError, on every rank and before anything is changed, if it is damaged or of another
-    model or dtype. Each rank verifies its share of the checksums."""
+    CheckpointError, on every rank and before anything is changed, if it is damaged, past --steps
+    or of another model or dtype. Each rank verifies its share of the checksums."""
     world, entries = trainer.mesh.world, {}
     with together(world):
         manifest = read_manifest(folder)
         refuse_other(folder, manifest, trainer.model_config)
+        if manifest["step"] > trainer.cfg.steps:
+            raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps "
+                                  f"{trainer.cfg.steps}")
         for path, code, shapes in plan(trainer, folder):
             entries |= tensorfile.expect(path, tensorfile.read_header(path), shapes, [code])
         for entry in list(entries.values())[world.rank :: world.size]:

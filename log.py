@@ -72,13 +72,13 @@ class Log:
         self.say(f"model states: {states / 1e6:.2f} MB per rank predicted, {states / held:.4g} "
                  "bytes for each of its parameters")
 
-    def say(self, text, **options):
+    def say(self, text, file=None):
         if not self.silent:
             try:
-                print(text, **options, flush=True)
+                print(text, file=file or sys.stdout, flush=True)
             except OSError:  # nobody reads any more; the run goes on
-                self.silent = True
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                self.silent = self.silent or file is None
+                os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
 
     def write(self, **record):
         if self.metrics:  # JSON has no nan and no infinity
@@ -93,6 +93,10 @@ class Log:
     def resumed(self, step, folder):
         done = ", nothing left to do" if step == self.cfg.steps else ""
         self.say(f"step {step:6d}  resumed from {folder}{done}")
+
+    def not_finite(self, steps, step, saved):
+        self.say(f"train.py: loss or gradient norm was not finite for {steps} steps up to step "
+                 f"{step}; last good checkpoint: {saved or 'none'}", file=sys.stderr)
 
     def checkpoint(self, step, folder):
         self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")

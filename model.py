@@ -177,6 +177,9 @@ def extra_loss(layers):
     return sum(mlp.balance_weight * mlp.balance for mlp in routed) if routed else None
 
 
+ABSENT = -1  # a target that does not count
+
+
 class CrossEntropy(nn.Module):
     def __init__(self, vocab_size):
         super().__init__()
@@ -184,7 +187,8 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits, targets):  # (B, S, V), (B, S) -> sum over the tokens
         wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in 32 bits
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum",
+                               ignore_index=ABSENT)
 
 
 class Head(nn.Module):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from collectives import all_reduce, own_chunk
 from group import Group
-from model import GPTConfig, build
+from model import ABSENT, GPTConfig, build
 from processes import demonstrate, report_difference
 from sequence_parallel import Crossing, Leave
 from shard import bounds, tag_whole
@@ -190,10 +190,10 @@ class VocabCrossEntropyFunction(torch.autograd.Function):
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
         softmax = shifted.exp_()
         sums, picked = all_reduce(torch.stack([softmax.sum(-1), picked]), group)  # (B, S) each
-        softmax.div_(sums.unsqueeze(-1))
+        ctx.dtype, absent = logits.dtype, targets == ABSENT  # which has neither loss nor gradient
+        softmax.div_(sums.masked_fill(absent, torch.inf).unsqueeze(-1))
         ctx.save_for_backward(softmax, local, outside)
-        ctx.dtype = logits.dtype
-        return (sums.log() - picked).sum()
+        return (sums.log() - picked).masked_fill(absent, 0).sum()
 
     @staticmethod
     def backward(ctx, grad):  # softmax - onehot(target)

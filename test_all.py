@@ -35,6 +35,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import checkpoint
 import collectives as c
@@ -446,6 +447,8 @@ def assemble(per_rank):
 
 
 def close(got, want, what):
+    """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
+    got, want = (torch.as_tensor(x, dtype=torch.double) for x in (got, want))
     error, size = (got - want).norm().item(), want.norm().item()
     # a gradient that is zero in exact arithmetic (attention's key bias) is compared absolutely
     assert error <= TOLERANCE * max(size, 1e-3), f"{what}: off by {error:.1e} of {size:.1e}"
@@ -459,10 +462,8 @@ def same_model(cfg):
 def matches(cfg, got, step, kinds, want):
     """AssertionError unless what all ranks have of a step is what one process has."""
     for trace in got:
-        close(torch.tensor(trace[step]["loss"]), torch.tensor(want[step]["loss"]), "loss")
-        close(torch.tensor(trace[step]["norm"]), torch.tensor(want[step]["norm"]), "norm")
-        if cfg.experts:
-            close(*(torch.tensor(x[step]["balance"]) for x in (trace, want)), "balance")
+        for name in ("loss", "norm", *["balance"] * bool(cfg.experts)):
+            close(trace[step][name], want[step][name], name)
     for kind in kinds:
         full = assemble([trace[step][kind] for trace in got])
         assert full.keys() == want[step][kind].keys()
@@ -1317,19 +1318,31 @@ def test_the_plain_ring_attention_gives_the_same(corpus, flags):
 
 
 def _validation(rank, cfg):
-    mesh = mesh_of(cfg)
-    return train.Trainer(cfg, mesh, VOCAB).validation_loss(Data(cfg), 2)
+    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    return [trainer.validation_loss(data, batches) for batches in (1, 9, None)]
 
 
-def test_validation_is_the_same_with_split_sequences(corpus):
-    for experts, flags in ((0, {"cp": 4, "dp": 2, "zero": 3}),
-                           (0, {"cp": 2, "pp": 2, "schedule": "zb-v", "chunks": 2,
-                                "microbatches": 3, "cp_attention": "all-to-all"}),
-                           (4, {"cp": 2, "tp": 2, "sp": True, "dp": 2, "ep": 2})):
-        one, = pool(1, _validation, config(corpus, microbatches=1, experts=experts))
-        cfg = config(corpus, **{"microbatches": 2, "experts": experts, **flags})
-        for loss in pool(check(cfg, 1), _validation, cfg):
-            close(torch.tensor(loss), torch.tensor(one), str(flags))
+VALIDATIONS = [(0, {"microbatches": 1}), (0, {"cp": 4, "dp": 2, "zero": 3}),
+               (0, {"cp": 2, "pp": 2, "schedule": "zb-v", "chunks": 2, "microbatches": 3,
+                    "cp_attention": "all-to-all"}),
+               (0, {"dp": 3, "tp": 2, "microbatches": 4}),  # one rank's last batch is empty
+               (4, {"cp": 2, "tp": 2, "sp": True, "dp": 2, "ep": 2})]
+
+
+@pytest.mark.parametrize("experts,flags", VALIDATIONS, ids=str)
+def test_validation_takes_each_window_once(corpus, experts, flags):
+    """87 windows, 36 in a batch, the first batch alone and all of them."""
+    val = torch.from_numpy(np.fromfile(f"{corpus}/val.bin", "<u2").astype(np.int64))
+    cfg = config(corpus, **{"microbatches": 2, "experts": experts, **flags})
+    shape = GPTConfig(VOCAB, **SHAPE, n_experts=experts, top_k=cfg.top_k)
+    model, S = build(shape, cfg.seed, torch.double), cfg.block_size
+    with torch.no_grad():
+        each = [F.cross_entropy(model(val[i : i + S].view(1, S))[0], val[i + 1 : i + S + 1])
+                for i in range(0, len(val) - S, S)]
+    assert len(each) == 87
+    want = [sum(each[:36]) / 36, sum(each) / 87, sum(each) / 87]
+    for losses in pool(check(cfg, 1), _validation, cfg):
+        close(losses, torch.stack(want), str(flags))
 
 
 def _rounding(rank, C):
@@ -2510,7 +2523,7 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dt
                     assert torch.equal(loaded[name], value), (layout, kind, name)
         last = {kind: assemble([rank[2][0][kind] for rank in got]) for kind in got[0][2][0]}
         if dtype == "float64":
-            close(torch.tensor(got[0][1]), torch.tensor(want[i]["loss"]), f"loss {layout}")
+            close(got[0][1], want[i]["loss"], f"loss {layout}")
 
 
 def _growth(rank, cfg):
@@ -3066,7 +3079,7 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
         alone = Config(**{**vars(cfg), "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0,
                           "schedule": "1f1b", "chunks": 1, "microbatches": 1, "recompute": False})
         for pair in got:
-            close(torch.tensor(pair), torch.tensor(pool(1, _one_step, alone)[0]), str(cfg))
+            close(pair, pool(1, _one_step, alone)[0], str(cfg))
 
 
 def nanogpt_shapes(V, S, L, C):
@@ -3202,6 +3215,9 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
         run = Run(2, argv, tmp_path)
         assert run.wait() == [0, 0], run.read()
         assert run.read("stdout").endswith("replicas agree\n") and "sample:" in run.read("stdout")
+    run = Run(2, [*argv, "--steps", 3], tmp_path)
+    assert run.wait() == [2, 2]
+    assert run.read().endswith("step-00000004: is at step 4, past --steps 3\n"), run.read()
 
 
 @needs_minutes
@@ -3263,7 +3279,7 @@ def test_cuda_saves_and_resumes_anywhere(corpus, tmp_path):
     (folder, *want), *_ = pool(check_layout(gpu, 1), _saved, gpu, "", False)
     for cfg in (gpu, config(corpus), config(corpus, device="cuda")):
         got = pool(check_layout(cfg, 1), _saved, cfg, folder, True)[0][1:]
-        close(torch.tensor(got), torch.tensor(want), "loss and norm")
+        close(got, want, "loss and norm")
 
 
 def _reserved(rank, cfg):

@@ -165,12 +165,12 @@ class Trainer:
             if self.good_steps % 1000 == 0:  # 0: an overflow, halve; after 1000 good ones double
                 self.scale = max(1.0, self.scale * (2.0 if self.good_steps else 0.5))
 
-    def validation_loss(self, data, batches):
-        """Mean loss over the first `batches` batches of the validation windows, on every rank."""
-        loss = sum(self.loss(self.forwards, data.validation(self.cfg, i, self.mesh))
-                   for i in range(batches))
-        loss = loss.view(1) / self.mesh.sizes["tp"]
-        return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0] / batches
+    def validation_loss(self, data, batches=None):
+        """Mean loss over all validation windows, or the first batches of them, on every rank."""
+        windows, batches = data.validation(self.cfg, self.mesh, batches)
+        loss = sum(self.loss(self.forwards, batch) for batch in batches).view(1)
+        loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
+        return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0]
 
     def replicas_agree(self):
         """Whether every weight that several ranks hold has the same bits on all of them."""
@@ -214,8 +214,6 @@ def train(cfg, data, mesh):
         barrier(group)
     saved = None if cfg.resume == "no" else cfg.resume  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
-    if start > cfg.steps:
-        raise checkpoint.CheckpointError(f"{saved}: is at step {start}, past --steps {cfg.steps}")
     log = Log(trainer, data, start)
     if saved:
         log.resumed(start, saved)
@@ -246,8 +244,7 @@ def train(cfg, data, mesh):
         done = step + 1
         log.step(step, loss, norm, lr)
         if skipped == MAX_SKIPPED:
-            log.say(f"train.py: loss or gradient norm was not finite for {skipped} steps up to "
-                    f"step {step}; last good checkpoint: {saved or 'none'}", file=sys.stderr)
+            log.not_finite(skipped, step, saved)
             return False, log
         if trainer.stopping:
             break
@@ -260,9 +257,7 @@ def train(cfg, data, mesh):
     if tracer and tracer.events:
         log.say(report(cfg.trace, tracer, mesh, trainer.lists, trainer.where))
     if cfg.eval_interval:
-        windows = (len(data.val) - 1) // cfg.block_size
-        log.validation(cfg.steps, trainer.validation_loss(
-            data, max(1, windows // cfg.batch_size)), last=True)
+        log.validation(cfg.steps, trainer.validation_loss(data), last=True)
     agree = trainer.replicas_agree()
     log.end(saved, agree)
     return bool(agree and good), log

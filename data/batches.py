@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from data.prepare import BYTES, PATTERN, make_encoding, prepare
+from model import ABSENT
 from schema import META, conform, read_json
 
 
@@ -120,20 +121,27 @@ class Data:
                 digest.update(tokens[start : start + (1 << 15)].tobytes())
         return digest.digest()
 
-    def validation(self, cfg, i, mesh):
-        """Batch i of consecutive windows; they begin anew where val.bin ends."""
+    def validation(self, cfg, mesh, batches=None):
+        """The windows of val.bin side by side, or the first `batches` batches of them: how many
+        they are, and their batches. The last one is filled up with windows that do not count."""
         windows = (len(self.val) - 1) // self.block
-        starts = (np.arange(cfg.batch_size) + i * cfg.batch_size) % windows * self.block
-        return self.batch(cfg, self.val, starts, mesh)
+        windows = min(windows, (batches or windows) * cfg.batch_size)
+        starts = np.full((-(-windows // cfg.batch_size), cfg.batch_size), ABSENT)
+        starts.flat[:windows] = np.arange(windows) * self.block
+        return windows, (self.batch(cfg, self.val, row, mesh) for row in starts)
 
     def batch(self, cfg, tokens, starts, mesh):
-        """This data rank's microbatches of the windows of `tokens` that begin at `starts`."""
+        """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
+        window is ABSENT, so are its targets, which the loss leaves out."""
         (index, number), microbatches = mesh.place("dp", "ep"), []
         for part in np.split(np.split(starts, number)[index], cfg.microbatches):
-            rows = np.stack([tokens[s : s + self.block + 1] for s in part]).astype(np.int64)
+            rows = np.full((len(part), self.block + 1), ABSENT)
+            for row, start in zip(rows, part, strict=True):
+                if start != ABSENT:
+                    row[:] = tokens[start : start + self.block + 1]
             self.check_ids(rows, self.folder)
             rows = torch.from_numpy(rows)
             if mesh.device.type == "cuda":
                 rows = rows.pin_memory().to(mesh.device, non_blocking=True)
-            microbatches.append((rows[:, :-1], rows[:, 1:]))
+            microbatches.append((rows[:, :-1].clamp(min=0), rows[:, 1:]))
         return microbatches
