@@ -2265,6 +2265,16 @@ def command(*args, env=None, timeout=120):
                           timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
 
 
+def one_line(main, argv, capsys, monkeypatch):
+    """What a command says, run in this process, that ends with one line and exit code 2."""
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
 FORGED = {  # meta.json: a text, or what is put into a sound one
     "meta": "{}", "deep": "[" * 100_000, "list": "[1]", "binary": "\\x00\u2028",
     "twice": '{"vocab_size": 67, "vocab_size": 68}', "huge": {"vocab_size": 10**12},
@@ -2348,12 +2358,8 @@ def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, ca
     else:
         flags += f" --data {corpus}"
     base = f"train.py --device cpu --block-size 8 --out {tmp_path}/out {flags}"  # the last counts
-    monkeypatch.setattr(sys, "argv", base.split())
     monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and says in error and error.count("\n") == 1, error
+    assert says in one_line(train.main, base.split(), capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("env,says", [
@@ -2368,12 +2374,9 @@ def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, cap
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     tp = ["--tp", "0"] if "--tp" in says else []
-    monkeypatch.setattr(sys, "argv", ["train.py", "--data", corpus, "--device", "cpu", *tp])
+    argv = ["train.py", "--data", corpus, "--device", "cpu", *tp]
     monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and says in error and error.count("\n") == 1, error
+    assert says in one_line(train.main, argv, capsys, monkeypatch)
 
 
 def test_nanogpts_folders_of_characters_have_their_own_vocabulary(corpus, tmp_path):
@@ -2825,7 +2828,8 @@ def spoil(folder, how):
         changed["model"]["n_layer"] = 3
         manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
     else:  # a bit flipped, in that file, so many bytes from its start or end
-        path, at = {"manifest": (manifest, 30), "header": (model, 40), "data": (optimizer, -1)}[how]
+        path, at = {"manifest": (manifest, 30), "header": (model, 40), "data": (optimizer, -1),
+                    "weights": (model, -VOCAB * 64 - 1)}[how]
         raw = bytearray(path.read_bytes())
         raw[at] ^= 1
         path.write_bytes(raw)
@@ -2834,24 +2838,36 @@ def spoil(folder, how):
 @pytest.mark.parametrize("how,says", [
     ("truncated", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off"),
     ("data", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg_sq: damaged, the check"),
+    ("weights", "model.safetensors, tensor transformer.ln_f.bias: damaged, the check"),
     ("header", "model.safetensors: not a safetensors file, or its header is damaged"),
     ("manifest", "manifest.json: damaged"),
     ("gone", "model.safetensors: No such file or directory"),
     ("a tensor missing", "model.safetensors, tensor transformer.ln_f.weight: missing"),
     ("wrong shape", "model.safetensors, tensor transformer.wpe.weight: "),
-    ("another model", "step-00000004: its n_layer is 3, this run's is 2"),
+    ("another model", ": its n_layer is 3, this run's is 2"),
     *((f"forged {name}", "manifest.json: damaged")
       for name in ("step", "model", "scale", "checksums")), ("deep", "manifest.json: damaged"),
     *((how, "model.safetensors: not a safetensors file, or its header is damaged")
       for how in HEADERS),
 ])
-def test_damage_is_one_line_that_names_file_and_tensor(corpus, trained, tmp_path, how, says):
+def test_damage_is_one_line_that_names_file_and_tensor(
+        corpus, trained, tmp_path, how, says, capsys, monkeypatch):
+    """... to whoever reads it: training that resumes, training that starts from weights, sample."""
     out = shutil.copytree(trained, tmp_path / "out")
-    spoil(out / "step-00000004", how)
+    last = out / "step-00000004"
+    spoil(last, how)
     before = contents(out)
-    run = Run(2, flags(corpus, out, dp=2, steps=6, resume=out / "step-00000004"), tmp_path)
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume=last), tmp_path)
     assert run.wait() == [2, 2] and says in run.read(), run.read()
     assert run.read().count("\n") == 1 and contents(out) == before
+    if "optimizer" not in says:
+        argv = flags(corpus, tmp_path / "new", init_from=last / checkpoint.MODEL)
+        error = one_line(train.main, ["train.py", *argv], capsys, monkeypatch)
+        assert error.startswith("train.py: ") and says in error, error
+        error = one_line(sample.main, ["sample.py", "--out", last], capsys, monkeypatch)
+        says = "h.2.ln_1.weight: missing" if how == "another model" else says
+        assert error.startswith("sample.py: ") and says in error, error
+        assert contents(out) == before and not contents(tmp_path / "new")
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, trained, tmp_path):
@@ -3000,8 +3016,7 @@ def test_nodes_that_differ_are_refused_before_the_first_step(
 
 
 def agents(folder, argv):
-    """Two torchrun agents, as on two nodes, each in a folder of its own. Returns (their exit codes,
-    their stdout, their stderr)."""
+    """Two torchrun agents, as on two nodes, each in a folder of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -3014,20 +3029,59 @@ def agents(folder, argv):
              str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    return runs
+
+
+@needs_minutes
+@pytest.mark.parametrize("shared_out", [True, False], ids=["shared", "own folders"])
+@pytest.mark.parametrize("same_data", [True, False], ids=["same data", "other data"])
+def test_two_agents_train_only_with_one_folder_and_one_data(
+        corpus, tmp_path, same_data, shared_out):
+    for node in range(2):
+        shutil.copytree(corpus, tmp_path / str(node) / "data")
+    if not same_data:
+        random_corpus(tmp_path / "1/data", train=5000, val=701)
+    runs = agents(tmp_path, flags("data", tmp_path / "out" if shared_out else "out", dp=2))
     said = [run.communicate(timeout=100) for run in runs]
-    return [run.returncode for run in runs], *zip(*said, strict=True)
+    good = same_data and shared_out
+    complaint = "does not see what rank 0 writes" if not shared_out else "has other data in data"
+    assert [run.returncode for run in runs] == [not good] * 2
+    assert ("replicas agree" in said[0][0]) == good == bool([*tmp_path.rglob("out/step*")])
+    for _, err in said:  # each machine says so, and torchrun that its rank has failed
+        ours = [line for line in err.splitlines() if line.startswith("train.py: ")]
+        assert len(ours) == (not good) and all(f"rank 1 {complaint}" in line for line in ours), err
 
 
 @needs_minutes
 def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
-    """They train, save, resume: the trace of one node that did all at once."""
-    argv = dict(dp=2, zero=1, lr=0.01, min_lr=0.01)
-    for steps in (4, 8):
-        codes, said, _ = agents(tmp_path, flags(
-            corpus, tmp_path / "out", steps=steps, resume="auto", metrics=tmp_path / "log", **argv))
-        assert codes == [0, 0] and "replicas agree" in said[0] and not said[1]
-    argv = flags(corpus, tmp_path / "one", steps=8, metrics=tmp_path / "want", **argv)
-    assert Run(2, argv, tmp_path).wait() == [0, 0]
+    """They train, are killed (one, the other, both), end whatever is left of them, and are started
+    again: the trace of one node that did all at once."""
+    argv = dict(dp=2, zero=1, steps=300, save_interval=2, keep=2, n_embd=32)
+    rng, slowest = np.random.default_rng(7), 0.0
+    both = flags(corpus, tmp_path / "out", resume="auto", metrics=tmp_path / "log", **argv)
+    for kill in ([0], [1], [0, 1], [1, 0], [1], [0]):
+        runs = agents(tmp_path, both)
+        for line in runs[0].stdout:
+            if line.startswith("step") and "loss" in line:
+                break
+        ranks = [int(pid) for run in runs for pid in subprocess.run(
+            ["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()]
+        assert len(ranks) == 2
+        time.sleep(rng.uniform(0, 0.1))
+        for node in kill:
+            runs[node].kill()
+        began = time.time()
+        assert gone(ranks, 10), "orphans"
+        slowest = max(slowest, time.time() - began)
+        for run in runs:
+            run.communicate(timeout=60)
+            assert run.returncode != 0
+    print(f"ranks were gone within {slowest:.2f} s")
+    runs = agents(tmp_path, both)
+    (out, _), (other, _) = (run.communicate(timeout=100) for run in runs)
+    assert [run.returncode for run in runs] == [0, 0] and "replicas agree" in out and not other
+    alone = flags(corpus, tmp_path / "one", metrics=tmp_path / "want", **argv)
+    assert Run(2, alone, tmp_path).wait() == [0, 0]
     assert losses(tmp_path / "log") == losses(tmp_path / "want")
 
 
