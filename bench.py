@@ -571,7 +571,7 @@ def peak(build):
 def worker(rank, world, chosen, quick, path, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers'
-    init(rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous", timeout=1800)
+    init(timeout=1800, url=f"file://{folder}/rendezvous", rank=rank, size=world)
     rows = [ROWS[i] for i in chosen]
     names = "axis", "dp_cp", "dp_ep_cp", "pp_ends", "ep_pp_tp", "world", "peer"
     groups = {n: {name: dist.new_group(range(n)) for name in names}

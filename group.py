@@ -40,7 +40,7 @@ def naming(what):
         raise
     except RuntimeError as error:
         # Without the library's place in its sources, and without its advice
-        text = re.sub(r"^\[\S*\] |\. (This is|Check) .*", "", str(error).splitlines()[0])
+        text = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*", "", str(error).splitlines()[0])
         raise CommunicationError(f"{what}: {text}") from None
 
 

@@ -216,7 +216,7 @@ def worker(rank, tasks, folder):
     for i, (task, n, cfg) in enumerate(tasks):
         if rank < n:
             torch.set_num_threads(max(1, CORES // n))  # as processes.launch has it
-            init(rank=rank, world_size=n, init_method=f"file://{folder}/{i}")
+            init(url=f"file://{folder}/{i}", rank=rank, size=n)
             mesh = Mesh(dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
             result = task(cfg, mesh)
             if rank == 0:

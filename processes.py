@@ -6,38 +6,61 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from group import naming
+import signals
+from group import CommunicationError, naming
 from mesh import Mesh
-from signals import PARENT, STOPS, end_with_parent, listens
+from signals import PARENT, STOPS, listens
 
-PEER = re.compile(r"(?:from|to) rank (\d+)")  # in the text of a CommunicationError
+PEER = re.compile(r"(?:from|to|for) rank (\d+)")  # in the text of a CommunicationError
+store, place = None, (0, 1)  # once the ranks have met: their store; this one's number of how many
 
 
-def init(device="cpu", timeout=600, **rendezvous):
-    """Join the process group that torchrun's environment (or `rendezvous`) describes."""
+def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
+    """Join the process group that torchrun's environment, or a url, describes."""
+    global store, place
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     wait = timedelta(seconds=timeout)
-    with naming(f"rank {os.environ.get('RANK', '')}: not all ranks came within {timeout} s"):
-        if not rendezvous:  # torchrun's store outlives a restart: no addresses of dead ranks
-            store, rank, size = next(dist.rendezvous("env://", timeout=wait))
-            attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-            rendezvous = dict(store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
+    with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
+        found, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
+    rank, size = place
+    # torchrun's store outlives a restart: no addresses of dead ranks
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    store = dist.PrefixStore(f"attempt {attempt}", found)
+    store.set(f"here {rank}", "")
+    for other in range(size):
+        with naming(f"rank {rank}: waiting for rank {other} to start"):
+            store.wait([f"here {other}"], wait)
+    with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
         # NCCL's watchdog aborts the process: Group.read is to speak before it
         patience = wait * (2 if backend == "nccl" else 1)
-        dist.init_process_group(backend, timeout=patience, **rendezvous)
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"process {dist.get_rank()}", f"{os.getpid()} {socket.gethostname()}")
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+
+
+@contextmanager
+def in_time(seconds, what):
+    """Ends this process with one line if the library is not done inside after so long: it tries
+    more than once."""
+    def late():
+        give_up(CommunicationError(f"{what}: not done within {seconds:g} s"), seconds)
+
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    with naming(what):
+        yield
+    timer.cancel()
 
 
 def choose_device(name):
@@ -64,41 +87,41 @@ def shutdown(together=True):
 
 def unlike_rank_0(name, value):
     """The ranks whose `value`, some bytes, is not rank 0's. Asks the store: no mesh exists yet."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"{name} of rank {dist.get_rank()}", value)
-    values = [store.get(f"{name} of rank {r}") for r in range(dist.get_world_size())]
+    rank, size = place
+    store.set(f"{name} of rank {rank}", value)
+    values = [store.get(f"{name} of rank {r}") for r in range(size)]
     return [r for r, other in enumerate(values) if other != values[0]]
 
 
-def kill_if_stopped(pid, host):
-    """A process of this machine that was stopped (SIGSTOP) would not hear of anything else, and
-    torchrun would wait for it."""
-    with suppress(OSError):
-        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
-        if host == socket.gethostname() and state == "T":
-            os.kill(int(pid), signal.SIGKILL)
+def kill_stopped():
+    """Ranks of this machine that were stopped (SIGSTOP) would not hear of anything else, and who
+    started them and this one would wait for them."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, starter = path.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(starter) == signals.parent != 0:
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def give_up(error, timeout):
     """A CommunicationError ends this rank at once: other threads may still wait. Of all ranks that
     have one, that speaks whose own peer is silent, as the others only wait for such a rank."""
-    end_with_parent()
-    rank, line = dist.get_rank() if dist.is_initialized() else 0, str(error)
+    signals.end_with_parent()
+    (rank, size), line = place, str(error)
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=2))
-        store.set(f"failed {rank}", line)
-        time.sleep(min(1.0, timeout / 4))  # for the others to say so, too
-        failed = [r for r in range(dist.get_world_size()) if store.check([f"failed {r}"])]
-        peers = {r: {int(peer) for peer in PEER.findall(store.get(f"failed {r}").decode())}
-                 for r in failed}
-        speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
-        if speaker != rank or store.add("said", 1) > 1:
-            line = ""
-        for r in {*range(dist.get_world_size())} - {*failed}:
-            kill_if_stopped(*store.get(f"process {r}").decode().split())
-    except (RuntimeError, ValueError):  # the store went down with its process: every rank speaks
+        if store:
+            store.set_timeout(timedelta(seconds=2))
+            store.set(f"failed {rank}", line)
+            time.sleep(min(1.0, timeout / 4))  # for the others to say so, too
+            failed = [r for r in range(size) if store.check([f"failed {r}"])]
+            peers = {r: {int(peer) for peer in PEER.findall(store.get(f"failed {r}").decode())}
+                     for r in failed}
+            speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
+            if speaker != rank or store.add("said", 1) > 1:
+                line = ""
+    except RuntimeError:  # the store went down with its process: every rank speaks
         pass
+    kill_stopped()
     with suppress(OSError):
         os.write(2, f"train.py: {line}\n".encode() if line else b"")
     os._exit(1)
@@ -147,7 +170,7 @@ def ranks_asked(default):
 
 def _demonstrate(rank, fn, sizes, rendezvous):
     torch.set_num_threads(1)
-    init(rank=rank, world_size=math.prod(sizes.values()), init_method=rendezvous)
+    init(url=rendezvous, rank=rank, size=math.prod(sizes.values()))
     fn(Mesh(**sizes))
     shutdown()
 

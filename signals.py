@@ -39,6 +39,8 @@ def before_training():
         if listens(number):
             signal.signal(number, lambda number, _: end(
                 f"stopped by {signal.Signals(number).name} before the first step", 128 + number))
+    # An error of ours names the rank that torch's own lines are about
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show
         stream.reconfigure(errors="replace")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the launcher's ranks start with them held

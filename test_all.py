@@ -102,8 +102,7 @@ def _worker(rank, jobs, results):
         number, fn, world, rendezvous, args = jobs.get()
         try:
             device = next((arg.device for arg in args if isinstance(arg, Config)), "cpu")
-            init(device, rank=rank, world_size=world, init_method=f"file://{rendezvous}",
-                 timeout=60)
+            init(device, 60, f"file://{rendezvous}", rank, world)
             value = fn(rank, *args)
             shutdown()
             results.put((number, rank, value, None))
@@ -2668,9 +2667,12 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         assert one.read_bytes() == other.read_bytes()
 
 
-def launched(argv):
-    """train.py as one process that starts its ranks, and their pids."""
-    run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
+def launched(argv, agent=False):
+    """A process that starts two ranks of train.py, itself or as torchrun's agent, and their pids,
+    in no order."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
+    run = subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
+                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def ranks():
@@ -2716,20 +2718,12 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
     assert Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "want", **args),
                tmp_path).wait() == [0, 0]
     argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto", **args)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
-    rng, slowest, env = np.random.default_rng(3), 0.0, {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def start():
-        return subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
-                                env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
+    rng, slowest = np.random.default_rng(3), 0.0
     for _ in range(10):
-        run = start()
+        run, ranks = launched(argv, agent)
         for line in run.stdout:
             if line.startswith("step") and "loss" in line:
                 break
-        ranks = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)
-        ranks = list(map(int, ranks.stdout.split()))
         assert len(ranks) == 2
         time.sleep(rng.uniform(0, 0.1))
         run.kill()
@@ -2738,10 +2732,34 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
         slowest = max(slowest, time.time() - began)
         run.communicate()
     print(f"ranks were gone within {slowest:.2f} s")
-    run = start()
+    run, _ = launched(argv, agent)
     said = run.communicate()
     assert run.returncode == 0, said
     assert losses(tmp_path / "log") == losses(tmp_path / "want")
+
+
+@needs_minutes
+@pytest.mark.parametrize("agent", [False, True], ids=["launcher", "torchrun's agent"])
+@pytest.mark.parametrize("pause", [0, 1.5, None], ids=["at once", "imports", "training"])
+def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent, pause):
+    """... and one line names it. (Two timeouts from when the others have been started.)"""
+    run, ranks = launched(flags(corpus, tmp_path / "out", dp=2, steps=10**6, timeout=5), agent)
+    if pause is None:
+        for line in run.stdout:
+            if line.startswith("step      2"):
+                break
+    time.sleep(pause or 0)
+    os.kill(ranks[1], signal.SIGSTOP)
+    began = time.time()
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and gone(ranks, 1)
+    assert time.time() - began < 10 + (5 if pause == 0 else 0), time.time() - began
+    lines = [line for line in said.splitlines() if line.startswith("train.py: rank")]
+    assert len(lines) == 1 + (not agent), said
+    assert re.search(r"(waiting for|receive from) rank (\d)", lines[0]), said
+    if not agent:
+        assert lines[1].endswith(" was ended by SIGKILL") and lines[1][15] == re.search(
+            r"(?:waiting for|receive from) rank (\d)", lines[0])[1], said
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
