@@ -40,6 +40,7 @@ def export(folder, to):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"export.py: {message}\n")
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
     parser.add_argument("--to", required=True, help="the folder to write")
     args = parser.parse_args()

@@ -82,6 +82,7 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
 
 def main():
     parser = argparse.ArgumentParser(description="Text from a checkpoint.")
+    parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
     parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
     parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
@@ -90,13 +91,17 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="draw from so many; 0: all (50)")
     parser.add_argument("--seed", type=int, default=1337, help="of the draws (1337)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
     args = parser.parse_args()
     try:
         for name, least in (("samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
             value = getattr(args, name)
             if not least <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if not 0 <= args.seed < 2**63:
+            raise ValueError(f"--seed {args.seed} must be at least 0, and below 2^63")
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: no GPU here; use --device cpu")
         folder = checkpoint.find(args.out)
         model = load_model(folder, args.device)
         tokenizer = load_tokenizer(args.data or checkpoint.read_manifest(folder)["data"])

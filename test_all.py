@@ -3262,7 +3262,7 @@ def test_sampling_with_kept_keys_is_sampling_without_them(trained, experts):
     assert out.tolist() == got and got[0] != got[1]
 
 
-def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
+def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
     prepare([tmp_path / "text"], tmp_path / "data", "bytes")
     argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
@@ -3276,9 +3276,15 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     assert run.returncode == 0 and "stopped by a signal" in out and not err, err
     text = command("sample.py", "--out", tmp_path / "out", "--prompt", "def f", "--samples", 2)
     assert text.stdout.count("def f") >= 2 and text.returncode == 0, text.stderr
-    lost = command("sample.py", "--out", tmp_path / "nowhere")
-    assert (lost.returncode, lost.stderr) == (2, f"sample.py: {tmp_path}/nowhere: no complete "
-                                                 "checkpoint there\n")
+    for argv, says in ((["--out", tmp_path / "nowhere"],
+                        f"{tmp_path}/nowhere: no complete checkpoint there"),
+                       (["--seed", -1], "--seed -1 must be at least 0, and below 2^63"),
+                       (["--device", "xyz"], "argument --device: invalid choice: 'xyz' "),
+                       (["--samples", 0], "--samples 0 must be at least 1"),
+                       (["--temperature", "nan"], "--temperature nan must be at least 0")):
+        error = one_line(sample.main, ["sample.py", "--out", tmp_path / "out", *argv], capsys,
+                         monkeypatch)
+        assert error.startswith(f"sample.py: {says}"), error
 
 
 def test_resuming_a_finished_run_ends_well(corpus, tmp_path):

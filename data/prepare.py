@@ -213,6 +213,7 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
 
 def main():
     parser = argparse.ArgumentParser(description="Text to tokens: train.bin, val.bin, meta.json.")
+    parser.error = lambda message: parser.exit(2, f"prepare.py: {message}\n")
     parser.add_argument("sources", nargs="*", default=["stdlib"], metavar="SOURCE",
                         help="stdlib (default), shakespeare, or paths of text files and folders")
     parser.add_argument("--out", help="folder to write (default: data/<source>, or data/custom)")
