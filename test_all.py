@@ -3299,13 +3299,14 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
 
 
 @needs_minutes
-def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path):
+@pytest.mark.parametrize("started", [2, 1], ids=["of a rank", "of a launcher of its ranks"])
+def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
     log = tmp_path / "log"
     argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, keep=1, resume="auto",
                  metrics=log, log_interval=100)
     run = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts",
-         "3", "train.py", *map(str, argv)], cwd=HERE, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(started),
+         "--max-restarts", "3", "train.py", *map(str, argv)], cwd=HERE, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL)
     for line in run.stdout:
         if line.startswith("step    100  loss"):
