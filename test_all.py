@@ -3306,8 +3306,8 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
                  metrics=log, log_interval=100)
     run = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(started),
-         "--max-restarts", "3", "train.py", *map(str, argv)], cwd=HERE, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL)
+         "--max-restarts", "3", "train.py", *map(str, argv)], cwd=HERE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for line in run.stdout:
         if line.startswith("step    100  loss"):
             break
