@@ -814,7 +814,7 @@ def _step(rank, cfg, mesh):
     grads = local_tensors(trainer, "grads")
     trainer.update(norm, cfg.lr)
     if cfg.zero == 3:
-        trainer.loss(trainer.forwards, data.validation(cfg, 0, mesh))
+        trainer.validation_loss(data, 1)
     assert trainer.replicas_agree()
     return [{}, {"loss": loss, "norm": norm, "grads": grads, "balance": trainer.routing.balance}]
 
