@@ -1,45 +1,65 @@
 """What all ranks must have alike before the first step: flags, --out, checkpoint, data. Compared by
 way of the store, so before any communicator exists; nodes may be machines of their own."""
 
+import errno
 import fcntl
 import os
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import MANIFEST
-from processes import unlike_rank_0
-from tensorfile import CheckpointError
+import processes
+from checkpoint import MANIFEST, newest
+from processes import hear, tell, unlike_rank_0
+from tensorfile import CheckpointError, about
 
 held = []  # the lock of this run on its --out, until the process ends
 
 
 def claim(out):
-    """Whether no other run writes to `out`. One that was killed may need a moment to be gone."""
-    try:
-        file = open(Path(out, ".lock"), "r+b" if Path(out, ".lock").exists() else "w+b")
-    except OSError as error:
-        raise CheckpointError(f"--out {out} cannot be written ({error.strerror})") from None
-    for _ in range(50):
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate()
-            file.write(os.urandom(8))
-            file.flush()
-            held.append(file)
-            return True
-        time.sleep(0.1)
-    return False
+    """Locks `out` for this run. CheckpointError if another one, which may need a moment to be gone
+    if it was killed, goes on writing there."""
+    with about(Path(out, ".lock")):
+        file = os.open(Path(out, ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        held.append(file)
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"--out {out}: another run writes there; name another "
+                                          "folder") from None
+                time.sleep(0.1)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise
+                break  # a file system without locks
+        os.truncate(file, 0)
+        os.write(file, os.urandom(8))  # what the other nodes are to see
+        os.fsync(file)
 
 
-def refuse_unlike(cfg, data, rank, world):
-    """CheckpointError if a rank has other flags, another --out, checkpoint or data than rank 0, or
-    if another run has its --out."""
-    mine = b"claimed" if rank or claim(cfg.out) else b"taken"
-    if unlike_rank_0("claim", mine) if world > 1 else mine == b"taken":
-        raise CheckpointError(f"--out {cfg.out}: another run writes there; name another folder")
-    if world == 1:
+def agree(cfg, data):
+    """Takes --out for this run, then looks which checkpoint --resume auto is. CheckpointError if
+    another run has --out, or a rank has other flags, another --out, checkpoint or data than rank
+    0."""
+    (rank, size), error, last = processes.place, "", cfg.resume
+    if rank == 0:
+        try:
+            claim(cfg.out)
+            last = str(newest(cfg.out) or "no") if cfg.resume == "auto" else cfg.resume
+        except CheckpointError as refused:
+            error = str(refused)
+        if size > 1:
+            tell("claim", error)
+            tell("last checkpoint", last)
+    if error := hear("claim", 0).decode() if rank else error:
+        raise CheckpointError(error)
+    if cfg.resume == "auto":
+        cfg.resume = hear("last checkpoint", 0).decode() if rank else last
+    if size == 1:
         return
 
     def content(path):

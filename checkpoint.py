@@ -33,7 +33,7 @@ from model import ALIASES
 from schema import MANIFEST as MANIFEST_SCHEMA
 from schema import conform, read_json
 from shard import bounds
-from signals import speaks
+from signals import local_rank
 from tensorfile import DTYPES, CheckpointError, about, checksum
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
@@ -83,7 +83,7 @@ def refuse_other(folder, manifest, config):
 @cache
 def skip(folder):
     """Once for each: it stays where it is, and in nobody's way."""
-    if speaks():
+    if local_rank() == 0:
         print(f"{folder}: its {MANIFEST} is damaged; skipped", file=sys.stderr, flush=True)
 
 
@@ -183,12 +183,17 @@ def put_in_place(folder, final, manifest):
     """The last act of a save: the manifest, and when all is on the disk, the folder's name."""
     (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": seal(manifest)}, indent=1))
     for path in (*folder.iterdir(), folder):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        to_disk(path)
     if final.exists():
         os.rename(final, f"{final}.old.tmp")
     os.rename(folder, final)
+    to_disk(final.parent)  # before older ones are deleted
+
+
+def to_disk(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 @torch.no_grad()
@@ -253,7 +258,7 @@ def load(trainer, folder):
         for path, code, shapes in plan(trainer, folder):
             entries |= tensorfile.expect(path, tensorfile.read_header(path), shapes, [code])
         for entry in list(entries.values())[world.rank :: world.size]:
-            checksum(entry, manifest["checksums"][entry.path.name][entry.name])
+            checksum(entry, manifest["checksums"][entry.path.name].get(entry.name, -1))
     with together(world):
         transfer(trainer, entries, saving=False)
     for *_, adam_step in slices(trainer):

@@ -13,7 +13,7 @@ import torch
 
 import checkpoint
 from schedules import SCHEDULES, make_schedule
-from signals import speaks
+from signals import local_rank
 from zero import bytes_per_parameter
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -105,7 +105,7 @@ def parse(args, description=None):
 
 def fail(message):
     """The one line that bad input gets, from one rank of each machine, and exit code 2."""
-    if speaks():
+    if local_rank() == 0:
         print(f"train.py: {message}", file=sys.stderr)
     sys.exit(2)
 
@@ -162,7 +162,7 @@ def world_size():
     said = " ".join(f"{name}={value!r}" for name, value in given.items())
     numbers = [given[name] for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")]
     require(all(map(str.isdecimal, numbers)) and given["MASTER_ADDR"]
-            and int(given["RANK"]) < int(given["WORLD_SIZE"]),
+            and int(given["RANK"]) < int(given["WORLD_SIZE"]) and int(given["MASTER_PORT"]) < 2**16,
             f"the environment has {said}, which is not torchrun's; unset WORLD_SIZE, or use it")
     return int(given["WORLD_SIZE"])
 
@@ -265,8 +265,6 @@ def check(cfg, world):
         except OSError as error:
             raise ValueError(f"--{name} {path} cannot be written ({error.strerror}); "
                              "choose another") from None
-    if cfg.resume == "auto":
-        cfg.resume = str(checkpoint.newest(cfg.out) or "no")
-    elif cfg.resume != "no":
+    if cfg.resume not in ("no", "auto"):  # auto: agreement.py looks once --out is this run's
         cfg.resume = str(checkpoint.find(cfg.resume))
     return ranks

@@ -24,6 +24,7 @@ from mesh import Mesh
 from signals import PARENT, STOPS, listens
 
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")  # in the text of a CommunicationError
+giving_up = threading.Lock()
 store, place = None, (0, 1)  # once the ranks have met: their store; this one's number of how many
 
 
@@ -33,41 +34,66 @@ def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     wait = timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
-        found, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
-    rank, size = place
-    # torchrun's store outlives a restart: no addresses of dead ranks
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    store = dist.PrefixStore(f"attempt {attempt}", found)
-    store.set(f"here {rank}", "")
-    for other in range(size):
-        with naming(f"rank {rank}: waiting for rank {other} to start"):
-            store.wait([f"here {other}"], wait)
+        store, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
+        rank, size = place
+        # torchrun's store outlives a restart: no addresses of dead ranks
+        store = dist.PrefixStore(meet(store, rank, size, timeout), store)
     with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
         # NCCL's watchdog aborts the process: Group.read is to speak before it
         patience = wait * (2 if backend == "nccl" else 1)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
 
+def meet(store, rank, size, timeout):
+    """A name for this attempt, the same on all ranks, once they are all there. What earlier
+    attempts left in the store is of no use: rank 0 makes a new name, the others answer it with
+    names of their own, and rank 0 has all of these in its last word."""
+    mine, deadline, pause = os.urandom(8).hex(), time.monotonic() + timeout, 0.001
+
+    def read(key):
+        return store.get(key).decode().split() if store.check([key]) else [""]
+
+    if rank == 0:
+        store.set("attempt", mine)
+    while time.monotonic() < deadline:
+        attempt, = read("attempt")
+        if attempt and read(f"here {rank}") != [attempt, mine]:
+            store.set(f"here {rank}", f"{attempt} {mine}")
+        if rank == 0:
+            here = [read(f"here {r}") for r in range(size)]
+            if all(answer[0] == attempt for answer in here):
+                store.set("all here", " ".join(name for _, name in here))
+        if mine in (names := read("all here")):
+            return names[0]
+        time.sleep(pause)
+        pause = min(0.1, 2 * pause)
+    missing = [r for r in range(size) if read(f"here {r}")[0] != attempt]
+    raise CommunicationError(f"rank {rank}: waiting for rank {(missing or [0])[0]} to start: not "
+                             f"there within {timeout:g} s")
+
+
 @contextmanager
 def in_time(seconds, what):
-    """Ends this process with one line if the library is not done inside after so long: it tries
-    more than once."""
+    """Ends this process with one line if the library, which tries more than once, is not done
+    inside after so long."""
     def late():
         give_up(CommunicationError(f"{what}: not done within {seconds:g} s"), seconds)
 
     timer = threading.Timer(seconds, late)
     timer.daemon = True
     timer.start()
-    with naming(what):
-        yield
-    timer.cancel()
+    try:
+        with naming(what):
+            yield
+    finally:
+        timer.cancel()
 
 
 def choose_device(name):
     """"cpu", or this process's own GPU for "cuda"."""
     device = torch.device(name)
     if name == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", signals.local_rank())
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # float32 products as TF32, as nanoGPT has them
     return device
@@ -87,10 +113,21 @@ def shutdown(together=True):
 
 def unlike_rank_0(name, value):
     """The ranks whose `value`, some bytes, is not rank 0's. Asks the store: no mesh exists yet."""
-    rank, size = place
-    store.set(f"{name} of rank {rank}", value)
-    values = [store.get(f"{name} of rank {r}") for r in range(size)]
-    return [r for r, other in enumerate(values) if other != values[0]]
+    tell(name, value)
+    first = hear(name, 0)
+    return [r for r in range(1, place[1]) if hear(name, r) != first]
+
+
+def tell(name, value):
+    """Leave some bytes of this rank for the others."""
+    with naming(f"rank {place[0]}: telling its {name}"):
+        store.set(f"{name} of rank {place[0]}", value)
+
+
+def hear(name, rank):
+    """Those that `rank` leaves."""
+    with naming(f"rank {place[0]}: waiting for rank {rank} to tell its {name}"):
+        return store.get(f"{name} of rank {rank}")
 
 
 def kill_stopped():
@@ -98,33 +135,45 @@ def kill_stopped():
     started them and this one would wait for them."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, starter = path.read_text().rpartition(")")[2].split()[:2]
-            if state == "T" and int(starter) == signals.parent != 0:
+            state, starter = path.read_bytes().rpartition(b")")[2].split()[:2]
+            if state == b"T" and int(starter) == signals.parent > 1:
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
+def speaks_for_all(line, timeout):
+    """Whether this rank is to say why it gives up. Of all ranks that do, that speaks whose own peer
+    is silent, as the others only wait for such a rank."""
+    (rank, size), wait = place, min(1.0, timeout / 4)
+    store.set(f"failed {rank}", line)
+    time.sleep(wait)  # for the others to say so, too
+    failed = [r for r in range(size) if store.check([f"failed {r}"])]
+    peers = {r: {int(peer) for peer in PEER.findall(store.get(f"failed {r}").decode())}
+             for r in failed}
+    speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
+    return speaker == rank and store.add("said", 1) == 1
+
+
 def give_up(error, timeout):
-    """A CommunicationError ends this rank at once: other threads may still wait. Of all ranks that
-    have one, that speaks whose own peer is silent, as the others only wait for such a rank."""
-    signals.end_with_parent()
-    (rank, size), line = place, str(error)
+    """An error that the other ranks may not have ends this one at once: its threads may wait."""
+    if not giving_up.acquire(blocking=False):
+        time.sleep(60)  # another thread of this process is about to end it
+    silent = []  # False, True, or nothing if the store, or its machine, has gone: then all speak
+
+    def ask():
+        with suppress(RuntimeError):
+            silent.append(not speaks_for_all(str(error), timeout))
+
     try:
+        signals.end_with_parent()
+        asking = threading.Thread(target=ask, daemon=True)
         if store:
-            store.set_timeout(timedelta(seconds=2))
-            store.set(f"failed {rank}", line)
-            time.sleep(min(1.0, timeout / 4))  # for the others to say so, too
-            failed = [r for r in range(size) if store.check([f"failed {r}"])]
-            peers = {r: {int(peer) for peer in PEER.findall(store.get(f"failed {r}").decode())}
-                     for r in failed}
-            speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
-            if speaker != rank or store.add("said", 1) > 1:
-                line = ""
-    except RuntimeError:  # the store went down with its process: every rank speaks
-        pass
-    kill_stopped()
-    with suppress(OSError):
-        os.write(2, f"train.py: {line}\n".encode() if line else b"")
-    os._exit(1)
+            asking.start()
+            asking.join(3)
+        kill_stopped()
+        if silent != [True]:
+            os.write(2, f"train.py: {error}\n".encode())
+    finally:
+        os._exit(1)
 
 
 def launch(size, grace=10):
@@ -150,9 +199,11 @@ def launch(size, grace=10):
         if any(codes):
             deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.05)
+    names = {-number: number.name for number in signal.Signals}
     for r, code in enumerate(codes):
         if code is not None and code < 0:
-            print(f"train.py: rank {r} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            print(f"train.py: rank {r} was ended by {names.get(code, f'signal {-code}')}",
+                  file=sys.stderr)
     for rank in ranks:
         rank.kill()
     codes = [rank.wait() for rank in ranks]

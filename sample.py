@@ -10,6 +10,7 @@ window is full all of them shift, and each further token is computed from the wh
 import argparse
 import math
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -18,12 +19,17 @@ import torch.nn.functional as F
 import checkpoint
 from data.batches import load_tokenizer
 from model import GPT, GPTConfig, causal_attention
+from tensorfile import about
 from weights import read_weights
 
 
 def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. ValueError, if it is damaged or not finite."""
     config = GPTConfig(**checkpoint.read_manifest(folder)["model"])
+    with about(Path(folder, checkpoint.MODEL)):
+        size = Path(folder, checkpoint.MODEL).stat().st_size
+    if config.n_embd % config.n_head or 12 * config.n_layer * config.n_embd**2 > size:
+        raise ValueError(f"{folder}: its model is not that of its manifest")
     with torch.device("meta"):
         model = GPT(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
@@ -111,8 +117,9 @@ def main():
         ids = tokenizer.encode_ordinary(args.prompt)
         if not ids:
             raise ValueError("--prompt '' must not be empty")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"sample.py: {error}\n")
+    sys.stdout.reconfigure(errors="replace")  # whatever the terminal can show
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,

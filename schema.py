@@ -2,7 +2,6 @@
 anything is made of it. ValueError says which name, and what it is instead."""
 
 import json
-import math
 from itertools import pairwise
 
 
@@ -10,7 +9,7 @@ def whole(low, high=2**63):
     return lambda x: type(x) is int and low <= x < high
 
 
-def number(low, high=math.inf):
+def number(low, high=1e300):
     return lambda x: type(x) in (int, float) and low < x < high  # not nan
 
 
@@ -26,6 +25,14 @@ def list_of(test):
     return lambda x: type(x) is list and all(map(test, x))
 
 
+def exactly(table):
+    """All these names, but for those that may be missing, and no others."""
+    known = {name.rstrip("?") for name in table}
+    return lambda x: type(x) is dict and x.keys() <= known and all(
+        test(x[name.rstrip("?")]) if name.rstrip("?") in x else name.endswith("?")
+        for name, test in table.items())
+
+
 def offsets(x):
     return list_of(whole(0))(x) and len(x) == 2 and x[0] <= x[1]
 
@@ -35,9 +42,14 @@ META = {"vocab_size": whole(1, 2**16 + 1), "tokenizer?": text("bpe", "gpt2", "by
         "pattern?": text(), "train_tokens?": whole(1), "val_tokens?": whole(1),
         "bytes_per_token?": number(0), "val_bytes?": whole(1), "gzip_bits_per_byte?": number(0),
         "source_hash?": text()}
-MANIFEST = {"number": whole(0), "step": whole(0), "updates": whole(0), "scale": number(0),
-            "good_steps": whole(0), "model": dict_of(whole(0)), "config": dict_of(lambda x: True),
-            "data": text(), "checksums": dict_of(dict_of(whole(0, 2**32))), "seal": whole(0, 2**32)}
+MODEL = {"vocab_size": META["vocab_size"], **dict.fromkeys(
+    ("block_size", "n_layer", "n_head", "n_embd", "top_k?"), whole(1, 10**6 + 1)),
+    "n_experts?": whole(0, 10**6 + 1)}
+SUMS = dict_of(whole(0, 2**32))
+MANIFEST = {**dict.fromkeys(("number", "step", "updates", "good_steps"), whole(0, 2**53)),
+            "scale": number(0, 2.0**128), "model": exactly(MODEL), "data": text(),
+            "config": dict_of(lambda x: True), "seal": whole(0, 2**32),
+            "checksums": exactly({"model.safetensors": SUMS, "optimizer.safetensors": SUMS})}
 TENSOR = {"dtype": text(), "shape": list_of(whole(0)), "data_offsets": offsets}
 
 

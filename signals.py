@@ -13,10 +13,11 @@ PARENT = "NANOPARALLEL_PARENT"  # in the environment of a rank: the process that
 parent = 0  # that process, or torchrun's agent; 0: this one may outlive it
 
 
-def speaks():
-    """Whether this process speaks for those of its machine."""
+def local_rank():
+    """Of this process among those of its machine. The first one speaks for them."""
     alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")  # then RANK is somebody else's
-    return alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0")
+    said = os.environ.get("LOCAL_RANK", os.environ.get("RANK", ""))
+    return int(said) if not alone and said.isdecimal() else 0
 
 
 def listens(number):
@@ -27,7 +28,7 @@ def listens(number):
 def end(text, code):
     """One line, from one process of a machine; and this process is gone, whatever it waits for."""
     with suppress(OSError):  # its terminal may have gone
-        if speaks():
+        if local_rank() == 0:
             os.write(2, f"train.py: {text}\n".encode())
     os._exit(code)
 

@@ -37,6 +37,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import agreement
 import checkpoint
 import collectives as c
 import context_parallel
@@ -52,10 +53,12 @@ import model as model_file
 import pictures
 import pipeline
 import plan
+import processes
 import published
 import sample
 import schedules
 import search as search_file
+import signals
 import tensor_parallel
 import tensorfile
 import timeline
@@ -70,6 +73,7 @@ from model import GPTConfig, build, causal_attention
 from processes import init, shutdown
 from sequence_parallel import Crossing
 from shard import Shard, tag_whole
+from tensorfile import CheckpointError
 from weights import CONV1D, read_weights
 
 # This file is imported where processes are forked from: CUDA is not to be touched there
@@ -1516,13 +1520,13 @@ def test_peak_memory_of_a_long_sequence_falls_with_c_and_with_sp(long_corpus):
 
 @pytest.mark.parametrize("C,outcome", [(1, "out of memory"), (4, "trains")])
 def test_a_sequence_too_long_for_one_rank_trains_on_four(long_corpus, C, outcome):
-    cfg = config(long_corpus, cp=C, n_layer=4, n_embd=96, block_size=4096, batch_size=1,
+    cfg = config(long_corpus, cp=C, n_layer=8, n_embd=96, block_size=4096, batch_size=1,
                  microbatches=1, dtype="float32")
     block = 16 * 4096 * 96 * 4  # bytes that one saves: 25 MB
     fresh = Pool()  # address space that an old process has freed would be used again
     fresh.start(C)
     try:
-        assert fresh(C, _under_limit, cfg, 3 * block) == [outcome] * C
+        assert fresh(C, _under_limit, cfg, 4 * block) == [outcome] * C
     finally:
         fresh.stop()
 
@@ -2817,6 +2821,14 @@ HEADERS = {  # what becomes of the header's text
     "a header that is deep": lambda text: "[" * 100_000}
 
 
+MANIFESTS = {  # what is put into a manifest
+    "forged step": {"step": "4"}, "forged depth": {"model": {"n_layer": "two"}},
+    "forged heads": {"model": {"n_head": 0}}, "forged name": {"model": {"n_heads": 2}},
+    "forged size": {"model": {"n_embd": 2**60}}, "forged scale": {"scale": None},
+    "forged infinity": {"scale": 10**400}, "forged number": {"number": 2**63 - 1},
+    "forged checksums": {"checksums": [1]}, "forged checksum files": {"checksums": {}}}
+
+
 def spoil(folder, how):
     model, optimizer = folder / checkpoint.MODEL, folder / checkpoint.OPTIMIZER
     manifest = folder / checkpoint.MANIFEST
@@ -2829,10 +2841,14 @@ def spoil(folder, how):
     elif how == "wrong shape":
         rewrite(model, lambda tensors: tensors.update({
             "transformer.wpe.weight": ((4, 16), tensors["transformer.wpe.weight"][1])}))
-    elif how.startswith("forged"):  # with a right seal
-        value = {"step": "4", "model": {"n_layer": "two"}, "scale": None, "checksums": [1]}
-        name = how.split()[1]
-        changed = json.loads(manifest.read_text()) | {name: value[name]}
+    elif how in MANIFESTS:  # with a right seal
+        changed = json.loads(manifest.read_text())
+        for name, value in MANIFESTS[how].items():
+            changed[name] = changed[name] | value if name == "model" else value
+        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
+    elif how == "forged sums":  # with a right seal
+        changed = json.loads(manifest.read_text())
+        changed["checksums"][checkpoint.MODEL] = {}
         manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
     elif how == "deep":
         manifest.write_text("[" * 100_000)
@@ -2863,8 +2879,8 @@ def spoil(folder, how):
     ("a tensor missing", "model.safetensors, tensor transformer.ln_f.weight: missing"),
     ("wrong shape", "model.safetensors, tensor transformer.wpe.weight: "),
     ("another model", ": its n_layer is 3, this run's is 2"),
-    *((f"forged {name}", "manifest.json: damaged")
-      for name in ("step", "model", "scale", "checksums")), ("deep", "manifest.json: damaged"),
+    ("forged sums", "model.safetensors, tensor transformer.wte.weight: damaged, the checksum"),
+    *((how, "manifest.json: damaged") for how in ("deep", *MANIFESTS)),
     *((how, "model.safetensors: not a safetensors file, or its header is damaged")
       for how in HEADERS),
 ])
@@ -2963,6 +2979,90 @@ def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
         f"train.py: --out {tmp_path}/out: another run writes there; name another folder\n")
     one.signal(0, signal.SIGHUP)  # a closed terminal
     assert one.wait() == [0, 0] and "stopped by a signal" in one.read("stdout")
+
+
+def test_auto_is_looked_up_once_the_folder_is_ours(corpus, trained, tmp_path, monkeypatch):
+    """... as the run before may have been about to save."""
+    cfg = config(corpus, out=str(tmp_path / "out"), resume="auto")
+    monkeypatch.setattr(agreement, "claim", lambda out: shutil.copytree(trained, out))
+    agreement.agree(cfg, None)
+    assert cfg.resume == f"{cfg.out}/step-00000004"
+
+
+def test_the_lock_follows_no_link(tmp_path):
+    (tmp_path / "precious").write_text("content")
+    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match="/.lock: Too many levels"):
+        agreement.claim(tmp_path)
+    assert (tmp_path / "precious").read_text() == "content"
+
+
+def _main_that_stops(rank, *args):
+    """Rank 1 hangs before it has told its data."""
+    def fingerprint(self, tell=Data.fingerprint):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return tell(self)
+
+    Data.fingerprint = fingerprint
+    _main(rank, *args)
+
+
+def _main_with_bad_ids(rank, *args):
+    """From its third batch on, rank 1 reads what is not in the vocabulary."""
+    def check_ids(self, ids, path, check=Data.check_ids, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        check(self, ids + VOCAB * (rank == 1 and calls[0] > 4), path)
+
+    Data.check_ids = check_ids
+    _main(rank, *args)
+
+
+@pytest.mark.parametrize("fn,but,says", [
+    (_main_that_stops, [1], "rank 0: waiting for rank 1 to tell its data: "),
+    (_main_with_bad_ids, [], " holds token id ")], ids=["stopped", "bad ids"])
+def test_what_one_rank_meets_late_ends_all_with_one_line(corpus, tmp_path, fn, but, says):
+    run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=3), tmp_path, fn=fn)
+    assert set(run.wait(but=but)) == {1}
+    lines = [line for line in run.read().splitlines() if "c10d" not in line]
+    assert len(lines) == 1 and says in lines[0], lines
+
+
+def test_ranks_that_meet_are_those_of_this_attempt():
+    """Restarted one after the other, over a store that has all of the last attempt."""
+    store, met = torch.distributed.HashStore(), []
+
+    def attempt(delays):
+        def come(rank, delay):
+            time.sleep(delay)
+            return processes.meet(store, rank, 3, 5)
+
+        with ThreadPoolExecutor(3) as threads:
+            names = {*threads.map(come, range(3), delays)}
+        assert len(names) == 1
+        met.extend(names)
+
+    for delays in ((0, 0, 0), (0.3, 0, 0.1), (0, 0.3, 0), (0.1, 0, 0.3)):
+        attempt(delays)
+    assert len({*met}) == 4
+    with pytest.raises(CommunicationError, match="rank 1: waiting for rank 0 to start: not there "
+                                                 "within 0.1 s"):
+        processes.meet(torch.distributed.HashStore(), 1, 2, 0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
+def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
+    say = "open('/proc/self/comm', 'wb').write(b') T \\xe9'); print(flush=True); input()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    ours = [subprocess.Popen([sys.executable, "-c", say], **pipes) for _ in range(2)]
+    for process in ours:
+        process.stdout.readline()
+    ours[0].send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(signals, "parent", os.getpid())
+    time.sleep(0.2)
+    processes.kill_stopped()
+    assert ours[0].wait(5) == -signal.SIGKILL and ours[1].poll() is None
+    ours[1].kill()
 
 
 @pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])

@@ -13,7 +13,6 @@ summed, and so the same losses. `python train.py --help` lists the flags.
 import signals  # isort: skip  (first: importing torch takes seconds)
 import hashlib
 import math
-import os
 import sys
 from functools import partial
 
@@ -21,7 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint
-from agreement import refuse_unlike
+from agreement import agree
 from collectives import all_reduce, barrier
 from config import DTYPES, check, fail, parse, world_size
 from context_parallel import split_sequences
@@ -269,7 +268,7 @@ def main():
         world = world_size()
         ranks = check(cfg, world)
         data = Data(cfg)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     if ranks > world:  # started as one process: start as many as the layout takes
         sys.exit(launch(ranks, min(10, cfg.timeout)))
@@ -277,7 +276,7 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
-        refuse_unlike(cfg, data, int(os.environ.get("RANK", 0)), world)
+        agree(cfg, data)
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)
@@ -285,7 +284,7 @@ def main():
     except checkpoint.CheckpointError as error:
         shutdown(together=False)
         fail(error)
-    except CommunicationError as error:
+    except (CommunicationError, ValueError) as error:  # of ids that only now were read, say
         give_up(error, cfg.timeout)
     log.last_words()
     sys.exit(not ended_well)

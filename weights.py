@@ -50,7 +50,7 @@ def read_weights(path, shapes, config):
         manifest = read_manifest(path.parent)
         refuse_other(path, manifest, config)
         for name in shapes:
-            checksum(entries[theirs(name)], manifest["checksums"][MODEL][name])
+            checksum(entries[theirs(name)], manifest["checksums"][MODEL].get(name, -1))
 
     def get(name):
         entry = entries[theirs(name)]

@@ -5,7 +5,6 @@ no rank has to tell another what it read."""
 import base64
 import hashlib
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from data.prepare import BYTES, PATTERN, make_encoding, prepare
 from model import ABSENT
 from schema import META, conform, read_json
+from signals import local_rank
 
 
 def load_tokenizer(folder):
@@ -43,7 +43,7 @@ class Data:
         if named:
             self.folder = Path(__file__).parent / cfg.data
         meta = self.folder / "meta.json"
-        if named and not meta.exists() and os.environ.get("LOCAL_RANK", "0") == "0":
+        if named and not meta.exists() and local_rank() == 0:
             print(f"preparing {cfg.data} as a corpus, once", flush=True)
             prepare((cfg.data,), self.folder)
         deadline = time.time() + 300
