@@ -187,9 +187,15 @@ def launch(size, grace=10):
            "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
            PARENT: str(os.getpid())}
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until each rank is there to be told
-    ranks = [subprocess.Popen([sys.executable, *sys.argv], start_new_session=True,
-                              env={**env, "RANK": str(r), "LOCAL_RANK": str(r)})
-             for r in range(size)]  # sessions of their own: Ctrl-C reaches them once, from here
+    ranks = []
+    for r in range(size):  # in sessions of their own: Ctrl-C reaches them once, from here
+        try:
+            ranks.append(subprocess.Popen([sys.executable, *sys.argv], start_new_session=True,
+                                          env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}))
+        except OSError as error:
+            for rank in ranks:
+                rank.kill()
+            signals.end(f"rank {r} of {size} cannot be started ({error.strerror})", 1)
     for number in STOPS:
         if listens(number):
             signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
