@@ -34,10 +34,12 @@ def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     wait = timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
-        store, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
+        server, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
         rank, size = place
-        # torchrun's store outlives a restart: no addresses of dead ranks
-        store = dist.PrefixStore(meet(store, rank, size, timeout), store)
+        # torchrun's outlives a restart: no addresses, and no last words, of dead ranks
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"meeting, restart {restarts}", server)
+        store = dist.PrefixStore(meet(server, rank, size, timeout), server)
     with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
         # NCCL's watchdog aborts the process: Group.read is to speak before it
         patience = wait * (2 if backend == "nccl" else 1)
