@@ -16,7 +16,6 @@ Held: what a block saves, / C (all-to-all: h more per token, the result before i
 """
 
 import math
-import sys
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from collectives import all_to_all
 from group import Work
 from model import causal_attention
-from processes import demonstrate, report_difference
+from processes import demonstrate, ranks_asked, report_difference
 
 
 def zigzag(S, C, c):
@@ -293,4 +292,4 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    demonstrate(demo, cp=int(sys.argv[1]) if len(sys.argv) > 1 else 4)
+    demonstrate(demo, cp=ranks_asked(4))

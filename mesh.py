@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from group import Group, naming
+from signals import end_quietly
 
 
 def lay_out(sizes, axes):
@@ -100,6 +101,7 @@ def grid(sizes):
 
 
 def main():
+    end_quietly()
     given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
     if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
         print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)

@@ -29,6 +29,7 @@ from hardware import DEVICES
 from memory import memory
 from mesh import Mesh, grid, lay_out
 from schedules import SCHEDULES, closed_form, make_schedule, placement, simulate
+from signals import end_quietly
 from zero import bytes_per_parameter
 
 # Each picture is a function that returns its (text, SVG).
@@ -177,6 +178,7 @@ def metrics_svg(paths):
 
 
 def main():
+    end_quietly()
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"pictures.py: {message}\n")

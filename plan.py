@@ -21,6 +21,7 @@ from costs import step_flops, step_time, time_by_part
 from hardware import DEVICES, MODELS, Device
 from memory import Job, Layout, memory, n_parameters
 from search import GB, Search
+from signals import end_quietly
 
 
 def as_config(job, named):
@@ -203,6 +204,7 @@ def run_here(args):
 
 
 def main():
+    end_quietly()
     parser = flags()
     args = parser.parse_args()
     if args.published:

@@ -227,19 +227,23 @@ def ranks_asked(default):
     return int(given[0])
 
 
-def _demonstrate(rank, fn, sizes, rendezvous):
+def _demonstrate(rank, fn, sizes, folder):
+    signals.end_quietly()
     torch.set_num_threads(1)
-    init(url=rendezvous, rank=rank, size=math.prod(sizes.values()))
+    sys.stdout = open(f"{folder}/said", "a", buffering=1)
+    init(url=f"file://{folder}/rendezvous", rank=rank, size=math.prod(sizes.values()))
     fn(Mesh(**sizes))
     shutdown()
 
 
 def demonstrate(fn, **sizes):
-    """fn(mesh) in as many processes as a mesh of these sizes has: what the demonstrations run."""
+    """fn(mesh) in as many processes as a mesh of these sizes has, and what they say: what the
+    demonstrations run."""
+    signals.end_quietly()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_demonstrate, (fn, sizes, f"file://{folder}/rendezvous"),
-                                    math.prod(sizes.values()))
+        torch.multiprocessing.spawn(_demonstrate, (fn, sizes, folder), math.prod(sizes.values()))
+        print(Path(folder, "said").read_text(), end="")
 
 
 def report_difference(name, rank, pairs):

@@ -9,7 +9,6 @@ window is full all of them shift, and each further token is computed from the wh
 
 import argparse
 import math
-import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import signals
 from data.batches import load_tokenizer
 from model import GPT, GPTConfig, causal_attention
 from tensorfile import about
@@ -120,8 +120,7 @@ def main():
     except (ValueError, OSError) as error:
         parser.exit(2, f"sample.py: {error}\n")
     sys.stdout.reconfigure(errors="replace")  # whatever the terminal can show
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    signals.end_quietly()
     for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,
                            args.top_k, args.seed):
         print(tokenizer.decode(tokens), end="\n---\n", flush=True)

@@ -33,6 +33,13 @@ def end(text, code):
     os._exit(code)
 
 
+def end_quietly():
+    """`| head` and Ctrl-C are to end this process at once, without a traceback."""
+    for name in ("SIGPIPE", "SIGINT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
 def before_training():
     """A signal before on_signals ends the process with one line. Ranks end with their parent:
     torchrun's agent, or train.py's launcher. (A run without ranks outlives its shell.)"""

@@ -21,6 +21,7 @@ import torch
 from collectives import all_gather, own_chunk, reduce_scatter
 from ddp import DDP
 from group import Work, wait_all
+from signals import end_quietly
 
 
 def plain_zero_step(weights, grad, group, step):
@@ -264,6 +265,7 @@ class Optimizer:
 
 
 def main():
+    end_quietly()
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"zero.py: {message}\n")
