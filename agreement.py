@@ -16,13 +16,13 @@ from tensorfile import CheckpointError, about
 held = []  # the lock of this run on its --out, until the process ends
 
 
-def claim(out):
-    """Locks `out` for this run. CheckpointError if another one, which may need a moment to be gone
-    if it was killed, goes on writing there."""
+def claim(out, patience):
+    """Locks `out` for this run. CheckpointError if another one goes on writing there; one that was
+    killed may need a moment to be gone."""
     with about(Path(out, ".lock")):
         file = os.open(Path(out, ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         held.append(file)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,17 +48,18 @@ def agree(cfg, data):
     (rank, size), error, last = processes.place, "", cfg.resume
     if rank == 0:
         try:
-            claim(cfg.out)
-            last = str(newest(cfg.out) or "no") if cfg.resume == "auto" else cfg.resume
+            claim(cfg.out, min(5, cfg.timeout / 2))
+            with about(cfg.out):
+                last = str(newest(cfg.out) or "no") if cfg.resume == "auto" else cfg.resume
         except CheckpointError as refused:
             error = str(refused)
         if size > 1:
-            tell("claim", error)
-            tell("last checkpoint", last)
-    if error := hear("claim", 0).decode() if rank else error:
+            tell("claim", os.fsencode(error))
+            tell("last checkpoint", os.fsencode(last))
+    if error := os.fsdecode(hear("claim", 0)) if rank else error:
         raise CheckpointError(error)
     if cfg.resume == "auto":
-        cfg.resume = hear("last checkpoint", 0).decode() if rank else last
+        cfg.resume = os.fsdecode(hear("last checkpoint", 0)) if rank else last
     if size == 1:
         return
 
@@ -73,7 +74,7 @@ def agree(cfg, data):
          "has other flags than rank 0; start all with the same")
     same("out", content(Path(cfg.out, ".lock")), f"does not see what rank 0 writes to --out "
          f"{cfg.out}; all nodes need to share that folder")
-    same("checkpoint", cfg.resume.encode() + content(Path(cfg.resume, MANIFEST)),
+    same("checkpoint", os.fsencode(cfg.resume) + content(Path(cfg.resume, MANIFEST)),
          f"has another checkpoint than rank 0 in --resume {cfg.resume}; start all with the same")
     same("data", data.fingerprint(), f"has other data in {data.folder} than rank 0; prepare it "
          "once, then share or copy the folder")

@@ -187,7 +187,8 @@ def put_in_place(folder, final, manifest):
     if final.exists():
         os.rename(final, f"{final}.old.tmp")
     os.rename(folder, final)
-    to_disk(final.parent)  # before older ones are deleted
+    with suppress(OSError):  # it is there
+        to_disk(final.parent)  # before older ones are deleted
 
 
 def to_disk(path):

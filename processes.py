@@ -24,22 +24,21 @@ from mesh import Mesh
 from signals import PARENT, STOPS, listens
 
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")  # in the text of a CommunicationError
-giving_up = threading.Lock()
-store, place = None, (0, 1)  # once the ranks have met: their store; this one's number of how many
+place = 0, 1  # this rank, of how many, and once they have met:
+store = None  # what they tell one another
+last_words = None  # the same by a connection of its own, as the library may hold the other
 
 
 def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
     """Join the process group that torchrun's environment, or a url, describes."""
-    global store, place
+    global place, store, last_words
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     wait = timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         server, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
         rank, size = place
-        # torchrun's outlives a restart: no addresses, and no last words, of dead ranks
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"meeting, restart {restarts}", server)
-        store = dist.PrefixStore(meet(server, rank, size, timeout), server)
+        name = meet(server, rank, size, timeout)
+        store, last_words = (dist.PrefixStore(name, s) for s in (server, server.clone()))
     with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
         # NCCL's watchdog aborts the process: Group.read is to speak before it
         patience = wait * (2 if backend == "nccl" else 1)
@@ -47,10 +46,12 @@ def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
 
 
 def meet(store, rank, size, timeout):
-    """A name for this attempt, the same on all ranks, once they are all there. What earlier
-    attempts left in the store is of no use: rank 0 makes a new name, the others answer it with
-    names of their own, and rank 0 has all of these in its last word."""
-    mine, deadline, pause = os.urandom(8).hex(), time.monotonic() + timeout, 0.001
+    """A name for this attempt, the same on all ranks, once they are all there. torchrun's store has
+    what earlier attempts left, addresses of dead ranks: so rank 0 makes a new name, the others
+    answer it with names of their own, and rank 0 has all of these in its last word."""
+    global last_words
+    mine, attempt = os.urandom(8).hex(), ""
+    deadline, pause = time.monotonic() + timeout, 0.001
 
     def read(key):
         return store.get(key).decode().split() if store.check([key]) else [""]
@@ -63,12 +64,14 @@ def meet(store, rank, size, timeout):
             store.set(f"here {rank}", f"{attempt} {mine}")
         if rank == 0:
             here = [read(f"here {r}") for r in range(size)]
-            if all(answer[0] == attempt for answer in here):
+            if all(answer[0] == attempt == mine for answer in here):
                 store.set("all here", " ".join(name for _, name in here))
         if mine in (names := read("all here")):
             return names[0]
         time.sleep(pause)
-        pause = min(0.1, 2 * pause)
+        pause = min(max(0.05, size / 500), 2 * pause)  # there is one store for all
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    last_words = dist.PrefixStore(f"no meeting, {attempt}, restart {restarts}", store)
     missing = [r for r in range(size) if read(f"here {r}")[0] != attempt]
     raise CommunicationError(f"rank {rank}: waiting for rank {(missing or [0])[0]} to start: not "
                              f"there within {timeout:g} s")
@@ -116,8 +119,10 @@ def shutdown(together=True):
 def unlike_rank_0(name, value):
     """The ranks whose `value`, some bytes, is not rank 0's. Asks the store: no mesh exists yet."""
     tell(name, value)
-    first = hear(name, 0)
-    return [r for r in range(1, place[1]) if hear(name, r) != first]
+    if place[0] == 0:
+        unlike = [str(r) for r in range(1, place[1]) if hear(name, r) != value]
+        tell(f"comparison of {name}", " ".join(unlike))
+    return [*map(int, hear(f"comparison of {name}", 0).split())]
 
 
 def tell(name, value):
@@ -133,8 +138,8 @@ def hear(name, rank):
 
 
 def kill_stopped():
-    """Ranks of this machine that were stopped (SIGSTOP) would not hear of anything else, and who
-    started them and this one would wait for them."""
+    """Ends those ranks of this machine that were stopped (SIGSTOP). They would hear of nothing
+    else, and the process that started them would wait for them."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, starter = path.read_bytes().rpartition(b")")[2].split()[:2]
@@ -145,35 +150,43 @@ def kill_stopped():
 def speaks_for_all(line, timeout):
     """Whether this rank is to say why it gives up. Of all ranks that do, that speaks whose own peer
     is silent, as the others only wait for such a rank."""
-    (rank, size), wait = place, min(1.0, timeout / 4)
-    store.set(f"failed {rank}", line)
+    rank, wait = place[0], min(1.0, timeout / 4)
+    number = last_words.add("failures", 1)
+    last_words.set(f"failure {number}", f"{rank} {line}")
+    if number > 64:  # of thousands of ranks the first ones settle it
+        return False
     time.sleep(wait)  # for the others to say so, too
-    failed = [r for r in range(size) if store.check([f"failed {r}"])]
-    peers = {r: {int(peer) for peer in PEER.findall(store.get(f"failed {r}").decode())}
-             for r in failed}
-    speaker = min(failed, key=lambda r: (peers[r] <= {*failed}, r))
-    return speaker == rank and store.add("said", 1) == 1
+    peers = {}  # of each rank that gives up
+    for i in range(1, 1 + min(64, last_words.add("failures", 0))):
+        if last_words.check([f"failure {i}"]):
+            other, text = last_words.get(f"failure {i}").decode().split(" ", 1)
+            peers[int(other)] = {int(peer) for peer in PEER.findall(text)}
+    if rank != min(peers, key=lambda r: (peers[r] <= peers.keys(), r)):
+        time.sleep(wait)  # if the one that is to speak knew less, and left
+    return last_words.add("said", 1) == 1
 
 
 def give_up(error, timeout):
     """An error that the other ranks may not have ends this one at once: its threads may wait."""
-    if not giving_up.acquire(blocking=False):
-        time.sleep(60)  # another thread of this process is about to end it
-    silent = []  # False, True, or nothing if the store, or its machine, has gone: then all speak
+    if signals.giving_up:
+        threading.Event().wait()  # for another thread that is about to end this process
+    signals.giving_up = speaks = True
+    text = str(error).encode(errors="replace")
 
     def ask():
-        with suppress(RuntimeError):
-            silent.append(not speaks_for_all(str(error), timeout))
+        nonlocal speaks
+        with suppress(RuntimeError):  # the store, or its machine, has gone: all speak
+            speaks = speaks_for_all(text.decode(), timeout)
 
     try:
         signals.end_with_parent()
-        asking = threading.Thread(target=ask, daemon=True)
-        if store:
+        if last_words:
+            asking = threading.Thread(target=ask, daemon=True)
             asking.start()
             asking.join(3)
+        if speaks:
+            os.write(2, b"train.py: %s\n" % text)
         kill_stopped()
-        if silent != [True]:
-            os.write(2, f"train.py: {error}\n".encode())
     finally:
         os._exit(1)
 
@@ -243,7 +256,8 @@ def demonstrate(fn, **sizes):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_demonstrate, (fn, sizes, folder), math.prod(sizes.values()))
-        print(Path(folder, "said").read_text(), end="")
+        said = Path(folder, "said").read_text()
+    print(said, end="")
 
 
 def report_difference(name, rank, pairs):

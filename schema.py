@@ -43,7 +43,7 @@ META = {"vocab_size": whole(1, 2**16 + 1), "tokenizer?": text("bpe", "gpt2", "by
         "bytes_per_token?": number(0), "val_bytes?": whole(1), "gzip_bits_per_byte?": number(0),
         "source_hash?": text()}
 MODEL = {"vocab_size": META["vocab_size"], **dict.fromkeys(
-    ("block_size", "n_layer", "n_head", "n_embd", "top_k?"), whole(1, 10**6 + 1)),
+    ("n_layer", "n_head", "n_embd", "top_k?"), whole(1, 10**6 + 1)), "block_size": whole(1, 2**31),
     "n_experts?": whole(0, 10**6 + 1)}
 SUMS = dict_of(whole(0, 2**32))
 MANIFEST = {**dict.fromkeys(("number", "step", "updates", "good_steps"), whole(0, 2**53)),

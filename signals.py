@@ -10,6 +10,7 @@ from contextlib import suppress
 
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 PARENT = "NANOPARALLEL_PARENT"  # in the environment of a rank: the process that started it
+giving_up = False  # this process is about to say why it ends (processes.py)
 parent = 0  # that process, or torchrun's agent; 0: this one may outlive it
 
 
@@ -40,14 +41,18 @@ def end_quietly():
             signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
+def stopped_early(number, frame):
+    if not giving_up:
+        end(f"stopped by {signal.Signals(number).name} before the first step", 128 + number)
+
+
 def before_training():
     """A signal before on_signals ends the process with one line. Ranks end with their parent:
     torchrun's agent, or train.py's launcher. (A run without ranks outlives its shell.)"""
     for number in STOPS:
         if listens(number):
-            signal.signal(number, lambda number, _: end(
-                f"stopped by {signal.Signals(number).name} before the first step", 128 + number))
-    # An error of ours names the rank that torch's own lines are about
+            signal.signal(number, stopped_early)
+    # torch's warnings of a rank that does not answer, beside our line that names it
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show
         stream.reconfigure(errors="replace")

@@ -2984,7 +2984,7 @@ def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
 def test_auto_is_looked_up_once_the_folder_is_ours(corpus, trained, tmp_path, monkeypatch):
     """... as the run before may have been about to save."""
     cfg = config(corpus, out=str(tmp_path / "out"), resume="auto")
-    monkeypatch.setattr(agreement, "claim", lambda out: shutil.copytree(trained, out))
+    monkeypatch.setattr(agreement, "claim", lambda out, _: shutil.copytree(trained, out))
     agreement.agree(cfg, None)
     assert cfg.resume == f"{cfg.out}/step-00000004"
 
@@ -2993,7 +2993,7 @@ def test_the_lock_follows_no_link(tmp_path):
     (tmp_path / "precious").write_text("content")
     (tmp_path / ".lock").symlink_to(tmp_path / "precious")
     with pytest.raises(CheckpointError, match="/.lock: Too many levels"):
-        agreement.claim(tmp_path)
+        agreement.claim(tmp_path, 1)
     assert (tmp_path / "precious").read_text() == "content"
 
 
@@ -3048,6 +3048,17 @@ def test_ranks_that_meet_are_those_of_this_attempt():
     with pytest.raises(CommunicationError, match="rank 1: waiting for rank 0 to start: not there "
                                                  "within 0.1 s"):
         processes.meet(torch.distributed.HashStore(), 1, 2, 0.1)
+
+
+def _gives_up(rank, waits):
+    time.sleep(waits[rank])
+    return processes.speaks_for_all(f"receive from rank {(rank + 1) % 3}", 2)
+
+
+@pytest.mark.parametrize("waits", [(0, 0.25, 0.6), (0.6, 0, 0.25), (0, 0, 0), (0.3, 0.6, 0)])
+def test_one_of_all_that_give_up_says_why(waits):
+    """... though each waits for the next one, and some are gone when others look."""
+    assert sum(pool(3, _gives_up, waits)) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")

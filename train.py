@@ -24,7 +24,7 @@ from agreement import agree
 from collectives import all_reduce, barrier
 from config import DTYPES, check, fail, parse, world_size
 from context_parallel import split_sequences
-from data.batches import Data
+from data.batches import Data, DataError
 from expert_parallel import Routing, spread_experts
 from group import CommunicationError, no_span
 from log import Log
@@ -284,7 +284,7 @@ def main():
     except checkpoint.CheckpointError as error:
         shutdown(together=False)
         fail(error)
-    except (CommunicationError, ValueError) as error:  # of ids that only now were read, say
+    except (CommunicationError, DataError) as error:
         give_up(error, cfg.timeout)
     log.last_words()
     sys.exit(not ended_well)

@@ -18,6 +18,10 @@ from schema import META, conform, read_json
 from signals import local_rank
 
 
+class DataError(ValueError):
+    """One line about a file of tokens."""
+
+
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder; without a meta.json (nanoGPT's own), GPT-2's."""
     path, ranks, meta = Path(folder, "meta.json"), BYTES, {}
@@ -87,7 +91,7 @@ class Data:
 
     def check_ids(self, ids, path):
         if ids.max() >= self.vocab_size:
-            raise ValueError(f"{path} holds token id {ids.max()}, beyond the vocabulary of "
+            raise DataError(f"{path} holds token id {ids.max()}, beyond the vocabulary of "
                              f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
 
     def training(self, cfg, step, mesh):
