@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import schedules
-from signals import end_quietly
 
 COLORS = {"F": (44, "#6aa0e8"), "B": (42, "#6cc08b"), "I": (42, "#6cc08b"), "W": (43, "#e8b04a")}
 LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")
@@ -204,7 +203,6 @@ def numbers(text):
 
 def schedules_command():
     """The command line of pipeline.py."""
-    end_quietly()
     parser = argparse.ArgumentParser(description=schedules.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")

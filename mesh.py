@@ -101,7 +101,6 @@ def grid(sizes):
 
 
 def main():
-    end_quietly()
     given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
     if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
         print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)
@@ -113,4 +112,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_quietly()
     main()

@@ -178,7 +178,6 @@ def metrics_svg(paths):
 
 
 def main():
-    end_quietly()
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"pictures.py: {message}\n")
@@ -209,4 +208,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_quietly()
     main()

@@ -18,10 +18,12 @@ from itertools import islice
 
 import torch
 
+from draw import schedules_command
 from group import Work, no_span, wait_all
 from model import GPTConfig, build, extra_loss
 from processes import demonstrate, report_difference
 from schedules import cut, lower, make_schedule, placement
+from signals import end_quietly
 
 
 def plain_1f1b(stage, group, batches, shape, tokens):
@@ -293,8 +295,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        from draw import schedules_command
-        schedules_command()
-    else:
-        demonstrate(demo, pp=4)
+    end_quietly()
+    schedules_command() if len(sys.argv) > 1 else demonstrate(demo, pp=4)

@@ -204,7 +204,6 @@ def run_here(args):
 
 
 def main():
-    end_quietly()
     parser = flags()
     args = parser.parse_args()
     if args.published:
@@ -255,4 +254,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_quietly()
     main()

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-import signals
 from data.batches import load_tokenizer
 from model import GPT, GPTConfig, causal_attention
+from signals import end_quietly
 from tensorfile import about
 from weights import read_weights
 
@@ -120,11 +120,11 @@ def main():
     except (ValueError, OSError) as error:
         parser.exit(2, f"sample.py: {error}\n")
     sys.stdout.reconfigure(errors="replace")  # whatever the terminal can show
-    signals.end_quietly()
     for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,
                            args.top_k, args.seed):
         print(tokenizer.decode(tokens), end="\n---\n", flush=True)
 
 
 if __name__ == "__main__":
+    end_quietly()
     main()

@@ -49,6 +49,7 @@ import export as export_file
 import hardware
 import here as here_file
 import memory
+import mesh as mesh_file
 import model as model_file
 import pictures
 import pipeline
@@ -65,9 +66,12 @@ import timeline
 import train
 import zero
 from config import Config, check, check_layout, parse
+from data import batches
+from data import prepare as prepare_file
 from data.batches import Data, load_tokenizer
 from data.prepare import prepare
-from group import CommunicationError, Group, Work
+from group import CommunicationError, Group, Work, naming
+from log import peak_of_process
 from mesh import Mesh
 from model import GPTConfig, build, causal_attention
 from processes import init, shutdown
@@ -2032,6 +2036,7 @@ def test_pipeline_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
     run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
     assert (tmp_path / "x.svg").read_text().count('stroke="white"') == 2 * 2 * 4 * 3
+    assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
     for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
         with pytest.raises(SystemExit) as stop:
             run(bad)
@@ -2040,6 +2045,51 @@ def test_pipeline_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
 
 TALKERS = ("mesh.py", "group.py", "collectives.py", "processes.py")
 HOUSE = [path for path in HERE.glob("*.py") if path.name not in ("bench.py", "test_all.py")]
+
+
+@pytest.mark.parametrize("line,says", [
+    ("collectives.py --help", "say how many ranks, 1 to 64"), ("collectives.py 0", "say how many"),
+    ("context_parallel.py abc", "say how many ranks"), ("zero.py nan", "must be above 0"),
+    ("zero.py -5", "must be above 0"), ("mesh.py 0 1 1 1 1", "give the sizes"),
+    ("export.py --out /nowhere --to x", "/nowhere: no complete checkpoint"),
+    ("prepare.py README.md --out /proc/x", "/proc/x: cannot be written"),
+    ("prepare.py --vocab-size many", "invalid int value: 'many'")])
+def test_every_command_answers_nonsense_with_one_line(line, says, capsys, monkeypatch):
+    mains = {"zero.py": zero.main, "mesh.py": mesh_file.main, "export.py": export_file.main,
+             "prepare.py": prepare_file.main}
+    main = mains.get(line.split()[0], lambda: processes.ranks_asked(4))
+    assert says in one_line(main, line.split(), capsys, monkeypatch)
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git applies the patch")
+def test_the_readmes_patch_is_one_that_git_takes(tmp_path):
+    shutil.copy(HERE / "schedules.py", tmp_path)
+    patch = re.search(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.S)[1]
+    subprocess.run(["git", "apply"], input=patch.encode(), cwd=tmp_path, check=True,
+                   env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)})
+    assert "def eager(P, m, v, rank)" in (tmp_path / "schedules.py").read_text()
+
+
+def test_the_librarys_line_is_cut_to_what_it_says():
+    with (pytest.raises(CommunicationError, match=r"^rank 0: sending: Connection closed by peer$"),
+          naming("rank 0: sending")):
+        raise RuntimeError("[/w/pair.cc:5] Connection closed by peer. This is likely a ... GLHF!")
+
+
+def test_a_peak_is_that_of_the_process_and_not_of_its_parent():
+    held = bytearray(b"x") * (600 << 20)
+    child = command("-c", "import log; print(log.peak_of_process())")
+    assert int(child.stdout) < len(held) < peak_of_process()
+
+
+def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
+    def prepare(sources, folder):
+        shutil.copytree(corpus, folder)
+
+    monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
+    monkeypatch.setattr(batches, "prepare", prepare)
+    Data(config("stdlib"))
+    assert capsys.readouterr().out == "preparing stdlib as a corpus, once\n"
 
 
 def test_the_house_is_in_order():
@@ -3385,12 +3435,14 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path, capsys, mon
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 0 and "stopped by a signal" in out and not err, err
-    text = command("sample.py", "--out", tmp_path / "out", "--prompt", "def f", "--samples", 2)
+    text = command("sample.py", "--out", tmp_path / "out", "--prompt", "\u00e9 def f", "--samples",
+                   2, env={"PYTHONIOENCODING": "ascii"})
     assert text.stdout.count("def f") >= 2 and text.returncode == 0, text.stderr
     for argv, says in ((["--out", tmp_path / "nowhere"],
                         f"{tmp_path}/nowhere: no complete checkpoint there"),
                        (["--seed", -1], "--seed -1 must be at least 0, and below 2^63"),
                        (["--device", "xyz"], "argument --device: invalid choice: 'xyz' "),
+                       (["--data", "typo"], "typo: no such folder of prepared data"),
                        (["--samples", 0], "--samples 0 must be at least 1"),
                        (["--temperature", "nan"], "--temperature nan must be at least 0")):
         error = one_line(sample.main, ["sample.py", "--out", tmp_path / "out", *argv], capsys,
@@ -3404,6 +3456,8 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
         run = Run(2, argv, tmp_path)
         assert run.wait() == [0, 0], run.read()
         assert run.read("stdout").endswith("replicas agree\n") and "sample:" in run.read("stdout")
+        assert re.search(r"peak of the process \d+ MB, on rank [01]\n", run.read("stdout"))
+    assert "resumed from" in run.read("stdout") and "nothing left to do" in run.read("stdout")
     run = Run(2, [*argv, "--steps", 3], tmp_path)
     assert run.wait() == [2, 2]
     assert run.read().endswith("step-00000004: is at step 4, past --steps 3\n"), run.read()

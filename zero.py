@@ -265,7 +265,6 @@ class Optimizer:
 
 
 def main():
-    end_quietly()
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"zero.py: {message}\n")
@@ -287,4 +286,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_quietly()
     main()
