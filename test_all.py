@@ -3024,7 +3024,7 @@ def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, t
 def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
     one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
     one.until(lambda: "step      2" in one.read("stdout"))
-    two = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path)
+    two = Run(2, flags(corpus, tmp_path / "out", dp=2, timeout=2), tmp_path)
     assert two.wait() == [2, 2] and two.read() == (
         f"train.py: --out {tmp_path}/out: another run writes there; name another folder\n")
     one.signal(0, signal.SIGHUP)  # a closed terminal
