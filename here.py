@@ -240,7 +240,7 @@ def name_of(cfg):
     for f in (f for f in fields(Config) if f.metadata["group"] == "layout"):
         value = getattr(cfg, f.name)
         one = value == 1 and f.name in ("dp", "microbatches", "chunks")  # as if it were not named
-        if value != f.default and not one:
+        if value != f.default and not one and f.name not in ("collectives", "pad_vocab"):
             words += ["--" + f.name.replace("_", "-")] + [str(value)] * (value is not True)
     return " ".join(words) or "one process"
 
