@@ -92,7 +92,8 @@ class Job:
     def mesh(self):
         """The row's ranks along the one axis that its layout has."""
         axes = "ep", "dp", "pp", "cp", "tp"  # experts are shared by all of a row's data ranks
-        axis = max(axes, key=lambda axis: self.row.layout.get(axis, 1))
+        layout = self.row.layout or {"dp": self.n}
+        axis = max(axes, key=lambda axis: layout.get(axis, 1))
         sizes = {"dp": 1, "ep": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
         self.made = RowMesh(self.rank, self.groups[self.n], sizes)
         return self.made
@@ -146,6 +147,7 @@ def repeats(row):
 def ring(job):
     fn = getattr(collectives, job.row.name, collectives.all_reduce)
     x, group = torch.zeros(256 * job.row.size), job.mesh().group("dp")
+    assert group.size == job.n
     return lambda: [fn(x, group) for _ in range(repeats(job.row))] and 0.0
 
 
