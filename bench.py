@@ -44,6 +44,7 @@ from model import GPTConfig, build
 from pipeline import Stage, plain_1f1b
 from processes import init, shutdown
 from schedules import cut
+from signals import end_quietly
 from tensor_parallel import PLAIN
 
 VOCAB = 256
@@ -571,6 +572,7 @@ def peak(build):
 
 
 def worker(rank, world, chosen, quick, path, folder):
+    end_quietly()  # with the process that started this one
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers'
     init(timeout=1800, url=f"file://{folder}/rendezvous", rank=rank, size=world)
