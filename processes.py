@@ -24,8 +24,9 @@ from mesh import Mesh
 from signals import PARENT, STOPS, listens
 
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")  # in the text of a CommunicationError
-place = 0, 1  # this rank, of how many, and once they have met:
-store = None  # what they tell one another
+# Of this process, by init:
+place = 0, 1  # its rank, of how many
+store = None  # where ranks leave what they tell one another
 last_words = None  # the same by a connection of its own, as the library may hold the other
 
 

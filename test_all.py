@@ -3100,6 +3100,13 @@ def test_ranks_that_meet_are_those_of_this_attempt():
         processes.meet(torch.distributed.HashStore(), 1, 2, 0.1)
 
 
+def test_a_library_that_never_comes_back_is_one_line():
+    late = command("-c", "import processes, time\nwith processes.in_time(0.2, 'rank 0: joining'):\n"
+                         "    time.sleep(60)", timeout=30)
+    assert (late.returncode, late.stderr) == (
+        1, "train.py: rank 0: joining: not done within 0.2 s\n")
+
+
 def _gives_up(rank, waits):
     time.sleep(waits[rank])
     return processes.speaks_for_all(f"receive from rank {(rank + 1) % 3}", 2)

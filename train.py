@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
+import agreement
 import checkpoint
-from agreement import agree
 from collectives import all_reduce, barrier
 from config import DTYPES, check, fail, parse, world_size
 from context_parallel import split_sequences
@@ -276,7 +276,7 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
-        agree(cfg, data)
+        agreement.agree(cfg, data)
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)
