@@ -32,19 +32,19 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-import checkpoint
 import collectives
 import context_parallel
 import train
-from config import Config
 from ddp import plain_data_parallel
-from hardware import DEVICES, MODELS
 from mesh import Mesh
 from model import GPTConfig, build
 from pipeline import Stage, plain_1f1b
-from processes import init, shutdown
+from planner.hardware import DEVICES, MODELS
+from run import checkpoint
+from run.config import Config
+from run.processes import init, shutdown
+from run.signals import end_quietly
 from schedules import cut
-from signals import end_quietly
 from tensor_parallel import PLAIN
 
 VOCAB = 256

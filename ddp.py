@@ -16,7 +16,7 @@ import torch
 from collectives import all_reduce
 from group import Work, wait_all
 from model import GPTConfig, build
-from processes import demonstrate, report_difference
+from run.processes import demonstrate, report_difference
 from shard import tag_whole
 
 

@@ -20,7 +20,7 @@ import torch
 
 from collectives import all_reduce, all_to_all
 from model import GPTConfig, build
-from processes import demonstrate, report_difference
+from run.processes import demonstrate, report_difference
 from sequence_parallel import Crossing, Enter, Leave
 from shard import tag_whole
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from group import Group, naming
-from signals import end_quietly
+from run.signals import end_quietly
 
 
 def lay_out(sizes, axes):

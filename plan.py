@@ -15,13 +15,13 @@ import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
-import config
-import draw
-from costs import step_flops, step_time, time_by_part
-from hardware import DEVICES, MODELS, Device
-from memory import Job, Layout, memory, n_parameters
-from search import GB, Search
-from signals import end_quietly
+from planner import draw
+from planner.costs import step_flops, step_time, time_by_part
+from planner.hardware import DEVICES, MODELS, Device
+from planner.memory import Job, Layout, memory, n_parameters
+from planner.search import GB, Search
+from run import config
+from run.signals import end_quietly
 
 
 def as_config(job, named):
@@ -192,7 +192,7 @@ def described(args):
 
 def run_here(args):
     """The layout that is named, with train.py's defaults for the rest; or here.py's dozen."""
-    from here import here
+    from planner.here import here
     named = {f.name: getattr(args, f.name) for f in fields(config.Config) if f.name in args}
     named = {name: value for name, value in named.items() if value is not None}  # --batch-size
     if not named:
@@ -207,7 +207,7 @@ def main():
     parser = flags()
     args = parser.parse_args()
     if args.published:
-        from published import main as published_runs
+        from planner.published import main as published_runs
         return published_runs(args.choice)
     try:
         if args.here:
@@ -234,7 +234,7 @@ def main():
         if not rows:
             raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
         if args.svg:
-            from pictures import layout_svgs
+            from planner.pictures import layout_svgs
             layout = Layout(*(rows[0][name] for name in Layout._fields))
             for file, svg in layout_svgs(job, layout, device).items():
                 Path(args.svg, file).write_text(svg)

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import checkpoint
 from data.batches import load_tokenizer
 from model import GPT, GPTConfig, causal_attention
-from signals import end_quietly
-from tensorfile import about
-from weights import read_weights
+from run import checkpoint
+from run.signals import end_quietly
+from run.tensorfile import about
+from run.weights import read_weights
 
 
 def load_model(folder, device="cpu"):

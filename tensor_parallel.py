@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from collectives import all_reduce, own_chunk
 from group import Group
 from model import ABSENT, GPTConfig, build
-from processes import demonstrate, report_difference
+from run.processes import demonstrate, report_difference
 from sequence_parallel import Crossing, Leave
 from shard import bounds, tag_whole
 

@@ -10,7 +10,7 @@ Any layout is the same computation: the same initial weights, the same batches, 
 summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
-import signals  # isort: skip  (first: importing torch takes seconds)
+from run import signals  # isort: skip  (first: importing torch takes seconds)
 import hashlib
 import math
 import sys
@@ -19,24 +19,23 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
-import agreement
-import checkpoint
 from collectives import all_reduce, barrier
-from config import DTYPES, check, fail, parse, world_size
 from context_parallel import split_sequences
 from data.batches import Data, DataError
 from expert_parallel import Routing, spread_experts
 from group import CommunicationError, no_span
-from log import Log
 from mesh import Mesh
 from model import GPT, Block, GPTConfig, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
-from processes import choose_device, give_up, init, launch, shutdown
+from run import agreement, checkpoint
+from run.config import DTYPES, check, fail, parse, world_size
+from run.log import Log
+from run.processes import choose_device, give_up, init, launch, shutdown
+from run.timeline import Tracer, report
+from run.weights import read_weights
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
 from tensor_parallel import parallelize
-from timeline import Tracer, report
-from weights import read_weights
 from zero import REDUCERS, Optimizer
 
 MAX_SKIPPED = 5  # steps in a row without a finite norm (float16: at scale 1): the run gives up

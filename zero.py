@@ -21,7 +21,7 @@ import torch
 from collectives import all_gather, own_chunk, reduce_scatter
 from ddp import DDP
 from group import Work, wait_all
-from signals import end_quietly
+from run.signals import end_quietly
 
 
 def plain_zero_step(weights, grad, group, step):

@@ -14,8 +14,8 @@ import torch
 
 from data.prepare import BYTES, PATTERN, make_encoding, prepare
 from model import ABSENT
-from schema import META, conform, read_json
-from signals import local_rank
+from run.schema import META, conform, read_json
+from run.signals import local_rank
 
 
 class DataError(ValueError):

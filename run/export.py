@@ -1,17 +1,16 @@
 """A checkpoint as a folder that Hugging Face's GPT2LMHeadModel.from_pretrained opens: four weights
 of a block are transposed (its Conv1D), the tied lm_head is left out, and config.json says the rest.
 
-    python export.py --out out --to gpt2-folder
+    python -m run.export --out out --to gpt2-folder
 """
 
 import argparse
 import json
 from pathlib import Path
 
-import checkpoint
 import sample
-import tensorfile
-from weights import CONV1D
+from run import checkpoint, tensorfile
+from run.weights import CONV1D
 
 
 def export(folder, to):

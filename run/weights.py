@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-import tensorfile
-from checkpoint import MANIFEST, MODEL, read_manifest, refuse_other
-from schema import read_json
-from tensorfile import DTYPES, CheckpointError, about, checksum
+from run import tensorfile
+from run.checkpoint import MANIFEST, MODEL, read_manifest, refuse_other
+from run.schema import read_json
+from run.tensorfile import DTYPES, CheckpointError, about, checksum
 
 # Hugging Face's GPT-2 has Conv1D layers, whose weights are (in, out).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

@@ -7,10 +7,10 @@ come out of the functions that train.py runs; no formula stands here a second ti
     bubble        the share of a step that pipeline ranks wait, against the number of microbatches
     grid          which rank stands where on the mesh, and the groups along each axis
 
-    python pictures.py                     all five tables
-    python pictures.py bubble --pp 4       one of them
-    python pictures.py --svg pictures      the tables, and SVG files in that folder
-    python pictures.py --svg pictures --metrics one.jsonl eight.jsonl     curves of runs instead
+    python -m planner.pictures                     all five tables
+    python -m planner.pictures bubble --pp 4       one of them
+    python -m planner.pictures --svg pictures      the tables, and SVG files in that folder
+    python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl     curves of runs instead
 """
 
 import argparse
@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 
-import costs
 from collectives import all_reduce, parameter_server_all_reduce, sequential_all_reduce
-from draw import bars_svg, curves_svg, grid_svg, schedule_svg, table
 from group import Group, Work
-from hardware import DEVICES
-from memory import memory
 from mesh import Mesh, grid, lay_out
+from planner import costs
+from planner.draw import bars_svg, curves_svg, grid_svg, schedule_svg, table
+from planner.hardware import DEVICES
+from planner.memory import memory
+from run.signals import end_quietly
 from schedules import SCHEDULES, closed_form, make_schedule, placement, simulate
-from signals import end_quietly
 from zero import bytes_per_parameter
 
 # Each picture is a function that returns its (text, SVG).

@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import processes
-from checkpoint import MANIFEST, newest
-from processes import hear, tell, unlike_rank_0
-from tensorfile import CheckpointError, about
+from run import processes
+from run.checkpoint import MANIFEST, newest
+from run.processes import hear, tell, unlike_rank_0
+from run.tensorfile import CheckpointError, about
 
 held = []  # the lock of this run on its --out, until the process ends
 

@@ -26,15 +26,15 @@ from pathlib import Path
 
 import torch
 
-import tensorfile
 from collectives import all_reduce, broadcast
 from group import wait_all
 from model import ALIASES
-from schema import MANIFEST as MANIFEST_SCHEMA
-from schema import conform, read_json
+from run import tensorfile
+from run.schema import MANIFEST as MANIFEST_SCHEMA
+from run.schema import conform, read_json
+from run.signals import local_rank
+from run.tensorfile import DTYPES, CheckpointError, about, checksum
 from shard import bounds
-from signals import local_rank
-from tensorfile import DTYPES, CheckpointError, about, checksum
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import plan
-from costs import lower_bound, step_flops, step_time
-from hardware import DEVICES, MODELS
-from memory import Job, Layout
-from search import Search
+from planner.costs import lower_bound, step_flops, step_time
+from planner.hardware import DEVICES, MODELS
+from planner.memory import Job, Layout
+from planner.search import Search
 
 
 class Run(NamedTuple):

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import signals
 from group import CommunicationError, naming
 from mesh import Mesh
-from signals import PARENT, STOPS, listens
+from run import signals
+from run.signals import PARENT, STOPS, listens
 
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")  # in the text of a CommunicationError
 # Of this process, by init:

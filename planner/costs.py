@@ -16,7 +16,7 @@ import operator
 from functools import cache
 from typing import NamedTuple
 
-from memory import block_parameters, parts_of, tokens_of
+from planner.memory import block_parameters, parts_of, tokens_of
 from schedules import closed_form, make_schedule, placement, simulate
 
 

@@ -12,8 +12,8 @@ import math
 from collections import Counter
 from itertools import product
 
-from costs import data_time, lower_bound, step_time
-from memory import Layout, memory
+from planner.costs import data_time, lower_bound, step_time
+from planner.memory import Layout, memory
 from schedules import SCHEDULES
 
 GB = 1e9

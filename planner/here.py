@@ -26,16 +26,16 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from collectives import all_reduce, barrier
-from config import DTYPES, Config, check
-from costs import step_time
 from data.batches import Data
-from draw import table
 from group import no_span
-from hardware import Device
-from memory import Job, Layout, memory
 from mesh import Mesh
 from model import Block, GPTConfig
-from processes import init, shutdown
+from planner.costs import step_time
+from planner.draw import table
+from planner.hardware import Device
+from planner.memory import Job, Layout, memory
+from run.config import DTYPES, Config, check
+from run.processes import init, shutdown
 from train import Trainer
 
 CORES, ROUNDS, STEPS = os.cpu_count() or 1, 3, 2

@@ -16,8 +16,8 @@ import torch
 import sample
 from collectives import all_reduce
 from data.batches import load_tokenizer
-from hardware import DEVICES
 from mesh import grid
+from planner.hardware import DEVICES
 
 
 def is_before(line, step):

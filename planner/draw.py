@@ -2,7 +2,7 @@
 ranks; and the command line that shows schedules. The ground of each SVG is white, so that it reads
 the same on a dark page.
 
-    python pipeline.py 1f1b 4 8 --svg schedule.svg        python pictures.py
+    python pipeline.py 1f1b 4 8 --svg schedule.svg        python -m planner.pictures
 """
 
 import argparse

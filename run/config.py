@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
+from run import checkpoint
+from run.signals import local_rank
 from schedules import SCHEDULES, make_schedule
-from signals import local_rank
 from zero import bytes_per_parameter
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}

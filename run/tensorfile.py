@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from schema import read_json, tensors
+from run.schema import read_json, tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHUNK = 1 << 20  # bytes read at once for a checksum

@@ -1,0 +1,294 @@
+"""TODO"""
+
+import itertools
+import json
+import math
+import os
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import collectives as c
+import model as model_file
+import train
+from data.batches import Data
+from mesh import Mesh
+from model import GPTConfig, build
+from run.config import Config, check, check_layout
+from run.processes import init, shutdown
+
+# This file is imported where processes are forked from: CUDA is not to be touched there
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+HERE = Path(__file__).resolve().parent.parent
+TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
+# All groups in NCCL's manner, on gloo: IN_ORDER=1 python test_all.py -k "equal or collective"
+IN_ORDER = True if os.environ.get("IN_ORDER") else None
+# FULL=1: what would take the file beyond six minutes, too: all layouts on queues, twenty kills, ...
+FULL = bool(os.environ.get("FULL"))
+
+
+def two_thirds(layouts):
+    """Of them, or with FULL=1 all."""
+    return [layout for i, layout in enumerate(layouts) if i % 3 or FULL]
+
+
+needs_minutes = pytest.mark.skipif(not FULL, reason="only with FULL=1")
+
+
+# ---- the pool: 8 processes, each waits for a function to run as one rank of a world ----
+
+
+def _worker(rank, jobs, results):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Several ranks on one GPU: NCCL takes them for different machines
+    os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    while True:
+        number, fn, world, rendezvous, args = jobs.get()
+        try:
+            device = next((arg.device for arg in args if isinstance(arg, Config)), "cpu")
+            init(device, 60, f"file://{rendezvous}", rank, world)
+            value = fn(rank, *args)
+            shutdown()
+            results.put((number, rank, value, None))
+        except BaseException:
+            results.put((number, rank, None, traceback.format_exc()))
+            shutdown(together=False)
+
+
+def forkserver():
+    """Processes start from one that has imported torch: in a tenth of a second."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train", "tests.harness"])
+    return context
+
+
+class Pool:
+    def __init__(self):
+        self.processes, self.number, self.folder = [], 0, tempfile.mkdtemp()
+
+    def start(self, size=8):
+        context = forkserver()
+        self.results = context.SimpleQueue()
+        self.jobs = [context.SimpleQueue() for _ in range(size)]
+        self.processes = [context.Process(target=_worker, args=(r, q, self.results), daemon=True)
+                          for r, q in enumerate(self.jobs)]
+        for process in self.processes:
+            process.start()
+
+    def __call__(self, world, fn, *args, timeout=120):
+        """Run fn(rank, *args) on ranks 0 .. world-1 and return the list of what they returned."""
+        if not self.processes:
+            self.start()
+        self.number += 1
+        for jobs in self.jobs[:world]:
+            jobs.put((self.number, fn, world, f"{self.folder}/{self.number}", args))
+        values, deadline = {}, time.time() + timeout
+        while len(values) < world:
+            if self.results._reader.poll(max(0, deadline - time.time())):
+                number, rank, value, error = self.results.get()
+                if error is None:
+                    values[rank] = value
+                    continue
+                message = f"rank {rank} of {world}:\n{error}"
+            else:
+                message = f"ranks {set(range(world)) - set(values)} did not answer in {timeout} s"
+            self.stop()
+            raise AssertionError(message)
+        return [values[r] for r in range(world)]
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+        self.processes = []
+
+
+pool = Pool()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stop_pool():
+    yield
+    pool.stop()
+
+
+# ---- equivalence: any layout against one process ----
+
+SHAPE = {"n_layer": 5, "n_head": 12, "n_embd": 24, "block_size": 8}
+VOCAB = 67  # divides by no T
+STEPS, BATCH = 3, 36
+
+
+def random_corpus(folder, **tokens):
+    rng = np.random.default_rng(0)
+    for split, n in tokens.items():
+        rng.integers(0, VOCAB, n).astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {"vocab_size": VOCAB, "tokenizer": "bytes", "bytes_per_token": 1.0}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return random_corpus(tmp_path_factory.mktemp("corpus"), train=5000, val=700)
+
+
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory):
+    return random_corpus(tmp_path_factory.mktemp("corpus"), train=9000, val=9000)
+
+
+def config(corpus, **flags):
+    base = dict(SHAPE, data=corpus, dtype="float64", batch_size=BATCH, steps=STEPS, lr=1e-2,
+                dp=1, chunks=1, warmup_steps=1, grad_clip=0.2, device="cpu", eval_interval=0,
+                out=tempfile.gettempdir())
+    return Config(**{**base, **flags})
+
+
+def sizes_of(cfg):
+    return {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
+
+
+def mesh_of(cfg, in_order=IN_ORDER):
+    return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order, **sizes_of(cfg))
+
+
+_reference = {}
+
+
+def reference(corpus, **flags):
+    """The plain loop: GPT, autograd, clip_grad_norm_, AdamW on whole batches."""
+    key = tuple(sorted(flags.items()))
+    if key in _reference:
+        return _reference[key]
+    cfg = config(corpus, microbatches=1, **flags)
+    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
+                      cfg.top_k)
+    model = build(shape, cfg.seed, torch.double)
+    names = dict(model.canonical_parameters())
+    matrices = [n for n, p in names.items() if p.dim() >= 2 and n.endswith("weight")]
+    decay = [{"params": [names[n] for n in matrices], "weight_decay": 0.1},
+             {"params": [p for n, p in names.items() if n not in matrices], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decay, betas=(cfg.beta1, cfg.beta2))
+    data, trace = Data(cfg), [{"weights": {n: p.detach().clone() for n, p in names.items()}}]
+    for step in range(STEPS):
+        ((ids, targets),) = data.training(cfg, step, Mesh(dp=1))
+        loss = model(ids, targets) / targets.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        blocks = model.layers[1:-1]
+        loss = loss - (model_file.extra_loss(blocks) or 0.0) / targets.numel()
+        balance = sum(block.mlp.balance.item() for block in blocks) / targets.numel() / len(
+            blocks) if cfg.experts else None
+        grads = {n: p.grad.clone() for n, p in names.items()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
+        assert norm > cfg.grad_clip, "clipping must fire"
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(cfg, step)
+        optimizer.step()
+        trace.append({"loss": loss.item(), "norm": norm, "grads": grads, "balance": balance,
+                      "weights": {n: p.detach().clone() for n, p in names.items()}})
+    return _reference.setdefault(key, trace)
+
+
+def bare(shard):
+    """A tag without its groups, which cannot go from process to process."""
+    return replace(shard, shared_by=(), sum_over=())
+
+
+def local_tensors(trainer, kind):
+    """[(tag, this rank's whole tensor)] of weights or gradients, gathered over ZeRO's shards."""
+    found = []
+    for bucket in trainer.reducer.buckets:
+        shard = bucket.weight_shard if kind == "weights" else bucket.grad_shard
+        flat = shard.new_zeros(bucket.numel)
+        flat[bucket.offset : bucket.offset + shard.numel()] = shard
+        if bucket.shards > 1:
+            c.all_gather(flat, bucket.group)
+        found += [(bare(p.shard), bucket.view(flat.cpu(), p)) for p in bucket.params]
+    return found
+
+
+def _train(rank, cfg, steps=STEPS, mesh=None):
+    mesh = mesh or mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trace = [{"weights": local_tensors(trainer, "weights")}]
+    for step in range(steps):
+        loss, norm = trainer.gradients(data.training(cfg, step, mesh))
+        grads = local_tensors(trainer, "grads")
+        trainer.update(norm, train.learning_rate(cfg, step))
+        trace.append({"loss": loss, "norm": norm, "grads": grads,
+                      "balance": trainer.routing.balance,
+                      "weights": local_tensors(trainer, "weights")})
+    trace[0]["agree"] = trainer.replicas_agree()
+    return trace
+
+
+def train_with(rank, cfg, owner, name, value):
+    """_train, with something else in the place of what a module or class has under a name."""
+    kept = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        return _train(rank, cfg)
+    finally:
+        setattr(owner, name, kept)
+
+
+def assemble(per_rank):
+    """{name: full tensor} from every rank's shards; what is held twice must have the same bits."""
+    full = {}
+    for tag, local in itertools.chain(*per_rank):
+        tensor = full.setdefault(tag.name, torch.full(tag.shape, math.nan, dtype=local.dtype))
+        sizes = [b - a for a, b in tag.ranges]
+        assert local.narrow(tag.dim, sum(sizes), local.size(tag.dim) - sum(sizes)).eq(0).all()
+        local = local.narrow(tag.dim, 0, sum(sizes))
+        for (a, b), part in zip(tag.ranges, local.split(sizes, tag.dim), strict=True):
+            place = tensor.narrow(tag.dim, a, b - a)
+            assert place.isnan().all() or torch.equal(place, part), f"copies of {tag.name} differ"
+            place.copy_(part)
+    assert not any(tensor.isnan().any() for tensor in full.values())
+    return full
+
+
+def close(got, want, what):
+    """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
+    got, want = (torch.as_tensor(x, dtype=torch.double) for x in (got, want))
+    error, size = (got - want).norm().item(), want.norm().item()
+    # a gradient that is zero in exact arithmetic (attention's key bias) is compared absolutely
+    assert error <= TOLERANCE * max(size, 1e-3), f"{what}: off by {error:.1e} of {size:.1e}"
+
+
+def same_model(cfg):
+    names = ("n_layer", "n_head", "n_embd", "block_size", "experts", "top_k")
+    return {name: getattr(cfg, name) for name in names}
+
+
+def matches(cfg, got, step, kinds, want):
+    """AssertionError unless what all ranks have of a step is what one process has."""
+    for trace in got:
+        for name in ("loss", "norm", *["balance"] * bool(cfg.experts)):
+            close(trace[step][name], want[step][name], name)
+    for kind in kinds:
+        full = assemble([trace[step][kind] for trace in got])
+        assert full.keys() == want[step][kind].keys()
+        for name, value in want[step][kind].items():
+            close(full[name], value, f"step {step} {kind} {name}")
+
+
+def equals_one_process(corpus, run=_train, *args, **flags):
+    cfg = config(corpus, **flags)
+    world = check(cfg, 1) if cfg.device == "cpu" else check_layout(cfg, 1)
+    got = pool(world, run, cfg, *args)
+    want = reference(corpus, **same_model(cfg))
+    weights = assemble([trace[0]["weights"] for trace in got])
+    for name, value in want[0]["weights"].items():
+        assert torch.equal(weights[name], value), f"initial {name} differs"
+    for step in range(1, STEPS + 1):
+        matches(cfg, got, step, ("grads", "weights"), want)
+    assert all(trace[0]["agree"] for trace in got), "replicas disagree"

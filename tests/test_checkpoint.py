@@ -1,0 +1,226 @@
+"""TODO"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import collectives as c
+import sample
+import train
+from data.batches import Data
+from run import checkpoint
+from run.config import check
+from tests.harness import (
+    FULL,
+    VOCAB,
+    _train,
+    assemble,
+    bare,
+    close,
+    config,
+    local_tensors,
+    mesh_of,
+    pool,
+)
+from tests.runs import Run, contents, flags, one_line, rewrite
+
+# ---- checkpoints and faults ----
+
+
+def gathered_state(trainer):
+    """{kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's shards."""
+    found = {"weights": local_tensors(trainer, "weights"), "exp_avg": [], "exp_avg_sq": []}
+    for kind, bucket in itertools.product(("exp_avg", "exp_avg_sq"), trainer.reducer.buckets):
+        flat = torch.zeros(bucket.numel, dtype=bucket.master.dtype)
+        shard = flat[bucket.offset : bucket.offset + len(bucket.weight_shard)]
+        pieces = bucket.pieces(shard)
+        for (_, view), (_, master, _) in zip(pieces, bucket.owned, strict=True):
+            view.copy_(trainer.optimizer.adam.state[master][kind])
+        if bucket.shards > 1:
+            c.all_gather(flat, bucket.group)
+        found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
+    steps = {int(trainer.optimizer.adam.state[master]["step"]) for bucket in trainer.reducer.buckets
+             for _, master, _ in bucket.owned}
+    return found, steps
+
+
+def _hop(rank, cfg, folder):
+    """Load, take one step, save: (state as loaded, loss, state as saved, the new folder)."""
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    step = checkpoint.load(trainer, folder) if folder else 0
+    before = gathered_state(trainer) if folder else None
+    loss, norm = trainer.gradients(data.training(cfg, step, mesh))
+    trainer.update(norm, train.learning_rate(cfg, step))
+    folder = checkpoint.save(trainer, step + 1)
+    return before, loss, gathered_state(trainer), folder
+
+
+WALK = [dict(dp=2, tp=2), dict(pp=4, microbatches=3), dict(dp=3, zero=3, pad_vocab=16),
+        dict(tp=3, pp=2, zero=1), dict(dp=2, pp=2, tp=2, zero=3, microbatches=2), dict(),
+        dict(dp=2, pp=3, zero=2),
+        dict(tp=4, pp=2, microbatches=2), dict(dp=4, tp=2, zero=1, batch_size=36), dict(pp=5),
+        dict(dp=2, pp=2, schedule="zb-v", chunks=2, microbatches=3, zero=2),
+        dict(pp=3, schedule="interleaved", chunks=2, microbatches=3),
+        dict(cp=2, tp=2, sp=True, pp=2), dict(cp=4, dp=2, zero=3)]
+
+
+WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp=2, pp=2),
+                     dict(dp=4, ep=2, tp=2, sp=True, zero=1)]
+
+
+@pytest.mark.parametrize("dtype,experts,walk", [
+    ("float64", 0, WALK if FULL else WALK[1::2]),
+    ("bfloat16", 0, WALK if FULL else WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
+    ids=["float64", "bfloat16", "experts"])
+def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
+    """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
+    order = np.random.default_rng(0).permutation(len(walk))
+    flags = dict(dtype=dtype, out=str(tmp_path), n_head=12, steps=len(walk), experts=experts)
+    cfg = config(corpus, **flags)
+    want = pool(check(cfg, 1), _train, cfg, len(walk))[0][1:]
+    folder = last = None
+    for i, layout in enumerate(walk[j] for j in order):
+        cfg = config(corpus, **flags, **{k: v for k, v in layout.items() if k not in flags})
+        got = pool(check(cfg, 1), _hop, cfg, folder)
+        folder = got[0][3]
+        for which, want_steps in ((0, {i}), (2, {i + 1})):
+            if which == 0 and not i:
+                continue
+            assert set().union(*(rank[which][1] for rank in got)) == want_steps
+        for kind in ("weights", "exp_avg", "exp_avg_sq"):
+            if i:
+                loaded = assemble([rank[0][0][kind] for rank in got])
+                assert loaded.keys() == last[kind].keys()
+                for name, value in last[kind].items():
+                    assert torch.equal(loaded[name], value), (layout, kind, name)
+        last = {kind: assemble([rank[2][0][kind] for rank in got]) for kind in got[0][2][0]}
+        if dtype == "float64":
+            close(got[0][1], want[i]["loss"], f"loss {layout}")
+
+
+def _growth(rank, cfg):
+    """Bytes by which this rank's memory peaked above what it held, in save and in load."""
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    own = sum(t.nbytes for *_, tensors, _ in checkpoint.slices(trainer) for t in tensors.values())
+    largest = max(p.nbytes for layer in trainer.stages[0].layers for p in layer.parameters())
+
+    def status(key):
+        line = next(x for x in open("/proc/self/status") if x.startswith(key))
+        return 1024 * int(line.split()[1])
+
+    grown = []
+    for fn, arg in ((checkpoint.save, 0), (checkpoint.load, Path(cfg.out, "step-00000000"))):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status("VmRSS")
+        fn(trainer, arg)
+        grown.append(status("VmHWM") - before)
+    return own, largest, grown
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux measures it")
+@pytest.mark.parametrize("layout", [dict(dp=2, tp=2, zero=3), dict(dp=2, tp=2)])
+def test_no_rank_holds_more_than_its_slices_and_one_buffer(corpus, tmp_path, layout):
+    cfg = config(corpus, n_layer=8, n_embd=384, dtype="float32", out=str(tmp_path), **layout)
+    for own, largest, grown in pool(check(cfg, 1), _growth, cfg):
+        assert own > 4 * (largest + (8 << 20))  # so that a second copy of the slices would show
+        assert all(peak < largest + (8 << 20) for peak in grown), (own, largest, grown)
+
+
+HEADERS = {  # what becomes of the header's text
+    "a dtype that is a list": lambda text: text.replace('"F64"', "[1]", 1),
+    "a float offset": lambda text: re.sub(r"\[(\d+), (\d+)\]}", r"[\1.5, \2]}", text, count=1),
+    "an overlap": lambda text: re.sub(r"\[(\d+), (\d+)\]}}$", r"[0, \2]}}", text.rstrip()),
+    "an offset into the header": lambda text: text.replace("[0, ", "[-8, ", 1),
+    "a name twice": lambda text: text.rstrip()[:-1] + ', "lm_head.weight": {}}',
+    "a header that is deep": lambda text: "[" * 100_000}
+
+
+MANIFESTS = {  # what is put into a manifest
+    "forged step": {"step": "4"}, "forged depth": {"model": {"n_layer": "two"}},
+    "forged heads": {"model": {"n_head": 0}}, "forged name": {"model": {"n_heads": 2}},
+    "forged size": {"model": {"n_embd": 2**60}}, "forged scale": {"scale": None},
+    "forged infinity": {"scale": 10**400}, "forged number": {"number": 2**63 - 1},
+    "forged checksums": {"checksums": [1]}, "forged checksum files": {"checksums": {}}}
+
+
+def spoil(folder, how):
+    model, optimizer = folder / checkpoint.MODEL, folder / checkpoint.OPTIMIZER
+    manifest = folder / checkpoint.MANIFEST
+    if how == "truncated":
+        os.truncate(optimizer, optimizer.stat().st_size - 100)
+    elif how == "gone":
+        model.unlink()
+    elif how == "a tensor missing":
+        rewrite(model, lambda tensors: tensors.pop("transformer.ln_f.weight"))
+    elif how == "wrong shape":
+        rewrite(model, lambda tensors: tensors.update({
+            "transformer.wpe.weight": ((4, 16), tensors["transformer.wpe.weight"][1])}))
+    elif how in MANIFESTS:  # with a right seal
+        changed = json.loads(manifest.read_text())
+        for name, value in MANIFESTS[how].items():
+            changed[name] = changed[name] | value if name == "model" else value
+        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
+    elif how == "forged sums":  # with a right seal
+        changed = json.loads(manifest.read_text())
+        changed["checksums"][checkpoint.MODEL] = {}
+        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
+    elif how == "deep":
+        manifest.write_text("[" * 100_000)
+    elif how in HEADERS:
+        raw = model.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        text = HEADERS[how](raw[8 : 8 + length].decode()).encode()
+        model.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    elif how == "another model":
+        changed = json.loads(manifest.read_text())
+        changed["model"]["n_layer"] = 3
+        manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
+    else:  # a bit flipped, in that file, so many bytes from its start or end
+        path, at = {"manifest": (manifest, 30), "header": (model, 40), "data": (optimizer, -1),
+                    "weights": (model, -VOCAB * 64 - 1)}[how]
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how,says", [
+    ("truncated", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off"),
+    ("data", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg_sq: damaged, the check"),
+    ("weights", "model.safetensors, tensor transformer.ln_f.bias: damaged, the check"),
+    ("header", "model.safetensors: not a safetensors file, or its header is damaged"),
+    ("manifest", "manifest.json: damaged"),
+    ("gone", "model.safetensors: No such file or directory"),
+    ("a tensor missing", "model.safetensors, tensor transformer.ln_f.weight: missing"),
+    ("wrong shape", "model.safetensors, tensor transformer.wpe.weight: "),
+    ("another model", ": its n_layer is 3, this run's is 2"),
+    ("forged sums", "model.safetensors, tensor transformer.wte.weight: damaged, the checksum"),
+    *((how, "manifest.json: damaged") for how in ("deep", *MANIFESTS)),
+    *((how, "model.safetensors: not a safetensors file, or its header is damaged")
+      for how in HEADERS),
+])
+def test_damage_is_one_line_that_names_file_and_tensor(
+        corpus, trained, tmp_path, how, says, capsys, monkeypatch):
+    """... to whoever reads it: training that resumes, training that starts from weights, sample."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    last = out / "step-00000004"
+    spoil(last, how)
+    before = contents(out)
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume=last), tmp_path)
+    assert run.wait() == [2, 2] and says in run.read(), run.read()
+    assert run.read().count("\n") == 1 and contents(out) == before
+    if "optimizer" not in says:
+        argv = flags(corpus, tmp_path / "new", init_from=last / checkpoint.MODEL)
+        error = one_line(train.main, ["train.py", *argv], capsys, monkeypatch)
+        assert error.startswith("train.py: ") and says in error, error
+        error = one_line(sample.main, ["sample.py", "--out", last], capsys, monkeypatch)
+        says = "h.2.ln_1.weight: missing" if how == "another model" else says
+        assert error.startswith("sample.py: ") and says in error, error
+        assert contents(out) == before and not contents(tmp_path / "new")

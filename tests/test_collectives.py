@@ -1,0 +1,150 @@
+"""TODO"""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+
+import collectives as c
+from mesh import Mesh
+from tests.harness import IN_ORDER, pool
+
+# ---- collectives ----
+
+SIZES = (0, 1, 2, 5, 8, 67)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
+
+
+def _mesh_group(world):
+    return Mesh(dp=world, in_order=IN_ORDER).group("dp")
+
+
+def _values(rank, n, dtype):  # small integers: exact in every dtype and in every order
+    return (torch.arange(n) * (rank + 1) % 7 + rank).to(dtype)
+
+
+def _all_collectives(rank, world):
+    g = _mesh_group(world)
+    for dtype, n in itertools.product(DTYPES, SIZES):
+        every = [_values(r, n, dtype) for r in range(world)]
+        total, chunk = sum(every), [x.tensor_split(world) for x in every]
+        own = torch.stack(every).sum(0).to(dtype).tensor_split(world)[rank]
+        for reduce in (c.plain_all_reduce, c.all_reduce, c.sequential_all_reduce,
+                       c.parameter_server_all_reduce):
+            assert torch.equal(reduce(every[rank].clone(), g), total), (reduce, dtype, n)
+        x = every[rank].clone()
+        c.all_reduce(x, g, "max")
+        assert torch.equal(x, torch.stack(every).amax(0) if n else total)
+        x = c.reduce_scatter(every[rank].clone(), g)
+        assert torch.equal(x.tensor_split(world)[rank], own)
+        gathered = torch.cat([chunk[r][r] for r in range(world)])
+        assert torch.equal(c.all_gather(every[rank].clone(), g), gathered)
+        for root in range(world):
+            assert torch.equal(c.broadcast(every[rank].clone(), g, root), every[root])
+            x = c.scatter(every[rank].clone(), g, root)
+            assert torch.equal(x.tensor_split(world)[rank], chunk[root][rank])
+            x, y = c.gather(every[rank].clone(), g, root), c.reduce(every[rank].clone(), g, root)
+            assert rank != root or torch.equal(x, gathered) and torch.equal(y, total)
+        out = [torch.empty_like(every[r]) for r in range(world)]
+        c.all_to_all(out, [every[rank] + j for j in range(world)], g)
+        assert all(torch.equal(out[r], every[r] + rank) for r in range(world))
+        works = [c.all_reduce(every[rank].clone(), g, async_op=True) for _ in range(3)]
+        assert all(work.wait() is None for work in works)
+    c.barrier(g)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_collectives_equal_their_definition(world):
+    pool(world, _all_collectives, world)
+
+
+def _bytes_and_bits(rank, world, n):
+    g, out = _mesh_group(world), {}
+    for name in ("reduce_scatter", "all_gather", "all_reduce"):
+        g.bytes_sent = 0
+        x = getattr(c, name)(torch.randn(n, generator=torch.Generator().manual_seed(rank)), g)
+        out[name] = g.bytes_sent
+    return out, x
+
+
+@pytest.mark.parametrize("world,n", [
+    (2, 1000), (3, 1000), (4, 1), (4, 3), (4, 1000), (8, 1000), (2, 1 << 20), (8, 1 << 20)])
+def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
+    got = pool(world, _bytes_and_bits, world, n)
+    size = [len(part) * 4 for part in torch.arange(n).tensor_split(world)]
+    for r, (sent, x) in enumerate(got):
+        # all but one chunk each; the ring's total is exactly 2 (N-1) times the bytes
+        assert sent["reduce_scatter"] == 4 * n - size[r]
+        assert sent["all_gather"] == 4 * n - size[(r + 1) % world]
+        if n % world == 0 or world & (world - 1):  # a butterfly cuts odd sizes otherwise
+            assert sent["all_reduce"] == sent["reduce_scatter"] + sent["all_gather"]
+        assert torch.equal(x, got[0][1])
+    assert sum(sent["all_reduce"] for sent, _ in got) == 2 * (world - 1) * 4 * n
+
+
+def _plain_and_fast(rank, world, n):
+    g = _mesh_group(world)
+    x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
+    plain, fast = c.plain_all_reduce(x.clone(), g), x.clone()
+    c.ring(fast, g, "sum", range(2 * world - 2))
+    return torch.equal(plain, fast)
+
+
+@pytest.mark.parametrize("world,n", [(2, 5), (3, 1000), (4, 3 << 20), (6, 67)])
+def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n):
+    assert pool(world, _plain_and_fast, world, n) == [True] * world
+
+
+def _behind_a_ring(rank, world):
+    """What every other collective gives when a ring is still under way in its group."""
+    g, n = _mesh_group(world), 1 << 20  # 4 MB: hundreds of messages' time
+    for _ in range(3):
+        big = torch.full((n,), 1.0)
+        work = c.all_reduce(big, g, async_op=True)
+        rows = [torch.zeros(1) for _ in range(world)]
+        c.all_to_all(rows, [torch.tensor([10.0 * rank + j]) for j in range(world)], g)
+        assert torch.cat(rows).tolist() == [10.0 * r + rank for r in range(world)]
+        again = c.all_reduce(torch.full((n,), 1.0), g, async_op=True)
+        part = c.scatter(torch.arange(float(world)), g, 1)[rank].item()
+        all_of_it = c.gather(torch.full((world,), float(rank)), g, 1)
+        assert part == rank and (rank != 1 or all_of_it.tolist() == [*range(world)])
+        work.wait()
+        again.wait()
+        assert torch.equal(big, torch.full((n,), float(world)))
+    return True
+
+
+def test_no_collective_overtakes_earlier_work_of_its_group():
+    assert pool(3, _behind_a_ring, 3) == [True] * 3
+
+
+def _operations(rank, world):
+    g = _mesh_group(world)
+    c.all_reduce(torch.ones(1000), g)
+    return g.sequence
+
+
+@pytest.mark.parametrize("world,hops", [(2, 1), (3, 4), (4, 3), (8, 5)])
+def test_small_all_reduces_take_few_hops(world, hops):
+    apart = 0 if world == 3 else 1  # of a butterfly's first hop, send and receive are one operation
+    assert pool(world, _operations, world) == [2 * hops - apart] * world
+
+
+def _mesh(rank, outer, **sizes):
+    mesh = Mesh(**sizes)
+    groups = [mesh.group(axis) for axis in mesh.sizes]
+    groups += [mesh.ends("pp"), mesh.group("pp", "tp"), mesh.group(outer, "tp"), mesh.world]
+    assert all(mesh.place(axis)[0] == mesh.group(axis).rank for axis in sizes)
+    return {group.name: group.ranks for group in groups}
+
+
+def test_groups_vary_one_coordinate_t_innermost():
+    got = pool(8, partial(_mesh, dp=2, pp=2, tp=2), "dp")
+    assert got[5] == {"dp": [1, 5], "pp": [5, 7], "tp": [4, 5], "pp_ends": [5, 7],
+                      "pp_tp": [4, 5, 6, 7], "dp_tp": [0, 1, 4, 5], "world": [*range(8)]}
+    got = pool(8, partial(_mesh, pp=2, cp=2, tp=2), "cp")
+    assert got[5] == {"pp": [1, 5], "cp": [5, 7], "tp": [4, 5], "pp_ends": [1, 5],
+                      "pp_tp": [0, 1, 4, 5], "cp_tp": [4, 5, 6, 7], "world": [*range(8)]}
+    got = pool(6, partial(_mesh, dp=1, pp=3, tp=2), "dp")
+    assert [groups["pp_ends"] for groups in got] == [[0, 4], [1, 5], [2], [3], [0, 4], [1, 5]]

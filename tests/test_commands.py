@@ -1,0 +1,197 @@
+"""TODO"""
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data.batches import Data, load_tokenizer
+from data.prepare import prepare
+from mesh import Mesh
+from run.config import check
+from tests.harness import VOCAB, config, needs_minutes
+from tests.runs import command, one_line
+
+FORGED = {  # meta.json: a text, or what is put into a sound one
+    "meta": "{}", "deep": "[" * 100_000, "list": "[1]", "binary": "\\x00\u2028",
+    "twice": '{"vocab_size": 67, "vocab_size": 68}', "huge": {"vocab_size": 10**12},
+    "infinite": {"vocab_size": math.inf}, "negative": {"vocab_size": -5},
+    "float": {"vocab_size": 67.0}, "true": {"vocab_size": True}, "tokenizer": {"tokenizer": 7},
+    "gone-vocabulary": {"tokenizer": "bpe"}, "zero": {"bytes_per_token": 0},
+    "letters": {"bytes_per_token": "abc"}, "gzip": {"gzip_bits_per_byte": []}}
+
+
+def damaged(corpus, tmp_path, how):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for path in Path(corpus).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    if how == "missing":
+        (folder / "val.bin").unlink()
+    elif how in FORGED:
+        meta = json.loads((folder / "meta.json").read_text())
+        text = FORGED[how]
+        (folder / "meta.json").write_text(text if type(text) is str else json.dumps(meta | text))
+    elif how == "vocabulary":
+        (folder / "vocab.tiktoken").write_text("AAAA 0\nAAAB x\n")
+        (folder / "meta.json").write_text('{"vocab_size": 67, "tokenizer": "bpe"}')
+    elif how == "truncated":
+        (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-3])
+    else:
+        np.full(5000, 67, "<u2").tofile(folder / "train.bin")
+    return folder
+
+
+@pytest.mark.parametrize("flags,says", [
+    ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
+    ("--pp 5", "--pp 5 must be at most --n-layer 4"),
+    ("--dp 3", "--dp 3 must divide --batch-size 32"),
+    ("--microbatches 5", "must divide --batch-size 32"),
+    ("--schedule wave", "invalid choice: 'wave'"),
+    ("--block-size 9999", "--block-size 9999 is longer than"),
+    ("--data missing", "val.bin is missing"),
+    ("--data truncated", "is truncated"),
+    ("--data beyond", "beyond the vocabulary"),
+    ("--out /proc/nowhere", "cannot be written"),
+    ("--device cuda", "--device cuda"),
+    *((f"--lr {value}", f"--lr {value} must be finite, and 0 or more")
+      for value in ("nan", "inf", "-1.0")),
+    ("--n-embd 130", "--n-head 4 must divide --n-embd 130; try --n-embd 132"),
+    ("--n-embd 100000000", "--n-embd 100000000 must be at most 1,000,000"),
+    ("--n-embd 1000000", "of this machine's"), ("--n-layer 1000000", "of this machine's"),
+    ("--batch-size 1000000 --block-size 4000", "of this machine's"),
+    ("--n-layer 1000000000", "must be at most 1,000,000"),
+    ("--batch-size 1000000000", "must be at most 1,000,000"),
+    ("--stepz 3", "unrecognized arguments"),
+    ("--steps many", "invalid int value"),
+    ("--schedule interleaved --pp 2 --microbatches 1", "1 must be a multiple of --pp 2"),
+    ("--metrics /tmp", "--metrics /tmp cannot be written"),
+    ("--trace /tmp", "--trace /tmp cannot be written"),
+    *((f"--data {how}", "meta.json is damaged (") for how in FORGED),
+    ("--data vocabulary", "meta.json is damaged ("),
+    ("--cp 3", "--block-size 8 must be a multiple of 6, for 2 pieces on each rank of --cp 3; try 6 "
+               "or 12"),
+    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --sp on --tp 4; "
+                                   "try 4 or 8"),
+    ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for 2 pieces on each rank "
+                                           "of --cp 2 and --sp on --tp 4; try 8 or 16"),
+    ("--cp 4 --tp 2 --cp-attention all-to-all", "--cp 4 must divide the 2 heads of a rank, "
+     "--n-head 4 over --tp 2, for --cp-attention all-to-all; try 1 or 2, or ring"),
+    ("--cp 0", "--cp 0 must be at least 1"),
+    ("--ep 2 --dp 2", "--ep 2 is for --experts"),
+    ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1, whose ranks share the experts; try "
+                                  "--dp 2"),
+    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of --ep 2 x --tp 1 = 2; try 4 or "
+                                  "6"),
+    ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
+    ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, capsys, monkeypatch):
+    if flags == "--device cuda" and torch.cuda.is_available():
+        flags += " --dp 32"
+    how = flags.split()[-1]
+    if flags.startswith("--data"):
+        flags = f"--data {damaged(corpus, tmp_path, how)}"
+    else:
+        flags += f" --data {corpus}"
+    base = f"train.py --device cpu --block-size 8 --out {tmp_path}/out {flags}"  # the last counts
+    monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
+    assert says in one_line(train.main, base.split(), capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("env,says", [
+    ({"WORLD_SIZE": "2"}, "RANK='' MASTER_ADDR='' MASTER_PORT='', which is not torchrun's"),
+    ({"WORLD_SIZE": "abc"}, "the environment has WORLD_SIZE='abc'"),
+    ({"WORLD_SIZE": "2", "RANK": "5", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+     "RANK='5'"),
+    ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": ""}, "--tp 0 must be at least 1")], ids=str)
+def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, capsys, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    tp = ["--tp", "0"] if "--tp" in says else []
+    argv = ["train.py", "--data", corpus, "--device", "cpu", *tp]
+    monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
+    assert says in one_line(train.main, argv, capsys, monkeypatch)
+
+
+def test_nanogpts_folders_of_characters_have_their_own_vocabulary(corpus, tmp_path):
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(Path(corpus, name), tmp_path)
+    assert Data(config(str(tmp_path))).vocab_size == 50257
+    (tmp_path / "meta.pkl").touch()
+    assert Data(config(str(tmp_path))).vocab_size == VOCAB
+
+
+def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    cfg = config(corpus, dp=2, device="auto")
+    check(cfg, 2)
+    assert cfg.device == "cpu" and "2 processes for 1 GPUs" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--device cuda"):
+        check(config(corpus, dp=2, device="cuda"), 2)
+
+
+@needs_minutes
+def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
+    runs = [command("train.py", "--dp", 3, "--data", corpus, env={
+        "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+            for rank in "01"]
+    assert [run.returncode for run in runs] == [2, 2]
+    assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
+
+
+def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
+    logs = []
+    for flags in ("--dp 1", "--tp 2 --pp 2"):
+        log = tmp_path / f"{len(logs)}.jsonl"
+        flags += (f" --data {corpus} --dtype float64 --steps 4 --block-size 8 --n-embd 16"
+                  f" --metrics {log} --batch-size 8 --eval-interval 2 --eval-batches 2"
+                  f" --out {tmp_path}/out")
+        run = command("train.py", *flags.split())
+        assert run.returncode == 0 and run.stdout.endswith("replicas agree\n"), run.stderr
+        logs.append([json.loads(line) for line in log.read_text().splitlines()])
+    assert len(logs[0]) == len(logs[1]) == 4 + 2
+    for one, four in zip(*logs, strict=True):
+        assert one.keys() == four.keys()
+        for key in {"loss", "grad_norm", "lr", "val_loss", "val_bits_per_byte"} & one.keys():
+            assert math.isclose(one[key], four[key], rel_tol=1e-10), (key, one, four)
+
+
+def test_the_next_batch_is_read_while_this_one_is_computed(corpus):
+    cfg, mesh, asked = config(corpus, microbatches=2, steps=3), Mesh(dp=1), []
+    data = Data(cfg)
+    training = data.training
+    data.training = lambda cfg, step, mesh: (asked.append(step), training(cfg, step, mesh))[1]
+    batches = data.ahead(cfg, mesh, 0)
+    for step in range(3):
+        for (ids, targets), (want, shifted) in zip(batches(step), training(cfg, step, mesh),
+                                                   strict=True):
+            assert torch.equal(ids, want) and torch.equal(targets, shifted)
+        deadline = time.time() + 10
+        while len(asked) < min(step + 2, 3) and time.time() < deadline:
+            time.sleep(0.001)
+        assert asked == [*range(min(step + 2, 3))]  # and nobody has asked for the next one yet
+
+
+def test_prepare_splits_learns_and_decodes_to_the_same_text(tmp_path):
+    text = "".join(f"def f{i}(x):\n    return x * {i}\n" for i in range(400))
+    (tmp_path / "corpus.txt").write_text(text)
+    for tokenizer in ("bpe", "bytes"):
+        metas = [prepare([tmp_path / "corpus.txt"], tmp_path / name, tokenizer, 300)
+                 for name in ("a", "b")]
+        assert metas[0] == metas[1] and metas[0]["vocab_size"] <= 300
+        ids = [np.fromfile(tmp_path / "a" / f"{s}.bin", "<u2").tolist() for s in ("train", "val")]
+        decoded = "".join(load_tokenizer(tmp_path / "a").decode(part) for part in ids)
+        assert decoded == text + "\n"
+        assert math.isclose(metas[0]["bytes_per_token"],
+                            len(load_tokenizer(tmp_path / "a").decode(ids[1])) / len(ids[1]))

@@ -1,0 +1,616 @@
+"""TODO"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pipeline
+import sample
+import schedules
+import train
+from data.batches import Data
+from data.prepare import prepare
+from group import CommunicationError
+from run import agreement, checkpoint, processes, signals
+from run.config import Config, check, parse
+from run.tensorfile import CheckpointError
+from tests.harness import (
+    FULL,
+    HERE,
+    VOCAB,
+    close,
+    config,
+    local_tensors,
+    mesh_of,
+    needs_minutes,
+    pool,
+    random_corpus,
+)
+from tests.runs import (
+    STORM,
+    Run,
+    _main,
+    command,
+    contents,
+    flags,
+    gone,
+    launched,
+    losses,
+    one_line,
+)
+from tests.test_checkpoint import spoil
+
+
+@pytest.mark.parametrize("kills,layout", STORM if FULL else STORM[:1], ids=str)
+def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
+        corpus, tmp_path, kills, layout):
+    """Five of them; with FULL=1 eight, and three times four."""
+    args = {"steps": 2 + 5 * kills, "save_interval": 2, "keep": 2, **layout}
+    sp = ["--sp"] if args.pop("sp", False) else []
+    whole = Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "whole.log", **args) + sp,
+                tmp_path)
+    out, log = tmp_path / "killed", tmp_path / "killed.log"
+    log.touch()
+    assert whole.wait() == [0, 0], whole.read()
+    rng, in_a_save = np.random.default_rng(1), 0
+    for kill in range(kills):
+        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
+        lines = log.read_bytes().count(b"\n") if kill else 0
+        more, pause = int(rng.integers(1, 4)), rng.uniform(0, 0.01)
+        run.until(lambda run=run: "step " in run.read("stdout"))  # its log is open
+        lines = min(lines, log.read_bytes().count(b"\n"))
+        run.until(lambda n=lines + more: log.read_bytes().count(b"\n") >= n)
+        if kill % 2:  # while files are written
+            run.until(lambda: any(out.glob("step-*.tmp")))
+        else:
+            time.sleep(pause)
+        run.signal(int(rng.integers(2)), signal.SIGKILL)
+        codes = run.wait()
+        in_a_save += any(out.glob("step-*.tmp"))
+        assert -signal.SIGKILL in codes and not {0, 2} & set(codes), (codes, run.read())
+        assert run.read().count("\n") <= 1 and "Traceback" not in run.read(), run.read()
+    assert in_a_save >= 1, in_a_save
+    last = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
+    assert last.wait() == [0, 0], last.read()
+    assert losses(log) == losses(tmp_path / "whole.log")
+    end = f"step-{args['steps']:08d}"
+    assert max(p.name for p in out.glob("step*")) == end and len([*out.glob("step*")]) == 2
+    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+        one, other = (tmp_path / run / end / name for run in ("whole", "killed"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
+def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
+    """Killed while they train; told to stop while they are being started."""
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=10**6)
+    run, ranks = launched(argv)
+    for line in run.stdout:
+        if line.startswith("step      2"):
+            break
+    run.kill()
+    assert gone(ranks, 5) and run.wait() == -signal.SIGKILL
+    assert run.stderr.read() == ("train.py: the process that started the ranks has gone, so they "
+                                 "end\n")
+    run, ranks = launched(argv)
+    run.terminate()
+    _, said = run.communicate(timeout=20)
+    assert run.returncode == 128 + signal.SIGTERM and gone(ranks, 1)
+    assert said == "train.py: stopped by SIGTERM before the first step\n"
+
+
+@needs_minutes
+@pytest.mark.parametrize("agent", [False, True], ids=["launcher", "torchrun's agent"])
+def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
+    """At random moments. All ranks are gone soon, and the run goes on to the same trace."""
+    args = dict(dp=2, zero=1, steps=400, save_interval=2, keep=2, n_embd=32)
+    assert Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "want", **args),
+               tmp_path).wait() == [0, 0]
+    argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto", **args)
+    rng, slowest = np.random.default_rng(3), 0.0
+    for _ in range(10):
+        run, ranks = launched(argv, agent)
+        for line in run.stdout:
+            if line.startswith("step") and "loss" in line:
+                break
+        assert len(ranks) == 2
+        time.sleep(rng.uniform(0, 0.1))
+        run.kill()
+        began = time.time()
+        assert gone(ranks, 10), "orphans"
+        slowest = max(slowest, time.time() - began)
+        run.communicate()
+    print(f"ranks were gone within {slowest:.2f} s")
+    run, _ = launched(argv, agent)
+    said = run.communicate()
+    assert run.returncode == 0, said
+    assert losses(tmp_path / "log") == losses(tmp_path / "want")
+
+
+@needs_minutes
+@pytest.mark.parametrize("agent", [False, True], ids=["launcher", "torchrun's agent"])
+@pytest.mark.parametrize("pause", [0, 1.5, None], ids=["at once", "imports", "training"])
+def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent, pause):
+    """... and one line names it. (Two timeouts from when the others have been started.)"""
+    run, ranks = launched(flags(corpus, tmp_path / "out", dp=2, steps=10**6, timeout=5), agent)
+    if pause is None:
+        for line in run.stdout:
+            if line.startswith("step      2"):
+                break
+    time.sleep(pause or 0)
+    os.kill(ranks[1], signal.SIGSTOP)
+    began = time.time()
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and gone(ranks, 1)
+    assert time.time() - began < 10 + (5 if pause == 0 else 0), time.time() - began
+    lines = [line for line in said.splitlines() if line.startswith("train.py: rank")]
+    assert len(lines) == 1 + (not agent), said
+    assert re.search(r"(waiting for|receive from) rank (\d)", lines[0]), said
+    if not agent:
+        assert lines[1].endswith(" was ended by SIGKILL") and lines[1][15] == re.search(
+            r"(?:waiting for|receive from) rank (\d)", lines[0])[1], said
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(corpus, tmp_path, number):
+    run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=2), tmp_path)
+    run.until(lambda: "step      2" in run.read("stdout"))
+    run.signal(1, number)
+    started = time.time()
+    assert run.wait(but=[1]) == [1, 1, 1]
+    assert time.time() - started < 2 + 5
+    assert run.read().count("\n") == 1, run.read()
+    assert re.match(r"train.py: (group \w+: )?rank \d: operation \d+ of group \w+, "
+                          r"(receive from|send to) rank \d", run.read()), run.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
+    args = dict(dp=2, steps=10**6)
+    run = Run(2, flags(corpus, tmp_path / "out", **args), tmp_path)
+    run.until(lambda: "step      1" in run.read("stdout"))
+    run.signal(1, number)
+    assert run.wait() == [0, 0] and run.read() == ""
+    last = checkpoint.newest(tmp_path / "out")
+    assert f"goes on from {last}\n" in run.read("stdout")
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / "out")
+    before = contents(out)
+    args = dict(dp=2, steps=6, resume="auto")
+    run = Run(2, flags(corpus, out, **args), tmp_path, limit=30_000)
+    assert run.wait() == [2, 2], run.read()
+    assert run.read().count("\n") == 1 and "optimizer.safetensors, tensor " in run.read()
+    assert "File too large" in run.read() and contents(out) == before
+    again = Run(2, flags(corpus, out, **args), tmp_path)
+    assert again.wait() == [0, 0] and "resumed from" in again.read("stdout")
+
+
+def _main_with_nan(rank, *args):
+    """From its fourth step on, rank 1 has a loss, and so gradients, that are not finite."""
+    def execute(self, *args, execute=pipeline.Pipeline.execute, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        return execute(self, *args) * (math.nan if rank == 1 and calls[0] > 3 else 1)
+
+    pipeline.Pipeline.execute = execute
+    _main(rank, *args)
+
+
+def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
+    run = Run(2, argv, tmp_path, fn=_main_with_nan)
+    assert run.wait() == [1, 1]
+    assert "not finite for 5 steps up to step 7; last good checkpoint: " in run.read()
+    assert run.read().endswith("/out/step-00000006\n") and run.read().count("\n") == 1
+    four, six = (tmp_path / f"out/step-{step:08d}" for step in (4, 6))
+    assert [checkpoint.read_manifest(f)["updates"] for f in (four, six)] == [3, 3]
+    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+        assert (four / name).read_bytes() == (six / name).read_bytes()
+
+
+def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
+    """A step of 1e300 and the next ones: weights are infinite, or their squares are."""
+    out, args = tmp_path / "out", dict(save_interval=1, keep=1, dp=2, zero=1, warmup_steps=0)
+    assert Run(2, flags(corpus, out, steps=2, **args), tmp_path).wait() == [0, 0]
+    before = contents(out)
+    run = Run(2, flags(corpus, out, steps=5, lr=1e308, min_lr=1e308, weight_decay=1e9,
+                       resume="auto", **args), tmp_path)
+    assert run.wait() == [1, 1] and "saved nothing: weights or moments" in run.read("stdout")
+    assert contents(out) == before and run.read().count("\n") <= 1
+
+
+def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / "out")
+    spoil(out / "step-00000002", "manifest")
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=1), tmp_path)
+    assert run.wait() == [0, 0] and "resumed from" in run.read("stdout")
+    assert run.read() == f"{out}/step-00000002: its manifest.json is damaged; skipped\n"
+    assert sorted(path.name for path in out.glob("step*")) == ["step-00000002", "step-00000006"]
+    assert checkpoint.newest(out).name == "step-00000006"
+
+
+def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, tmp_path):
+    out = shutil.copytree(trained, tmp_path / "out")
+    last = out / "step-00000004"
+    shutil.copytree(last, f"{last}.tmp")  # the same step once more, complete
+    last.rename(f"{last}.old.tmp")
+    assert checkpoint.newest(out).name == "step-00000004.old.tmp"
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=2), tmp_path)
+    assert run.wait() == [0, 0] and "4  resumed from" in run.read("stdout"), run.read()
+    assert sorted(path.name for path in out.glob("step*")) == [
+        "step-00000004.old.tmp", "step-00000006"]
+
+
+def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
+    one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
+    one.until(lambda: "step      2" in one.read("stdout"))
+    two = Run(2, flags(corpus, tmp_path / "out", dp=2, timeout=2), tmp_path)
+    assert two.wait() == [2, 2] and two.read() == (
+        f"train.py: --out {tmp_path}/out: another run writes there; name another folder\n")
+    one.signal(0, signal.SIGHUP)  # a closed terminal
+    assert one.wait() == [0, 0] and "stopped by a signal" in one.read("stdout")
+
+
+def test_auto_is_looked_up_once_the_folder_is_ours(corpus, trained, tmp_path, monkeypatch):
+    """... as the run before may have been about to save."""
+    cfg = config(corpus, out=str(tmp_path / "out"), resume="auto")
+    monkeypatch.setattr(agreement, "claim", lambda out, _: shutil.copytree(trained, out))
+    agreement.agree(cfg, None)
+    assert cfg.resume == f"{cfg.out}/step-00000004"
+
+
+def test_the_lock_follows_no_link(tmp_path):
+    (tmp_path / "precious").write_text("content")
+    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match="/.lock: Too many levels"):
+        agreement.claim(tmp_path, 1)
+    assert (tmp_path / "precious").read_text() == "content"
+
+
+def _main_that_stops(rank, *args):
+    """Rank 1 hangs before it has told its data."""
+    def fingerprint(self, tell=Data.fingerprint):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return tell(self)
+
+    Data.fingerprint = fingerprint
+    _main(rank, *args)
+
+
+def _main_with_bad_ids(rank, *args):
+    """From its third batch on, rank 1 reads what is not in the vocabulary."""
+    def check_ids(self, ids, path, check=Data.check_ids, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        check(self, ids + VOCAB * (rank == 1 and calls[0] > 4), path)
+
+    Data.check_ids = check_ids
+    _main(rank, *args)
+
+
+@pytest.mark.parametrize("fn,but,says", [
+    (_main_that_stops, [1], "rank 0: waiting for rank 1 to tell its data: "),
+    (_main_with_bad_ids, [], " holds token id ")], ids=["stopped", "bad ids"])
+def test_what_one_rank_meets_late_ends_all_with_one_line(corpus, tmp_path, fn, but, says):
+    run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=3), tmp_path, fn=fn)
+    assert set(run.wait(but=but)) == {1}
+    lines = [line for line in run.read().splitlines() if "c10d" not in line]
+    assert len(lines) == 1 and says in lines[0], lines
+
+
+def test_ranks_that_meet_are_those_of_this_attempt():
+    """Restarted one after the other, over a store that has all of the last attempt."""
+    store, met = torch.distributed.HashStore(), []
+
+    def attempt(delays):
+        def come(rank, delay):
+            time.sleep(delay)
+            return processes.meet(store, rank, 3, 5)
+
+        with ThreadPoolExecutor(3) as threads:
+            names = {*threads.map(come, range(3), delays)}
+        assert len(names) == 1
+        met.extend(names)
+
+    for delays in ((0, 0, 0), (0.3, 0, 0.1), (0, 0.3, 0), (0.1, 0, 0.3)):
+        attempt(delays)
+    assert len({*met}) == 4
+    with pytest.raises(CommunicationError, match="rank 1: waiting for rank 0 to start: not there "
+                                                 "within 0.1 s"):
+        processes.meet(torch.distributed.HashStore(), 1, 2, 0.1)
+
+
+def test_a_library_that_never_comes_back_is_one_line():
+    late = command("-c", "import processes, time\nwith processes.in_time(0.2, 'rank 0: joining'):\n"
+                         "    time.sleep(60)", timeout=30)
+    assert (late.returncode, late.stderr) == (
+        1, "train.py: rank 0: joining: not done within 0.2 s\n")
+
+
+def _gives_up(rank, waits):
+    time.sleep(waits[rank])
+    return processes.speaks_for_all(f"receive from rank {(rank + 1) % 3}", 2)
+
+
+@pytest.mark.parametrize("waits", [(0, 0.25, 0.6), (0.6, 0, 0.25), (0, 0, 0), (0.3, 0.6, 0)])
+def test_one_of_all_that_give_up_says_why(waits):
+    """... though each waits for the next one, and some are gone when others look."""
+    assert sum(pool(3, _gives_up, waits)) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
+def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
+    say = "open('/proc/self/comm', 'wb').write(b') T \\xe9'); print(flush=True); input()"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    ours = [subprocess.Popen([sys.executable, "-c", say], **pipes) for _ in range(2)]
+    for process in ours:
+        process.stdout.readline()
+    ours[0].send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(signals, "parent", os.getpid())
+    time.sleep(0.2)
+    processes.kill_stopped()
+    assert ours[0].wait(5) == -signal.SIGKILL and ours[1].poll() is None
+    ours[1].kill()
+
+
+@pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])
+def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
+    out, log = shutil.copytree(trained, tmp_path / "out"), f"/dev/{path}"
+    if path == "garbage":  # what a crash of a machine may leave
+        log = tmp_path / "log"
+        log.write_bytes(b'{"step": 0, "loss": 1}\n{"step": "x"}\n\xff\xfe[null]\n{"step": 3')
+    run = Run(1, flags(corpus, out, steps=7, resume="auto", metrics=log, trace="/dev/full"),
+              tmp_path)
+    assert run.wait() == [0] and "saved" in run.read("stdout"), run.read()
+    assert "LOST, No space left on device" in run.read("stdout")
+    lost = f"train.py: --metrics {log}: No space left on device; the run goes on without\n"
+    assert run.read() == (lost if path == "full" else "")
+    if path == "garbage":
+        assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 4, 5, 6]
+    elif path == "stdout":
+        assert run.read("stdout").count('"step"') == 3
+
+
+def _nan_on_one_rank(rank, cfg):
+    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    before = [(tag.name, x.clone()) for tag, x in local_tensors(trainer, "weights")]
+    param = next(trainer.stages[max(trainer.stages)].parameters())
+    param.register_hook(lambda grad: grad * math.nan if rank == 1 else grad)
+    _, norm = trainer.gradients(data.training(cfg, 0, trainer.mesh))
+    trainer.update(norm, 1.0)
+    after = local_tensors(trainer, "weights")
+    assert math.isnan(norm) and trainer.replicas_agree()
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("layout", [dict(dp=2, tp=2, pp=2), dict(dp=2, pp=2, zero=1),
+                                    dict(dp=3, zero=3)])
+def test_nan_in_one_ranks_gradients_changes_no_weight_anywhere(corpus, layout):
+    cfg = config(corpus, **layout)
+    pool(check(cfg, 1), _nan_on_one_rank, cfg)
+
+
+def _node(rank, size, port, argv, folder, limit):
+    """A rank alone on its node, in a working folder of its own."""
+    os.chdir(Path(folder).parent / str(rank))
+    _main(rank, size, port, argv, folder, limit)
+
+
+@pytest.mark.parametrize("how,says", [
+    ("flags", "has other flags than rank 0; start all with the same"),
+    ("out", "does not see what rank 0 writes to --out out; all nodes need to share that folder"),
+    ("checkpoint", "has another checkpoint than rank 0 in --resume last; start all with the same"),
+    ("data", "has other data in data than rank 0; prepare it once, then share or copy the folder"),
+])
+def test_nodes_that_differ_are_refused_before_the_first_step(
+        corpus, trained, tmp_path, how, says):
+    for rank, step in enumerate((4, 2 if how == "checkpoint" else 4)):
+        shutil.copytree(trained / f"step-{step:08d}", tmp_path / str(rank) / "last")
+        shutil.copytree(corpus, tmp_path / str(rank) / "data")
+    if how == "data":  # one token of 5000
+        ids = np.memmap(tmp_path / "1" / "data" / "train.bin", "<u2", "r+")
+        ids[4321] = (ids[4321] + 1) % VOCAB
+        ids.flush()
+    more = {"resume": "last"} if how == "checkpoint" else {}
+    out = "out" if how == "out" else tmp_path / "out"
+    argvs = [flags("data", out, dp=2, lr=lr, **more)
+             for lr in (0.1, 0.2 if how == "flags" else 0.1)]
+    run = Run(2, argvs, tmp_path, fn=_node)
+    assert run.wait() == [2, 2]
+    assert run.read() == f"train.py: rank 1 {says}\n" and "step" not in run.read("stdout")
+    assert not list(tmp_path.rglob("out/step*"))
+
+
+def agents(folder, argv):
+    """Two torchrun agents, as on two nodes, each in a folder of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    runs = []
+    for node in range(2):
+        (folder / str(node)).mkdir(exist_ok=True)
+        runs.append(subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
+             str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port",
+             str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    return runs
+
+
+@needs_minutes
+@pytest.mark.parametrize("shared_out", [True, False], ids=["shared", "own folders"])
+@pytest.mark.parametrize("same_data", [True, False], ids=["same data", "other data"])
+def test_two_agents_train_only_with_one_folder_and_one_data(
+        corpus, tmp_path, same_data, shared_out):
+    for node in range(2):
+        shutil.copytree(corpus, tmp_path / str(node) / "data")
+    if not same_data:
+        random_corpus(tmp_path / "1/data", train=5000, val=701)
+    runs = agents(tmp_path, flags("data", tmp_path / "out" if shared_out else "out", dp=2))
+    said = [run.communicate(timeout=100) for run in runs]
+    good = same_data and shared_out
+    complaint = "does not see what rank 0 writes" if not shared_out else "has other data in data"
+    assert [run.returncode for run in runs] == [not good] * 2
+    assert ("replicas agree" in said[0][0]) == good == bool([*tmp_path.rglob("out/step*")])
+    for _, err in said:  # each machine says so, and torchrun that its rank has failed
+        ours = [line for line in err.splitlines() if line.startswith("train.py: ")]
+        assert len(ours) == (not good) and all(f"rank 1 {complaint}" in line for line in ours), err
+
+
+@needs_minutes
+def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
+    """They train, are killed (one, the other, both), end whatever is left of them, and are started
+    again: the trace of one node that did all at once."""
+    argv = dict(dp=2, zero=1, steps=300, save_interval=2, keep=2, n_embd=32)
+    rng, slowest = np.random.default_rng(7), 0.0
+    both = flags(corpus, tmp_path / "out", resume="auto", metrics=tmp_path / "log", **argv)
+    for kill in ([0], [1], [0, 1], [1, 0], [1], [0]):
+        runs = agents(tmp_path, both)
+        for line in runs[0].stdout:
+            if line.startswith("step") and "loss" in line:
+                break
+        ranks = [int(pid) for run in runs for pid in subprocess.run(
+            ["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()]
+        assert len(ranks) == 2
+        time.sleep(rng.uniform(0, 0.1))
+        for node in kill:
+            runs[node].kill()
+        began = time.time()
+        assert gone(ranks, 10), "orphans"
+        slowest = max(slowest, time.time() - began)
+        for run in runs:
+            run.communicate(timeout=60)
+            assert run.returncode != 0
+    print(f"ranks were gone within {slowest:.2f} s")
+    runs = agents(tmp_path, both)
+    (out, _), (other, _) = (run.communicate(timeout=100) for run in runs)
+    assert [run.returncode for run in runs] == [0, 0] and "replicas agree" in out and not other
+    alone = flags(corpus, tmp_path / "one", metrics=tmp_path / "want", **argv)
+    assert Run(2, alone, tmp_path).wait() == [0, 0]
+    assert losses(tmp_path / "log") == losses(tmp_path / "want")
+
+
+def _one_step(rank, cfg):
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    loss, norm = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    trainer.update(norm, train.learning_rate(cfg, 0))
+    return loss, norm
+
+
+def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
+    """... and where they train, loss and norm are those of one process."""
+    rng = np.random.default_rng(5)
+    values = {"dp": (0, 1, 2, 3, -1), "tp": (1, 1, 2, 4, 3, 0), "pp": (1, 1, 2, 3, 9),
+              "zero": (0, 1, 2, 3, 4), "schedule": (*schedules.SCHEDULES, "wave"),
+              "chunks": (0, 0, 1, 2),
+              "microbatches": (0, 1, 2, 3, 5), "n_layer": (1, 2, 3), "n_head": (1, 2, 4, 6),
+              "n_embd": (12, 24, 8, "x"), "block_size": (4, 8, 10**6), "batch_size": (4, 6, 12),
+              "grad_clip": (0.0, 1.0, -1.0), "beta1": (0.9, 1.0), "seed": (0, 7),
+              "lr": (0.001, "nan"), "steps": (0, 3), "save_interval": (0, -2), "keep": (0, -1),
+              "resume": ("no", "auto", "nowhere"), "timeout": (60.0, 0.0, 1e300),
+              "recompute": (True, False), "sp": (True, True, False), "cp": (1, 2, 2, 2),
+              "cp_attention": ("ring", "all-to-all"), "experts": (0, 4, 4, 6), "ep": (1, 1, 2),
+              "top_k": (1, 2, 3),
+              "bucket_mb": (25.0, 0.001, 0.0), "bogus": (1,)}
+    refused, trained = [], []
+    for _ in range(300):
+        names = rng.choice(list(values), rng.integers(2, 9), replace=False)
+        picked = {name: values[name][rng.integers(len(values[name]))] for name in names}
+        on = [name for name in ("recompute", "sp") if picked.pop(name, False)]
+        argv = [*map(str, flags(corpus, tmp_path, **picked)), *("--" + name for name in on)]
+        try:
+            cfg = parse(argv)
+            try:
+                ranks = check(cfg, 1)
+                Data(cfg)
+            except ValueError as error:
+                train.fail(error)
+        except SystemExit as stop:
+            line = capsys.readouterr().err
+            assert stop.code == 2 and line.count("\n") == 1, (picked, line)
+            refused.append(line)
+        else:
+            if ranks <= 8 and len(trained) < 40:
+                trained.append((cfg, ranks))
+    assert len(refused) > 100 and len(trained) == 40
+    for cfg, ranks in trained:
+        got = pool(ranks, _one_step, cfg)
+        alone = Config(**{**vars(cfg), "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0,
+                          "schedule": "1f1b", "chunks": 1, "microbatches": 1, "recompute": False})
+        for pair in got:
+            close(pair, pool(1, _one_step, alone)[0], str(cfg))
+
+
+def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path, capsys, monkeypatch):
+    (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
+    prepare([tmp_path / "text"], tmp_path / "data", "bytes")
+    argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
+    run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in run.stdout:
+        if line.startswith("step "):
+            break
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0 and "stopped by a signal" in out and not err, err
+    text = command("sample.py", "--out", tmp_path / "out", "--prompt", "\u00e9 def f", "--samples",
+                   2, env={"PYTHONIOENCODING": "ascii"})
+    assert text.stdout.count("def f") >= 2 and text.returncode == 0, text.stderr
+    for argv, says in ((["--out", tmp_path / "nowhere"],
+                        f"{tmp_path}/nowhere: no complete checkpoint there"),
+                       (["--seed", -1], "--seed -1 must be at least 0, and below 2^63"),
+                       (["--device", "xyz"], "argument --device: invalid choice: 'xyz' "),
+                       (["--data", "typo"], "typo: no such folder of prepared data"),
+                       (["--samples", 0], "--samples 0 must be at least 1"),
+                       (["--temperature", "nan"], "--temperature nan must be at least 0")):
+        error = one_line(sample.main, ["sample.py", "--out", tmp_path / "out", *argv], capsys,
+                         monkeypatch)
+        assert error.startswith(f"sample.py: {says}"), error
+
+
+def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", dp=2, eval_interval=2, eval_batches=1, resume="auto")
+    for _ in range(2):
+        run = Run(2, argv, tmp_path)
+        assert run.wait() == [0, 0], run.read()
+        assert run.read("stdout").endswith("replicas agree\n") and "sample:" in run.read("stdout")
+        assert re.search(r"peak of the process \d+ MB, on rank [01]\n", run.read("stdout"))
+    assert "resumed from" in run.read("stdout") and "nothing left to do" in run.read("stdout")
+    run = Run(2, [*argv, "--steps", 3], tmp_path)
+    assert run.wait() == [2, 2]
+    assert run.read().endswith("step-00000004: is at step 4, past --steps 3\n"), run.read()
+
+
+@needs_minutes
+@pytest.mark.parametrize("started", [2, 1], ids=["of a rank", "of a launcher of its ranks"])
+def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
+    log = tmp_path / "log"
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, keep=1, resume="auto",
+                 metrics=log, log_interval=100)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(started),
+         "--max-restarts", "3", "train.py", *map(str, argv)], cwd=HERE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    for line in run.stdout:
+        if line.startswith("step    100  loss"):
+            break
+    children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    out, _ = run.communicate(timeout=100)
+    assert run.returncode == 0 and "resumed from" in out
+    assert [step for step, *_ in losses(log)] == [*range(400)]

@@ -1,0 +1,213 @@
+"""TODO"""
+
+from functools import partial
+
+import pytest
+import torch
+
+import ddp
+import tensor_parallel
+import train
+import zero
+from data.batches import Data
+from run.config import check
+from tests.harness import (
+    BATCH,
+    FULL,
+    SHAPE,
+    VOCAB,
+    _train,
+    config,
+    equals_one_process,
+    mesh_of,
+    needs_minutes,
+    pool,
+    train_with,
+    two_thirds,
+)
+
+LAYOUTS = [  # dp, tp, pp, schedule, microbatches
+    (1, 1, 1, "gpipe", 1), (1, 1, 1, "1f1b", 4), (3, 1, 1, "1f1b", 2), (2, 1, 1, "gpipe", 1),
+    (2, 2, 1, "1f1b", 3), (1, 2, 1, "gpipe", 1), (1, 3, 1, "1f1b", 1), (1, 4, 1, "1f1b", 2),
+    (1, 1, 2, "1f1b", 1), (1, 3, 2, "1f1b", 4), (1, 3, 2, "gpipe", 2), (1, 1, 4, "1f1b", 2),
+    (1, 1, 4, "1f1b", 4), (1, 1, 4, "1f1b", 9), (1, 1, 4, "gpipe", 3), (2, 2, 2, "1f1b", 3),
+    (2, 2, 2, "gpipe", 2), (1, 2, 4, "1f1b", 6), (1, 2, 4, "gpipe", 9), (2, 1, 4, "1f1b", 2),
+    (4, 1, 2, "1f1b", 9), (8, 1, 1, "1f1b", 1) if BATCH % 8 == 0 else (6, 1, 1, "1f1b", 2),
+]
+
+
+@pytest.mark.parametrize("dp,tp,pp,schedule,m", two_thirds(LAYOUTS))
+def test_layout_equals_one_process(corpus, dp, tp, pp, schedule, m):
+    equals_one_process(corpus, dp=dp, tp=tp, pp=pp, schedule=schedule, microbatches=m)
+
+
+SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero, n_layer
+    ("interleaved", 2, 1, 1, 2, 4, 0, 5), ("interleaved", 3, 1, 1, 2, 2, 0, 5),
+    ("interleaved", 2, 1, 1, 3, 9, 0, 5), ("interleaved", 3, 1, 1, 4, 4, 0, 10),
+    ("interleaved", 2, 2, 2, 2, 6, 1, 5), ("interleaved", 2, 2, 1, 2, 2, 3, 5),
+    ("interleaved", 2, 1, 1, 1, 3, 2, 5),
+    *((name, 1, 1, 1, P, m, 0, 5) for name in ("zb-h1", "zb-h2")
+      for P, m in ((2, 1), (3, 3), (4, 9))),
+    *((name, 1, 2, 2, 2, 3, zero, 5)
+      for name, zero in (("zb-h1", 2), ("zb-h2", 3), *[("zb-h1", 0)] * FULL)),
+    ("zb-h1", 1, 3, 1, 2, 4, 1, 5), ("zb-h1", 1, 1, 1, 1, 4, 0, 5),
+    *(("zb-v", 2, 1, 1, P, m, 0, n) for P, m, n in ((2, 1, 5), (2, 4, 5), (3, 6, 5), (4, 9, 6))),
+    *(("zb-v", 2, 2, T, 2, 3, zero, 5) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
+    ("zb-v", 2, 1, 1, 1, 2, 3, 5),
+]
+
+
+@pytest.mark.parametrize("schedule,chunks,dp,tp,pp,m,zero,n_layer", two_thirds(SCHEDULE_LAYOUTS))
+def test_schedule_equals_one_process(corpus, schedule, chunks, dp, tp, pp, m, zero, n_layer):
+    equals_one_process(corpus, schedule=schedule, chunks=chunks, dp=dp, tp=tp, pp=pp,
+                       microbatches=m, zero=zero, n_layer=n_layer, recompute=zero == 3)
+
+
+ZERO_LAYOUTS = [  # zero, dp, tp, pp, microbatches, recompute
+    *((zero, dp, 1, 1, m, m == 4) for zero in (1, 2, 3)
+      for dp, m in ((1, 4), (2, 1), (3, 4), (4, 3))),
+    *((zero, 2, 2, 1, 3, False) for zero in (1, 2, 3)),
+    *((zero, 2, 1, 2, 3, False) for zero in (1, 2, 3)),
+    *((zero, 2, 2, 2, 3, True) for zero in (1, 2, 3)),
+    (0, 1, 2, 2, 4, True),
+]
+
+
+@pytest.mark.parametrize("zero,dp,tp,pp,m,recompute", two_thirds(ZERO_LAYOUTS))
+def test_zero_equals_one_process(corpus, zero, dp, tp, pp, m, recompute):
+    odd = {"n_embd": 25, "n_head": 5} if tp == 1 else {}  # D divides few of these layers' sizes
+    equals_one_process(corpus, zero=zero, dp=dp, tp=tp, pp=pp, microbatches=m,
+                       recompute=recompute, **odd)
+
+
+@pytest.mark.parametrize("flags", [{"dp": 3}, {"dp": 2, "zero": 3, "tp": 2}], ids=str)
+def test_the_librarys_collectives_give_the_same(corpus, flags):
+    equals_one_process(corpus, collectives="native", microbatches=2, **flags)
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"dp": 2, "tp": 2, "zero": 3, "recompute": True}, {"tp": 3, "pp": 2, "schedule": "zb-h1"},
+    {"tp": 2, "pp": 2, "sp": True, "schedule": "zb-v", "dp": 2, "zero": 2}], ids=str)
+def test_rows_that_pad_the_vocabulary_are_not_there(corpus, tmp_path, flags):
+    """67 tokens: 80, or 2 x 40, or 3 x 32 rows."""
+    equals_one_process(corpus, pad_vocab=8 if "tp" in flags else 16, microbatches=3, **flags)
+
+
+def _in_order(rank, cfg):
+    """As on NCCL: sends and receives leave as one operation, and no receive is posted early."""
+    return _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
+
+
+@pytest.mark.parametrize("flags", [
+    {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4, "dp": 3},
+    {"cp": 2, "tp": 2, "sp": True, "cp_attention": "all-to-all", "zero": 3}], ids=str)
+def test_nccls_manner_gives_the_same(corpus, flags):
+    """Two of what IN_ORDER=1 does with all."""
+    equals_one_process(corpus, _in_order, **{"microbatches": 3, **flags})
+
+
+def _compiled(rank, cfg):
+    eager = partial(torch.compile, backend="aot_eager")
+    return train_with(rank, cfg, torch, "compile", eager)
+
+
+@pytest.mark.parametrize("flags", [
+    {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},  # puts weight gradients off
+    {"dp": 2, "zero": 3, "microbatches": 2, "ep": 2, "experts": 4},  # weights come and go
+    pytest.param({"cp": 2, "tp": 2, "sp": True}, marks=needs_minutes)], ids=str)
+def test_compiled_layers_give_the_same(corpus, flags):
+    equals_one_process(corpus, _compiled, compile=True, **flags)
+
+
+def _losses(rank, cfg):
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    losses = []
+    for step in range(cfg.steps):
+        loss, norm = trainer.gradients(data.training(cfg, step, mesh))
+        trainer.update(norm, train.learning_rate(cfg, step))
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "zero": 3, "tp": 2}, {"pp": 4}, {"cp": 4}, {"tp": 4, "sp": True},
+    *[{"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "zero": 2, "tp": 2}] * FULL], ids=str)
+def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
+    """bfloat16 keeps 8 bits: a rounding is off by up to 2^-9 of the value, and layouts round
+    partial sums in other places. The loss is a mean over 288 tokens, in which these errors mostly
+    cancel: layouts stay within 2^-8 of one another, while training changes it by several times
+    that."""
+    flags = {"dtype": "bfloat16", "steps": 12, "lr": 3e-3, "warmup_steps": 0, **flags}
+    one = pool(1, _losses, config(corpus, **{**flags, "dp": 1, "tp": 1, "pp": 1, "cp": 1,
+                                                "zero": 0, "microbatches": 1}))[0]
+    cfg = config(corpus, **flags)
+    got = pool(check(cfg, 1), _losses, cfg)
+    assert all(losses == got[0] for losses in got)
+    for a, b in zip(one, got[0], strict=True):
+        assert abs(a - b) <= 2**-8 * abs(a), (one, got[0])
+
+
+def _patched(rank, cfg, bug):
+    """_train with a bug of the field put in, to see that the comparison would notice it."""
+    def divide(self, finish=ddp.DDP.finish):
+        finish(self)
+        for bucket in self.buckets:
+            bucket.grad_shard.div_(2)
+
+    def update_twice(self, norm, lr, update=train.Trainer.update):
+        update(self, norm * 1.5, lr)
+
+    def biased(self, x, forward=tensor_parallel.Row.forward):
+        return forward(self, x) + self.bias * (self.crossing.group.size - 1)
+
+    patches = {
+        "gradients averaged, not summed": (ddp.DDP, "finish", divide),
+        "ends of the tied embedding not summed": (
+            train, "tie_ends", lambda layers, group: None),
+        "a wrong norm": (train.Trainer, "update", update_twice),
+        "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
+        "replicated gradients counted T times": (zero.Optimizer, "grad_square", lambda self: sum(
+            grad.square().sum() for b in self.reducer.buckets for _, _, grad in b.owned)),
+        "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
+    }
+    return train_with(rank, cfg, *patches[bug])
+
+
+@pytest.mark.parametrize("bug", [
+    "gradients averaged, not summed", "ends of the tied embedding not summed", "a wrong norm",
+    "row bias added by every rank", "replicated gradients counted T times", "nothing reduced"])
+def test_the_comparison_notices(corpus, bug):
+    with pytest.raises(AssertionError, match="off by|copies of .* differ|replicas disagree"):
+        equals_one_process(corpus, _patched, bug, dp=2, tp=2, pp=2, microbatches=3)
+
+
+def _bytes(rank, cfg):
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer.gradients(data.training(cfg, 0, mesh))
+    blocks = sum(0 < i <= cfg.n_layer for s, (a, b) in enumerate(trainer.cuts)
+                 if trainer.where[s] == mesh.group("pp").rank for i in range(a, b))
+    numels = {"all": sum(b.numel for b in trainer.reducer.buckets), "blocks": blocks,
+              "tied": sum(b.numel for b in trainer.reducer.buckets if b.sum_at_end),
+              "over_tp": sum(b.numel for b in trainer.reducer.buckets
+                             if mesh.group("tp") in b.sum_at_end)}
+    return {name: group.bytes_sent for name, group in mesh.groups.items()}, numels
+
+
+def test_bytes_sent_equal_the_formulas(corpus):
+    D, T, P, m, layers = 2, 2, 2, 3, SHAPE["n_layer"]
+    got = pool(8, _bytes, config(corpus, dp=D, tp=T, pp=P, microbatches=m))
+    b, S, C, width = BATCH // D // m, SHAPE["block_size"], SHAPE["n_embd"], 8
+    boundary = b * S * C * width
+    for rank, (sent, numels) in enumerate(got):
+        stage = rank // T % P
+        assert sent["pp"] == m * boundary  # stage 0 sends activations, stage 1 their gradients
+        ends = boundary + (3 * b * S * width if stage == 1 else 0)  # embedding; head and loss
+        assert sent["tp"] == m * (4 * numels["blocks"] * boundary + ends) * 2 * (T - 1) // T
+        # one all-reduce a step, whatever m: a rank of two sends each bucket once
+        assert sent["dp_ep_cp"] == numels["all"] * width * 2 * (D - 1) // D
+        assert sent["pp_ends"] == numels["tied"] * width
+    assert sum(numels["blocks"] for _, numels in got) == layers * D * T
+    assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 2 * 8  # loss, stop
+    assert sum(sent["ep_pp_tp"] for sent, _ in got) == D * 2 * (4 - 1) * 8  # norm, in each replica

@@ -1,0 +1,140 @@
+"""TODO"""
+
+from functools import partial
+
+import pytest
+import torch
+
+import collectives as c
+import ddp
+import pipeline
+import schedules
+import tensor_parallel
+import train
+import zero
+from group import Group
+from mesh import Mesh
+from model import GPTConfig, build
+from shard import tag_whole
+from tests.harness import VOCAB, close, equals_one_process, pool, train_with
+from tests.test_collectives import _mesh_group
+
+
+def _plain_layers(rank, cfg):
+    plain = partial(train.parallelize, plan=tensor_parallel.PLAIN)
+    return train_with(rank, cfg, train, "parallelize", plain)
+
+
+@pytest.mark.parametrize("flags", [{"tp": 3}, {"tp": 2, "pp": 2, "microbatches": 3}], ids=str)
+def test_the_plain_tensor_parallel_layers_give_the_same(corpus, flags):
+    equals_one_process(corpus, _plain_layers, **flags)
+
+
+PLAIN_SHAPE = GPTConfig(VOCAB, block_size=8, n_layer=4, n_head=2, n_embd=12)
+
+
+def _ids(n):
+    return torch.randint(VOCAB, (n, 8), generator=torch.Generator().manual_seed(0))
+
+
+def _plain_data_parallel(rank, world):
+    group, ids = _mesh_group(world), _ids(2 * world)
+    alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
+    alone(ids, ids).backward()
+    part = ids.chunk(world)[rank]
+    mine(part, part).backward()
+    ddp.plain_data_parallel(mine.parameters(), group)
+    for p, q in zip(mine.parameters(), alone.parameters(), strict=True):
+        close(p.grad, q.grad, "gradient")
+
+
+def test_plain_data_parallelism_equals_one_process():
+    pool(3, _plain_data_parallel, 3)
+
+
+def _plain_zero(rank, world):
+    """Three steps, the flat parameters padded so that they can be cut."""
+    group, ids = _mesh_group(world), _ids(2 * world)
+    alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
+    whole = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1)
+    flat = torch.nn.utils.parameters_to_vector(mine.parameters()).detach()
+    length = len(flat)
+    flat = torch.nn.functional.pad(flat, (0, -length % world))
+    own = torch.nn.Parameter(c.own_chunk(flat, group))
+    optimizer = torch.optim.AdamW([own], lr=0.01, weight_decay=0.1)
+
+    def step(weights, grad):
+        own.grad = grad
+        optimizer.step()
+        assert weights.data_ptr() == own.data_ptr()
+
+    for _ in range(3):
+        whole.zero_grad()
+        alone(ids, ids).backward()
+        whole.step()
+        mine.zero_grad()
+        part = ids.chunk(world)[rank]
+        mine(part, part).backward()
+        grad = torch.nn.utils.parameters_to_vector([p.grad for p in mine.parameters()])
+        zero.plain_zero_step(flat, torch.nn.functional.pad(grad, (0, -length % world)), group, step)
+        torch.nn.utils.vector_to_parameters(flat[:length], mine.parameters())
+    for p, q in zip(mine.parameters(), alone.parameters(), strict=True):
+        close(p.detach(), q.detach(), "weights")
+    assert optimizer.state[own]["exp_avg"].numel() == -(-length // world)
+
+
+def test_the_plain_zero_step_equals_adamw_on_everything():
+    pool(3, _plain_zero, 3)
+
+
+class _Adds(pipeline.Stage):
+    """A stage before the last that has something to add to the loss."""
+
+    def forward(self, x, targets):
+        y, loss = super().forward(x, targets)
+        return (y, y.square().sum()) if loss is None else (y, loss)
+
+
+def _plain_pipeline(rank, P, m, name):
+    """A pipeline's gradients against one process's; `name` plain, or a schedule whose stages all
+    add to the loss."""
+    mesh, rows = Mesh(pp=P), _ids(m).unsqueeze(1)
+    group = mesh.group("pp")
+    batches, tokens = [(ids, ids) for ids in rows], rows.numel()
+    alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
+    cuts = schedules.cut(PLAIN_SHAPE.layer_costs(), P)
+    kind = pipeline.Stage if name == "plain" else _Adds
+    total = 0.0
+    for ids, targets in batches:
+        x = ids
+        for a, b in cuts:
+            x, loss = kind(alone.layers[a:b])(x, targets)
+            total = total + (0.0 if loss is None else loss / tokens)
+    total.backward()
+    a, b = cuts[rank]
+    if name == "plain":
+        loss = pipeline.plain_1f1b(kind(mine.layers[a:b]), group, batches, (1, 8, 12), tokens)
+    else:
+        deferred, where = pipeline.Deferred(), schedules.placement(name, P)
+        mine.layers = mine.layers[a:b]
+        tag_whole(mine, group)
+        tensor_parallel.parallelize(mine, Group(mesh, "solo", [0], 0), put_off=deferred.add)
+        values = dict(zip(mine.parameters(), alone.layers[a:b].parameters(), strict=True))
+        for p, q in values.items():
+            p.data.copy_(q.data)
+        actions = schedules.lower(schedules.make_schedule(name, P, m), where)[rank]
+        pipe = pipeline.Pipeline({rank: kind(mine.layers)}, where, group, (1, 8, 12), torch.double,
+                                 pipeline.NoReducer(), deferred)
+        loss = pipe.execute(actions, batches, tokens).item()
+    loss = c.all_reduce(torch.tensor(loss, dtype=torch.double), group)
+    close(loss, total.detach(), "loss")
+    for p, q in zip(mine.layers[a:b].parameters() if name == "plain" else mine.parameters(),
+                    alone.layers[a:b].parameters(), strict=True):
+        if p.size(0) != VOCAB:  # the ends of the tied embedding hold a term each
+            close(p.grad, q.grad, "gradient")
+
+
+@pytest.mark.parametrize("P,m,name", [(1, 2, "plain"), (3, 1, "plain"), (3, 7, "plain"),
+                                      (3, 4, "1f1b"), (3, 4, "zb-h1")])
+def test_plain_pipelines_and_stages_that_add_to_the_loss_equal_one_process(P, m, name):
+    pool(P, _plain_pipeline, P, m, name)

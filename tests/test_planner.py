@@ -1,0 +1,215 @@
+"""TODO"""
+
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import collectives as c
+import model as model_file
+import plan
+import schedules
+import zero
+from model import GPTConfig
+from planner import costs, hardware, memory, pictures, published
+from planner import here as here_file
+from planner import search as search_file
+from run.config import check, check_layout, parse
+from tests.harness import FULL, config, mesh_of, pool
+
+# ---- the planner ----
+
+
+def test_published_runs_are_predicted_within_10_percent():
+    for run in published.RUNS:
+        if run.gpus > 2000 and run.layout.pp > 16 and not FULL:
+            continue  # seconds each: plan.py --published has all
+        value, _ = published.predict(run)
+        assert abs(value / run.value - 1) < 0.1, run
+
+
+def test_most_published_runs_are_predictions():
+    for device in ("a100-80", "h100"):
+        runs = [run for run in published.RUNS if run.device == device]
+        assert sum(run.fitted for run in runs) <= len(runs) / 2
+
+
+def _held(rank, cfg):
+    """Bytes of (states, activations) on each rank, at the peak of a step."""
+    return here_file.run(cfg, mesh_of(cfg))[1:]
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "zero": 3, "microbatches": 2}, {"tp": 2, "pp": 2, "sp": True, "schedule": "gpipe"},
+    {"pp": 2, "schedule": "zb-h1", "recompute": True}, {"cp": 2, "pp": 2, "dtype": "bfloat16"},
+    {"dp": 2, "tp": 2, "schedule": "interleaved", "chunks": 1}], ids=str)
+def test_memory_is_predicted_within_5_percent(long_corpus, flags):
+    cfg = config(long_corpus, **{"n_layer": 4, "n_embd": 96, "n_head": 4, "block_size": 128,
+                                 "microbatches": 4, "batch_size": 8, "dtype": "float32", **flags})
+    ranks = check(cfg, 1)
+    states, saved = pool(ranks, _held, cfg)[0]
+    _, want = here_file.predicted(cfg, hardware.DEVICES["a100-80"])
+    most = max(map(sum, zip(states, saved, strict=True)))
+    assert abs(want / most - 1) < 0.05, (want, most)
+
+
+@pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 3),
+                                        ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def test_memory_is_that_of_all_microbatches(schedule, v):
+    """For few of them occupancy is as for many, but under GPipe."""
+    job = memory.Job(hardware.MODELS["gpt3-1.3b"], 64)
+    layout = memory.Layout(pp=4, schedule=schedule, chunks=v, microbatches=64)
+    stages = memory.stages_of(job.model, schedule, 4, v)
+    for rank in range(4):
+        held, few = (max(memory.occupancy(schedule, 4, m, v, rank, tuple(stages[rank].items())))
+                     for m in (64, 8))
+        assert held == few or schedule == "gpipe"
+    less = memory.memory(memory.Job(job.model, 32), layout._replace(microbatches=32))
+    ratio = memory.memory(job, layout)["activations"] / less["activations"]
+    assert ratio > 1.9 if schedule == "gpipe" else ratio == 1
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_planner_counts_parameters_as_the_model_has_them(experts):
+    config = GPTConfig(1003, block_size=24, n_layer=3, n_head=4, n_embd=16, n_experts=experts)
+    with torch.device("meta"):
+        model = model_file.GPT(config)
+    assert memory.n_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_activations_are_those_of_korthikanti_et_al():
+    """arXiv 2205.05198, per token and layer, with dropout: ours are 8 bytes more, LayerNorm's."""
+    model, T = GPTConfig(51200, 2048, 48, 64, 6144), 8
+    job, h, five = memory.Job(model, 4, "naive"), 6144, 5 * 64 * 2048
+    for layout, want in {
+            memory.Layout(): 34 * h + five,
+            memory.Layout(tp=T): 10 * h + 24 * h / T + five / T,
+            memory.Layout(tp=T, sp=True): (34 * h + five) / T,
+            memory.Layout(tp=T, sp=True, recompute="selective"): 34 * h / T,
+            memory.Layout(recompute="full"): 2 * h}.items():
+        norms = 0 if layout.recompute == "full" else 8 / (T if layout.sp else 1)
+        assert memory.saved_by_block(job, layout, layout.recompute) == want + norms
+
+
+def test_flops_are_those_of_narayanan_et_al():
+    """arXiv 2104.04473, section 3, and days of training = 8 tokens P / (GPUs x FLOP/s)."""
+    model, B = hardware.MODELS["gpt3-175b"], 1536
+    L, h, S, V = 96, 12288, 2048, 51200
+    want = 96 * B * S * L * h * h * (1 + S / (6 * h) + V / (16 * L * h))
+    job = memory.Job(model, B)
+    assert math.isclose(costs.step_flops(job, "full"), want, rel_tol=1e-12)
+    head = 6 * B * S * h * V  # is not recomputed
+    assert math.isclose(costs.step_flops(job), 0.75 * (want - head) + head, rel_tol=1e-12)
+    days = 300e9 / (B * S) * want / (1024 * 140e12) / 86400
+    assert 33 < days < 35
+
+
+@pytest.mark.parametrize("schedule,P,m,v", [("1f1b", 4, 23, 1), ("interleaved", 4, 32, 3),
+                                            ("zb-h1", 4, 21, 1), ("zb-h2", 3, 17, 1),
+                                            ("zb-v", 4, 30, 2), ("gpipe", 3, 20, 1)])
+def test_two_short_simulations_tell_of_a_long_one(schedule, P, m, v):
+    for times in ((1, 1, 1, 0), (1, 1, 1, 0.125), (1, 1.5, 0.75, 0.5)):
+        lists, where = schedules.make_schedule(schedule, P, m, v), schedules.placement(
+            schedule, P, v)
+        long = schedules.simulate(lists, where, times).makespan
+        assert math.isclose(costs.makespan(schedule, P, m, v, times), long, rel_tol=5e-3)
+
+
+def test_the_search_finds_the_fastest_that_fits():
+    """Against trying them all, for a model of which little fits."""
+    job = memory.Job(GPTConfig(51200, 1024, 10, 12, 3072), 48)
+    device = replace(hardware.DEVICES["a100-80"], gb=4, node=4)
+    search = search_file.Search(job, 12, device, {})
+    every = [layout._replace(zero=zero) for layout in search.layouts() for zero in range(4)]
+    fit = [(costs.step_time(job, layout, device), layout) for layout in every
+           if memory.memory(job, layout)["total"] <= 4e9 and (layout.dp * layout.cp > 1
+                                                               or layout.zero == 0)]
+    best = {}
+    for seconds, layout in sorted(fit, reverse=True):
+        best[layout[:6]] = seconds
+    found = search.best(8)
+    assert len(fit) < len(every) / 2 and len(every) > 1000
+    assert [seconds for seconds, _ in found] == sorted(best.values())[:8]
+
+
+@pytest.mark.parametrize("flags", [
+    "--model gpt3-1.3b --gpus 32 --batch-size 64", "--model gpt3-1.3b --gpus 8 --tp 4 --cp 2",
+    "--model gpt3-1.3b --gpus 16 --experts 8 --pp 2 --ep 2 --batch-size 64",
+    "--model megatron-7.5b --gpus 16 --pp 4 --schedule interleaved --gpu h100 --attention naive",
+    "--n-layer 6 --n-head 8 --n-embd 512 --gpus 6 --tp 1 --dp 3 --zero 2 --recompute",
+    "--model gpt3-1.3b --chunks 2 --pp 4 --no-sp"])
+def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split(), "--json", "--top", "4"])
+    plan.main()
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert layouts == sorted(layouts, key=lambda row: row["step_s"])
+    named = dict(re.findall(r"--(dp|tp|pp|cp|ep|zero|schedule) (\S+)", flags))
+    for row in layouts:
+        cfg = parse(row["command"].split("train.py ")[1].split())
+        nodes = re.search(r"--nnodes (\d+) --nproc-per-node 8 ", row["command"])
+        ranks = row["dp"] * row["tp"] * row["pp"] * row["cp"]
+        assert int(nodes[1]) * 8 == ranks if nodes else ranks <= 8
+        assert cfg.dtype == "bfloat16" and cfg.recompute == (row["recompute"] == "full")
+        assert check_layout(cfg, ranks) == ranks
+        for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "microbatches"):
+            assert getattr(cfg, name) == row[name]
+        assert all(str(row[name]) == value for name, value in named.items())
+        parts = [size for part, size in row["memory_gb"].items() if part != "total"]
+        assert math.isclose(sum(parts), row["memory_gb"]["total"])
+        assert math.isclose(sum(row["time_s"].values()), row["step_s"])
+
+
+@pytest.mark.parametrize("flags,line", [
+    ("--gpus 64 --tp 3", "--tp 3"), ("--gpus 8 --tp 16", "--tp 16"),
+    ("--model gpt3-175b --gpus 8", "no layout fits"), ("--gpu a1", "--gpu"),
+    ("--gpus 8 --pp 2 --dp 3 --layout", "does not match"), ("--gpus 0", "--gpus 0"),
+    ("--gpus 12", "--node 8"), ("--ep 2", "--ep 2"), ("--n-embd 100", "--n-embd 100"),
+    ("--gpus 1 --tp 2", "--gpus 1"), ("--tp 0", "--tp 0"), ("--tflops 0", "--tflops 0"),
+    ("--gpus 8 --svg /nowhere/at/all", "/nowhere/at/all"), ("--batch-size -3", "--batch-size -3")])
+def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    with pytest.raises(SystemExit) as end:
+        plan.main()
+    said = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and line in said and said.count("\n") == 0
+
+
+def test_worked_figures_of_memory_and_of_the_ring():
+    def states(parameters, stage, ranks):
+        return parameters * sum(zero.bytes_per_parameter(stage, ranks)) / 1e9
+
+    assert states(7e9, 0, 1) == 112 and states(70e9, 0, 1) == 1120
+    assert [round(states(7e9, stage, 64), 2) for stage in (1, 2, 3)] == [29.31, 15.53, 1.75]
+    assert states(13e9 / 4, 3, 16) == 3.25  # P = 4
+    assert pictures.bytes_sent(c.all_reduce, 8, 4_000_000_000) == 7_000_000_000
+
+
+def test_pictures_are_tables_and_svg(capsys, monkeypatch, tmp_path):
+    Path(tmp_path, "run.jsonl").write_text('{"step": 0, "loss": 4.5}\n{"step": 1, "loss": 3.5}\n')
+    for flags, files in (("", "memory-wall ring memory bubble grid"),
+                         (f"--metrics {tmp_path}/run.jsonl", "loss")):
+        monkeypatch.setattr(sys, "argv", ["pictures.py", "--svg", str(tmp_path), *flags.split()])
+        pictures.main()
+        for name in files.split():
+            ElementTree.parse(tmp_path / f"{name}.svg")
+    said = capsys.readouterr().out
+    for figure in ("112 GB", "1,120 GB", "29.3    15.5    1.75", "8          1.7500         7 ",
+                   "46.7%  46.7%"):
+        assert figure in said
+
+
+def test_the_planner_explains_a_layout_and_draws_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [
+        "plan.py", "--model", "gpt3-1.3b", "--gpus", "8", "--pp", "4", "--layout", "--recompute",
+        "--svg", str(tmp_path)])
+    plan.main()
+    said = capsys.readouterr().out
+    assert "torchrun train.py --dp 2 --pp 4" in said and "times as fast; seconds less of" in said
+    for name in ("memory", "timeline"):
+        ElementTree.parse(tmp_path / f"layout-{name}.svg")

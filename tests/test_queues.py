@@ -1,0 +1,240 @@
+"""TODO"""
+
+import graphlib
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import collectives as c
+import train
+from data.batches import Data
+from group import CommunicationError, Group, Work
+from mesh import Mesh
+from run.config import check
+from tests.harness import (
+    FULL,
+    VOCAB,
+    config,
+    local_tensors,
+    matches,
+    reference,
+    same_model,
+    sizes_of,
+)
+
+# ---- NCCL's manner, on a transport that has nothing else ----
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class Queues:
+    """One first-in-first-out queue per rank and group, no tags, sends that block until received:
+    what may be relied on with NCCL. Ranks are threads. `posted` has what each rank posted, in its
+    order, as (group, index); `matched` the pairs of operations that met."""
+
+    def __init__(self, patience=20.0):
+        self.lock, self.queues = threading.Lock(), {}
+        self.posted, self.matched = {}, []
+        self.patience = patience  # seconds without any progress: a deadlock, as nobody computes
+
+    def post(self, group, ends):
+        """ends: [("send" or "recv", tensor, peer)]. Returns a Work."""
+        with self.lock:
+            key = group.name, *group.ranks
+            queues = self.queues.setdefault(key, [[] for _ in group.ranks])
+            mine = self.posted.setdefault(group.ranks[group.rank], [])
+            name = (key, group.rank, group.sequence)
+            mine.append(name)
+            op = SimpleNamespace(name=name, ends=list(ends), done=threading.Event())
+            queues[group.rank].append(op)
+            while any(self.meet(queues, r) for r in range(len(queues))):
+                pass
+
+        def wait():
+            before = -1
+            while not op.done.is_set() and before < len(self.matched):
+                before = len(self.matched)
+                op.done.wait(self.patience)
+            with self.lock:
+                if op.ends:
+                    left = [(kind, group.ranks[peer]) for kind, _, peer in op.ends]
+                    raise Deadlock(f"rank {group.ranks[group.rank]} in {op.name}: {left}")
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: not op.ends)
+
+    def meet(self, queues, rank):
+        """Let one send at the head of a queue meet a receive at the head of another."""
+        if not queues[rank]:
+            return False
+        out = queues[rank][0]
+        for kind, tensor, peer in out.ends:
+            into = queues[peer][0] if kind == "send" and queues[peer] else None
+            for end in into.ends if into else ():
+                if (end[0], end[2]) == ("recv", rank):
+                    assert end[1].numel() == tensor.numel(), "messages in another order"
+                    end[1].copy_(tensor.view_as(end[1]))
+                    self.matched.append((out.name, into.name))
+                    out.ends.remove(next(e for e in out.ends if e[1] is tensor and e[2] == peer))
+                    into.ends.remove(end)
+                    for r in (rank, peer):
+                        if not queues[r][0].ends:
+                            queues[r].pop(0).done.set()
+                    return True
+        return False
+
+
+class QueueGroup(Group):
+    """Submitted work is posted by the host at once, as on CUDA, and here even waited for."""
+
+    def post(self, ends):
+        kinds = {torch.distributed.isend: "send", torch.distributed.irecv: "recv"}
+        ends = [(kinds[op], tensor, peer) for op, tensor, peer in ends]
+        parts = [ends] if self.in_order else [[end] for end in ends]
+        return [self.queues.post(self, part) for part in parts if part]
+
+    def submit(self, job, name):
+        job()
+        return Work()
+
+
+class QueueMesh(Mesh):
+    def __init__(self, queues, rank, **sizes):
+        self.sizes, self.device, self.native = sizes, torch.device("cpu"), False
+        self.timeout, self.in_order, self.posted = 60, True, None
+        self.queues, self.rank, self.groups = queues, rank, {}
+        self.world = self.join("world", [list(range(math.prod(sizes.values())))])
+
+    def join(self, name, rows):
+        if name not in self.groups:
+            row = next((row for row in rows if self.rank in row), [self.rank])
+            self.groups[name] = QueueGroup(self, name, row, row.index(self.rank))
+            self.groups[name].queues = self.queues
+        return self.groups[name]
+
+
+def on_queues(cfg, run, queues=None):
+    """[run(rank, cfg, mesh)] of ranks that are threads, and the Queues that they used."""
+    sizes, queues = sizes_of(cfg), queues or Queues()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(math.prod(sizes.values())) as ranks:
+        jobs = [ranks.submit(run, rank, cfg, QueueMesh(queues, rank, **sizes))
+                for rank in range(math.prod(sizes.values()))]
+    return [job.result() for job in jobs], queues
+
+
+def one_order(queues):
+    """Whether all operations can be put into one order that is every rank's. Those that meet are
+    one: each waits for the other. Then no choice of streams can make ranks wait in a circle."""
+    met = {}
+
+    def root(name):
+        while met.setdefault(name, name) != name:
+            name = met[name]
+        return name
+
+    for a, b in queues.matched:
+        met[root(a)] = root(b)
+    after = {}
+    for names in queues.posted.values():
+        for a, b in itertools.pairwise(map(root, names)):
+            after.setdefault(b, set()).add(a)
+    try:
+        graphlib.TopologicalSorter(after).prepare()
+    except graphlib.CycleError:
+        return False
+    return True
+
+
+def _step(rank, cfg, mesh):
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    loss, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    grads = local_tensors(trainer, "grads")
+    trainer.update(norm, cfg.lr)
+    if cfg.zero == 3:
+        trainer.validation_loss(data, 1)
+    assert trainer.replicas_agree()
+    return [{}, {"loss": loss, "norm": norm, "grads": grads, "balance": trainer.routing.balance}]
+
+
+AXES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 1, "pp": 2, "cp": 2, "tp": 2, "sp": True},
+        {"dp": 2, "ep": 2, "pp": 2, "cp": 2, "experts": 4})
+# Every second schedule and ZeRO stage with one of these; with FULL=1 every one with each
+QUEUE_LAYOUTS = [{"schedule": name, "chunks": v, "zero": zero, **more}
+                 for i, (name, v) in enumerate((("gpipe", 1), ("1f1b", 1), ("interleaved", 2),
+                                                ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)))
+                 for zero in range(4) for j, more in enumerate(AXES)
+                 if FULL or ((i + zero) % 3 == j and (i + zero // 2) % 2)]
+
+
+@pytest.mark.parametrize("flags", QUEUE_LAYOUTS, ids=lambda flags: " ".join(
+    f"{k} {v}" for k, v in flags.items()))
+def test_first_in_first_out_queues_without_tags_are_enough(corpus, flags):
+    """Equal to one process; and all that ranks post can be put into one order."""
+    cfg = config(corpus, microbatches=4, batch_size=8, **flags)
+    check(cfg, 1)
+    got, queues = on_queues(cfg, _step)
+    matches(cfg, got, 1, ("grads",), reference(corpus, batch_size=8, **same_model(cfg)))
+    assert one_order(queues)
+
+
+def _ahead(rank, cfg, mesh):
+    """As on gloo: the pipeline posts a receive one ahead of its list."""
+    mesh.group("pp").in_order = False
+    return _step(rank, cfg, mesh)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_receive_posted_ahead_would_deadlock_on_nccl(corpus, schedule):
+    cfg = config(corpus, microbatches=4, batch_size=4, pp=2, schedule=schedule)
+    with pytest.raises(Deadlock):
+        on_queues(cfg, _ahead, Queues(patience=1.0))
+
+
+class OnAStream(QueueGroup):
+    """A wait holds the stream: this thread goes on."""
+
+    def post(self, ends):
+        return [SimpleNamespace(wait=lambda: None, is_completed=work.is_completed)
+                for work in super().post(ends)]
+
+
+def test_a_dead_peer_is_noticed_where_the_host_waits_for_the_device():
+    queues, meshes = Queues(), []
+    for rank in range(3):
+        mesh = QueueMesh(queues, rank, dp=3)
+        mesh.posted, mesh.timeout = deque(), 0.3
+        mesh.world = OnAStream(mesh, "world", range(3), rank)
+        mesh.world.queues = queues
+        meshes.append(mesh)
+    x, world = torch.zeros(4), [mesh.world for mesh in meshes]
+    for group in world:
+        c.reduce_scatter(x, group)
+    assert world[0].read(torch.arange(3)) == [0, 1, 2] and not meshes[0].posted
+    for group in world[:2]:  # rank 2 has died
+        c.reduce_scatter(x, group)
+    for rank in range(2):
+        start = time.time()
+        with pytest.raises(CommunicationError) as error:
+            world[rank].read(x)
+        assert str(error.value) == (
+            f"rank {rank}: operation 3 of group world, receive from rank {(rank - 1) % 3}, "
+            f"send to rank {(rank + 1) % 3}: not done within 0.3 s")
+        assert 0.3 <= time.time() - start < 0.6
+
+
+def test_two_groups_used_in_opposite_orders_have_no_one_order():
+    queues = Queues()
+    queues.posted = {0: ["a0", "b0"], 1: ["b1", "a1"]}
+    queues.matched = [("a0", "a1"), ("b0", "b1")]
+    assert not one_order(queues)
+    queues.posted[1].reverse()
+    assert one_order(queues)

@@ -1,0 +1,256 @@
+"""TODO"""
+
+import itertools
+import json
+import math
+import sys
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import pipeline
+import schedules
+import tensor_parallel
+import train
+from data.batches import Data
+from group import Group
+from mesh import Mesh
+from planner import draw
+from run import timeline
+from sequence_parallel import Crossing
+from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
+
+# ---- schedules: pure lists ----
+
+
+def _cases():
+    for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 33, *[9, 64] * FULL)):
+        for name in schedules.SCHEDULES:
+            for v in (1, 2, 3, 4) if name == "interleaved" and m % P == 0 else (1,):
+                if name != "interleaved" or m % P == 0:
+                    yield name, P, m, v
+
+
+def test_every_schedule_is_valid_and_deadlock_free_under_rendezvous():
+    for name, P, m, v in _cases():
+        lists, where = schedules.make_schedule(name, P, m, v), schedules.placement(name, P, v)
+        schedules.validate(schedules.lower(lists, where), where)
+
+
+def test_validation_rejects_damaged_lists():
+    rng = np.random.default_rng(0)
+    for name, P, m, v in [("1f1b", 4, 6, 1), ("gpipe", 3, 4, 1), ("zb-h1", 3, 5, 1),
+                          ("interleaved", 2, 4, 2), ("zb-v", 3, 6, 1)]:
+        where = schedules.placement(name, P, v)
+        for lowered in (False, True):
+            whole = schedules.make_schedule(name, P, m, v)
+            whole = schedules.lower(whole, where) if lowered else whole
+            for _ in range(40):
+                lists = [list(actions) for actions in whole]
+                actions = lists[rng.integers(P)]
+                i = int(rng.integers(len(actions)))
+                kind = rng.integers(3)
+                if kind == 0:
+                    del actions[i]
+                elif kind == 1:
+                    actions.insert(int(rng.integers(len(actions))), actions[i])
+                else:  # a backward before its own forward
+                    i = next(j for j, a in enumerate(actions) if a.kind in "BI")
+                    j = actions.index(schedules.Action("F", *actions[i][1:]))
+                    actions[i], actions[j] = actions[j], actions[i]
+                with pytest.raises(ValueError, match="missing|doubled|misordered|deadlock"):
+                    schedules.validate(lists, where)
+
+
+def test_opposite_blocking_sends_are_rejected():
+    A = schedules.Action
+    lists = [[A("F", 0, 0), A("SF", 0, 0), A("F", 0, 1), A("SF", 0, 1), A("RB", 0, 0), A("B", 0, 0),
+              A("RB", 0, 1), A("B", 0, 1)],
+             [A("RF", 1, 0), A("F", 1, 0), A("B", 1, 0), A("SB", 1, 0), A("RF", 1, 1), A("F", 1, 1),
+              A("B", 1, 1), A("SB", 1, 1)]]
+    with pytest.raises(ValueError, match="deadlock: rank 0 at SF"):
+        schedules.validate(lists, [0, 1])
+
+
+@pytest.mark.parametrize("P", [2, 4, 8])
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 33])
+def test_gpipe_and_1f1b_have_the_published_bubble_and_peak(P, m):
+    for name, peaks in (("gpipe", [m] * P), ("1f1b", [min(P - r, m) for r in range(P)])):
+        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+        timeline = schedules.simulate(lists, where)
+        assert timeline.bubble == (P - 1) / (m + P - 1)
+        assert timeline.peak_in_flight == peaks
+
+
+@pytest.mark.parametrize("P,m,costs,rates", [  # Zero Bubble, arXiv 2401.10241, tables 5 and 9
+    (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
+    (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
+    (16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672))])
+def test_simulator_reproduces_the_published_bubble_rates(P, m, costs, rates):
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
+        lists, where = schedules.make_schedule(name, P, m), schedules.placement(name, P)
+        assert round(schedules.simulate(lists, where, costs).bubble, 4) == rate
+
+
+def _live(rank, cfg):
+    """(most microbatches whose activations live at once, as executed; as simulated; peak bytes)"""
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    batches, live, most = data.training(cfg, 0, mesh), weakref.WeakSet(), 0
+
+    def count(module, args):
+        nonlocal most
+        live.add(args[0])  # saved for the weight gradient
+        most = max(most, len(live))
+
+    for stage in trainer.stages.values():
+        block = next(layer for layer in stage.layers if hasattr(layer, "mlp"))
+        block.mlp.c_fc.register_forward_pre_hook(count)
+    trainer.gradients(batches)
+    simulated = schedules.simulate(trainer.lists, trainer.where).peak_in_flight
+    simulated = simulated[mesh.group("pp").rank]
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        trainer.gradients(batches)
+    memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    return most, simulated, max(itertools.accumulate(memory))
+
+
+@pytest.mark.parametrize("schedule", list(schedules.SCHEDULES))
+def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpus, schedule):
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    cfg = config(corpus, pp=3, schedule=schedule, chunks=chunks, microbatches=9, n_layer=6)
+    for most, simulated, _ in pool(3, _live, cfg):
+        assert most == simulated
+
+
+def _sent(rank, cfg):
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    pp = mesh.group("pp")
+    kept, send = [], pp.send
+    pp.send = lambda tensor, dst: kept.append(tensor) or send(tensor, dst)
+    trainer.gradients(data.training(cfg, 0, mesh))
+    return [tensor.untyped_storage().nbytes() for tensor in kept]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_was_sent_is_freed(corpus, schedule):
+    got = pool(3, _sent, config(corpus, pp=3, schedule=schedule, microbatches=4, n_layer=6))
+    assert got == [[0] * 4, [0] * 8, [0] * 4]
+
+
+def test_activations_of_1f1b_are_flat_in_m_and_those_of_gpipe_grow(corpus):
+    peak = {}
+    for schedule, m in itertools.product(("gpipe", "1f1b"), (4, 12)):
+        cfg = config(corpus, pp=2, schedule=schedule, microbatches=m, batch_size=8 * m,
+                     block_size=64)
+        peak[schedule, m] = pool(2, _live, cfg)[0][2]
+    assert peak["1f1b", 12] < 1.15 * peak["1f1b", 4]
+    assert peak["gpipe", 12] > 2.5 * peak["gpipe", 4]
+
+
+def test_a_weight_used_twice_gets_both_gradients_when_they_are_put_off():
+    solo, deferred = Group(Mesh(dp=1), "solo", [0], 0), pipeline.Deferred()
+    x, w = torch.randn(3, 4, dtype=torch.double), torch.randn(4, 4, dtype=torch.double)
+    w.requires_grad_()
+    (x @ w.t() @ w.t()).square().sum().backward()
+    want, w.grad = w.grad, None
+
+    def linear(x):
+        return tensor_parallel.ColumnLinear.apply(x, w, None, Crossing(solo, False), deferred.add)
+
+    y = linear(linear(x.requires_grad_())).square().sum()
+    with deferred.collect() as queue:
+        y.backward()
+    assert w.grad is None and len(queue) == 2
+    with torch.no_grad():
+        done = list(pipeline.finish_weights(queue))  # ready once, when both are in
+    assert len(done) == 1 and done[0] is w
+    close(w.grad, want, "gradient of x @ w @ w")
+
+
+def _traced(rank, cfg):
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    tracer = timeline.Tracer(mesh)
+    for step in range(2):
+        trainer.trace(tracer, step, on=True)
+        _, norm = trainer.gradients(data.training(cfg, step, mesh))
+        trainer.update(norm, 1e-3)
+    trainer.trace(tracer, None, on=False)
+    every = timeline.collect(tracer.events, mesh.world)
+    return every and (every, timeline.shares(every, lambda rank, s: trainer.where[s]))
+
+
+def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, tmp_path):
+    cfg = config(corpus, pp=2, schedule="zb-h1", microbatches=4)
+    (every, (rows, mean)), _ = pool(2, _traced, cfg)
+    for events, row in zip(every, rows, strict=True):
+        for kind in "FIW":
+            done = sorted((e[4]["step"], e[4]["microbatch"]) for e in events if e[0] == kind)
+            assert done == [(step, k) for step in range(2) for k in range(4)]
+        main = [e for e in events if e[1] == "main"]
+        assert sum(e[0] == "optimizer" for e in main) == 2
+        span = max(e[3] for e in main) - min(e[2] for e in main)
+        assert math.isclose(sum(row.values()), span) and min(row.values()) >= 0
+    assert mean.keys() == {"F", "I", "W", "optimizer"} and rows[1]["bubble"] > 0
+    timeline.write_chrome(tmp_path / "trace.json", every)
+    records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {r["pid"] for r in records} == {0, 1}
+
+
+def _clock(rank, offset):
+    kept = time.time
+    time.time = lambda: kept() + offset * rank
+    try:
+        return timeline.Tracer(Mesh(dp=3)).ahead
+    finally:
+        time.time = kept
+
+
+def test_clocks_of_nodes_are_aligned():
+    assert [round(ahead, 2) for ahead in pool(3, _clock, 100.0)] == [0, 100, 200]
+
+
+def test_a_wait_inside_of_a_wait_counts_once():
+    a = {"stage": 0, "microbatch": 0, "step": 0}
+    events = [["F", "main", 0.0, 4.0, a], ["all_reduce", "main", 1.0, 3.0, {"step": 0}],
+              ["wait", "main", 1.5, 2.5, {"step": 0}], ["wait", "main", 5.0, 6.0, {"step": 0}]]
+    (row,), mean = timeline.shares([events], None)
+    assert row == {"compute": 2.0, "exposed": 3.0, "bubble": 0.0, "other": 1.0} and mean == {"F": 2}
+
+
+@pytest.mark.parametrize("P,m,v", [(2, 8, 1), (4, 8, 2), (4, 12, 3), (8, 16, 4)])
+def test_schedules_have_the_published_bubble_and_memory(P, m, v):
+    for name in schedules.SCHEDULES:
+        chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
+        lists = schedules.make_schedule(name, P, m, chunks)
+        t = schedules.simulate(lists, schedules.placement(name, P, chunks))
+        assert t.bubble == schedules.closed_form(name, P, m, chunks, (1, 1, 1, 0))
+        limit = {"gpipe": m, "zb-h2": 2 * P - 1, "zb-v": 2 * P, "interleaved": chunks * P + P - 1}
+        assert max(t.peak_in_flight) <= limit.get(name, P)
+    assert schedules.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
+
+
+def test_pipeline_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
+    def run(line):
+        monkeypatch.setattr(sys, "argv", ["pipeline.py", *line.split()])
+        draw.schedules_command()
+        return capsys.readouterr().out
+
+    assert json.loads(run("1f1b 4 8 --json")) == {
+        "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
+    assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
+    assert len(run("4 8 --compare").splitlines()) == len(schedules.SCHEDULES)
+    # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
+    assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
+    run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
+    assert (tmp_path / "x.svg").read_text().count('stroke="white"') == 2 * 2 * 4 * 3
+    assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
+    for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
+        with pytest.raises(SystemExit) as stop:
+            run(bad)
+        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1

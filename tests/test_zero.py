@@ -1,0 +1,344 @@
+"""TODO"""
+
+import itertools
+import math
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import collectives as c
+import train
+import zero
+from data.batches import Data
+from mesh import Mesh
+from run import timeline
+from run.config import check
+from shard import Shard
+from tests.harness import (
+    FULL,
+    SHAPE,
+    VOCAB,
+    Pool,
+    assemble,
+    config,
+    local_tensors,
+    mesh_of,
+    pool,
+)
+
+
+def _memory(rank, cfg):
+    """Bytes of the states against the formula, and the most that a step holds beyond them."""
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    batch = data.training(cfg, 0, mesh)
+    for _ in range(2):
+        _, norm = trainer.gradients(batch)
+        trainer.update(norm, 1e-3)
+    formula, measured = trainer.optimizer.state_bytes()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        trainer.gradients(batch)
+    memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    layers = {}
+    for i, layer in enumerate(trainer.stages[0].layers):
+        buckets = {trainer.reducer.home[p] for p in layer.parameters()}
+        layers[i] = sum(b.full.nbytes for b in buckets)
+    empty = all(b.full.untyped_storage().nbytes() == 0 for b in trainer.reducer.buckets)
+    return formula, measured, max(itertools.accumulate(memory)), layers, empty
+
+
+@pytest.mark.parametrize("dtype,schedule,recompute", [
+    ("float32", "1f1b", False), ("bfloat16", "1f1b", True), ("float32", "zb-h1", False),
+    *[("float32", "1f1b", True), ("bfloat16", "1f1b", False)] * FULL])
+def test_memory_held_is_the_formula_and_the_peak_what_the_stage_allows(
+        corpus, dtype, schedule, recompute):
+    """Wide and short, so that weights and gradients outweigh activations. 125: there is padding."""
+    flags = {"dp": 4, "n_embd": 125, "n_head": 5, "n_layer": 6, "block_size": 4, "batch_size": 8,
+             "dtype": dtype, "recompute": recompute, "microbatches": 2, "schedule": schedule}
+    width = 2 if dtype == "bfloat16" else 4
+    beyond = {}
+    for stage in range(4):
+        got = pool(4, _memory, config(corpus, zero=stage, **flags))
+        for formula, measured, _, _, empty in got:
+            assert measured == formula
+            assert empty == (stage == 3)
+        layers = got[0][3]
+        beyond[stage] = max(peak for _, _, peak, _, _ in got)
+    psi = sum(layers.values()) // width - layers[0] // width  # the tied weight is in two layers
+    gathered = max(layers[i] + layers[i + 1] for i in range(len(layers) - 1))
+    grads = max(layers.values())
+    if schedule == "zb-h1":  # those of LayerNorm, row biases and embedding come with I, wait for W
+        grads += (6 * 6 + 2) * 125 * width + layers[0]
+    # a step of stage 0 shows what activations and autograd's own temporaries take
+    assert beyond[2] <= beyond[0] + grads
+    assert beyond[3] <= beyond[0] + gathered + grads
+    assert gathered + 2 * grads < psi * width, "the bound must be able to fail"
+
+
+@pytest.mark.parametrize("gb,psi", [
+    ({1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
+      256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)}, 7.5e9),
+    ({1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000),
+      64: (4187, 2218, 250), 256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)}, 1e12)])
+def test_bytes_per_parameter_are_the_published_ones(gb, psi):
+    """ZeRO, arXiv 1910.02054, table 1: its digits are rounded or cut."""
+    for ranks, row in gb.items():
+        for stage, want in zip((1, 2, 3), row, strict=True):
+            got = psi * sum(zero.bytes_per_parameter(stage, ranks)) / 1e9
+            assert abs(got - want) < (1 if want > 1000 else 0.06)
+
+
+def _zero_bytes(rank, cfg):
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    trainer.update(norm, 1e-3)
+    units = {b: b.full.numel() * 8 for b in trainer.reducer.buckets}
+    first, last = (trainer.stages[0].layers[i] for i in (0, -1))
+    tied, wpe = (units[trainer.reducer.home[p]] for p in (last.lm_head.weight, first.wpe.weight))
+    return mesh.group("dp", "ep", "cp").bytes_sent, sum(units.values()), tied, wpe
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("D,m", [(2, 1), (4, 3)])
+def test_zero_sends_the_formula(corpus, stage, D, m):
+    got = pool(D, _zero_bytes, config(corpus, zero=stage, dp=D, microbatches=m))
+    total, psi, tied, wpe = (sum(column) for column in zip(*got, strict=True))
+    psi, tied, wpe = psi // D, tied // D, wpe // D
+    # Stage 3: 3 Psi, but for the layer of the token ids, whose backward reads no weights, and the
+    # tied weight, which embedding and head gather each for themselves in forward
+    want = {0: 2 * psi, 1: 2 * psi, 2: (1 + m) * psi, 3: m * (3 * psi + tied - wpe)}[stage]
+    assert total == (D - 1) * want
+
+
+def _overlap(rank, cfg):
+    """(spans of a step, times of the launched reductions, whether each layer's forward began with
+    the gathering of the next layer's weights under way)"""
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    tracer, ahead = timeline.Tracer(mesh), []
+    if cfg.zero == 3:
+        layers = list(trainer.stages[0].layers)
+        for layer, following in itertools.pairwise(layers):
+            bucket = trainer.reducer.home[next(iter(following.parameters()))]
+            layer.register_forward_pre_hook(lambda *_, b=bucket: ahead.append(
+                b in trainer.reducer.gathered))
+    launched, launch = [], trainer.reducer.launch
+    trainer.reducer.launch = lambda bucket: (launched.append(time.time()), launch(bucket))
+    loss_under_way, finish = [], trainer.reducer.finish
+    trainer.reducer.finish = lambda: (loss_under_way.append(bool(mesh.world.last.waits)), finish())
+    trainer.trace(tracer, 0, on=True)
+    trainer.gradients(data.training(cfg, 0, mesh))
+    return tracer.events, launched, ahead, loss_under_way
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, zero):
+    cfg = config(corpus, dp=3, zero=zero, microbatches=2, bucket_mb=0.02)
+    got = pool(3, _overlap, cfg)  # two ranks would start reductions this small from the main lane
+    for events, launched, ahead, loss_under_way in got:
+        assert loss_under_way == [True]  # while the gradients are waited for
+        start, end = [e for e in events if e[0] == "B"][-1][2:4]
+        launched = [t for t in launched if t > start]
+        assert len(launched) >= 6 and sum(t < end for t in launched) >= len(launched) - 1
+        running = [e for e in events if e[0] in ("all_reduce", "reduce_scatter")
+                   and e[1] != "main" and start < e[2] < end]
+        assert running, "on a lane of its own, before backward has ended"
+        assert all(ahead) and len(ahead) == (2 * (SHAPE["n_layer"] + 1) if zero == 3 else 0)
+
+
+def _under_limit(rank, cfg, limit):
+    """Whether one step of the layout fits into `limit` bytes of address space beyond the idle."""
+    mesh = mesh_of(cfg)
+    for group in (mesh.group("dp", "ep", "cp"), mesh.group("cp"), mesh.world):
+        # its threads have their stacks by now
+        c.all_reduce(torch.zeros(1), group, async_op=True).wait()
+    idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
+    try:
+        trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+        _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+        trainer.update(norm, 1e-3)
+        return "trains"
+    except RuntimeError as error:
+        return "out of memory" if "allocate memory" in str(error) else str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("stage,outcome", [(0, "out of memory"), (3, "trains")])
+def test_zero3_trains_what_does_not_fit_into_one_rank(corpus, stage, outcome):
+    flags = {"n_layer": 12, "n_embd": 384, "batch_size": 4, "dtype": "float32", "microbatches": 1}
+    psi = 12 * 12 * 384**2  # 21 million parameters, 340 MB of states
+    cfg = config(corpus, dp=4, zero=stage, **flags)
+    fresh = Pool()  # address space that an old process has freed would be used again
+    fresh.start(4)
+    try:
+        assert fresh(4, _under_limit, cfg, 12 * psi) == [outcome] * 4
+    finally:
+        fresh.stop()
+
+
+def _overflow(rank, cfg):
+    mesh = mesh_of(cfg)
+    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    before = [w.clone() for _, w in local_tensors(trainer, "weights")]
+    launch, scale = trainer.reducer.launch, trainer.scale
+
+    def poisoned(bucket):
+        if rank == 1:
+            bucket.grad[0] = math.inf
+        launch(bucket)
+
+    trainer.reducer.launch = poisoned
+    loss, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    trainer.update(norm, 1e-2)
+    after = [w for _, w in local_tensors(trainer, "weights")]
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    halved = trainer.scale == scale / 2
+    trainer.reducer.launch = launch
+    _, norm = trainer.gradients(data.training(cfg, 1, mesh))
+    trainer.update(norm, 1e-2)
+    stepped = not torch.equal(before[0], local_tensors(trainer, "weights")[0][1])
+    return unchanged, halved, math.isfinite(norm) and stepped
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overflow_on_one_rank_skips_the_step_on_all(corpus, stage):
+    cfg = config(corpus, zero=stage, dp=2, tp=2, dtype="float16", microbatches=2)
+    got = pool(4, _overflow, cfg)
+    assert got == [(True, True, True)] * 4
+
+
+def _grads(rank, cfg):
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    for _ in range(2):  # the second one must not add to the first
+        trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    grads = local_tensors(trainer, "grads")
+    trainer.update(1.0, 1e-3)
+    return grads, trainer.optimizer.state_bytes(), trainer.reducer.buckets[0].numel
+
+
+def test_16_bit_training_may_sum_its_gradients_in_32(corpus):
+    """Each microbatch's have the same bits in each of these layouts; sums of 16 bits do not."""
+    def off(layouts, **more):
+        sums = []
+        for dp, m, stage in layouts:
+            cfg = config(corpus, dtype="bfloat16", dp=dp, microbatches=m, zero=stage, **more)
+            got = pool(check(cfg, 1), _grads, cfg)
+            assert all(live == formula for _, (formula, live), _ in got)
+            sums.append(assemble([grads for grads, *_ in got]))
+        return max((sums[0][name] - value).norm() / value.norm()
+                   for other in sums[1:] for name, value in other.items())
+
+    layouts = [(1, 6, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)]
+    assert off(layouts, grad_dtype="float32") < 1e-6
+    assert off(layouts[:2]) > 1e-3
+
+
+READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Launches(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operations that are not just another view."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if not op.is_view and "record_function" not in name and name not in ("detach", "empty"):
+            self.counts[name] += 1
+        return op(*args, **kwargs or {})
+
+
+def _counted(rank, cfg):
+    """(what a step calls to look into a tensor, operations of norm and optimizer, buckets)."""
+    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    batches = [data.training(cfg, step, trainer.mesh) for step in range(2)]
+    _, norm = trainer.gradients(batches[0])
+    trainer.update(norm, 1e-3)
+    reads, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
+    for name, method in kept.items():
+        setattr(torch.Tensor, name, lambda self, *args, method=method, name=name: (
+            reads.append(name), method(self, *args))[1])
+    try:
+        _, norm = trainer.gradients(batches[1])
+        with Launches() as launches:
+            trainer.optimizer.grad_square()
+            trainer.update(norm, 1e-3)
+    finally:
+        for name, method in kept.items():
+            setattr(torch.Tensor, name, method)
+    return reads, launches.counts, len(trainer.reducer.buckets)
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "grad_clip": 1e-6}, {"dp": 2, "zero": 3, "dtype": "bfloat16"},
+    {"dp": 2, "pp": 2, "zero": 1, "dtype": "bfloat16", "grad_dtype": "float32"},
+    {"tp": 2, "cp": 2, "sp": True}], ids=str)
+def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpus, flags):
+    cfg = config(corpus, microbatches=2, **flags)
+    for reads, counts, buckets in pool(check(cfg, 1), _counted, cfg):
+        assert reads == ["tolist"]
+        # two groups, with and without decay: AdamW, and its step counters
+        assert counts.pop("_fused_adamw_") == 2 and counts.pop("_foreach_add_") == 2
+        assert counts.pop("_foreach_norm") == 1
+        of_buckets = [counts.pop(name, 0) for name in ("mul_", "_to_copy", "copy_", "clone")]
+        assert sum(of_buckets) <= 4 * buckets
+        assert sum(counts.values()) <= 6, counts  # of the norm's sum
+
+
+def test_18_bytes_per_parameter():
+    assert [sum(zero.bytes_per_parameter(stage, 1, 2, 4)) for stage in range(4)] == [18] * 4
+    assert [sum(zero.bytes_per_parameter(stage, 4, 2, 4)) for stage in range(4)] == [
+        18, 9, 6, 4.5]
+
+
+def _unused(rank, world, stage, n):
+    """A layer with a parameter that the loss does not depend on, and one that only rank 0 uses."""
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused, self.sometimes = (
+                torch.nn.Parameter(torch.empty(n, device="meta")) for _ in range(3))
+            for p in self.parameters():
+                p.shard = Shard("", p.shape, 0, ((0, n),), sum_over=(group,))
+
+        def forward(self, x):
+            return x * self.used + (self.sometimes if rank == 0 else 0)
+
+    group = Mesh(dp=world).group("dp")
+    layer = Layer()
+    reducer = zero.REDUCERS[stage]({0: [layer]}, torch.float64, "cpu", lambda shard: torch.ones(n))
+    for bucket in reducer.buckets:
+        bucket.grad_shard.fill_(7.0)  # as a step before might have left it
+    reducer.zero_grad()
+    for last in (False, True):
+        y = layer(torch.full((n,), rank + 1.0)).sum()
+        reducer.release()
+        if last or reducer.every_microbatch:
+            reducer.expect(0)
+        y.backward()
+        reducer.flush()
+        reducer.release()
+    reducer.finish()
+    bucket = reducer.buckets[0]
+    full = torch.zeros(bucket.numel, dtype=torch.float64)
+    full[bucket.offset : bucket.offset + len(bucket.grad_shard)] = bucket.grad_shard
+    c.all_gather(full, group) if stage else None
+    return [bucket.view(full, p).tolist() for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world,n", [(2, 5), (4, 1), (8, 2)])  # the smaller ones leave empty shards
+def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
+    total = 2.0 * sum(range(1, world + 1))
+    for got in pool(world, _unused, world, stage, n):
+        assert got == [[total] * n, [0.0] * n, [2.0] * n]
