@@ -37,7 +37,7 @@ import context_parallel
 import train
 from ddp import plain_data_parallel
 from mesh import Mesh
-from model import GPTConfig, build
+from model import build
 from pipeline import Stage, plain_1f1b
 from planner.hardware import DEVICES, MODELS
 from run import checkpoint
@@ -45,6 +45,7 @@ from run.config import Config
 from run.processes import init, shutdown
 from run.signals import end_quietly
 from schedules import cut
+from sizes import GPTConfig
 from tensor_parallel import PLAIN
 
 VOCAB = 256

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from group import Work, queued, wait_all
-from run.processes import demonstrate, ranks_asked
+from run.demonstrations import demonstrate, ranks_asked
 
 OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),  # ours, in place; the library's name
        "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}

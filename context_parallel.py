@@ -23,7 +23,7 @@ import torch
 from collectives import all_to_all
 from group import Work
 from model import causal_attention
-from run.processes import demonstrate, ranks_asked, report_difference
+from run.demonstrations import demonstrate, ranks_asked, report_difference
 
 
 def zigzag(S, C, c):

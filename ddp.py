@@ -15,9 +15,10 @@ import torch
 
 from collectives import all_reduce
 from group import Work, wait_all
-from model import GPTConfig, build
-from run.processes import demonstrate, report_difference
+from model import build
+from run.demonstrations import demonstrate, report_difference
 from shard import tag_whole
+from sizes import GPTConfig
 
 
 def plain_data_parallel(params, group):

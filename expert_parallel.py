@@ -19,10 +19,11 @@ from functools import partial
 import torch
 
 from collectives import all_reduce, all_to_all
-from model import GPTConfig, build
-from run.processes import demonstrate, report_difference
+from model import build
+from run.demonstrations import demonstrate, report_difference
 from sequence_parallel import Crossing, Enter, Leave
 from shard import tag_whole
+from sizes import GPTConfig
 
 
 class SendRows(torch.autograd.Function):

@@ -13,36 +13,10 @@ width of what c_attn gives it, so a layer that holds a shard of the heads just w
 
 import hashlib
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    vocab_size: int = 50257
-    block_size: int = 1024
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    n_experts: int = 0  # 0: an MLP in each block
-    top_k: int = 2  # of the experts, that each token goes through
-
-    def layer_costs(self):
-        """Forward FLOPs per token of each layer in the list, by which stages are cut."""
-        C = self.n_embd
-        block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
-        return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
-
-    def flops_per_token(self, n_params):
-        """Forward and backward, as nanoGPT and PaLM (arXiv 2204.02311, appendix B) count them; of
-        experts, those that a token goes through."""
-        H = 4 * self.n_embd // self.top_k
-        idle = max(0, self.n_experts - self.top_k) * (2 * self.n_embd * H + H + self.n_embd)
-        active = n_params - self.n_layer * idle
-        return 6 * active + 12 * self.n_layer * self.n_embd * self.block_size
 
 
 class Embedding(nn.Module):

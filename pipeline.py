@@ -19,11 +19,12 @@ from itertools import islice
 import torch
 
 from group import Work, no_span, wait_all
-from model import GPTConfig, build, extra_loss
+from model import build, extra_loss
 from planner.draw import schedules_command
-from run.processes import demonstrate, report_difference
+from run.demonstrations import demonstrate, report_difference
 from run.signals import end_quietly
 from schedules import cut, lower, make_schedule, placement
+from sizes import GPTConfig
 
 
 def plain_1f1b(stage, group, batches, shape, tokens):

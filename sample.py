@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from data.batches import load_tokenizer
-from model import GPT, GPTConfig, causal_attention
+from model import GPT, causal_attention
 from run import checkpoint
 from run.signals import end_quietly
 from run.tensorfile import about
 from run.weights import read_weights
+from sizes import GPTConfig
 
 
 def load_model(folder, device="cpu"):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from collectives import all_gather, all_reduce, reduce_scatter
-from run.processes import demonstrate
+from run.demonstrations import demonstrate
 
 # Two pairs: all_have and add_up, gather_tokens and scatter_tokens. In each, one is the other's
 # backward: every rank uses what enters with its own part of W, so gradients there are partial sums.

@@ -23,10 +23,11 @@ import torch.nn.functional as F
 
 from collectives import all_reduce, own_chunk
 from group import Group
-from model import ABSENT, GPTConfig, build
-from run.processes import demonstrate, report_difference
+from model import ABSENT, build
+from run.demonstrations import demonstrate, report_difference
 from sequence_parallel import Crossing, Leave
 from shard import bounds, tag_whole
+from sizes import GPTConfig
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
 #

@@ -25,7 +25,7 @@ from data.batches import Data, DataError
 from expert_parallel import Routing, spread_experts
 from group import CommunicationError, no_span
 from mesh import Mesh
-from model import GPT, Block, GPTConfig, initial_value
+from model import GPT, Block, initial_value
 from pipeline import Deferred, Pipeline, Stage, tie_ends
 from run import agreement, checkpoint
 from run.config import DTYPES, check, fail, parse, world_size
@@ -35,6 +35,7 @@ from run.timeline import Tracer, report
 from run.weights import read_weights
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
+from sizes import GPTConfig
 from tensor_parallel import parallelize
 from zero import REDUCERS, Optimizer
 

@@ -22,6 +22,7 @@ from collectives import all_gather, own_chunk, reduce_scatter
 from ddp import DDP
 from group import Work, wait_all
 from run.signals import end_quietly
+from sizes import bytes_per_parameter
 
 
 def plain_zero_step(weights, grad, group, step):
@@ -163,16 +164,6 @@ class ZeRO3(ZeRO2):
 
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)
-
-
-def bytes_per_parameter(zero, ranks, width=2, grad_width=None):
-    """(weights, gradients, optimizer) bytes that a rank holds per parameter. 16-bit training keeps
-    an fp32 master, exp_avg and exp_avg_sq: 12; wider weights are their own master. grad_width: 4
-    if 16-bit training keeps its gradients in 32 (--grad-dtype), which makes 18 of 16."""
-    adam = 12 if width == 2 else 2 * width
-    # bytes, and the stage from which on they are split
-    parts = ((width, 3), (grad_width or width, 2), (adam, 1))
-    return tuple(part / (ranks if zero >= stage else 1) for part, stage in parts)
 
 
 class Optimizer:

@@ -6,7 +6,7 @@ fitted on a few published runs and held against the others: `python plan.py --pu
 
 from dataclasses import dataclass
 
-from model import GPTConfig
+from sizes import GPTConfig
 
 
 @dataclass(frozen=True)

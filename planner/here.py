@@ -29,13 +29,14 @@ from collectives import all_reduce, barrier
 from data.batches import Data
 from group import no_span
 from mesh import Mesh
-from model import Block, GPTConfig
+from model import Block
 from planner.costs import step_time
 from planner.draw import table
 from planner.hardware import Device
 from planner.memory import Job, Layout, memory
 from run.config import DTYPES, Config, check
 from run.processes import init, shutdown
+from sizes import GPTConfig
 from train import Trainer
 
 CORES, ROUNDS, STEPS = os.cpu_count() or 1, 3, 2

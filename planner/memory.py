@@ -1,6 +1,6 @@
 """Bytes that each rank holds in a layout.
 
-    weights, gradients, optimizer    zero.bytes_per_parameter, what train.py says of itself
+    weights, gradients, optimizer    sizes.bytes_per_parameter, what train.py says of itself
     activations    what a block saves, per token: 4 h + 4 elements, and 1/T of 12 h and of heads in
                    32 bits; under --sp 1/T of it all; with --recompute only its input, h, and all
                    of the block under way (tests hold this against the saved tensors)
@@ -14,9 +14,8 @@ chosen unevenly. Activations as in arXiv 2205.05198; h is the width, S the token
 from functools import cache
 from typing import NamedTuple
 
-from model import GPTConfig
 from schedules import actions_of, cut, placement
-from zero import bytes_per_parameter
+from sizes import GPTConfig, bytes_per_parameter
 
 
 class Layout(NamedTuple):

@@ -10,7 +10,7 @@ come out of the functions that train.py runs; no formula stands here a second ti
     python -m planner.pictures                     all five tables
     python -m planner.pictures bubble --pp 4       one of them
     python -m planner.pictures --svg pictures      the tables, and SVG files in that folder
-    python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl     curves of runs instead
+    python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl    curves of runs
 """
 
 import argparse
@@ -30,7 +30,7 @@ from planner.hardware import DEVICES
 from planner.memory import memory
 from run.signals import end_quietly
 from schedules import SCHEDULES, closed_form, make_schedule, placement, simulate
-from zero import bytes_per_parameter
+from sizes import bytes_per_parameter
 
 # Each picture is a function that returns its (text, SVG).
 

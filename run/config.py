@@ -14,7 +14,7 @@ import torch
 from run import checkpoint
 from run.signals import local_rank
 from schedules import SCHEDULES, make_schedule
-from zero import bytes_per_parameter
+from sizes import bytes_per_parameter
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 

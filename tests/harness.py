@@ -19,9 +19,10 @@ import model as model_file
 import train
 from data.batches import Data
 from mesh import Mesh
-from model import GPTConfig, build
+from model import build
 from run.config import Config, check, check_layout
 from run.processes import init, shutdown
+from sizes import GPTConfig
 
 # This file is imported where processes are forked from: CUDA is not to be touched there
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -11,8 +11,9 @@ import expert_parallel
 import model as model_file
 import train
 from data.batches import Data
-from model import GPTConfig, build
+from model import build
 from run.config import check
+from sizes import GPTConfig
 from tests.harness import (
     BATCH,
     FULL,

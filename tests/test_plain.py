@@ -14,8 +14,9 @@ import train
 import zero
 from group import Group
 from mesh import Mesh
-from model import GPTConfig, build
+from model import build
 from shard import tag_whole
+from sizes import GPTConfig
 from tests.harness import VOCAB, close, equals_one_process, pool, train_with
 from tests.test_collectives import _mesh_group
 

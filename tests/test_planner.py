@@ -15,12 +15,12 @@ import collectives as c
 import model as model_file
 import plan
 import schedules
-import zero
-from model import GPTConfig
+import sizes
 from planner import costs, hardware, memory, pictures, published
 from planner import here as here_file
 from planner import search as search_file
 from run.config import check, check_layout, parse
+from sizes import GPTConfig
 from tests.harness import FULL, config, mesh_of, pool
 
 # ---- the planner ----
@@ -182,7 +182,7 @@ def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkey
 
 def test_worked_figures_of_memory_and_of_the_ring():
     def states(parameters, stage, ranks):
-        return parameters * sum(zero.bytes_per_parameter(stage, ranks)) / 1e9
+        return parameters * sum(sizes.bytes_per_parameter(stage, ranks)) / 1e9
 
     assert states(7e9, 0, 1) == 112 and states(70e9, 0, 1) == 1120
     assert [round(states(7e9, stage, 64), 2) for stage in (1, 2, 3)] == [29.31, 15.53, 1.75]

@@ -14,9 +14,10 @@ import pipeline
 import train
 from data.batches import Data
 from mesh import Mesh
-from model import GPTConfig, build, causal_attention
+from model import build, causal_attention
 from planner import memory
 from run.config import check
+from sizes import GPTConfig
 from tests.harness import (
     BATCH,
     FULL,

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import sample
-from model import GPTConfig, build
+from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
 from run.weights import CONV1D, read_weights
+from sizes import GPTConfig
 from tests.harness import VOCAB
 from tests.runs import Run, flags, rewrite
 

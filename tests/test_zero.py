@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import collectives as c
+import sizes
 import train
 import zero
 from data.batches import Data
@@ -88,7 +89,7 @@ def test_bytes_per_parameter_are_the_published_ones(gb, psi):
     """ZeRO, arXiv 1910.02054, table 1: its digits are rounded or cut."""
     for ranks, row in gb.items():
         for stage, want in zip((1, 2, 3), row, strict=True):
-            got = psi * sum(zero.bytes_per_parameter(stage, ranks)) / 1e9
+            got = psi * sum(sizes.bytes_per_parameter(stage, ranks)) / 1e9
             assert abs(got - want) < (1 if want > 1000 else 0.06)
 
 
@@ -296,8 +297,8 @@ def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpu
 
 
 def test_18_bytes_per_parameter():
-    assert [sum(zero.bytes_per_parameter(stage, 1, 2, 4)) for stage in range(4)] == [18] * 4
-    assert [sum(zero.bytes_per_parameter(stage, 4, 2, 4)) for stage in range(4)] == [
+    assert [sum(sizes.bytes_per_parameter(stage, 1, 2, 4)) for stage in range(4)] == [18] * 4
+    assert [sum(sizes.bytes_per_parameter(stage, 4, 2, 4)) for stage in range(4)] == [
         18, 9, 6, 4.5]
 
 
