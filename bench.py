@@ -36,6 +36,7 @@ import collectives
 import context_parallel
 import train
 from ddp import plain_data_parallel
+from group import Group
 from mesh import Mesh
 from model import build
 from pipeline import Stage, plain_1f1b
@@ -46,7 +47,7 @@ from run.processes import init, shutdown
 from run.signals import end_quietly
 from schedules import cut
 from sizes import GPTConfig
-from tensor_parallel import PLAIN
+from tensor_parallel import plain_tensor_parallel
 
 VOCAB = 256
 SMALL = dict(n_layer=6, n_head=6, n_embd=384)
@@ -106,7 +107,7 @@ class RowMesh(Mesh):
 
     def __init__(self, rank, communicators, sizes):
         self.rank, self.sizes, self.device, self.native = rank, sizes, torch.device("cpu"), False
-        self.in_order, self.posted, self.timeout = False, None, 600
+        self.group_class = Group
         self.communicators, self.groups = communicators, {}
         self.world = self.join("world", [list(range(math.prod(sizes.values())))])
 
@@ -369,7 +370,10 @@ def plain_ddp(job):
 
 def plain_layers(job):
     """The trainer with tensor-parallel layers that wait for their messages."""
-    with swapped(train, parallelize=partial(train.parallelize, plan=PLAIN)):
+    def parallelize(model, group, sp, defer):
+        plain_tensor_parallel(model, group)
+
+    with swapped(train, parallelize=parallelize):
         return trainer(job)
 
 

@@ -1,155 +1,227 @@
 """Collectives by hand: all_reduce and its family, from sends and receives.
 
-A tensor of n bytes is cut into N chunks (torch.tensor_split: any size, also below N); chunk r is
-rank r's own. Two walks around the ring make the whole family, and a rank sends exactly
+A collective is an operation that all ranks of a group call in the same order. A tensor of n bytes
+is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent by each rank:
 
-    reduce_scatter, all_gather    (N-1)/N n
-    all_reduce = one, then other  2 (N-1)/N n, in 2 (N-1) hops
+    reduce_scatter    each rank ends with the sum of its own chunk        (N-1)/N n
+    all_gather        each rank's own chunk is copied to all ranks        (N-1)/N n
+    all_reduce        all ranks end with the sum of all: the two above    2 (N-1)/N n
 
-No all-reduce can send less (Patarasuk & Yuan 2009). Small ones take fewer hops: the butterfly. All
-ranks end with the same bits. Two simpler ways, which the ring beats, end this file.
+No all-reduce can send less (Patarasuk and Yuan 2009). The ring needs 2 (N-1) hops for it; a small
+tensor takes fewer, by the butterfly. All ranks end with the same bits.
 
-    python collectives.py        a ring of 4 processes, hop by hop, and the bytes it takes
+    python collectives.py        a ring of 4 processes, hop by hop, and the bytes it sends
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from group import Work, queued, wait_all
-from run.demonstrations import demonstrate, ranks_asked
 
-OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),  # ours, in place; the library's name
-       "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}
+# In each hop of a ring every rank sends one chunk to the next rank and receives another one from
+# the rank before, so all links are busy all the time. Reduce-scatter on four ranks, whose tensors
+# are a b c d (sends 2: d+a means: sends chunk 2, which holds the sum of d's and a's terms):
+#
+#             rank 0           rank 1           rank 2           rank 3
+#    hop 0    sends 3: a       sends 0: b       sends 1: c       sends 2: d
+#    hop 1    sends 2: d+a     sends 3: a+b     sends 0: b+c     sends 1: c+d
+#    hop 2    sends 1: c+d+a   sends 2: d+a+b   sends 3: a+b+c   sends 0: b+c+d
+#    at last  0 is complete    1 is complete    2 is complete    3 is complete
 
 
-def plain_all_reduce(tensor, group, after_hop=lambda hop: None):
-    """The ring at its plainest. In each hop every rank sends one chunk to the next rank and
-    receives another from the rank before it: all links are busy, all the time.
-
-    In: every rank a full tensor. Out: every rank the sum, in place. after_hop is for the demo.
-    """
+def plain_reduce_scatter(tensor, group):
+    """In: every rank a full tensor. Out: chunk r of rank r is the sum over all ranks; the other
+    chunks hold partial sums."""
     N, r = group.size, group.rank
     chunks = tensor.view(-1).tensor_split(N)
-    for hop in range(2 * (N - 1)):
+    for hop in range(N - 1):  # N = 4, r = 1: sends chunks 0 3 2, receives and adds 3 2 1
         out, into = chunks[(r - 1 - hop) % N], chunks[(r - 2 - hop) % N]
         received = torch.empty_like(into)
         group.exchange(out, group.next, received, group.prev).wait()
-        if hop < N - 1:  # reduce-scatter: partial sums travel; chunk r ends complete on rank r
-            into.add_(received)
-        else:  # all-gather: the complete chunks go around once more
-            into.copy_(received)
-        after_hop(hop)
+        into.add_(received)
     return tensor
 
 
-# ---- the same ring, fast: two tricks, which make 64 MB on 2 ranks 1.86 times as fast ----
-# A piece of a hop is added while the next ones travel. 64 MB on 2 ranks: pieces of 256 KB take 1.6
-# to 1.8 times as long as those of 1 MB, and those of 2 MB 5 to 15% less than those of 1 MB.
+def plain_all_gather(tensor, group):
+    """In: chunk r of rank r is valid. Out: every rank has all chunks."""
+    N, r = group.size, group.rank
+    chunks = tensor.view(-1).tensor_split(N)
+    for hop in range(N - 1):  # N = 4, r = 1: sends chunks 1 0 3, receives 0 3 2
+        out, into = chunks[(r - hop) % N], chunks[(r - 1 - hop) % N]
+        group.exchange(out, group.next, into, group.prev).wait()
+    return tensor
+
+
+def plain_all_reduce(tensor, group):
+    """In: every rank a full tensor. Out: every rank the sum, in place."""
+    return plain_all_gather(plain_reduce_scatter(tensor, group), group)
+
+
+# ---- the same ring, fast: two tricks make 64 MB on 2 ranks 1.86 times as fast ----
+#
+#   pieces          a chunk travels in pieces, and a piece is added while the next one travels
+#   early receives  the receives of the next pieces are posted ahead: a gloo send completes when it
+#                   meets its receive, so a receive that is already there saves a round trip
+
+# 64 MB on 2 ranks: pieces of 256 KB take 1.6 to 1.8 times as long as pieces of 1 MB, and pieces of
+# 2 MB take 5 to 15% less than those.
 PIECE = 2 << 20  # bytes
-# Receives stand ready so many pieces ahead: a gloo send ends when it meets its receive, and if that
-# is there already, a round trip is saved.
-AHEAD = 8
+AHEAD = 8  # receives posted ahead
+
+OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),  # ours, in place; the library's
+       "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}
+
+
+class RingStep(NamedTuple):
+    """One piece in one hop."""
+    reduce: bool  # True: add what arrives to `into`; False: receive in place
+    out: torch.Tensor  # sent to the next rank
+    into: torch.Tensor
+
+
+def ring_steps(tensor, group, hops, K):
+    """The steps of a ring with K pieces per chunk. The piece that step i receives is the piece that
+    step i + K sends. Hops 0 .. N-2 are the reduce-scatter, hops N-1 .. 2N-3 the all-gather."""
+    N, r = group.size, group.rank
+    chunks = tensor.view(-1).tensor_split(N)
+    steps = []
+    for hop in hops:  # N = 4, r = 1: sends chunks 0 3 2, then 1 0 3; receives 3 2 1, then 0 3 2
+        out = chunks[(r - 1 - hop) % N].tensor_split(K)
+        into = chunks[(r - 2 - hop) % N].tensor_split(K)
+        steps += [RingStep(hop < N - 1, *pair) for pair in zip(out, into, strict=True)]
+    return steps
 
 
 def ring(tensor, group, op, hops):
-    """The hops, of 0 .. 2N-3, of plain_all_reduce: the same chunks take the same way. A receive may
-    be posted into a chunk that this rank has yet to send. That is safe: what will land there cannot
-    exist before that send has gone around the ring."""
+    """Run some hops of the ring. An early receive may be posted into a piece that this rank has yet
+    to send. That is safe: the data to land there is made from that very piece, so it cannot exist
+    before the piece has gone around the ring."""
     assert tensor.is_contiguous(), "collectives take contiguous tensors"
-    N, r = group.size, group.rank
-    chunks = tensor.view(-1).tensor_split(N)
-    K = 1 if group.in_order else max(1, chunks[0].nbytes // PIECE)  # pieces per chunk
-    cut = [chunk.tensor_split(K) for chunk in chunks]
-    # (hop, what goes out, what comes in) for each piece of each hop; what came in with entry j goes
-    # out with entry j + K. spare: where terms wait to be added; the all-gather needs none of it.
-    plan = [(h, cut[(r - 1 - h) % N][p], cut[(r - 2 - h) % N][p]) for h in hops for p in range(K)]
-    most = 1 if group.in_order else min(AHEAD, (N - 1 - hops[0]) * K)
-    spare, receives, sends = [torch.empty_like(cut[0][0]) for _ in range(most)], [], []
+    chunk = tensor.view(-1).tensor_split(group.size)[0]
+    K = 1 if group.in_order else max(1, chunk.nbytes // PIECE)
+    steps = ring_steps(tensor, group, hops, K)
+    num_reduce = sum(step.reduce for step in steps)
+    # Buffers for arriving terms, used in turn: as many as receives can be pending
+    num_buffers = min(1 if group.in_order else AHEAD, num_reduce)
+    buffers = [torch.empty_like(chunk.tensor_split(K)[0]) for _ in range(num_buffers)]
+    receives, sends = [], []
 
-    def landing(j):  # where entry j's data arrive: beside what they are added to, or in place
-        hop, _, into = plan[j]
-        return spare[j % len(spare)][: into.numel()] if hop < N - 1 else into
+    def landing(i):
+        """Where step i receives: in a buffer if it reduces, else in place."""
+        into = steps[i].into
+        return buffers[i % num_buffers][: into.numel()] if steps[i].reduce else into
 
-    def post():  # the next receive of the plan
-        if not group.in_order and len(receives) < len(plan):
-            receives.append(group.recv(landing(len(receives)), group.prev))
+    def post_receive():
+        i = len(receives)
+        if i < len(steps):
+            receives.append(group.recv(landing(i), group.prev))
 
-    def land(j):
-        receives[j].wait()
-        hop, _, into = plan[j]
-        if hop < N - 1:
-            OPS[op][0](into, landing(j))
-        post()
+    def finish(i):
+        """Complete step i; its buffer is free for the next receive."""
+        receives[i].wait()
+        if steps[i].reduce:
+            combine, _ = OPS[op]
+            combine(steps[i].into, landing(i))
+        if not group.in_order:
+            post_receive()
 
-    for _ in range(AHEAD):
-        post()
-    for j, (_, out, _) in enumerate(plan):
-        if j >= K:
-            land(j - K)
+    if not group.in_order:
+        for _ in range(AHEAD):
+            post_receive()
+    for i, step in enumerate(steps):
+        if i >= K:
+            finish(i - K)  # step i sends what step i - K received
         if group.in_order:
-            receives.append(group.exchange(out, group.next, landing(j), group.prev))
+            receives.append(group.exchange(step.out, group.next, landing(i), group.prev))
         else:
-            sends.append(group.send(out, group.next))
-    for j in range(len(plan) - K, len(plan)):
-        land(j)
+            sends.append(group.send(step.out, group.next))
+    for i in range(len(steps) - K, len(steps)):
+        finish(i)
     wait_all(sends)
 
 
-# ---- few hops for small tensors ----
-# Up to SMALL bytes a hop costs more than its data, so take fewer: 4 KB on 4 ranks need 2.6 to
-# 3.0 ms, the ring 3.9, gloo 5.3. A step of --tp 2 --pp 2: 450 ms, with a limit of 256 KB 518.
+# ---- fewer hops for small tensors ----
+# Up to SMALL bytes the latency of a hop costs more than its data. 4 KB on 4 ranks: the butterfly
+# takes 2.6 to 3.0 ms, the ring 3.9, gloo 5.3. A step of --tp 2 --pp 2: 450 ms with this limit, 518
+# with 256 KB.
 SMALL = 1 << 20  # bytes
 
 
-def few_hops(tensor, group):
-    """Whether to take the butterfly; all ranks say the same."""
+def takes_butterfly(tensor, group):
+    """All ranks give the same answer."""
     power_of_two = group.size & (group.size - 1) == 0
     return tensor.nbytes <= SMALL and power_of_two and not group.in_order and not group.native
 
 
-def butterfly(tensor, group, op):
-    """All_reduce of N = 2^k ranks in 2k - 1 hops, where the ring takes 2 (N-1), for as many bytes.
-    Starts here, goes on in wait(). Rabenseifner 2004.
-    With partners at distance N/2, N/4, ... 1 a rank keeps one half of what it has and gives away
-    the other; the last two swap all that they kept (a + b = b + a to the bit). The way back doubles
-    what is complete. All receives are posted at once, also those into the half that is on its way
-    out: what they wait for is sent after that half has arrived."""
-    # steps: (what goes out, where the answer lands, what that is added to or None, with whom)
-    kept, steps, distance = tensor.view(-1), [], group.size // 2
-    while distance:
-        upper, peer = bool(group.rank & distance), group.rank ^ distance
-        halves = kept.tensor_split(2) if distance > 1 else (kept, kept)
-        kept, given = halves[upper], halves[not upper]
-        steps.append((given, torch.empty_like(kept), kept, peer))
+class ButterflyStep(NamedTuple):
+    peer: int
+    out: torch.Tensor
+    into: torch.Tensor  # receives
+    total: torch.Tensor | None  # `into` is added to it; None: `into` is complete
+
+
+def butterfly_steps(tensor, group):
+    """Halve, then double. N = 4, rank 1, a tensor of the quarters a b c d:
+
+        distance 2, with rank 3    sends c d, adds what arrives to a b
+        distance 1, with rank 0    swaps a b: both add, a b is complete on both
+        distance 2, with rank 3    sends a b, receives c d
+    """
+    kept, halving, distance = tensor.view(-1), [], group.size // 2
+    while distance > 1:
+        lower, upper = kept.tensor_split(2)
+        keeps_upper = bool(group.rank & distance)
+        kept, given = (upper, lower) if keeps_upper else (lower, upper)
+        halving.append(ButterflyStep(group.rank ^ distance, given, torch.empty_like(kept), kept))
         distance //= 2
-    steps += [(kept, given, None, peer) for given, _, kept, peer in steps[-2::-1]]
-    out, into, _, peer = steps[0]
-    works = [group.exchange(out, peer, into, peer)]  # works[i]: what step i receives; then sends
-    works += [group.recv(into, peer) for _, into, _, peer in steps[1:]]
+    swap = ButterflyStep(group.rank ^ 1, kept, torch.empty_like(kept), kept)
+    doubling = [ButterflyStep(step.peer, step.total, step.out, None) for step in reversed(halving)]
+    return [*halving, swap, *doubling]
+
+
+def butterfly(tensor, group, op):
+    """All-reduce of N = 2^k ranks in 2k - 1 hops instead of 2 (N-1), with the bytes of the ring.
+    Posts its first messages here and the others in wait(). All ranks get the same bits, as
+    a + b = b + a. Rabenseifner 2004.
+
+    All receives are posted at once, also a receive into a half that this rank has yet to send: the
+    peer sends the complete half only after it has received that one."""
+    steps = butterfly_steps(tensor, group)
+    combine, _ = OPS[op]
+    first = steps[0]
+    receives = [group.exchange(first.out, first.peer, first.into, first.peer)]
+    receives += [group.recv(step.into, step.peer) for step in steps[1:]]
 
     def finish():
+        sends = []
         with group.span("wait", group=group.name):
-            for i, (out, into, total, peer) in enumerate(steps):
-                if i > 0:
-                    works.append(group.send(out, peer))
-                works[i].wait()
-                if total is not None:
-                    if out is total:
-                        works[-1].wait()  # it must have left before it is added to
-                    OPS[op][0](total, into)
-            wait_all(works)
+            for step, receive in zip(steps, receives, strict=True):
+                if step is not first:
+                    sends.append(group.send(step.out, step.peer))
+                receive.wait()
+                if step.out is step.total and sends:
+                    sends[-1].wait()  # the swap: the old value must have left
+                if step.total is not None:
+                    combine(step.total, step.into)
+            wait_all(sends)
 
     return Work([finish], f"group {group.name}")
 
 
+# ---- the family ----
+
+
 def own_chunk(tensor, group):
+    """The chunk of a tensor that this rank owns, flat."""
     return tensor.view(-1).tensor_split(group.size)[group.rank]
 
 
 @queued
 def reduce_scatter(tensor, group, op="sum"):
-    """In: every rank a full tensor. Out: chunk r of rank r's tensor holds the reduction over all
-    ranks, the others partial sums. Backward of all_gather. Sends (N-1)/N of the bytes."""
+    """In: every rank a full tensor. Out: chunk r of rank r is the reduction over all ranks; the
+    other chunks hold partial sums. Backward of all_gather. Sends (N-1)/N of the bytes."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group)
         group.run_native("reduce_scatter", own, tensor.view(-1), OPS[op][1])
@@ -159,8 +231,8 @@ def reduce_scatter(tensor, group, op="sum"):
 
 @queued
 def all_gather(tensor, group):
-    """In: chunk r of rank r's tensor is valid. Out: all chunks are, on every rank. Backward of
-    reduce_scatter. Sends (N-1)/N of the bytes."""
+    """In: chunk r of rank r is valid. Out: every rank has all chunks. Backward of reduce_scatter.
+    Sends (N-1)/N of the bytes."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group).clone()
         group.run_native("all_gather", tensor.view(-1), own)
@@ -172,7 +244,7 @@ def all_gather(tensor, group):
 def _all_reduce(tensor, group, op):
     if group.native:
         group.run_native("all_reduce", tensor, OPS[op][1])
-    elif few_hops(tensor, group):
+    elif takes_butterfly(tensor, group):
         butterfly(tensor, group, op).wait()
     else:
         ring(tensor, group, op, range(2 * group.size - 2))
@@ -181,16 +253,16 @@ def _all_reduce(tensor, group, op):
 def all_reduce(tensor, group, op="sum", async_op=False):
     """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place. Its
     own backward. Sends 2 (N-1)/N of the bytes."""
-    # The butterfly of two ranks is one exchange, posted by this thread at once. It may pass the
-    # queue only when that is empty: then both ranks post their messages in the same order.
-    if async_op and group.size == 2 and few_hops(tensor, group) and not group.last.waits:
+    # The butterfly of two ranks is one exchange, which the caller can post without the thread of
+    # submit(), if no earlier work is pending: then both ranks post their messages in one order.
+    if async_op and group.size == 2 and takes_butterfly(tensor, group) and not group.last.waits:
         return butterfly(tensor, group, op)
     return _all_reduce(tensor, group, op, async_op=async_op)
 
 
 @queued
 def scatter(tensor, group, root=0):
-    """In: `root` a full tensor. Out: chunk r of rank r's tensor is root's. Backward of gather."""
+    """In: `root` a full tensor. Out: chunk r of rank r is root's. Backward of gather."""
     parts = enumerate(tensor.view(-1).tensor_split(group.size))
     if group.rank == root:
         wait_all([group.send(part, peer) for peer, part in parts if peer != root])
@@ -200,7 +272,7 @@ def scatter(tensor, group, root=0):
 
 @queued
 def gather(tensor, group, root=0):
-    """In: chunk r of rank r's tensor. Out: `root` holds all chunks. Backward of scatter."""
+    """In: chunk r of rank r is valid. Out: `root` has all chunks. Backward of scatter."""
     parts = enumerate(tensor.view(-1).tensor_split(group.size))
     if group.rank == root:
         wait_all([group.recv(part, peer) for peer, part in parts if peer != root])
@@ -210,12 +282,12 @@ def gather(tensor, group, root=0):
 
 def broadcast(tensor, group, root=0):
     """In: `root` a full tensor. Out: every rank has it. Backward of reduce. Scatter, then
-    all_gather: nobody sends more than 2 (N-1)/N of the bytes."""
+    all_gather: no rank sends more than 2 (N-1)/N of the bytes."""
     return all_gather(scatter(tensor, group, root), group)
 
 
 def reduce(tensor, group, root=0, op="sum"):
-    """In: every rank a full tensor. Out: `root` holds the reduction. Backward of broadcast.
+    """In: every rank a full tensor. Out: `root` has the reduction. Backward of broadcast.
     Reduce_scatter, then gather: a rank sends at most the bytes once."""
     return gather(reduce_scatter(tensor, group, op), group, root)
 
@@ -223,25 +295,30 @@ def reduce(tensor, group, root=0, op="sum"):
 @queued
 def _all_to_all(outputs, group, inputs):
     r, N = group.rank, group.size
-    wait_all([group.exchange(inputs[(r + d) % N], (r + d) % N, outputs[(r - d) % N], (r - d) % N)
-              for d in range(1, N)])
+    works = []
+    for distance in range(1, N):
+        to, source = (r + distance) % N, (r - distance) % N
+        works.append(group.exchange(inputs[to], to, outputs[source], source))
+    wait_all(works)
 
 
 def all_to_all(outputs, inputs, group, async_op=False):
-    """In: inputs[j] is for rank j. Out: outputs[i] is what rank i had for this one. Lists of N
-    tensors. Its own backward. Each step pairs ranks one place further apart."""
+    """In: lists of N tensors; inputs[j] is for rank j. Out: outputs[i] is what rank i sent to this
+    rank. Its own backward. Sends all inputs but this rank's own."""
     outputs[group.rank].copy_(inputs[group.rank])
     return _all_to_all(outputs, group, inputs, async_op=async_op)
 
 
 def barrier(group):
-    """Nobody leaves before all have entered: the sum needs every rank's term."""
+    """Return only after all ranks have called: the sum needs every rank's term."""
     all_reduce(torch.zeros(1, device=group.device), group)
 
 
-# ---- for comparison: the two that the ring beats, one message at a time ----
+# ---- demonstration: the ring hop by hop, and two all-reduces that the ring beats ----
 
-def hand(tensor, group, src, dst, add=False):  # dst gets src's tensor, or adds it to its own
+
+def pass_to(tensor, group, src, dst, add=False):
+    """Copy src's tensor to dst, or add it to dst's."""
     if group.rank == src:
         group.send(tensor, dst).wait()
     elif group.rank == dst:
@@ -251,42 +328,51 @@ def hand(tensor, group, src, dst, add=False):  # dst gets src's tensor, or adds 
 
 
 def sequential_all_reduce(tensor, group):
-    """Once around to be summed and once to be told; the busiest rank sends 2 n."""
+    """Add from rank to rank, then copy from rank to rank: the busiest rank sends 2 n."""
     for r in range(1, group.size):
-        hand(tensor, group, r - 1, r, add=True)
+        pass_to(tensor, group, r - 1, r, add=True)
     for r in range(group.size - 1):
-        hand(tensor, group, (r - 1) % group.size, r)
+        pass_to(tensor, group, (r - 1) % group.size, r)
     return tensor
 
 
 def parameter_server_all_reduce(tensor, group):
-    """Rank 0 sums all that the others send, and sends N-1 copies back: (N-1) n."""
+    """Rank 0 adds what all others send, then sends N-1 copies back: (N-1) n."""
     for r in range(1, group.size):
-        hand(tensor, group, r, 0, add=True)
+        pass_to(tensor, group, r, 0, add=True)
     for r in range(1, group.size):
-        hand(tensor, group, 0, r)
+        pass_to(tensor, group, 0, r)
     return tensor
 
 
 def demo(mesh):
-    """One ring all-reduce, hop by hop, then bytes against the formulas."""
-    group, N = mesh.world, mesh.world.size
-    x = torch.full((N,), 10.0 ** group.rank)  # digit r of a sum says whether rank r is in it
+    """One ring all-reduce, hop by hop; then bytes against the formulas."""
+    group, N = mesh.group("dp"), mesh.world.size
+    x = torch.full((N,), 10.0 ** group.rank)  # digit r of a sum: does it contain rank r's term?
+    phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
 
-    def show(hop):
+    def show():
         rows = [torch.zeros(N) for _ in range(N)]
-        all_to_all(rows, [x.clone() for _ in range(N)], group)
-        phase = ["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)][hop + 1]
+        all_to_all(rows, [x.clone() for _ in range(N)], mesh.world)
+        phase = next(phases)
         if group.rank == 0:
-            print(f"{phase:14}", *(f"  rank {r}: " + " ".join(
-                f"{int(v):0{N}d}" for v in row) for r, row in enumerate(rows)))
+            chunks = [" ".join(f"{int(value):0{N}d}" for value in row) for row in rows]
+            print(f"{phase:14}", *(f"  rank {r}: {row}" for r, row in enumerate(chunks)))
 
-    show(-1)
-    plain_all_reduce(x, group, after_hop=show)
-    n, walk = 3360, (N - 1) * 3360 // N  # bytes; what one walk around the ring sends
-    for fn, formula in ((plain_all_reduce, 2 * walk), (all_reduce, 2 * walk),
-                        (reduce_scatter, walk), (all_gather, walk),
-                        (sequential_all_reduce, 2 * n), (parameter_server_all_reduce, N * walk)):
+    exchange = group.exchange
+
+    def shown_exchange(*args):
+        show()
+        return exchange(*args)
+
+    group.exchange = shown_exchange
+    plain_all_reduce(x, group)
+    show()
+    group.exchange = exchange
+    n, once = 3360, (N - 1) * 3360 // N  # bytes of the tensor; of a reduce-scatter or all-gather
+    for fn, formula in ((plain_all_reduce, 2 * once), (all_reduce, 2 * once),
+                        (reduce_scatter, once), (all_gather, once),
+                        (sequential_all_reduce, 2 * n), (parameter_server_all_reduce, N * once)):
         before = group.bytes_sent
         fn(torch.ones(n // 4), group)
         busiest = all_reduce(torch.tensor([group.bytes_sent - before]), group, "max").item()
@@ -295,4 +381,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
+    from run.demonstrations import demonstrate, ranks_asked
     demonstrate(demo, dp=ranks_asked(4))

@@ -1,10 +1,10 @@
-"""Data parallelism: D replicas, each with its slice of the batch; gradients are summed over them.
-(Ranks that split sequences, --cp, are replicas, too: then D counts them all.)
+"""Data parallelism: D replicas of the model, each with 1/D of the batch; gradients are summed.
+(Ranks that split sequences, --cp, see different tokens too: here D counts them as replicas.)
 
 Sent per rank and step: 2 (D-1)/D Psi elements for Psi parameters, whatever the number of
-microbatches. Held: weights, gradients and optimizer states, all whole. Nothing is averaged: the
-loss was divided by the number of tokens in the whole batch before backward, so the sum over all
-ranks is the gradient. PyTorch Distributed, arXiv 2006.15704.
+microbatches. Held: weights, gradients and optimizer states, all whole. No average is taken: the
+loss was divided by the number of tokens in the whole batch before backward, so the sum of the
+ranks' gradients is the gradient. PyTorch Distributed, arXiv 2006.15704.
 
     python ddp.py        a small GPT on 4 ranks        torchrun train.py --dp 2
 """
@@ -13,121 +13,141 @@ from weakref import WeakMethod
 
 import torch
 
-from collectives import all_reduce
+from collectives import all_reduce, plain_all_reduce
 from group import Work, wait_all
 from model import build
-from run.demonstrations import demonstrate, report_difference
 from shard import tag_whole
 from sizes import GPTConfig
 
 
 def plain_data_parallel(params, group):
-    """Data parallelism at its plainest. Each rank has run backward on its own part of the batch.
-    After: every rank has the gradient of the whole batch."""
+    """Data parallelism at its plainest. In: each rank has run backward on its part of the batch.
+    Out: every param.grad is the gradient of the whole batch, on every rank."""
     for param in params:
-        all_reduce(param.grad, group)
+        plain_all_reduce(param.grad, group)
 
 
 # ---- the same, fast: 1.37 times the speed where messages rule, 1.05 where computing does ----
+#
 #   buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
-#            reaches them, and each param.grad becomes a view into one, by one copy a step.
-#   overlap  A bucket that is full is all-reduced at once, while backward goes on through earlier
-#            layers. With accumulation, only in the last microbatch.
+#            reaches them. Each param.grad becomes a view into a bucket, at one copy per step, and
+#            a bucket is reduced as one message.
+#   overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
+#            With accumulation, in the last microbatch only.
 
 
 class Bucket:
-    """Parameters side by side in one flat buffer, with the same groups to sum gradients over. If it
-    is `split` (ZeRO), it is padded and cut into equal shards, one per rank. Makes the parameters
-    (torch's meta ones have a shape only) real: views into `full`, filled by initial(its tag)."""
+    """Parameters side by side in one flat buffer, with the same groups to sum gradients over. Under
+    ZeRO (`split`) the buffer is padded and cut into equal shards, one per data rank.
 
-    def __init__(self, params, split, dtype, device, initial, grad_dtype=None):
+    Allocates the parameters (until now on the meta device) as views into `full`, and fills them by
+    initial_value(tag)."""
+
+    def __init__(self, params, split, dtype, device, initial_value, grad_dtype=None):
         self.params, self.grad_dtype = params, grad_dtype or dtype
-        self.group, *self.sum_at_end = params[0].shard.sum_over
-        self.starts, self.numel = {}, 0  # parameter -> where it begins; length of the buffer
+        self.group, *self.sum_at_end = params[0].shard.sum_over  # data ranks; then the others
+        self.starts, self.numel = {}, 0  # parameter -> its first element; length of the buffer
         for param in params:
             self.starts[param] = self.numel
             self.numel += param.numel()
-        self.shards = self.group.size if split else 1  # how many ranks it is split over
-        self.numel += -self.numel % self.shards  # padding
-        self.offset = self.group.rank * self.numel // self.shards if split else 0
-        self.own = slice(self.offset, self.offset + self.numel // self.shards)  # this rank's shard
+        self.num_shards = self.group.size if split else 1
+        self.numel += -self.numel % self.num_shards  # padding
+        shard_numel = self.numel // self.num_shards
+        self.offset = self.group.rank * shard_numel if split else 0  # of this rank's shard
+        self.own = slice(self.offset, self.offset + shard_numel)
         self.full = torch.zeros(self.numel, dtype=dtype, device=device)  # weights
-        self.grad = None  # gradients, laid out alike
-        self.views = {}  # parameter -> its part of `grad`, if that lives on from step to step
-        self.weight_shard, self.grad_shard = self.full[self.own], None
-        self.missing = 0  # gradients yet to come in the backward under way
+        self.grad = None  # gradients in the same layout; ZeRO-2 has them during a backward only
+        self.views = {}  # parameter -> its view into `grad`, where `grad` lives from step to step
+        self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
+        self.grad_shard = None  # the sum of its gradients; made in DDP.allocate_gradients
+        self.missing = 0  # gradients that the current backward has yet to add
         for param in params:
-            view, value = self.view(self.full, param), initial(param.shard)
-            view.narrow(param.shard.dim, 0, value.size(param.shard.dim)).copy_(value)
-            real = torch.nn.Parameter(view.data)  # .data: autograd does not see ZeRO-3 refill it
-            real.shard = param.shard
-            torch.utils.swap_tensors(param, real)  # in place: layers keep the same object
+            self.allocate(param, initial_value(param.shard))
+
+    def allocate(self, param, value):
+        """Turn a parameter of the meta device into a view of the buffer that holds this value; rows
+        beyond the value (--pad-vocab) stay zero. The layers keep the same Parameter object."""
+        view = self.view(self.full, param)
+        dim = param.shard.dim
+        view.narrow(dim, 0, value.size(dim)).copy_(value)
+        real = torch.nn.Parameter(view.data)  # .data: autograd does not notice ZeRO-3's refills
+        real.shard = param.shard
+        torch.utils.swap_tensors(param, real)
 
     def view(self, flat, param):
-        """What belongs to the parameter in a buffer with this layout, in its shape."""
+        """The part of a buffer in this layout that belongs to the parameter, in its shape."""
         return flat.narrow(0, self.starts[param], param.numel()).view(param.shape)
 
-    def pieces(self, flat):
-        """(parameter, view) of what this rank's shard, `flat`, holds of each parameter."""
+    def pieces(self, shard):
+        """(parameter, view) for each parameter of which this rank's shard holds a piece."""
         for param, start in self.starts.items():
-            a = max(start - self.offset, 0)
-            b = min(start + param.numel() - self.offset, flat.numel())
-            if a < b:
-                yield param, flat[a:b]
+            first = max(start - self.offset, 0)
+            last = min(start + param.numel() - self.offset, shard.numel())
+            if first < last:
+                yield param, shard[first:last]
 
 
 class DDP:
-    """Sums gradients over the replicas. stages: {stage: [layers]}, in order of use; the parameters
-    are tagged, and become real here. Whoever runs backward calls expect() before and flush() after
-    the backward that completes a stage's gradients, then finish(). Then each bucket's `grad_shard`
-    has the sums for its `weight_shard`, which this rank's optimizer steps; here both are whole.
+    """Sums gradients over the replicas, in buckets, during backward.
+
+    stages: {stage: [layers]}, in order of use; the parameters are tagged, and are allocated here.
+    Around each backward that completes a stage's gradients the pipeline calls expect() before and
+    flush() after; then gradients() of train.py calls finish(). After that each bucket's grad_shard
+    holds the sums for its weight_shard, which this rank's optimizer steps. Here both are whole;
+    zero.py overrides what its stages split.
     """
 
-    zero, every_microbatch = 0, False  # its ZeRO stage; whether each microbatch is reduced
+    zero = 0  # ZeRO stage
+    every_microbatch = False  # reduce each microbatch's gradients, or only the last's sums
 
-    def __init__(self, stages, dtype, device, initial, bucket_bytes=25 << 20, grad_dtype=None):
+    def __init__(self, stages, dtype, device, initial_value, bucket_bytes=25 << 20,
+                 grad_dtype=None):
         self.bucket_numel = bucket_bytes // dtype.itemsize
         self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
         self.home = {}  # parameter -> its bucket
-        self.filling = []  # buckets to be launched by the backward under way, in order
-        self.works = []  # reductions under way
-        users = {}  # parameter -> the layers that use it, as (stage, index); all in order of use
+        self.filling = []  # buckets that the current backward has yet to launch, in order
+        self.works = []  # pending reductions
+        users = {}  # parameter -> [(stage, index)] of the layers that use it, in order of use
         for stage, layers in stages.items():
             for i, layer in enumerate(layers):
                 for param in layer.parameters():
                     users.setdefault(param, []).append((stage, i))
-        hook = WeakMethod(self.ready)  # a strong one would be a cycle that no collector sees
+        # weak: a strong reference would be a cycle that the gc cannot free
+        grad_added = WeakMethod(self.grad_added)
         for stage, params in self.partition(users):
-            bucket = Bucket(params, self.zero > 0, dtype, device, initial, grad_dtype)
-            self.place(bucket)
+            bucket = Bucket(params, self.zero > 0, dtype, device, initial_value, grad_dtype)
+            self.allocate_gradients(bucket)
             self.stages[stage].append(bucket)
             for param in params:
                 self.home[param] = bucket
-                param.register_post_accumulate_grad_hook(lambda param: hook()(param))
+                param.register_post_accumulate_grad_hook(lambda param: grad_added()(param))
         self.buckets = [bucket for stage in self.stages.values() for bucket in stage]
 
     def partition(self, users):
-        """[(stage, parameters)] in reverse order of use: bucket_bytes at most, or one parameter."""
-        found, room = [], {}  # room: (stage, groups to sum over) -> (open bucket, elements left)
+        """Cut the parameters into buckets: [(stage, parameters)], in reverse order of use. A bucket
+        has bucket_bytes at most, or one parameter."""
+        found = []
+        open_buckets = {}  # (stage, groups to sum over) -> (its open bucket, elements left there)
         for param, where in reversed(users.items()):
-            stage = where[0][0]  # of those that use it, the one that backward reaches last
-            bucket, left = room.get((stage, param.shard.sum_over), (None, -1))
+            stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
+            key = stage, param.shard.sum_over
+            bucket, left = open_buckets.get(key, (None, -1))
             if param.numel() > left:
                 bucket, left = [], self.bucket_numel
                 found.append((stage, bucket))
             bucket.append(param)
-            room[stage, param.shard.sum_over] = bucket, left - param.numel()
+            open_buckets[key] = bucket, left - param.numel()
         return found
 
-    def place(self, bucket):
-        """Where gradients live: here whole, all the time."""
+    def allocate_gradients(self, bucket):
+        """Allocate a bucket's gradients: here whole, for the whole run."""
         bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
         bucket.grad_shard = bucket.grad[bucket.own]
-        if bucket.grad_dtype == bucket.full.dtype:  # else autograd cannot add to them itself
+        if bucket.grad_dtype == bucket.full.dtype:  # else param.grad cannot be a view of it
             bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
-        """The gradients are gone. The next are copied over them: clearing took 3 ms of 70."""
+        """Drop the gradients. The next ones are copied over the old (clearing took 3 ms of 70)."""
         for param in self.home:
             param.grad = None
         for bucket in self.buckets:
@@ -135,23 +155,25 @@ class DDP:
                 bucket.grad.zero_()
 
     def expect(self, stage, params=None):
-        """What runs next is the last to add to a stage's gradients: all, or those of `params`."""
+        """The backward that runs next is the last to add to this stage's gradients: to all of
+        them, or, where it is a deferred W of the pipeline, to those of `params`."""
         self.filling = list(self.stages[stage])
         for bucket in self.filling:
-            bucket.missing = sum(params is None or p in params for p in bucket.params)
+            bucket.missing = sum(params is None or param in params for param in bucket.params)
 
-    def ready(self, param):
-        """A gradient was added to param.grad. autograd calls this, or who has put gradients off."""
+    def grad_added(self, param):
+        """A gradient was added to param.grad: called by autograd, or by the pipeline for a deferred
+        weight gradient."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)
         bucket.missing -= 1
-        # A bucket waits for those before it, also if it is full: all ranks reduce in one order.
+        # A full bucket waits for the buckets before it, so that all ranks reduce in one order
         while self.filling and self.filling[0].missing <= 0:
             self.launch(self.filling.pop(0))
 
     def collect(self, param, bucket):
-        """Have param.grad lie in its bucket; or add it there, if gradients are wider there."""
+        """Move param.grad into its bucket, or add it there if the bucket's gradients are wider."""
         if not bucket.views:
             bucket.view(bucket.grad, param).add_(param.grad)
             param.grad = None
@@ -159,37 +181,44 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """Backward is over. What has not been launched by now has parameters without gradient."""
+        """Backward is over: launch the rest, the buckets with a parameter that got no gradient."""
         while self.filling:
             self.launch(self.filling.pop(0))
 
     def launch(self, bucket, reduction=all_reduce):
+        """Start the reduction of a bucket."""
         for param, view in bucket.views.items():
-            if param.grad is None:  # unused in this step: it counts as zero
+            if param.grad is None:  # unused in this step: its gradient is zero
                 param.grad = view.zero_()
         self.works.append(reduction(bucket.grad, bucket.group, async_op=True))
 
     def finish(self):
-        """Wait for the reductions; then sum over the groups that come at the end."""
+        """Wait for the reductions; then sum over the groups other than the data ranks."""
         wait_all(self.works)
         self.works.clear()
         for bucket in self.buckets:
             for group in bucket.sum_at_end:
                 all_reduce(bucket.grad_shard, group)
 
-    def use(self, layers):
-        """These layers' weights are about to be read, no others'. DDP always has them all."""
+    # For ZeRO, where a rank does not hold all weights all the time. Here it does.
 
-    def release(self):
-        self.use([])
+    def gather_weights(self, layers):
+        """Make the weights of `layers`, and of no others, whole. ZeRO3 overrides it;
+        Trainer.replicas_agree calls it."""
+
+    def release_weights(self):
+        """Free all gathered weights. The pipeline calls it after each action."""
+        self.gather_weights([])
 
     def publish(self, bucket):
-        """This shard has new weights. After the Work every rank has them (ZeRO-3: see use)."""
+        """Start to send this rank's new weight_shard to the data ranks; return the Work. ZeRO1
+        overrides it; Optimizer.step and checkpoint.load call it."""
         return Work()
 
 
 def demo(mesh):
     """One backward of a small GPT: 4 sequences on each rank, against all of them in one process."""
+    from run.demonstrations import report_difference
     group, config = mesh.group("dp"), GPTConfig(50, block_size=8, n_layer=2, n_head=2, n_embd=16)
     ids = torch.randint(50, (4 * group.size, 8), generator=torch.Generator().manual_seed(0))
     mine = ids.chunk(group.size)[group.rank]
@@ -199,18 +228,19 @@ def demo(mesh):
     plain_data_parallel(plain.parameters(), group)
     tag_whole(fast, group)
     values = dict(plain.canonical_parameters())  # all three models start alike
-    ddp = DDP({0: fast.layers}, torch.double, "cpu", lambda shard: values[shard.name].data, 20_000)
+    ddp = DDP({0: fast.layers}, torch.double, "cpu", lambda tag: values[tag.name].data, 20_000)
     ddp.expect(0)
     fast(mine, mine).backward()
-    under_way = len(ddp.works)
+    launched = len(ddp.works)
     ddp.flush()
     ddp.finish()
     for name, model in (("plain", plain), ("buckets", fast)):
-        report_difference(name, mesh.rank, [(p.grad, q.grad) for p, q in zip(
-            model.parameters(), alone.parameters(), strict=True)])
-    print(f"rank {mesh.rank}: {under_way} of {len(ddp.buckets)} buckets were on their way when "
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        report_difference(name, mesh.rank, [(p.grad, q.grad) for p, q in pairs])
+    print(f"rank {mesh.rank}: {launched} of {len(ddp.buckets)} buckets were on their way when "
           "backward ended")
 
 
 if __name__ == "__main__":
+    from run.demonstrations import demonstrate
     demonstrate(demo, dp=4)

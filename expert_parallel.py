@@ -21,7 +21,7 @@ import torch
 from collectives import all_reduce, all_to_all
 from model import build
 from run.demonstrations import demonstrate, report_difference
-from sequence_parallel import Crossing, Enter, Leave
+from sequence_parallel import Enter, Leave, Region
 from shard import tag_whole
 from sizes import GPTConfig
 
@@ -63,11 +63,11 @@ def run_at_owners(experts, group, rows, counts):
 class SpreadExperts:
     """What stands in for MixtureOfExperts.visit if experts are spread over E ranks, or E x T."""
 
-    def __init__(self, layer, group, crossing):
-        self.experts, self.group, self.crossing = layer.experts, group, crossing
-        owners = torch.arange(layer.n_experts).view(group.size, crossing.group.size, -1)
-        self.own = owners[group.rank, crossing.group.rank]  # the experts that this rank has
-        asked = owners[:, crossing.group.rank].flatten()  # those that it sends tokens to
+    def __init__(self, layer, group, region):
+        self.experts, self.group, self.region = layer.experts, group, region
+        owners = torch.arange(layer.n_experts).view(group.size, region.group.size, -1)
+        self.own = owners[group.rank, region.group.rank]  # the experts that this rank has
+        asked = owners[:, region.group.rank].flatten()  # those that it sends tokens to
         self.n = len(asked)
         self.index = torch.full((layer.n_experts,), self.n)  # of an expert in `asked`; n: not there
         self.index[asked] = torch.arange(self.n)
@@ -76,8 +76,8 @@ class SpreadExperts:
     @torch.compiler.disable  # which sees no messages
     def __call__(self, x, gates, chosen):
         """As visit: x (B, S, C), gates and chosen (B, S, k); under --sp of S/T tokens."""
-        x, gates = Enter.apply(x, self.crossing), Enter.apply(gates, self.crossing)
-        chosen, k = self.crossing.enter(chosen)(), chosen.size(-1)
+        x, gates = Enter.apply(x, self.region), Enter.apply(gates, self.region)
+        chosen, k = self.region.enter(chosen), chosen.size(-1)
         tokens, index = x.flatten(0, 1), self.index[chosen.flatten()]
         counts = index.new_zeros(self.n + 1).scatter_add_(0, index, torch.ones_like(index))
         counts = self.group.read(counts[: self.n])
@@ -86,7 +86,7 @@ class SpreadExperts:
         out = run_at_owners(self.experts, self.group, tokens.index_select(0, at), counts)
         y = torch.zeros_like(tokens)
         y.index_add_(0, at, gates.flatten()[visits].unsqueeze(1) * out)
-        return Leave.apply(y.view_as(x), self.crossing)  # until here partial over tp
+        return Leave.apply(y.view_as(x), self.region)  # until here partial over tp
 
 
 def spread_experts(model, mesh, sp=False):
@@ -108,7 +108,7 @@ def spread_experts(model, mesh, sp=False):
         layer.all_tokens = all_tokens
         if ep.size * tp.size == 1:
             continue
-        layer.core = SpreadExperts(layer, ep, Crossing(tp, sp))
+        layer.core = SpreadExperts(layer, ep, Region(tp, sp))
         own = layer.core.own.tolist()
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):

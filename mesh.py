@@ -1,18 +1,18 @@
-"""Ranks and groups: who talks to whom.
+"""Ranks and groups: which process talks to which.
 
-N processes are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T):
+N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T):
 
-    dp  data parallel     talks once a step, so it may cross the slowest links; E of D share experts
-    ep  expert parallel   talks in each layer's experts
+    dp  data parallel     talks once per step, so it may cross the slowest links
+    ep  expert parallel   talks in each layer's experts; E of the D data ranks share the experts
     pp  pipeline          talks once per microbatch and stage
     cp  context parallel  talks in each layer's attention
     tp  tensor parallel   talks several times per layer: innermost, on the fastest links
 
-A group is the ranks that share a place on every axis but the named ones. With D = P = T = 2
-`mesh.group("tp")` of rank 5 is [4, 5], and `mesh.group("pp", "tp")` its whole replica, [4, 5, 6,
-7]. In a group of one a collective does nothing, so most code need not ask how large a group is.
+A group along some axes: the ranks that differ in these axes only. With D = P = T = 2 and rank 5,
+mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is one full copy of
+the model (a replica). A collective in a group of one does nothing, so code need not ask for sizes.
 
-    python mesh.py 2 1 2 1 2        who sits where, and every group of the mesh
+    python mesh.py 2 1 2 1 2        the ranks in rows, and every group of the mesh
 """
 
 import math
@@ -25,33 +25,33 @@ import torch
 import torch.distributed as dist
 
 from group import Group, naming
-from run.signals import end_quietly
+from nccl_group import CudaGroup, InOrderGroup
 
 
 def lay_out(sizes, axes):
-    """The groups along `axes` of a mesh {axis: size}: lists of the ranks that differ there only. An
-    axis that the mesh does not have has size 1."""
+    """The groups along `axes` of a mesh {axis: size}: lists of ranks, one list for each group. An
+    axis that the mesh does not have has size 1.
+
+    sizes = {dp: 2, pp: 2, tp: 2}: axes [tp] gives [0 1] [2 3] [4 5] [6 7]; [pp] gives [0 2] [1 3]
+    [4 6] [5 7]; [dp, tp] gives [0 1 4 5] [2 3 6 7]."""
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    along = [list(sizes).index(axis) for axis in axes if axis in sizes]
-    rows = ranks.movedim(along, list(range(-len(along), 0)))  # the named axes are the last now
-    return rows.reshape(-1, math.prod(sizes.get(axis, 1) for axis in axes)).tolist()
+    dims = [list(sizes).index(axis) for axis in axes if axis in sizes]
+    last = list(range(-len(dims), 0))
+    size = math.prod(sizes.get(axis, 1) for axis in axes)
+    return ranks.movedim(dims, last).reshape(-1, size).tolist()
 
 
 class Mesh:
     """The world's ranks on named axes, the outermost first: Mesh(dp=2, pp=2, tp=2). Making a group
     is a collective: all ranks ask for the same groups in the same order."""
 
-    def __init__(self, device="cpu", native=False, timeout=600, in_order=None, **sizes):
-        self.sizes, self.device, self.native = sizes, torch.device(device), native
-        self.timeout = timeout  # seconds
-        # NCCL (CUDA) runs operations in the order they are posted, so no receive is posted early,
-        # and the two directions of an exchange leave as one operation. With gloo (CPU) a send ends
-        # once its receive is posted, so receives are posted early. In order works on both.
+    def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
+        self.sizes, self.device = sizes, torch.device(device)
+        self.native = native  # groups use the library's own collectives
+        self.timeout = timeout  # seconds to wait for another rank
         cuda = self.device.type == "cuda"
-        self.in_order = cuda if in_order is None else in_order
-        # On CUDA a wait holds the stream, not the process. What was posted and has not been seen
-        # to be done, (what, whether it is done), is kept for `read`.
-        self.posted = deque() if cuda else None
+        self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
+        self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
         alone = not dist.is_initialized()  # a world of one process needs no communicator
         self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
@@ -63,36 +63,38 @@ class Mesh:
         return self.join("_".join(axes), lay_out(self.sizes, axes))
 
     def place(self, *axes):
-        """(index, number): this rank's place among those along these axes, and how many they are.
-        Needs no communicator."""
+        """(index, size): this rank's index in its group along these axes, and how many ranks the
+        group has. Needs no communicator."""
         row = next(row for row in lay_out(self.sizes, axes) if self.rank in row)
         return row.index(self.rank), len(row)
 
     def ends(self, axis):
-        """The first and the last rank along an axis. A rank between them is in a group of one."""
+        """The first and the last rank along an axis, as a group; a rank between them is alone."""
         rows = [sorted({row[0], row[-1]}) for row in lay_out(self.sizes, [axis])]
         return self.join(axis + "_ends", rows)
 
     def join(self, name, rows):
-        """This rank's group called `name`. rows: the ranks of each group of that name."""
+        """This rank's group called `name`. rows: the ranks of every group of that name. All ranks
+        make all communicators, as torch demands."""
         if name not in self.groups:
-            mine = Group(self, name, [self.rank], 0)
+            mine = self.group_class(self, name, [self.rank], 0)
             for ranks in rows:
-                pg = self.communicator(name, ranks) if len(ranks) > 1 else None
+                communicator = self.communicator(name, ranks) if len(ranks) > 1 else None
                 if self.rank in ranks:
-                    mine = Group(self, name, ranks, ranks.index(self.rank), pg)
+                    mine = self.group_class(self, name, ranks, ranks.index(self.rank), communicator)
             self.groups[name] = mine
         return self.groups[name]
 
     def communicator(self, name, ranks):
         with naming(f"rank {self.rank}: joining group {name}"):
-            patience = self.timeout * (1 if self.posted is None else 2)  # see processes.init
-            return dist.new_group(ranks, timeout=timedelta(seconds=patience))
+            # NCCL's watchdog aborts the process at this limit: Group.read is to speak before it
+            limit = self.timeout * (2 if self.device.type == "cuda" else 1)
+            return dist.new_group(ranks, timeout=timedelta(seconds=limit))
 
 
 def grid(sizes):
-    """The ranks as text: the innermost axis across, a row for each place on the others that have
-    more than one."""
+    """The ranks as text: the innermost axis across, one row for each place on the outer axes of
+    more than one rank."""
     *outer, inner = sizes
     outer = [axis for axis in outer if sizes[axis] > 1]
     places = product(*([f"{axis[0]}={i}" for i in range(sizes[axis])] for axis in outer))
@@ -112,5 +114,6 @@ def main():
 
 
 if __name__ == "__main__":
+    from run.signals import end_quietly
     end_quietly()
     main()

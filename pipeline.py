@@ -145,7 +145,7 @@ class NoReducer:
     """What a Pipeline has for a reducer where nothing is summed: in the demonstration and tests."""
 
     every_microbatch = False
-    expect = ready = flush = release = lambda self, *args: None
+    expect = grad_added = flush = release_weights = lambda self, *args: None
 
 
 # ---- any schedule, fast ----
@@ -209,10 +209,10 @@ class Pipeline:
                             self.backward(s, k, scale)
                     elif kind == "W":
                         for param in finish_weights(self.weight_work.pop((s, k))):
-                            self.reducer.ready(param)
+                            self.reducer.grad_added(param)
                 if complete:
                     self.reducer.flush()
-                self.reducer.release()
+                self.reducer.release_weights()
         while self.sent:
             self.settle()
         return loss

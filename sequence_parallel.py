@@ -1,121 +1,140 @@
 """Sequence parallelism, on top of tensor parallelism: 1/T of the tokens between the matrices.
 
-Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) T ranks do the
-same work on the same activations: bias, residual, LayerNorm. But an all-reduce is a reduce-scatter
-and an all-gather, and each token is by itself there. So do that work between the two, 1/T on each:
+Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) T ranks hold the
+same activations and repeat the same work: bias, residual, LayerNorm. But an all-reduce is a
+reduce-scatter and an all-gather, and that work is done token by token. So place it between the two,
+on 1/T of the tokens per rank:
 
-    row -> all-reduce -> LayerNorm of S tokens -> column
-    row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
+    without --sp   row -> all-reduce     -> LayerNorm of S tokens                 -> column
+    with --sp      row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent: the same 2 (T-1)/T b S C elements, and half of that again for each column in backward, which
-gathers x once more as only 1/T of it was kept. Held: all that a block saves is divided by T (but
-where weight gradients are put off, what was gathered waits with them). arXiv 2205.05198
+Sent: the same 2 (T-1)/T b S C elements, and half of that again per column in backward, which
+gathers x once more because only 1/T of x was saved. Held: all that a block saves / T (where weight
+gradients are deferred, the gathered x waits with them). arXiv 2205.05198
 
     python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
 """
-
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from collectives import all_gather, all_reduce, reduce_scatter
-from run.demonstrations import demonstrate
 
-# Two pairs: all_have and add_up, gather_tokens and scatter_tokens. In each, one is the other's
-# backward: every rank uses what enters with its own part of W, so gradients there are partial sums.
-# A call starts the messages, calling what it returns waits for them: enter(x)(). Only with async_op
-# does anything go on in between. x may be overwritten.
+# How activations cross the border of the tensor-parallel region, between a column and its row:
+#
+#               entering (before a column)       leaving (after a row)
+#    no --sp    identity                         all_reduce_sum
+#    --sp       gather_tokens                    scatter_tokens
+#
+# In each line one is the backward of the other: every rank multiplies what enters by its own part
+# of W, so the gradients of the input are partial sums.
+#
+# Each of the four starts its messages and returns a function that waits and returns the result.
+# The messages overlap with other work only if async_op. x may be overwritten.
 
 
-def all_have(x, group, async_op=False):
-    """Entering a column without --sp: all ranks have x already."""
+def identity(x, group, async_op=False):
+    """Enter without --sp: all ranks hold x already."""
     return lambda: x
 
 
-def add_up(x, group, async_op=False):
-    """Leaving a row without --sp: (B, S, C), a term on each rank -> the sum, on every rank."""
+def all_reduce_sum(x, group, async_op=False):
+    """Leave without --sp: (B, S, C), partial over tp -> (B, S, C), the sum, on every rank."""
     work = all_reduce(x, group, async_op=async_op)
 
-    def total():
+    def finish():
         if async_op:
             work.wait()
         return x
 
-    return total
+    return finish
 
 
 def gather_tokens(x, group, async_op=False):
-    """Entering a column: each rank's tokens (B, S/T, C) -> all of them (B, S, C)."""
-    parts = x.new_empty((group.size, *x.shape))  # (T, B, S/T, C): a chunk is one piece of memory
+    """Enter with --sp: this rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
+    parts = x.new_empty((group.size, *x.shape))  # (T, B, S/T, C): each chunk is contiguous
     parts[group.rank] = x
     work = all_gather(parts, group, async_op=async_op)
 
-    def everyones():
+    def finish():
         if async_op:
             work.wait()
         return parts.movedim(0, 1).flatten(1, 2)
 
-    return everyones
+    return finish
 
 
 def scatter_tokens(x, group, async_op=False):
-    """Leaving a row: (B, S, C), a term on each rank -> the sum of own tokens' (B, S/T, C)."""
+    """Leave with --sp: (B, S, C), partial over tp -> the sum of this rank's tokens (B, S/T, C)."""
     parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
     work = reduce_scatter(parts, group, async_op=async_op)
 
-    def own():
+    def finish():
         if async_op:
             work.wait()
-        return parts[group.rank].clone()  # the other chunks are freed
+        return parts[group.rank].clone()  # a copy, so that the other chunks are freed
 
-    return own
+    return finish
 
 
-class Crossing:
-    """How activations enter a tensor-parallel layer, and leave it; without sp, or with."""
+class Region:
+    """The border of the tensor-parallel region of a group, with or without --sp."""
 
-    def __init__(self, group, sp):
-        self.group = group
-        self.enter = partial(gather_tokens if sp else all_have, group=group)
-        self.leave = partial(scatter_tokens if sp else add_up, group=group)
+    def __init__(self, group, sp=False):
+        self.group, self.sp = group, sp
+        self.entering = gather_tokens if sp else identity
+        self.leaving = scatter_tokens if sp else all_reduce_sum
+
+    def enter(self, x):
+        return self.entering(x, self.group)()
+
+    def leave(self, x):
+        return self.leaving(x, self.group)()
+
+    def start_enter(self, x):
+        """In the background: returns a function that waits and returns the result."""
+        return self.entering(x, self.group, async_op=True)
+
+    def start_leave(self, x):
+        return self.leaving(x, self.group, async_op=True)
 
 
 class Enter(torch.autograd.Function):
-    """CopyToRanks of tensor_parallel.py, or under --sp an all-gather."""
+    """f of tensor_parallel.py; under --sp an all-gather of the tokens."""
 
     @staticmethod
-    def forward(ctx, x, crossing):
-        ctx.crossing = crossing
-        return crossing.enter(x)()
+    def forward(ctx, x, region):
+        ctx.region = region
+        return region.enter(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.crossing.leave(grad.clone(memory_format=torch.contiguous_format))(), None
+        return ctx.region.leave(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class Leave(torch.autograd.Function):
-    """SumOverRanks of tensor_parallel.py, or under --sp the half of it: a rank's term is a part of
-    all tokens' sums, so backward needs the gradients of all, and has them or gathers them."""
+    """g of tensor_parallel.py; under --sp a reduce-scatter of the tokens. Each rank's term is part
+    of the sums of all tokens, so backward needs the gradients of all tokens: under --sp it gathers
+    them."""
 
     @staticmethod
-    def forward(ctx, x, crossing):
-        ctx.crossing = crossing
-        return crossing.leave(x.clone())()
+    def forward(ctx, x, region):
+        ctx.region = region
+        return region.leave(x.clone())
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.crossing.enter(grad)(), None
+        return ctx.region.enter(grad), None
 
 
 def demo(mesh):
     """LayerNorm between a row and a column: of all tokens on every rank, or each rank's own."""
     group, C = mesh.group("tp"), 16
-    x, results = torch.randn(2, 8, C, dtype=torch.double), []  # other numbers on each rank
+    x, results = torch.randn(2, 8, C, dtype=torch.double), []  # a different x on each rank
     for sp in (False, True):
-        crossing, before = Crossing(group, sp), group.bytes_sent
-        y = F.layer_norm(crossing.leave(x.clone())(), (C,))
-        results.append(crossing.enter(y)())
+        region, before = Region(group, sp), group.bytes_sent
+        y = F.layer_norm(region.leave(x.clone()), (C,))
+        results.append(region.enter(y))
         if mesh.rank == 0:
             print(f"{'--sp   ' if sp else 'without'} LayerNorm of {[*y.shape]} on each rank, "
                   f"{group.bytes_sent - before} bytes sent")
@@ -124,4 +143,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
+    from run.demonstrations import demonstrate
     demonstrate(demo, tp=4)

@@ -1,17 +1,17 @@
-"""The tag on each parameter: what a tensor on this rank is of the full model.
+"""The tag on each parameter: which slice of which full parameter this is.
 
-Initial values, the summing of gradients, the global norm, ZeRO and checkpoints read the tag and
-nothing else: none of them knows a technique by name. Each technique adds to it what it does.
+Initial values, the sum of gradients, the global norm, ZeRO and checkpoints read the tag and know no
+technique by name. Each technique writes into the tag:
 
-    data and context    gradients are to be summed over the replicas, which see other tokens
-    tensor parallelism  a rank holds these rows or columns, or all its ranks hold the same; under
-                        --sp these see other tokens, and their gradients are to be summed, too
-    expert parallelism  a rank holds these experts, and fewer replicas hold the same
-    pipeline            two ends hold the tied embedding, and each sees a part of its gradient
+    data and context     gradient terms are to be summed over the replicas, which see other tokens
+    tensor parallelism   a rank holds these rows or columns; or all T ranks hold the same slice
+                         (replicated). Under --sp these see different tokens: gradients are summed
+    expert parallelism   a rank holds these experts; fewer replicas hold the same ones
+    pipeline             two stages hold the tied embedding, each with one term of its gradient
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,11 +20,11 @@ import torch
 class Shard:
     name: str  # canonical name in the full model
     shape: torch.Size  # full shape
-    dim: int = 0  # the dim along which it is split
-    ranges: tuple = ()  # the [start, stop) of the full dim that this rank holds, in order
+    dim: int = 0  # the dim that is split
+    ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
     shared_by: tuple = ()  # groups, other than the data ranks, whose ranks all hold this slice
-    # Groups over which the terms of the gradient are to be summed. The first are the data ranks:
-    # that sum overlaps with backward, and ZeRO splits over them. The others follow at its end.
+    # Groups over which the terms of the gradient are to be summed. First the data ranks: that sum
+    # overlaps with backward, and ZeRO splits over them. The other sums follow after backward.
     sum_over: tuple = ()
 
     @property
@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def first(self):
-        """Whether this rank is the first of the ranks in its replica that hold this slice."""
+        """Is this rank the first of the ranks in its replica that hold this slice?"""
         return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):
@@ -44,15 +44,30 @@ class Shard:
 
     def runs(self, start, stop):
         """Where elements [start, stop) of this slice, flattened, lie in the flattened full tensor:
-        (index in the full tensor, index counted from `start`, length) of each contiguous run."""
-        width, inner = self.shape[self.dim], self.shape[self.dim + 1 :].numel()
-        at = 0
+        yields (index in the full tensor, index counted from `start`, length) of contiguous runs.
+
+        Full shape (2, 6), dim 1, ranges [1, 3): the slice holds elements 1 2 7 8 of the full
+        tensor, so runs(1, 4) yields (2, 0, 1), then (7, 1, 2)."""
+        width = self.shape[self.dim]
+        inner = self.shape[self.dim + 1 :].numel()  # elements of one index along dim
+        position = 0  # in the flattened slice
         for row in range(self.shape[: self.dim].numel()):
-            for a, b in self.ranges:
-                lo, hi = max(at, start), min(at + (b - a) * inner, stop)
-                if lo < hi:
-                    yield (row * width + a) * inner + lo - at, lo - start, hi - lo
-                at += (b - a) * inner
+            for first, last in self.ranges:
+                length = (last - first) * inner
+                run_start = max(position, start)
+                run_stop = min(position + length, stop)
+                if run_start < run_stop:
+                    in_full = (row * width + first) * inner + (run_start - position)
+                    yield in_full, run_start - start, run_stop - run_start
+                position += length
+
+
+def bounds(n, group):
+    """[start, stop) of this rank's part of n things. n need not divide: as torch.tensor_split does,
+    the first ranks get one more."""
+    each, more = divmod(n, group.size)
+    start = group.rank * each + min(group.rank, more)
+    return start, start + each + (group.rank < more)
 
 
 def tag_whole(model, data):
@@ -61,10 +76,40 @@ def tag_whole(model, data):
         param.shard = Shard(name, param.shape, 0, ((0, param.size(0)),), sum_over=(data,))
 
 
+def take_slice(full, tag):
+    """A new parameter that holds, and is tagged as, this slice of a full one; on the meta device a
+    shape only."""
+    part = torch.nn.Parameter(tag.slice(full.detach()).clone())
+    part.shard = tag
+    return part
+
+
+def split(full, dim, group, parts=1):
+    """This rank's slice of a tagged parameter: 1/T of `dim`, or 1/T of each of `parts` equal parts
+    (c_attn is three matrices in one: q, k, v). A tied weight is split once: its second user gets
+    the same slice."""
+    if not hasattr(full, "own_slice"):
+        n = full.size(dim) // parts
+        start, stop = bounds(n, group)
+        ranges = tuple((part * n + start, part * n + stop) for part in range(parts))
+        full.own_slice = take_slice(full, replace(full.shard, dim=dim, ranges=ranges))
+    return full.own_slice
+
+
+def tag_replicated(model, group, sum_gradients):
+    """After a group has split a model: tag each parameter that it did not split as held by all its
+    ranks, and, if these see different tokens, its gradient as a sum over them."""
+    for param in model.parameters():
+        if group.size > 1 and param.shape == param.shard.shape:
+            param.shard.shared_by += (group,)
+            if sum_gradients:
+                param.shard.sum_over += (group,)
+
+
 def pad_vocabulary(model, multiple):
-    """Give the tied embedding more rows, of zeros, up to a multiple: GPUs are slow at products of
-    odd sizes. No token has such an id, their logits are minus infinity, and the tag does not know
-    of them: for the norm, the count and checkpoints they are not there."""
+    """Pad the rows of the tied embedding with zeros up to a multiple, as GPUs are slow at products
+    of odd sizes. No token has a padded id and padded logits are minus infinity. The tag does not
+    describe the padding, so norm, parameter count and checkpoints leave it out."""
     head, embedding = model.layers[-1].lm_head, model.layers[0].wte
     weight = embedding.weight
     rows = weight.size(0)
@@ -74,11 +119,3 @@ def pad_vocabulary(model, multiple):
         head.weight.shard = weight.shard
         head.register_forward_hook(lambda module, x, logits: logits.index_fill_(
             -1, torch.arange(rows, logits.size(-1), device=logits.device), -math.inf))
-
-
-def bounds(n, group):
-    """[start, stop) of this rank's part of n things, as torch.tensor_split cuts: n need not divide,
-    the first ranks have one more."""
-    each, more = divmod(n, group.size)
-    start = group.rank * each + min(group.rank, more)
-    return start, start + each + (group.rank < more)

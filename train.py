@@ -26,6 +26,7 @@ from expert_parallel import Routing, spread_experts
 from group import CommunicationError, no_span
 from mesh import Mesh
 from model import GPT, Block, initial_value
+from optimizer import Optimizer, clip_coefficient, learning_rate
 from pipeline import Deferred, Pipeline, Stage, tie_ends
 from run import agreement, checkpoint
 from run.config import DTYPES, check, fail, parse, world_size
@@ -37,9 +38,18 @@ from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
 from sizes import GPTConfig
 from tensor_parallel import parallelize
-from zero import REDUCERS, Optimizer
+from zero import REDUCERS
 
 MAX_SKIPPED = 5  # steps in a row without a finite norm (float16: at scale 1): the run gives up
+
+
+def compile_layer(layer):
+    """torch.compile a layer, but for what its modules name as uncompiled: messages, and sizes that
+    depend on the data."""
+    for module in layer.modules():
+        for name in getattr(module, "uncompiled", ()):
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    layer.forward = torch.compile(layer.forward)
 
 
 class Trainer:
@@ -75,7 +85,7 @@ class Trainer:
         # tensor parallel shards
         deferred = Deferred()
         split_backward = any(a.kind == "W" for a in self.lists[0])
-        parallelize(model, tp, sp=cfg.sp, put_off=deferred.add if split_backward else None)
+        parallelize(model, tp, sp=cfg.sp, defer=deferred.add if split_backward else None)
         pad_vocabulary(model, cfg.pad_vocab or 1)
 
         # experts
@@ -100,7 +110,7 @@ class Trainer:
 
         for layer in (layer for part in layers.values() for layer in part):
             if cfg.compile:
-                layer.forward = torch.compile(layer.forward)
+                compile_layer(layer)
             if cfg.recompute and isinstance(layer, Block):
                 # inside of the layer's hooks, so that recomputing does not gather and free again
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
@@ -155,8 +165,7 @@ class Trainer:
     def update(self, norm, lr):
         """Clip and step; skip it if the norm is not finite. All ranks have the same norm."""
         if math.isfinite(norm):
-            clip = self.cfg.grad_clip
-            coefficient = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+            coefficient = clip_coefficient(norm, self.cfg.grad_clip)
             with self.span("optimizer"):
                 self.optimizer.step(lr, coefficient / self.scale)
         if self.cfg.dtype == "float16":  # dynamic loss scaling
@@ -175,13 +184,13 @@ class Trainer:
         """Whether every weight that several ranks hold has the same bits on all of them."""
         hashes = {}  # group -> a number for each tensor that all its ranks hold
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
-            self.reducer.use([layer])
+            self.reducer.gather_weights([layer])
             for param in layer.parameters():
                 copy = param.detach().cpu().clone()  # numpy would pin the storage that ZeRO-3 frees
                 digest = hashlib.sha256(copy.view(torch.uint8).numpy().tobytes()).digest()
                 for group in (param.shard.sum_over[0], *param.shard.shared_by):
                     hashes.setdefault(group, []).append(int.from_bytes(digest[:7], "little"))
-        self.reducer.release()
+        self.reducer.release_weights()
         differ = torch.zeros(1, dtype=torch.long, device=self.mesh.device)
         for group in sorted(hashes, key=lambda group: group.name):  # all ranks in one order
             high = torch.tensor(hashes[group], dtype=torch.long, device=group.device)
@@ -195,14 +204,6 @@ class Trainer:
     def trace(self, tracer, step, on):
         """Have the tracer note what happens in this step, or nothing any more."""
         self.span = self.pipeline.span = tracer.at(step, on)
-
-
-def learning_rate(cfg, step):
-    """Linear warm-up, then a cosine from lr to min_lr."""
-    if step < cfg.warmup_steps:
-        return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, done))) * (cfg.lr - cfg.min_lr)
 
 
 def train(cfg, data, mesh):

@@ -1,54 +1,67 @@
-"""ZeRO: of what D data-parallel ranks hold D times over, each holds 1/D. Rank r owns slice r of
-every layer's flat buffer and steps it; ZeRO-1, 2 and 3 each split one thing more.
+"""ZeRO: shards what data parallelism replicates. Each of D ranks keeps 1/D of every layer's flat
+buffer, and steps that shard. ZeRO-1, 2 and 3 each shard one thing more.
 
-      split over the ranks     bytes per parameter (16-bit training)   elements sent per step
-    0 nothing: DDP             16 = 2 weights + 2 gradients + 12 Adam  2 Psi (D-1)/D
-    1 optimizer states         4 + 12/D                                2 Psi (D-1)/D
-    2 and gradients            2 + 14/D                          (1 + m) Psi (D-1)/D
-    3 and weights              16/D                                 3 m Psi (D-1)/D
+      sharded                    bytes per parameter (16-bit training)   elements sent per step
+    0 nothing: DDP               16 = 2 weights + 2 gradients + 12 Adam  2 Psi (D-1)/D
+    1 optimizer states           4 + 12/D                                2 Psi (D-1)/D
+    2 gradients too              2 + 14/D                          (1 + m) Psi (D-1)/D
+    3 weights too                16/D                                 3 m Psi (D-1)/D
 
-for m microbatches: 2 and 3 reduce each of them, or the gradient would be held whole after all.
-ZeRO, arXiv 1910.02054.
+for m microbatches: ZeRO-2 and 3 reduce the gradients of each microbatch, as keeping their sum would
+keep a full gradient. ZeRO, arXiv 1910.02054.
 
     python zero.py 7e9 --gpu-gb 80         torchrun train.py --dp 4 --zero 3
 """
 
 import argparse
-import math
 
 import torch
 
-from collectives import all_gather, own_chunk, reduce_scatter
+from collectives import (
+    all_gather,
+    own_chunk,
+    plain_all_gather,
+    plain_reduce_scatter,
+    reduce_scatter,
+)
 from ddp import DDP
-from group import Work, wait_all
-from run.signals import end_quietly
+from group import Work
 from sizes import bytes_per_parameter
 
 
 def plain_zero_step(weights, grad, group, step):
-    """ZeRO-1 at its plainest: the all-reduce of data parallelism cut into its two halves, with the
-    optimizer's step, on one D-th of everything, between them. Nobody sends more than before.
-    ZeRO-2 keeps only its own chunk of the gradient, ZeRO-3 also of the weights, between their uses.
-    In: weights, the same on every rank, and each rank's own gradient, both flat and whole.
-    Out: every rank has the new weights. step(w, g) changes w in place."""
-    reduce_scatter(grad, group)  # chunk r of rank r is now the sum; the rest is left over
-    step(own_chunk(weights, group), own_chunk(grad, group))  # its states exist on this rank only
-    all_gather(weights, group)
+    """ZeRO-1 at its plainest: the all-reduce of data parallelism, cut into its two halves, with the
+    optimizer's step on 1/D of everything between them. A rank sends no more than before. (ZeRO-2
+    also frees the other chunks of the gradient, ZeRO-3 those of the weights between their uses.)
+
+    In: flat weights, the same on every rank; this rank's own flat gradient. step(w, g) changes this
+    rank's chunk w in place, given its gradient g, and may return something.
+    Out: every rank has the new weights. Returns what step returned."""
+    plain_reduce_scatter(grad, group)  # chunk r of rank r is now the sum; the rest is left over
+    result = step(own_chunk(weights, group), own_chunk(grad, group))
+    plain_all_gather(weights, group)
+    return result
+
+
+# ---- the same, layer by layer and during backward: three small differences to DDP ----
 
 
 class ZeRO1(DDP):
-    """Optimizer states are split: gradients are reduce-scattered, new weights gathered."""
+    """Shards optimizer states: reduce-scatters gradients, all-gathers new weights."""
 
     zero = 1
 
     def partition(self, users):
-        """A bucket holds what the same layers use: one layer's weights, or a weight tied between
-        two. So ZeRO-3 can gather just what a layer needs. In reverse order of use."""
+        """Make one bucket of what the same layers use: one layer's parameters, or a weight that two
+        layers share. Then ZeRO-3 can gather just what a layer needs. In reverse order of use."""
         units = {}  # (groups to sum over, users) -> parameters
         for param, where in users.items():
             units.setdefault((param.shard.sum_over, tuple(where)), []).append(param)
-        # A unit belongs to the stage of its first user, which backward reaches last.
-        return [(where[0][0], params) for (_, where), params in reversed(units.items())]
+        found = []
+        for (_, where), params in reversed(units.items()):
+            stage, _ = where[0]  # the first user, which backward reaches last
+            found.append((stage, params))
+        return found
 
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)
@@ -58,16 +71,16 @@ class ZeRO1(DDP):
 
 
 class ZeRO2(ZeRO1):
-    """And gradients: each microbatch's are reduce-scattered layer by layer, and this rank keeps its
-    slice of them only. No more than one layer's gradients exist whole."""
+    """Shards gradients too: reduce-scatters each microbatch's, layer by layer, and adds this rank's
+    shard of the sum to grad_shard. At most one layer's full gradient exists at a time."""
 
     zero, every_microbatch = 2, True
 
     def __init__(self, *args):
-        self.landing = None  # the bucket whose reduction is under way
+        self.reducing = None  # the bucket whose reduction is pending
         super().__init__(*args)
 
-    def place(self, bucket):
+    def allocate_gradients(self, bucket):
         bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
 
     def zero_grad(self):
@@ -76,15 +89,15 @@ class ZeRO2(ZeRO1):
             bucket.grad_shard.zero_()
 
     def collect(self, param, bucket):
-        """A gradient moves into its bucket; one ahead of its layer (LayerNorm's, zero bubble) waits
-        in param.grad."""
+        """Move param.grad into its bucket. A gradient that arrives before expect() for its layer
+        (LayerNorm's, under zero bubble: I comes before W) stays in param.grad until then."""
         if bucket in self.filling:
             self.move(param, bucket)
 
     def move(self, param, bucket):
-        """From param.grad into a whole gradient of the bucket, which lives until it is reduced."""
-        if bucket.grad is None or bucket is self.landing:  # no two layers' are whole at a time
-            self.land()
+        """Add param.grad to the bucket's full gradient, which lives until it is reduced."""
+        if bucket.grad is None or bucket is self.reducing:
+            self.keep_shard()  # frees another bucket's full gradient first
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
         bucket.view(bucket.grad, param).add_(param.grad)
         param.grad = None
@@ -93,28 +106,28 @@ class ZeRO2(ZeRO1):
         for param in bucket.params:
             if param.grad is not None:
                 self.move(param, bucket)
-        self.land()
-        if bucket.grad is None:  # a layer without gradient here may have one on another rank
+        self.keep_shard()
+        if bucket.grad is None:  # no gradient here, but other ranks may have one to sum
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
         self.works.append(reduce_scatter(bucket.grad, bucket.group, async_op=True))
-        self.landing = bucket
+        self.reducing = bucket
 
-    def land(self):
-        """Wait for the reduction under way, and keep this rank's slice of it only."""
-        if self.landing:
+    def keep_shard(self):
+        """Wait for the pending reduction, add this rank's shard of the sum, and free the rest."""
+        if self.reducing:
             self.works.pop().wait()
-            bucket, self.landing = self.landing, None
+            bucket, self.reducing = self.reducing, None
             bucket.grad_shard.add_(bucket.grad[bucket.own])
             bucket.grad = None
 
     def finish(self):
-        self.land()
+        self.keep_shard()
         super().finish()
 
 
 class ZeRO3(ZeRO2):
-    """And weights: a layer's are gathered just before it needs them, while the layer before it
-    computes, and freed behind it. No more than two layers' weights exist whole."""
+    """Shards weights too: gathers a layer's just before the layer runs, while the layer before it
+    computes, and frees them after it. At most two layers' full weights exist at a time."""
 
     zero = 3
 
@@ -122,137 +135,57 @@ class ZeRO3(ZeRO2):
         self.gathered = {}  # bucket -> Work of its all_gather
         super().__init__(stages, *args)
         for stage, layers in stages.items():
-            first = 1 if stage == 0 else 0  # the embedding's backward reads no weights
             for i, layer in enumerate(layers):
-                self.watch(layer, following=layers[i + 1 : i + 2],
-                           preceding=layers[max(i - 1, first) : i], reads_weights=i >= first)
+                first = 1 if stage == 0 else 0  # the embedding's backward reads no weights
+                self.watch(layer, next_layers=layers[i + 1 : i + 2],
+                           previous_layers=layers[max(i - 1, first) : i],
+                           backward_reads_weights=i >= first)
 
-    def place(self, bucket):
-        super().place(bucket)
+    def allocate_gradients(self, bucket):
+        super().allocate_gradients(bucket)
         bucket.weight_shard = bucket.weight_shard.clone()
         bucket.full.untyped_storage().resize_(0)
 
-    def watch(self, layer, following, preceding, reads_weights):
-        """Have the layer's weights there in forward and backward, and those of the one after it in
-        that direction on their way."""
-        def after_forward(module, args, out):
-            if out.requires_grad and reads_weights:
-                out.register_hook(lambda grad: self.use([layer], preceding))
+    def watch(self, layer, next_layers, previous_layers, backward_reads_weights):
+        """Gather the layer's weights before its forward and its backward, and start to gather those
+        of the layer that runs next: the next one in forward, the previous one in backward."""
+        def before_forward(module, args):
+            self.gather_weights([layer], next_layers)
 
-        layer.register_forward_pre_hook(lambda module, args: self.use([layer], following))
+        def after_forward(module, args, out):
+            if out.requires_grad and backward_reads_weights:
+                out.register_hook(before_backward)
+
+        def before_backward(grad):
+            self.gather_weights([layer], previous_layers)
+
+        layer.register_forward_pre_hook(before_forward)
         layer.register_forward_hook(after_forward)
 
-    def use(self, layers, ahead=()):
-        """Have the weights of `layers`, start to gather those of `ahead`, free all others."""
-        # Dicts, unlike sets, have one order on all ranks
-        now = {self.home[param]: None for layer in layers for param in layer.parameters()}
-        keep = now | {self.home[param]: None for layer in ahead for param in layer.parameters()}
-        for bucket in [b for b in self.gathered if b not in keep]:
+    def gather_weights(self, layers, prefetch=()):
+        """Make the weights of `layers` whole, start to gather those of `prefetch`, and free all
+        others. A bucket is refilled in the same storage, as tensors that autograd saved point into
+        it."""
+        # dicts, not sets: all ranks need the same order
+        needed = {self.home[param]: None for layer in layers for param in layer.parameters()}
+        kept = dict(needed)
+        kept.update({self.home[param]: None for layer in prefetch for param in layer.parameters()})
+        for bucket in [bucket for bucket in self.gathered if bucket not in kept]:
             self.gathered.pop(bucket).wait()
             bucket.full.untyped_storage().resize_(0)
-        for bucket in keep:
+        for bucket in kept:
             if bucket not in self.gathered:
-                # The same storage again: what autograd has saved of these weights points into it
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
                 bucket.full[bucket.own].copy_(bucket.weight_shard)
                 self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
-        for bucket in now:
+        for bucket in needed:
             self.gathered[bucket].wait()
 
     def publish(self, bucket):
-        return Work()  # nothing to send: use() gathers the new weights when a layer needs them
+        return Work()  # nothing to send: gather_weights gathers the new weights
 
 
-REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)
-
-
-class Optimizer:
-    """torch's AdamW, one for the shards that any stage leaves to this rank; only matrices decay.
-    16-bit weights have an fp32 master, from which a step rounds them; wider ones are their own."""
-
-    def __init__(self, reducer, norm_group, lr, betas, weight_decay):
-        self.reducer, self.norm_group = reducer, norm_group
-        groups = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0)]
-        for bucket in reducer.buckets:
-            wide = bucket.weight_shard.element_size() > 2
-            bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
-            bucket.owned = []  # (parameter of the model, its master on this rank, its gradient)
-            for (param, part), (_, grad) in zip(bucket.pieces(bucket.master),
-                                                bucket.pieces(bucket.grad_shard), strict=True):
-                master = torch.nn.Parameter(part)
-                matrix = len(param.shard.shape) > 1 and param.shard.name.endswith("weight")
-                groups[0 if matrix else 1]["params"].append(master)
-                bucket.owned.append((param, master, grad))
-        self.owned = [entry for bucket in reducer.buckets for entry in bucket.owned]
-        self.adam = None  # a rank may own nothing
-        if self.owned:
-            self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-        # Ranks of the norm's group that hold the same: by the tag, and of those that a gradient is
-        # summed over, all that are in the group, unless they split it
-        self.copies = torch.tensor([
-            param.shard.copies * len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.shards
-            for bucket in reducer.buckets for param, *_ in bucket.owned],
-            dtype=torch.double, device=reducer.buckets[0].full.device)
-
-    def grad_square(self):
-        """This rank's part of the squared global norm, to be summed over the norm's group. If
-        several ranks hold a slice, each adds its share of it: elements count once, and all see an
-        overflow on any of them."""
-        if not self.owned:
-            return torch.zeros((), dtype=torch.double, device=self.copies.device)
-        grads = [grad for *_, grad in self.owned]  # one kernel for many of them
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=self.owned[0][1].dtype))
-        return (norms.double().square() / self.copies).sum()
-
-    def step(self, lr, scale=1.0):
-        """One step, gradients times `scale` (16-bit ones in a copy, which lives until the end of
-        the step, others in place). Afterwards every rank has the new weights, or gathers them when
-        it uses them (ZeRO-3)."""
-        for bucket in self.reducer.buckets:
-            wide = bucket.grad_shard.to(bucket.master.dtype)  # itself, if it is that wide
-            if scale != 1.0:
-                wide.mul_(scale)
-            for (_, master, _), (_, grad) in zip(bucket.owned, bucket.pieces(wide), strict=True):
-                master.grad = grad
-        if self.adam:
-            for group in self.adam.param_groups:
-                group["lr"] = lr
-            self.adam.step()
-            self.adam.zero_grad()
-        works = []
-        for bucket in self.reducer.buckets:
-            if bucket.master is not bucket.weight_shard:
-                bucket.weight_shard.copy_(bucket.master)
-            works.append(self.reducer.publish(bucket))
-        wait_all(works)
-
-    def finite(self):
-        """Whether all of this rank's weights and moments are numbers."""
-        held = [master.detach() for _, master, _ in self.owned]
-        for _, master, _ in self.owned:
-            state = self.adam.state[master]
-            held += [state[name] for name in ("exp_avg", "exp_avg_sq") if state]
-        norms = torch._foreach_norm(held, math.inf) if held else []  # without a copy of anything
-        return not norms or bool(torch.stack(norms).isfinite().all())
-
-    def state_bytes(self):
-        """Bytes of the model states on this rank: (by the formula, as the live storages have it).
-        Padding counts, but has no moments; those exist from the first step on."""
-        width, zero = self.reducer.buckets[0].full.element_size(), self.reducer.zero
-        grad_width = self.reducer.buckets[0].grad_dtype.itemsize
-        formula, live = 0, {}  # live: address of a storage -> its bytes; tensors may share one
-        for bucket in self.reducer.buckets:
-            n = sum(master.numel() for _, master, _ in bucket.owned)
-            formula += bucket.numel * sum(bytes_per_parameter(zero, bucket.shards, width,
-                                                               grad_width))
-            formula -= (len(bucket.master) - n) * 2 * bucket.master.element_size()
-            held = [bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard, bucket.master]
-            for _, master, _ in bucket.owned:
-                state = self.adam.state[master]
-                held += [state["exp_avg"], state["exp_avg_sq"]] if state else []
-            for storage in [x.untyped_storage() for x in held if x is not None]:
-                live[storage.data_ptr()] = storage.nbytes()
-        return round(formula), sum(live.values())
+REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
 
 
 def main():
@@ -267,15 +200,16 @@ def main():
         parser.error("parameters and --gpu-gb must be above 0")
     print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "
           f"Adam; * fits into {args.gpu_gb:g} GB")
-    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(z):>14}" for z in range(4)))
+    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>14}" for stage in range(4)))
     for ranks in (2**i for i in range(11)):
         row = f"{ranks:6d}"
-        for z in range(4):
-            gb = args.parameters * sum(bytes_per_parameter(z, ranks, args.width)) / 1e9
+        for stage in range(4):
+            gb = args.parameters * sum(bytes_per_parameter(stage, ranks, args.width)) / 1e9
             row += f"{gb:12.4g} {'*' if gb <= args.gpu_gb else ' '}"
         print(row)
 
 
 if __name__ == "__main__":
+    from run.signals import end_quietly
     end_quietly()
     main()

@@ -171,10 +171,10 @@ def activations(job, layout, rank):
     saved = saved_by_block(job, layout, layout.recompute)
     # behind I there are the inputs of the matrices and the gradients of their outputs, not split
     # (of attention's only, if there are experts)
-    put_off = (4 * model.n_embd + 12 * model.n_embd / T) * w
+    defer = (4 * model.n_embd + 12 * model.n_embd / T) * w
     if model.n_experts:
-        put_off = (2 * model.n_embd + 4 * model.n_embd / T) * w
-    each = (saved, saved_by_head(job, layout), put_off,
+        defer = (2 * model.n_embd + 4 * model.n_embd / T) * w
+    each = (saved, saved_by_head(job, layout), defer,
             (model.n_embd + model.vocab_size / T) * w, saved_by_block(job, layout, "none") - saved)
     few = layout.microbatches
     if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow

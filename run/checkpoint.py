@@ -166,7 +166,7 @@ def transfer(trainer, entries, saving):
             continue
         for name, values in tensors.items():
             lo, hi = 0, len(values)
-            if saving and bucket.shards == 1:  # data-parallel replicas share the work
+            if saving and bucket.num_shards == 1:  # data-parallel replicas share the work
                 lo, hi = bounds(len(values), bucket.group)
             buffer = values[lo:hi].to("cpu", copy=True)
             data, width = memoryview(buffer.view(torch.uint8).numpy()), buffer.element_size()

@@ -210,7 +210,7 @@ def local_tensors(trainer, kind):
         shard = bucket.weight_shard if kind == "weights" else bucket.grad_shard
         flat = shard.new_zeros(bucket.numel)
         flat[bucket.offset : bucket.offset + shard.numel()] = shard
-        if bucket.shards > 1:
+        if bucket.num_shards > 1:
             c.all_gather(flat, bucket.group)
         found += [(bare(p.shard), bucket.view(flat.cpu(), p)) for p in bucket.params]
     return found
@@ -257,12 +257,12 @@ def assemble(per_rank):
     return full
 
 
-def close(got, want, what):
+def close(got, want, what, tolerance=TOLERANCE):
     """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
     got, want = (torch.as_tensor(x, dtype=torch.double) for x in (got, want))
     error, size = (got - want).norm().item(), want.norm().item()
     # a gradient that is zero in exact arithmetic (attention's key bias) is compared absolutely
-    assert error <= TOLERANCE * max(size, 1e-3), f"{what}: off by {error:.1e} of {size:.1e}"
+    assert error <= tolerance * max(size, 1e-3), f"{what}: off by {error:.1e} of {size:.1e}"
 
 
 def same_model(cfg):

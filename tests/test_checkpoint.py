@@ -43,7 +43,7 @@ def gathered_state(trainer):
         pieces = bucket.pieces(shard)
         for (_, view), (_, master, _) in zip(pieces, bucket.owned, strict=True):
             view.copy_(trainer.optimizer.adam.state[master][kind])
-        if bucket.shards > 1:
+        if bucket.num_shards > 1:
             c.all_gather(flat, bucket.group)
         found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
     steps = {int(trainer.optimizer.adam.state[master]["step"]) for bucket in trainer.reducer.buckets

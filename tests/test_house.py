@@ -20,7 +20,7 @@ from run.log import peak_of_process
 from tests.harness import HERE, config
 from tests.runs import command, one_line
 
-TALKERS = ("mesh.py", "group.py", "collectives.py")
+TALKERS = ("mesh.py", "group.py", "nccl_group.py", "collectives.py")
 HOUSE = [path for path in HERE.glob("*.py") if path.name not in ("bench.py", "test_all.py")]
 
 

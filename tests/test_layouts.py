@@ -8,7 +8,6 @@ import torch
 import ddp
 import tensor_parallel
 import train
-import zero
 from data.batches import Data
 from run.config import check
 from tests.harness import (
@@ -159,7 +158,7 @@ def _patched(rank, cfg, bug):
         update(self, norm * 1.5, lr)
 
     def biased(self, x, forward=tensor_parallel.Row.forward):
-        return forward(self, x) + self.bias * (self.crossing.group.size - 1)
+        return forward(self, x) + self.bias * (self.region.group.size - 1)
 
     patches = {
         "gradients averaged, not summed": (ddp.DDP, "finish", divide),
@@ -167,7 +166,7 @@ def _patched(rank, cfg, bug):
             train, "tie_ends", lambda layers, group: None),
         "a wrong norm": (train.Trainer, "update", update_twice),
         "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
-        "replicated gradients counted T times": (zero.Optimizer, "grad_square", lambda self: sum(
+        "replicated gradients counted T times": (train.Optimizer, "grad_square", lambda self: sum(
             grad.square().sum() for b in self.reducer.buckets for _, _, grad in b.owned)),
         "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
     }

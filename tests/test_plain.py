@@ -1,6 +1,5 @@
 """TODO"""
 
-from functools import partial
 
 import pytest
 import torch
@@ -8,27 +7,72 @@ import torch
 import collectives as c
 import ddp
 import pipeline
+import plain
 import schedules
 import tensor_parallel
 import train
 import zero
+from data.batches import Data
 from group import Group
 from mesh import Mesh
 from model import build
+from run.config import Config, check
 from shard import tag_whole
 from sizes import GPTConfig
-from tests.harness import VOCAB, close, equals_one_process, pool, train_with
+from tests.harness import (
+    VOCAB,
+    _train,
+    close,
+    config,
+    equals_one_process,
+    pool,
+    reference,
+    same_model,
+    train_with,
+)
 from tests.test_collectives import _mesh_group
 
 
 def _plain_layers(rank, cfg):
-    plain = partial(train.parallelize, plan=tensor_parallel.PLAIN)
-    return train_with(rank, cfg, train, "parallelize", plain)
+    def parallelize(model, group, sp, defer):
+        tensor_parallel.plain_tensor_parallel(model, group)
+
+    return train_with(rank, cfg, train, "parallelize", parallelize)
 
 
 @pytest.mark.parametrize("flags", [{"tp": 3}, {"tp": 2, "pp": 2, "microbatches": 3}], ids=str)
 def test_the_plain_tensor_parallel_layers_give_the_same(corpus, flags):
     equals_one_process(corpus, _plain_layers, **flags)
+
+
+PAGES = [  # of plain.py: layouts, with sizes that do not divide
+    {}, {"dp": 3}, {"tp": 2}, {"tp": 3, "dp": 2, "zero": 1}, {"pp": 2, "microbatches": 3},
+    {"pp": 4, "microbatches": 2}, {"dp": 2, "pp": 3, "zero": 1, "microbatches": 9},
+    {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "microbatches": 6}, {"dp": 4, "zero": 1, "tp": 2}]
+
+
+def _plain_page(rank, cfg):
+    return list(plain.train(cfg, Mesh(dp=cfg.dp, pp=cfg.pp, tp=cfg.tp), Data(cfg)))
+
+
+@pytest.mark.parametrize("flags", PAGES, ids=str)
+def test_plain_py_equals_one_process_and_train_py(corpus, flags):
+    """Losses and norms of three steps; the second and third depend on the steps before."""
+    cfg = config(corpus, **flags)
+    world = check(cfg, 1)
+    want = reference(corpus, **same_model(cfg))
+    pages, traces = pool(world, _plain_page, cfg), pool(world, _train, cfg)
+    for page, trace in zip(pages, traces, strict=True):
+        for step, (loss, norm) in enumerate(page, 1):
+            for other in (want[step], trace[step]):
+                close(loss, other["loss"], "loss", 1e-12)
+                close(norm, other["norm"], "norm", 1e-12)
+
+
+def test_plain_py_has_train_pys_defaults():
+    flags = {name: value for name, value in plain.FLAGS.items()
+             if name not in ("dp", "microbatches", "steps")}
+    assert flags == {name: getattr(Config(), name) for name in flags}
 
 
 PLAIN_SHAPE = GPTConfig(VOCAB, block_size=8, n_layer=4, n_head=2, n_embd=12)
@@ -117,20 +161,15 @@ def _plain_pipeline(rank, P, m, name):
         loss = pipeline.plain_1f1b(kind(mine.layers[a:b]), group, batches, (1, 8, 12), tokens)
     else:
         deferred, where = pipeline.Deferred(), schedules.placement(name, P)
-        mine.layers = mine.layers[a:b]
         tag_whole(mine, group)
-        tensor_parallel.parallelize(mine, Group(mesh, "solo", [0], 0), put_off=deferred.add)
-        values = dict(zip(mine.parameters(), alone.layers[a:b].parameters(), strict=True))
-        for p, q in values.items():
-            p.data.copy_(q.data)
+        tensor_parallel.parallelize(mine, Group(mesh, "solo", [0], 0), defer=deferred.add)
         actions = schedules.lower(schedules.make_schedule(name, P, m), where)[rank]
-        pipe = pipeline.Pipeline({rank: kind(mine.layers)}, where, group, (1, 8, 12), torch.double,
-                                 pipeline.NoReducer(), deferred)
+        pipe = pipeline.Pipeline({rank: kind(mine.layers[a:b])}, where, group, (1, 8, 12),
+                                 torch.double, pipeline.NoReducer(), deferred)
         loss = pipe.execute(actions, batches, tokens).item()
     loss = c.all_reduce(torch.tensor(loss, dtype=torch.double), group)
     close(loss, total.detach(), "loss")
-    for p, q in zip(mine.layers[a:b].parameters() if name == "plain" else mine.parameters(),
-                    alone.layers[a:b].parameters(), strict=True):
+    for p, q in zip(mine.layers[a:b].parameters(), alone.layers[a:b].parameters(), strict=True):
         if p.size(0) != VOCAB:  # the ends of the tied embedding hold a term each
             close(p.grad, q.grad, "gradient")
 

@@ -17,6 +17,7 @@ import train
 from data.batches import Data
 from group import CommunicationError, Group, Work
 from mesh import Mesh
+from nccl_group import CudaGroup
 from run.config import check
 from tests.harness import (
     FULL,
@@ -95,6 +96,8 @@ class Queues:
 class QueueGroup(Group):
     """Submitted work is posted by the host at once, as on CUDA, and here even waited for."""
 
+    in_order = True
+
     def post(self, ends):
         kinds = {torch.distributed.isend: "send", torch.distributed.irecv: "recv"}
         ends = [(kinds[op], tensor, peer) for op, tensor, peer in ends]
@@ -109,7 +112,7 @@ class QueueGroup(Group):
 class QueueMesh(Mesh):
     def __init__(self, queues, rank, **sizes):
         self.sizes, self.device, self.native = sizes, torch.device("cpu"), False
-        self.timeout, self.in_order, self.posted = 60, True, None
+        self.timeout, self.pending = 60, deque()
         self.queues, self.rank, self.groups = queues, rank, {}
         self.world = self.join("world", [list(range(math.prod(sizes.values())))])
 
@@ -199,8 +202,8 @@ def test_a_receive_posted_ahead_would_deadlock_on_nccl(corpus, schedule):
         on_queues(cfg, _ahead, Queues(patience=1.0))
 
 
-class OnAStream(QueueGroup):
-    """A wait holds the stream: this thread goes on."""
+class OnAStream(QueueGroup, CudaGroup):
+    """A wait holds the stream: this thread goes on, and polls in read()."""
 
     def post(self, ends):
         return [SimpleNamespace(wait=lambda: None, is_completed=work.is_completed)
@@ -211,14 +214,14 @@ def test_a_dead_peer_is_noticed_where_the_host_waits_for_the_device():
     queues, meshes = Queues(), []
     for rank in range(3):
         mesh = QueueMesh(queues, rank, dp=3)
-        mesh.posted, mesh.timeout = deque(), 0.3
+        mesh.timeout = 0.3
         mesh.world = OnAStream(mesh, "world", range(3), rank)
         mesh.world.queues = queues
         meshes.append(mesh)
     x, world = torch.zeros(4), [mesh.world for mesh in meshes]
     for group in world:
         c.reduce_scatter(x, group)
-    assert world[0].read(torch.arange(3)) == [0, 1, 2] and not meshes[0].posted
+    assert world[0].read(torch.arange(3)) == [0, 1, 2] and not meshes[0].pending
     for group in world[:2]:  # rank 2 has died
         c.reduce_scatter(x, group)
     for rank in range(2):

@@ -20,7 +20,7 @@ from group import Group
 from mesh import Mesh
 from planner import draw
 from run import timeline
-from sequence_parallel import Crossing
+from sequence_parallel import Region
 from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
 
 # ---- schedules: pure lists ----
@@ -152,7 +152,7 @@ def test_activations_of_1f1b_are_flat_in_m_and_those_of_gpipe_grow(corpus):
     assert peak["gpipe", 12] > 2.5 * peak["gpipe", 4]
 
 
-def test_a_weight_used_twice_gets_both_gradients_when_they_are_put_off():
+def test_a_weight_used_twice_gets_both_gradients_when_they_are_defer():
     solo, deferred = Group(Mesh(dp=1), "solo", [0], 0), pipeline.Deferred()
     x, w = torch.randn(3, 4, dtype=torch.double), torch.randn(4, 4, dtype=torch.double)
     w.requires_grad_()
@@ -160,7 +160,7 @@ def test_a_weight_used_twice_gets_both_gradients_when_they_are_put_off():
     want, w.grad = w.grad, None
 
     def linear(x):
-        return tensor_parallel.ColumnLinear.apply(x, w, None, Crossing(solo, False), deferred.add)
+        return tensor_parallel.ColumnLinear.apply(x, w, None, Region(solo), deferred.add)
 
     y = linear(linear(x.requires_grad_())).square().sum()
     with deferred.collect() as queue:

@@ -1,0 +1,105 @@
+"""NCCL's manner of a Group (group.py has gloo's). A reader without a GPU can leave this file out.
+
+    gloo (CPU)   a send completes when it meets its receive; wait() blocks the process
+    NCCL (CUDA)  operations of two ranks run in the order in which they were posted, without tags;
+                 wait() makes the current stream wait, and the host goes on
+
+So no receive is posted early, and both directions of an exchange are posted as one batch; otherwise
+two ranks that first send to each other would wait forever. InOrderGroup does this on CPU, too, so
+tests run it without a GPU. CudaGroup adds the streams.
+"""
+
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from group import LIBRARY, CommunicationError, Group, Work, naming
+
+
+class InOrderGroup(Group):
+    """Posts both directions of an exchange as one operation."""
+
+    in_order = True
+
+    def post(self, ends):
+        operations = [dist.P2POp(operation, tensor, group=self.communicator, group_peer=peer)
+                      for operation, tensor, peer in ends]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+def is_done(work):
+    """Has the device finished? Re-raises the error of the work."""
+    done = work.is_completed()
+    if done:
+        work.wait()
+    return done
+
+
+class CudaGroup(InOrderGroup):
+    """Two more streams per group. Submitted collectives run on one, so that they overlap with
+    compute. The pipeline's receives run on the other: on the compute stream a receive would start
+    only after all computation that was posted before."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.side_stream = None  # of submit(); made when first used
+        self.receive_stream = None  # of recv_new(); made when first used
+
+    def track(self, what, works):
+        """Append the works to mesh.pending, for read() to poll; drop those that are done."""
+        pending = self.mesh.pending
+        while pending and pending[0][1]():
+            pending.popleft()
+        pending.extend((what, partial(is_done, work)) for work in works)
+
+    def read(self, tensor):
+        """Wait until all pending operations are done, then return tensor.tolist(). The host waits
+        for no message elsewhere, so a rank that died or hangs is noticed here."""
+        pending, deadline = self.mesh.pending, time.monotonic() + self.mesh.timeout
+        while pending:
+            what, done = pending[0]
+            with naming(what):
+                if done():
+                    pending.popleft()
+                elif time.monotonic() > deadline:
+                    raise CommunicationError(f"{what}: not done within {self.mesh.timeout:g} s")
+                else:
+                    time.sleep(0.0002)
+        return tensor.tolist()
+
+    def recv_new(self, shape, dtype, src):
+        self.receive_stream = self.receive_stream or torch.cuda.Stream(self.device, priority=-1)
+        with torch.cuda.stream(self.receive_stream):
+            tensor, work = super().recv_new(shape, dtype, src)
+        # The tensor's memory belongs to the receive stream. record_stream keeps the allocator from
+        # giving it to the next receive while the compute stream still reads it.
+        use = partial(tensor.record_stream, torch.cuda.current_stream())
+        return tensor, Work([work.wait, use])
+
+    def run_native(self, name, *args):
+        """Order the collective on the current stream. An event stands for it in mesh.pending, as
+        the library's Work would keep the tensors alive until it is polled."""
+        def post():
+            LIBRARY[name](*args, group=self.communicator)
+            event = torch.cuda.current_stream().record_event()
+            return [SimpleNamespace(wait=lambda: None, is_completed=event.query)]
+
+        self.start(f"native {name}", post).wait()
+
+    def submit(self, job, name):
+        """Post job()'s messages on the side stream, behind what the compute stream has so far."""
+        self.side_stream = self.side_stream or torch.cuda.Stream(self.device, priority=-1)
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream), self.span(name, group=self.name):
+            job()
+            event = self.side_stream.record_event()
+
+        def wait():
+            torch.cuda.current_stream().wait_event(event)
+            return job  # unused: as long as `wait` lives, so do the tensors of the job
+
+        self.last = Work([wait], f"group {self.name}")
+        return self.last

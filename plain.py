@@ -1,0 +1,169 @@
+"""The whole project on one page: D x P x T ranks train a GPT, each technique in its plainest form.
+
+    python plain.py                                          one process
+    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 1          eight: it starts the other seven
+
+Every layout prints the losses and norms of `python train.py`. (In float32 the last digit may differ
+after some ten steps, as it may between any two layouts: sums are rounded in another order.)
+
+A step meets the techniques in the order of this page: this rank's part of the model, forward and
+backward of the microbatches, sum of the gradients, clipping, AdamW. train.py composes the fast
+forms of the same techniques. Here nothing overlaps, embedding and head are whole on all T ranks,
+1F1B is the only schedule and ZeRO-1 the only stage, on CPUs, without checkpoints; split sequences
+(context_parallel.py) and experts (expert_parallel.py) are left out.
+"""
+
+import argparse
+import math
+import os
+import sys
+
+import torch
+
+from collectives import own_chunk, plain_all_reduce
+from data.batches import Data
+from mesh import Mesh
+from model import build
+from optimizer import clip_coefficient, decays, learning_rate
+from pipeline import Stage, plain_1f1b, tie_ends
+from run.processes import init, launch, shutdown
+from schedules import cut
+from shard import tag_whole
+from sizes import GPTConfig
+from tensor_parallel import plain_tensor_parallel
+from zero import plain_zero_step
+
+FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
+    "dp": 1, "pp": 1, "tp": 1, "zero": 0, "microbatches": 4, "steps": 3,
+    "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128, "dtype": "float32",
+    "batch_size": 32, "lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 50, "weight_decay": 0.1,
+    "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib"}
+
+
+# ---- 1. this rank's part of the model: slices of matrices, then a stage ----
+
+
+def part_of_model(cfg, mesh, vocab_size):
+    """The layers of this rank's pipeline stage, with this rank's slice of each matrix. Each layout
+    starts from the same whole model, so from the same weights."""
+    shape = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
+    model = build(shape, cfg.seed, getattr(torch, cfg.dtype))
+    tag_whole(model, data=mesh.group("dp"))  # each parameter's tag: name, slice, sums to take
+    plain_tensor_parallel(model, mesh.group("tp"))
+    tie_ends(model.layers, mesh.ends("pp"))  # the embedding's matrix is also the head's
+    pipeline = mesh.group("pp")
+    start, stop = cut(shape.layer_costs(), pipeline.size)[pipeline.rank]
+    return Stage(model.layers[start:stop])
+
+
+class Flat:
+    """A stage's parameters side by side, in four flat buffers: then one message takes them all, and
+    ZeRO can give each data rank 1/D of the elements."""
+
+    def __init__(self, params, weight_decay):
+        def side_by_side(value_of):
+            return torch.cat([(torch.zeros_like(param) + value_of(param)).flatten()
+                              for param in params])
+
+        self.weights = side_by_side(lambda param: param.detach())
+        self.grad = torch.zeros_like(self.weights)
+        self.decay = side_by_side(lambda param: weight_decay * decays(param.shard))
+        # An element of the norm that several ranks hold counts once: each adds its share
+        self.share = side_by_side(lambda param: 1 / param.shard.copies)
+        start = 0
+        for param in params:  # from now on views: autograd adds each gradient in place
+            part = slice(start, start + param.numel())
+            param.data = self.weights[part].view(param.shape)
+            param.grad = self.grad[part].view(param.shape)
+            start += param.numel()
+
+
+# ---- 2. AdamW, on all elements or on this rank's 1/D (arXiv 1711.05101) ----
+
+
+class AdamW:
+    def __init__(self, cfg, flat, norm_group, own):
+        """own(buffer): the elements that this rank steps. norm_group: the ranks that together have
+        every gradient."""
+        self.cfg, self.norm_group, self.num_steps = cfg, norm_group, 0
+        self.decay, self.share = own(flat.decay), own(flat.share)
+        self.mean = torch.zeros_like(own(flat.weights))  # of the gradients so far
+        self.square = torch.zeros_like(self.mean)  # of their squares
+
+    def step(self, weights, grad):
+        """One step, in place. Returns the global gradient norm, the same on every rank."""
+        square = (grad.double().square() * self.share).sum().view(1)
+        norm = math.sqrt(plain_all_reduce(square, self.norm_group).item())
+        grad *= clip_coefficient(norm, self.cfg.grad_clip)
+        beta1, beta2, lr = self.cfg.beta1, self.cfg.beta2, learning_rate(self.cfg, self.num_steps)
+        self.num_steps += 1
+        self.mean.lerp_(grad, 1 - beta1)
+        self.square.lerp_(grad.square(), 1 - beta2)
+        mean = self.mean / (1 - beta1**self.num_steps)  # both means began at 0
+        square = self.square / (1 - beta2**self.num_steps)
+        weights -= lr * (self.decay * weights + mean / (square.sqrt() + 1e-8))
+        return norm
+
+
+# ---- 3. the steps ----
+
+
+def train(cfg, mesh, data):
+    """Yields (loss, gradient norm) of each step, the same on every rank."""
+    replicas, pipeline = mesh.group("dp"), mesh.group("pp")
+    stage = part_of_model(cfg, mesh, data.vocab_size)
+    params = list(stage.parameters())
+    flat = Flat(params, cfg.weight_decay)
+    if cfg.zero:  # each data rank steps 1/D of the elements: the norm's parts are on all ranks
+        adamw = AdamW(cfg, flat, mesh.world, lambda buffer: own_chunk(buffer, replicas))
+    else:
+        adamw = AdamW(cfg, flat, mesh.group("pp", "tp"), lambda buffer: buffer)
+    tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
+    sequences = cfg.batch_size // cfg.dp // cfg.microbatches  # of a microbatch
+    for step in range(cfg.steps):
+        flat.grad.zero_()
+        batches = data.training(cfg, step, mesh)  # this data rank's microbatches
+
+        # forward and backward: stages pass on activations and gradients, T ranks sum partial sums
+        loss = plain_1f1b(stage, pipeline, batches, (sequences, cfg.block_size, cfg.n_embd), tokens)
+
+        # sum of the gradients: of the tied embedding over its two stages, then of all over replicas
+        for param in params:
+            for group in param.shard.sum_over[1:]:
+                plain_all_reduce(param.grad, group)
+        if cfg.zero:
+            norm = plain_zero_step(flat.weights, flat.grad, replicas, adamw.step)
+        else:
+            plain_all_reduce(flat.grad, replicas)
+            norm = adamw.step(flat.weights, flat.grad)
+
+        # each data rank's last stage has a part of the loss
+        loss = torch.tensor([loss], dtype=torch.double)
+        plain_all_reduce(loss, mesh.group("dp", "pp"))
+        yield loss.item(), norm
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in FLAGS.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default,
+                            help=f"({default})")
+    cfg = parser.parse_args()
+    ranks, world = cfg.dp * cfg.pp * cfg.tp, int(os.environ.get("WORLD_SIZE", 1))
+    if cfg.n_head % cfg.tp or cfg.batch_size % (cfg.dp * cfg.microbatches) or cfg.zero > 1:
+        parser.error("--tp must divide --n-head; --dp x --microbatches must divide --batch-size; "
+                     "--zero is 0 or 1")
+    if ranks > world:  # started as one process: start all
+        sys.exit(launch(ranks))
+    if world > 1:
+        init()
+    mesh = Mesh(dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
+    for step, (loss, norm) in enumerate(train(cfg, mesh, Data(cfg))):
+        if mesh.rank == 0:
+            print(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}", flush=True)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
