@@ -108,7 +108,7 @@ class AdamW:
 # ---- 3. the steps ----
 
 
-def train(cfg, mesh, data):
+def training_steps(cfg, mesh, data):
     """Yields (loss, gradient norm) of each step, the same on every rank."""
     replicas, pipeline = mesh.group("dp"), mesh.group("pp")
     stage = part_of_model(cfg, mesh, data.vocab_size)
@@ -159,7 +159,7 @@ def main():
     if world > 1:
         init()
     mesh = Mesh(dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
-    for step, (loss, norm) in enumerate(train(cfg, mesh, Data(cfg))):
+    for step, (loss, norm) in enumerate(training_steps(cfg, mesh, Data(cfg))):
         if mesh.rank == 0:
             print(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}", flush=True)
     shutdown()

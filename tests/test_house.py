@@ -1,9 +1,12 @@
 """TODO"""
 
+import ast
+import graphlib
 import os
 import re
 import shutil
 import subprocess
+from collections import deque
 
 import pytest
 
@@ -20,8 +23,41 @@ from run.log import peak_of_process
 from tests.harness import HERE, config
 from tests.runs import command, one_line
 
-TALKERS = ("mesh.py", "group.py", "nccl_group.py", "collectives.py")
-HOUSE = [path for path in HERE.glob("*.py") if path.name not in ("bench.py", "test_all.py")]
+ROOMS = {
+    "ground": "model mesh group nccl_group collectives shard sizes".split(),
+    "technique": """ddp zero optimizer tensor_parallel sequence_parallel context_parallel
+                    expert_parallel schedules pipeline""".split(),
+    "command": "plain train sample plan bench test_all".split()}
+MAY_IMPORT = {  # room -> the rooms that its files may import
+    "ground": ["ground"], "technique": ["ground", "technique"], "data": ["ground", "data"],
+    "run": ["ground", "technique", "data", "run"],
+    "planner": ["ground", "technique", "data", "run", "planner"],
+    "command": ["ground", "technique", "data", "run", "planner", "command"]}
+HOUSE = {path.stem if path.parent == HERE else f"{path.parent.name}.{path.stem}": path
+         for folder in (".", "data", "run", "planner")
+         for path in HERE.joinpath(folder).glob("*.py") if path.name != "__init__.py"}
+
+
+def room(module):
+    return next((name for name, modules in ROOMS.items() if module in modules),
+                module.split(".")[0])
+
+
+def imported(path):
+    """The project's modules that a file imports, but for what only its demonstration needs: inside
+    of demo(), or of the main guard."""
+    found, nodes = set(), deque([ast.parse(path.read_text())])
+    while nodes:
+        node = nodes.popleft()
+        guard = isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+        if guard or isinstance(node, ast.FunctionDef) and node.name == "demo":
+            continue
+        nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & HOUSE.keys()
 
 
 @pytest.mark.parametrize("line,says", [
@@ -69,22 +105,46 @@ def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "preparing stdlib as a corpus, once\n"
 
 
-def test_the_house_is_in_order():
-    """Messages pass through four files only; the model knows of none."""
-    for path in HOUSE:
-        text = path.read_text()
-        talks = "torch.distributed" in text.replace("torch.distributed's", "")
-        assert talks == (path.name in TALKERS), path.name
+def test_arrows_point_down():
+    """Techniques import the ground and one another; data/ the ground; run/ no planner/; only
+    commands import run/ and planner/. No circle. 22 files at the root, at most."""
+    imports = {module: imported(path) for module, path in HOUSE.items()}
+    up = [(module, other) for module, others in imports.items() for other in others
+          if room(other) not in MAY_IMPORT[room(module)]]
+    assert not up
+    graphlib.TopologicalSorter(imports).prepare()  # CycleError
+    assert len(list(HERE.glob("*.py"))) <= 22
     assert not re.search(r"^(import|from) (?!torch|math|hashlib|sizes)",
-                         (HERE / "model.py").read_text(), re.MULTILINE)
+                         HOUSE["model"].read_text(), re.MULTILINE)
+
+
+def test_messages_pass_through_the_ground():
+    """Only the ground, and what starts and ends the ranks, uses torch.distributed."""
+    talkers = {module for module, path in HOUSE.items() if module != "bench" and
+               re.search("import torch.distributed|torch.distributed[.]", path.read_text())}
+    assert talkers <= {"mesh", "group", "nccl_group", "collectives", "run.processes"}
+
+
+def test_parts_keep_their_size():
+    """Machinery is smaller than the techniques that it serves."""
+    def lines(*rooms):
+        return sum(path.read_text().count("\n") for module, path in HOUSE.items()
+                   if room(module) in rooms or module in rooms)
+
+    assert lines("plain") <= 180
+    assert lines("ground", "technique", "train") <= 3500
+    assert lines("run") <= 1200 and lines("planner") <= 1500
+    assert HERE.joinpath("tests/harness.py").read_text().count("\n") <= 300
+    assert HERE.joinpath("README.md").stat().st_size <= 12_000
 
 
 def test_one_name_means_one_thing():
     """No two top-level functions or classes of one name, but for what every file may have."""
     where = {}
-    for path in [*HOUSE, *(HERE / "data").glob("*.py")]:
-        for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
-            where.setdefault(name, []).append(path.name)
+    for module, path in HOUSE.items():
+        if module not in ("bench", "test_all"):
+            for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
+                where.setdefault(name, []).append(module)
     twice = {name: files for name, files in where.items() if len(files) > 1}
     assert set(twice) <= {"main", "demo"}, twice
 

@@ -52,7 +52,7 @@ PAGES = [  # of plain.py: layouts, with sizes that do not divide
 
 
 def _plain_page(rank, cfg):
-    return list(plain.train(cfg, Mesh(dp=cfg.dp, pp=cfg.pp, tp=cfg.tp), Data(cfg)))
+    return list(plain.training_steps(cfg, Mesh(dp=cfg.dp, pp=cfg.pp, tp=cfg.tp), Data(cfg)))
 
 
 @pytest.mark.parametrize("flags", PAGES, ids=str)
