@@ -1,208 +1,187 @@
 """What decides about a layout, in five pictures: tables for a terminal, SVG for a page. The figures
-come out of the functions that train.py runs; no formula stands here a second time.
+come from the functions that train.py and plan.py use.
 
     memory-wall   bytes of training a model, against the memory of one device
-    ring          what an all-reduce sends, and how long it takes, against the number of ranks
-    zero          model states per rank under each ZeRO stage, against the number of ranks
-    bubble        the share of a step that pipeline ranks wait, against the number of microbatches
-    grid          which rank stands where on the mesh, and the groups along each axis
+    ring          seconds of an all-reduce, against the number of ranks
+    memory        model states per rank under each ZeRO stage, against the number of ranks
+    bubble        idle share of a pipeline's step, against the number of microbatches
+    grid          the place of each rank on the mesh, and the groups along each axis
 
-    python -m planner.pictures                     all five tables
-    python -m planner.pictures bubble --pp 4       one of them
-    python -m planner.pictures --svg pictures      the tables, and SVG files in that folder
+    python -m planner.pictures                     the tables
+    python -m planner.pictures --svg pictures      and SVG files in that folder
     python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl    curves of runs
 """
 
 import argparse
 import json
 import math
-from functools import partial
 from pathlib import Path
 
-import torch
-
-from collectives import all_reduce, parameter_server_all_reduce, sequential_all_reduce
-from group import Group, Work
-from mesh import Mesh, grid, lay_out
+from mesh import grid, lay_out
 from planner import costs
 from planner.draw import bars_svg, curves_svg, grid_svg, schedule_svg, table
 from planner.hardware import DEVICES
-from planner.memory import memory
 from run.signals import end_quietly
 from schedules import SCHEDULES, closed_form, make_schedule, placement, simulate
 from sizes import bytes_per_parameter
 
-# Each picture is a function that returns its (text, SVG).
+# Each picture is a function that returns (text, SVG).
 
 
 def memory_wall():
-    """Model states on a single device, and how many devices have that much memory."""
-    names, sizes = ("weights", "gradients", "optimizer"), (7, 70)  # billions of parameters
-    bars = {f"{size} billion": {part: size * per_parameter for part, per_parameter in zip(
-        names, bytes_per_parameter(0, 1), strict=True)} for size in sizes}  # GB
-    totals = {name: sum(parts.values()) for name, parts in bars.items()}
-    states = [["parameters", *names, "in all"]]
-    states += [[name, *(f"{gb:,.0f} GB" for gb in (*parts.values(), totals[name]))]
-               for name, parts in bars.items()]
-    devices = [["device", "memory", *(f"for {name}" for name in totals)]]
-    devices += [[name, f"{device.gb:g} GB",
-                 *(f"{math.ceil(gb / device.gb)}" for gb in totals.values())]
-                for name, device in DEVICES.items()]
+    """Model states on a single device, and how many devices have as much memory."""
+    names = ("weights", "gradients", "optimizer")
+    rows = [["parameters", *names, "in all", *(f"{device}s" for device in DEVICES)]]
+    bars = {}
+    for billions in (1.5, 7, 13, 70, 175):
+        sizes = [billions * each for each in bytes_per_parameter(0, 1)]  # GB
+        bars[f"{billions:g} billion"] = dict(zip(names, sizes, strict=True))
+        rows.append([f"{billions:g} billion", *(f"{size:,.0f} GB" for size in (*sizes, sum(sizes))),
+                     *(f"{math.ceil(sum(sizes) / device.gb)}" for device in DEVICES.values())])
+    limits = {}
+    for gb in sorted({device.gb for device in DEVICES.values()}):
+        same = [name for name, device in DEVICES.items() if device.gb == gb]
+        limits[f"{', '.join(same)}: {gb} GB"] = gb
     title = "Model states of 16-bit training with Adam"
-    text = (table(f"memory wall: {title}", states) + "\n"
-            + table("devices that have as much memory, at least:", devices))
-    bars |= {name: {"memory of one device": device.gb} for name, device in DEVICES.items()}
-    name, largest = max(DEVICES.items(), key=lambda item: item[1].gb)
-    return text, bars_svg(bars, title, "GB", limit=(f"{name}: {largest.gb:g} GB", largest.gb))
-
-
-class Silent:
-    """A communicator that delivers nothing."""
-
-    def send(self, *args):
-        return Work()
-
-    recv = send
-
-
-def bytes_sent(collective, N, nbytes):
-    """By rank 0 of N, and no rank sends more. The collective itself runs, and its Group counts, but
-    in one process: the messages go nowhere, and meta tensors have a shape but no memory."""
-    group = Group(Mesh(dp=1), "ring", range(N), 0, Silent())
-    collective(torch.empty(nbytes // 2, dtype=torch.bfloat16, device="meta"), group)
-    return group.bytes_sent
+    return (table(f"memory wall: {title}; devices that have as much memory, at least", rows),
+            bars_svg(bars, title, "GB", [1, 10, 100, 1000, 10_000], limits))
 
 
 def ring_cost(name="h100", nbytes=4_000_000_000):
-    """Three all-reduces. In each of the ring's hops all links are busy, each with one chunk. The
-    other two send as many messages, 2 (N-1), one after another, and each is the whole tensor."""
+    """Three all-reduces. In each hop of the ring all links are busy, with a chunk each. The other
+    two send 2 (N-1) messages one after another, each of them the whole tensor."""
     device, worlds = DEVICES[name], [2, 4, 8, 16, 32, 64]
-    ways = {"ring": all_reduce, "sequential": sequential_all_reduce,
-            "parameter server": parameter_server_all_reduce}
-    sent = {way: [(N, bytes_sent(collective, N, nbytes) / nbytes) for N in worlds]
-            for way, collective in ways.items()}
-    rows = [["ranks", "ring, per byte", *(f"{way}, GB" for way in ways), "ring, ms", "others, ms"]]
-    for i, N in enumerate(worlds):
-        ratios = [points[i][1] for points in sent.values()]
-        times = [costs.ring_time(device, 1, N, size, rounds=2) for size in (nbytes, N * nbytes)]
-        rows.append([f"{N}", f"{ratios[0]:.4f}", *(f"{r * nbytes / 1e9:g}" for r in ratios),
-                     *(f"{1e3 * seconds:,.1f}" for seconds in times)])
-    title = f"Sent by the busiest rank in an all-reduce of {nbytes / 1e9:g} GB"
-    return (table(f"ring: {title}; times for {name}, {device.node} in a node", rows),
-            curves_svg(sent, title, "ranks", "times the tensor", worlds,
-                       [1, 2, 4, 8, 16, 32, 64], log=True))
+    times = {"ring": [], "sequential": [], "parameter server": []}
+    for N in worlds:
+        for way, points in times.items():
+            size = nbytes if way == "ring" else N * nbytes  # a hop sends an N-th of it
+            points.append((N, costs.ring_time(device, 1, N, size, rounds=2)))
+    rows = [["ranks", *times]]
+    for points in zip(*times.values(), strict=True):
+        rows.append([f"{points[0][0]}", *(f"{seconds:.3g} s" for _, seconds in points)])
+    title = f"All-reduce of {nbytes / 1e9:g} GB on {name}s, {device.node} in a node"
+    return (table(f"ring: {title}", rows),
+            curves_svg(times, title, "ranks", "seconds", worlds, [0.01, 0.1, 1, 10, 20], log=True))
 
 
 def zero_memory():
-    held = {name: [(2**i, 7 * sum(bytes_per_parameter(stage, 2**i))) for i in range(11)]
-              for stage, name in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"))}
+    """Model states per rank."""
+    held = {}
+    for stage, name in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+        held[name] = [(2**i, 7 * sum(bytes_per_parameter(stage, 2**i))) for i in range(11)]
     rows = [["data ranks", *held]]
-    rows += [[f"{points[0][0]}", *(f"{gb:.3g}" for _, gb in points)]
-             for points in zip(*held.values(), strict=True)]
+    for points in zip(*held.values(), strict=True):
+        rows.append([f"{points[0][0]}", *(f"{gb:.3g}" for _, gb in points)])
     title = "Model states of 7 billion parameters, 16-bit training with Adam"
-    return (table(f"zero: {title}, GB per rank", rows),
-            curves_svg(held, title, "data ranks", "GB per rank", [4**i for i in range(6)],
-                       [0.1, 1, 10, 100, 200], log=True))
+    return (table(f"memory: {title}, GB per rank", rows),
+            curves_svg(held, title, "data ranks", "GB per rank",
+                       [4**i for i in range(6)], [0.1, 1, 10, 100, 200], log=True))
 
 
 def bubble_curves(P=8):
-    """Every schedule for m = P, 2 P, ... 8 P microbatches. F, I and W cost the same, and messages
-    nothing. A formula is printed where there is one."""
+    """Each schedule for m = P, 2 P, ... 8 P microbatches. F, I and W cost the same, messages
+    nothing."""
     microbatches, equal = [P * n for n in range(1, 9)], (1, 1, 1, 0)
-    curves, cells = {}, [["m", *map(str, microbatches)]]
+    curves, columns = {}, [["m", *map(str, microbatches)]]
     for name in SCHEDULES:
         v = 2 if name == "interleaved" else 1
         curves[name], column = [], [f"{name}, formula"]
         for m in microbatches:
-            timeline = simulate(make_schedule(name, P, m, v), placement(name, P, v), equal)
-            formula = closed_form(name, P, m, v, equal)
-            formula = "-" if formula is None else f"{formula:.1%}"
-            curves[name].append((m, 100 * timeline.bubble))
-            column.append(f"{timeline.bubble:.1%} {formula:>6}")
-        cells.append(column)
+            bubble = simulate(make_schedule(name, P, m, v), placement(name, P, v), equal).bubble
+            rate = closed_form(name, P, m, v, equal)
+            curves[name].append((m, 100 * bubble))
+            column.append(f"{bubble:.1%} {'-' if rate is None else f'{rate:.1%}':>6}")
+        columns.append(column)
     title = f"Bubble of {P} pipeline ranks"
-    most = 10 * math.ceil(max(y for points in curves.values() for _, y in points) / 10)
-    return (table(f"bubble: {title}, m microbatches", [*zip(*cells, strict=True)]),
-            curves_svg(curves, title, "microbatches", "bubble, %",
-                       [P * n for n in (1, 2, 4, 6, 8)], range(0, most + 1, 10)))
+    return (table(f"bubble: {title}, m microbatches", list(zip(*columns, strict=True))),
+            curves_svg(curves, title, "microbatches", "% of the step", microbatches,
+                       range(0, 60, 10)))
 
 
 def rank_grid():
+    """Eight ranks, their places and their groups."""
     sizes = {"dp": 2, "pp": 2, "tp": 2}
     groups = {axis: lay_out(sizes, [axis]) for axis in sizes}
-    title = f"{' x '.join(map(str, sizes.values()))} ranks on the axes {', '.join(sizes)}"
+    title = "2 x 2 x 2 ranks on the axes dp, pp, tp"
     lines = [f"  groups along {axis}  {' '.join(map(str, rows))}" for axis, rows in groups.items()]
     return "\n".join([f"grid: {title}", grid(sizes), *lines]), grid_svg(groups, title)
 
 
-def layout_svgs(job, layout, device):
-    """{file name: SVG} of a layout: memory by part on each pipeline rank (if there are more than 8,
-    on the one that holds most), and a step's timeline, with 2 P microbatches at most."""
+# ---- pictures of a layout, and of runs ----
+
+
+def layout_svg(job, layout, device):
+    """The timeline of a step in a layout, of 2 P microbatches at most."""
     P, m = layout.pp, min(layout.microbatches, 2 * layout.pp)
-    ways = f"dp {layout.dp}, tp {layout.tp}, pp {P}, cp {layout.cp}"
-    shown = {f"p={p}": {p} for p in range(P)} if P <= 8 else {"the fullest rank": None}
-    held = {name: {part: size / 1e9 for part, size in memory(job, layout, ranks).items()
-                   if part != "total"} for name, ranks in shown.items()}
     lists = make_schedule(layout.schedule, P, m, layout.chunks)
     times = simulate(lists, placement(layout.schedule, P, layout.chunks),
                      costs.action_costs(job, layout, device)).times
     seconds = max(row[-1][2] for row in times)
-    part = "" if m == layout.microbatches else f"a step of {m} instead of "
-    return {"layout-memory.svg": bars_svg(
-                held, f"Memory by part: {ways}", "GB", (f"device: {device.gb:g} GB", device.gb)),
-            "layout-timeline.svg": schedule_svg(
-                times, f"{layout.schedule}: {part}{layout.microbatches} microbatches, "
-                       f"{seconds:.3g} s; {ways}")}
+    return schedule_svg(times, f"{layout.schedule}: {m} of {layout.microbatches} microbatches in "
+                        f"{seconds:.3g} s; dp {layout.dp}, tp {layout.tp}, pp {P}, cp {layout.cp}")
+
+
+def running_mean(points, width=25):
+    """Each y is the mean of the `width` values around it, of fewer at the ends."""
+    means = []
+    for i, (x, _) in enumerate(points):
+        near = [y for _, y in points[max(0, i - width // 2): i + width // 2 + 1]]
+        means.append((x, sum(near) / len(near)))
+    return means
 
 
 def metrics_svg(paths):
-    """(file name, SVG) of what train.py --metrics wrote: losses or, of experts, their balance."""
+    """{file name: SVG} of files that train.py --metrics wrote: losses or, of experts, the load of
+    the busiest. ValueError."""
     runs = {Path(path).stem: [json.loads(line) for line in Path(path).read_text().splitlines()]
             for path in paths}
     if len(runs) < len(paths):
         raise ValueError(f"--metrics {' '.join(paths)}: files need names of their own")
-    curves = {key: {name: [(r["step"], r[key]) for r in records if r.get(key) is not None]
-                    for name, records in runs.items()} for key in ("busiest", "loss")}
-    key = "busiest" if any(curves["busiest"].values()) else "loss"
-    series = {name: points for name, points in curves[key].items() if points}
-    if not series:
-        raise ValueError(f"--metrics {' '.join(paths)}: no step has a loss")
-    file, title, y_name = {
-        "busiest": ("balance.svg", "Load of the busiest expert of any block", "times the mean"),
-        "loss": ("loss.svg", "The same training in different layouts", "loss, nats per token")}[key]
-    steps = 1 + max(step for points in series.values() for step, _ in points)
-    values = [y for points in series.values() for _, y in points]
-    low, high = math.floor(min(values)), math.ceil(max(values))
-    return file, curves_svg(series, title, "step", y_name, [round(steps * i / 4) for i in range(5)],
-                            range(low, max(high, low + 1) + 1))
+    experts = any(record.get("busiest") for records in runs.values() for record in records)
+    key = "busiest" if experts else "loss"
+    raw = {}
+    for name, records in runs.items():
+        raw[name] = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        if not raw[name]:
+            raise ValueError(f"--metrics {' '.join(paths)}: no step of {name} has a {key}")
+    steps = 1 + max(x for points in raw.values() for x, _ in points)
+    values = [y for points in raw.values() for _, y in points]
+    low = math.floor(min(values))
+    high = max(low + 1, math.ceil(max(values)))
+    curves = {name: running_mean(points) for name, points in raw.items()}
+    title, y_name = "The same training in different layouts", "loss, nats per token"
+    if experts:
+        title, y_name = "Load of the busiest expert of any block", "times the mean"
+    svg = curves_svg(curves, f"{title} (pale: each step; thick: mean of 25)", "step", y_name,
+                     [round(steps * i / 4) for i in range(5)], range(low, high + 1), raw=raw)
+    return {"balance.svg" if experts else "loss.svg": svg}
+
+
+def write(folder, files):
+    """Writes {file name: text} into a folder, made if missing. OSError."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        Path(folder, name).write_text(text)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"pictures.py: {message}\n")
-    names = ("memory-wall", "ring", "zero", "bubble", "grid")
-    parser.add_argument("picture", nargs="?", choices=names, help="only this one")
-    parser.add_argument("--device", choices=DEVICES, default="h100", help="whose links ring takes")
-    parser.add_argument("--pp", type=int, default=8, metavar="P", help="ranks of bubble")
-    parser.add_argument("--svg", metavar="FOLDER", help="write the pictures there as well")
+    parser.add_argument("--svg", metavar="FOLDER", help="write the pictures there")
     parser.add_argument("--metrics", nargs="+", metavar="FILE",
                         help="draw loss.svg or, of runs with experts, balance.svg instead")
     args = parser.parse_args()
-    if args.metrics and (args.picture or not args.svg):
-        parser.error("--metrics needs --svg FOLDER, and no picture's name")
-    make = dict(zip(names, (memory_wall, partial(ring_cost, args.device), zero_memory,
-                            partial(bubble_curves, args.pp), rank_grid), strict=True))
+    if args.metrics and not args.svg:
+        parser.error("--metrics needs --svg FOLDER")
     try:
         if args.metrics:
-            file, svg = metrics_svg(args.metrics)
-            Path(args.svg, file).write_text(svg)
-            return
-        for name in [args.picture] if args.picture else names:
-            text, svg = make[name]()
-            print(text)
-            if args.svg:
-                Path(args.svg, "memory.svg" if name == "zero" else f"{name}.svg").write_text(svg)
+            return write(args.svg, metrics_svg(args.metrics))
+        pictures = {"memory-wall": memory_wall(), "ring": ring_cost(), "memory": zero_memory(),
+                    "bubble": bubble_curves(), "grid": rank_grid()}
+        print("\n".join(text for text, _ in pictures.values()))
+        if args.svg:
+            write(args.svg, {f"{name}.svg": svg for name, (_, svg) in pictures.items()})
     except (ValueError, OSError) as error:
         parser.error(error)
 
