@@ -1,24 +1,18 @@
-"""Published runs beside what plan.py says of them.
-
-    python plan.py --published             the table
-    python plan.py --published --choice    and the layout that it would choose: 3 minutes
+"""Published runs beside their predictions: python plan.py --published
 
 A star marks the rows on which the fractions in hardware.py were fitted: four numbers on six rows
-of A100s, one number on one row of H100s. The others are predictions. What a paper does not say, how
-many sequences a microbatch has and how many chunks a rank, is chosen by plan.py. (2205.05198 gives
-chunks for 175B and 530B. With one instead of two, 1T would be off by 18% and 13%; 530B by 20% and
-14%.)
+of A100s, one number on one row of H100s. The others are predictions. Microbatches and chunks that a
+paper does not give are those with the fastest prediction. (2205.05198 gives chunks for 175B and
+530B. With one chunk instead of two, 1T would be off by 18% and 13%; 530B by 20% and 14%.)
 """
 
 import math
 from dataclasses import replace
 from typing import NamedTuple
 
-import plan
 from planner.costs import lower_bound, step_flops, step_time
 from planner.hardware import DEVICES, MODELS
 from planner.memory import Job, Layout
-from planner.search import Search
 
 
 class Run(NamedTuple):
@@ -26,7 +20,7 @@ class Run(NamedTuple):
     model: str
     gpus: int
     batch: int
-    layout: Layout  # its microbatches, chunks: 0 where the source does not say
+    layout: Layout  # microbatches and chunks are 0 if the source does not give them
     value: float  # published
     unit: str  # "TF": TFLOP/s per GPU; "s": seconds of a step
     fitted: bool = False
@@ -96,14 +90,16 @@ RUNS = [
 ]
 
 
-def candidates(run, job):
-    """The layouts that the source may mean."""
-    layout, L = run.layout, job.model.n_layer
-    share = run.batch // layout.dp
-    counts = [layout.microbatches] if layout.microbatches else [
-        share // b for b in (1, 2, 4, 8, 16) if share % b == 0]
-    chunks = [layout.chunks] if layout.chunks else [
-        v for v in (1, 2, 3, 4, 5, 8) if layout.pp > 1 and v * layout.pp <= L + 2] or [1]
+def candidates(run):
+    """All layouts that agree with the source."""
+    layout, layers = run.layout, MODELS[run.model].n_layer + 2
+    share = run.batch // layout.dp  # sequences of a data rank
+    counts, chunks = [layout.microbatches], [layout.chunks]
+    if not layout.microbatches:
+        counts = [share // b for b in (1, 2, 4, 8, 16) if share % b == 0]
+    if not layout.chunks:
+        fitting = [v for v in (1, 2, 3, 4, 5, 8) if v * layout.pp <= layers]
+        chunks = fitting if layout.pp > 1 else [1]
     for m in counts:
         for v in chunks:
             if layout.schedule != "interleaved" or m % layout.pp == 0:
@@ -111,16 +107,12 @@ def candidates(run, job):
                     yield layout._replace(microbatches=m, chunks=v, cp_attention=how)
 
 
-def job_of(run):
-    return Job(replace(MODELS[run.model], block_size=run.block_size), run.batch, run.attention)
-
-
 def predict(run, device=None):
-    """(what is predicted of a run, in its unit; the layout)."""
-    job, device = job_of(run), device or DEVICES[run.device]
-    bounds = sorted((lower_bound(job, layout, device), layout) for layout in candidates(run, job))
+    """(prediction in the run's unit, layout)."""
+    model = replace(MODELS[run.model], block_size=run.block_size)
+    job, device = Job(model, run.batch, run.attention), device or DEVICES[run.device]
     seconds, layout = math.inf, None
-    for bound, candidate in bounds:
+    for bound, candidate in sorted((lower_bound(job, c, device), c) for c in candidates(run)):
         if bound < seconds:
             seconds, layout = min((seconds, layout), (step_time(job, candidate, device), candidate))
     if run.unit == "s":
@@ -128,42 +120,20 @@ def predict(run, device=None):
     return step_flops(job, run.layout.recompute) / seconds / run.gpus / 1e12, layout
 
 
-def main(choice=False):
+def main():
     print(f"{'arXiv':24}{'model':15}{'GPUs':>6} {'dp':>4} {'tp':>2} {'pp':>3} {'cp':>3} "
           f"{'zero':>4}  {'recompute':10}{'published':>10} {'predicted':>10} {'error':>7}")
     errors = []
     for run in RUNS:
         value, layout = predict(run)
         error = value / run.value - 1
-        errors += [] if run.fitted else [abs(error)]
+        if not run.fitted:
+            errors.append(abs(error))
         print(f"{run.source:24}{run.model:15}{run.gpus:6} {layout.dp:4} {layout.tp:2} "
               f"{layout.pp:3} {layout.cp:3} {layout.zero:4}  {layout.recompute:10}"
               f"{run.value:7g} {run.unit:2} {value:7.4g} {run.unit:2} {error:+7.1%}"
               + " *" * run.fitted, flush=True)
-        if choice:
-            print("    " + chosen(run, layout), flush=True)
     errors.sort()
     print(f"{len(errors)} predicted: median error {errors[len(errors) // 2]:.1%}, largest "
           f"{errors[-1]:.1%}, {sum(e <= 0.1 for e in errors)} within 10%; * fitted, "
           f"{len(RUNS) - len(errors)} of {len(RUNS)}")
-
-
-def chosen(run, layout):
-    """What plan.py would do with the same devices, and why."""
-    job, device = job_of(run), DEVICES[run.device]
-    (_, best), = Search(job, run.gpus, device, {}).best(1)
-    ours, theirs = (plan.figures(job, each, device) for each in (best, layout))
-    text = f"{flags_of(ours)}: {plan.why(ours, theirs)}"
-    if (need := theirs["memory_gb"]["total"]) <= device.gb:
-        return text
-    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    nearest = Search(job, run.gpus, device, axes).best(1)
-    text += f"\n    but what is published takes {need:.0f} GB here"
-    for _, fitting in nearest:
-        theirs = plan.figures(job, fitting, device)
-        text += f". Of its axes, {flags_of(theirs)} fits: {plan.why(ours, theirs)}"
-    return text
-
-
-def flags_of(figures):
-    return figures["command"].split(" --n-layer")[0].split("train.py ")[1]
