@@ -13,7 +13,6 @@ import argparse
 import json
 import tempfile
 from dataclasses import fields, replace
-from pathlib import Path
 
 from planner import draw
 from planner.costs import step_flops, step_time, time_by_part
@@ -57,8 +56,8 @@ def figures(job, layout, device):
 
 COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
            "recompute")
-LEFT_OUT = """not searched: tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe, more than 16 sequences
-in a microbatch; each can be given as a flag
+LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
+gpipe, more than 16 sequences in a microbatch
 left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
 kernels dislike, memory of CUDA and NCCL, fragmentation; a group is one ring, so one port of a node
 carries all that leaves it; attention is fused and the vocabulary that of --data in train.py"""
@@ -144,7 +143,6 @@ def flags():
                        "with its best schedule, ZeRO stage, ... (6)")
     group.add_argument("--tokens", type=float, default=300e9, help="for the days (300e9, as GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
-    group.add_argument("--svg", metavar="FOLDER", help="write layout-timeline.svg there")
     group.add_argument("--here", action="store_true", help="measure this machine, predict train.py "
                        "on it, and run it; a dozen layouts if none is named")
     group.add_argument("--published", action="store_true", help="published runs, and predictions")
@@ -187,8 +185,12 @@ def run_here(args):
         choices = [{**named, "recompute": named.get("recompute") == "full"}]
     else:
         choices = [{**MODEL, **layout} for layout in LAYOUTS]
-    cfgs = [config.Config(**choice, device="cpu", out=tempfile.gettempdir()) for choice in choices]
-    for cfg in cfgs:
+    cfgs = {}
+    for choice in choices:
+        cfg = config.Config(**choice, device="cpu", out=tempfile.gettempdir())
+        name = " ".join(f"{name} {value}" for name, value in choice.items()
+                        if name in Layout._fields and value is not False)
+        cfgs[name or "one process"] = cfg
         config.check(cfg, 1)
     here(cfgs, Trainer)
 
@@ -227,10 +229,6 @@ def main():
         if args.here:
             return run_here(args)
         job, device, search, rows = searched(args)
-        if args.svg:
-            from planner.pictures import layout_svg, write
-            layout = Layout(*(rows[0][name] for name in Layout._fields))
-            write(args.svg, {"layout-timeline.svg": layout_svg(job, layout, device)})
     except (ValueError, OSError) as error:
         parser.error(error)
     if args.json:

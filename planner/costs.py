@@ -29,9 +29,6 @@ def step_flops(job, recompute="none"):
     return 24 * tokens * L * h * h * forwards * (1 + S / (6 * h)) + 6 * tokens * h * V
 
 
-# ---- the device: kernels, links, rings ----
-
-
 def compute(device, products=0.0, attention=0.0, moved=0.0, kernels=0):
     """Seconds for FLOPs of matrix products, FLOPs of fused attention, bytes read and written."""
     return (products / (1e12 * device.tflops * device.f_products)
@@ -56,9 +53,6 @@ def ring_time(device, stride, size, nbytes, rounds=1):
 def exposed(device, messages, computing):
     """Communication time not hidden by compute. A CPU hides none: it copies messages itself."""
     return messages if device.cores else math.hypot(messages, computing) - computing
-
-
-# ---- one microbatch through one block, or through an end of the model ----
 
 
 class Time(NamedTuple):
@@ -165,9 +159,6 @@ def ends_time(job, layout, device):
     return embedding, head
 
 
-# ---- the pipeline ----
-
-
 @cache
 def kinds_of_ranks(model, schedule, P, v):
     """The different Parts of the model that pipeline ranks hold."""
@@ -237,9 +228,6 @@ def lower_bound(job, layout, device):
     return m * (F + I + W) / (1 - (rate or 0.0))
 
 
-# ---- data parallelism and the optimizer ----
-
-
 def data_time(job, layout, device):
     """(exposed time of data-parallel messages, time of the optimizer)."""
     times, part = busiest_rank(job, layout._replace(zero=0), device)
@@ -277,9 +265,6 @@ def data_time(job, layout, device):
         owned = numel / ranks + experts / (ranks // layout.ep)
     bytes_moved = 28 if w == 2 else 7 * w  # per parameter, by AdamW
     return sent, compute(device, moved=owned * bytes_moved, kernels=8 * part.blocks)
-
-
-# ---- all of a step ----
 
 
 def step_time(job, layout, device):

@@ -1,5 +1,5 @@
-"""Tables and timelines for a terminal; charts, timelines and rank grids as SVG on white; and the
-command line that shows schedules.
+"""Tables and timelines for a terminal; charts and timelines as SVG on white; and the command line
+that shows schedules.
 
     python pipeline.py 1f1b 4 8 --svg schedule.svg        python -m planner.pictures
 """
@@ -15,8 +15,7 @@ import schedules
 
 COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
 LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")
-WIDTH, HEIGHT = 720, 360  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 60, 570, 70, 310  # of its plot
+LEFT, RIGHT, TOP, BOTTOM = 60, 570, 70, 310  # of a chart's plot
 
 
 def table(title, rows):
@@ -29,25 +28,29 @@ def table(title, rows):
     return "\n".join(lines)
 
 
-def page(title, shapes, width=WIDTH, height=HEIGHT):
-    """The text of an SVG file."""
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-size="12" font-family="sans-serif" fill="#222">\n'
-        f'<rect width="{width}" height="{height}" rx="6" fill="white"/>',
-        text(12, 22, title, 'font-size="14" font-weight="bold"'), *shapes, "</svg>\n"])
+class Picture:
+    """Collects shapes; str() is an SVG file. x goes right, y down."""
 
+    def __init__(self, title, width=720, height=360):
+        self.shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+                       'font-size="12" font-family="sans-serif">']
+        self.box(0, 0, width, height, "white")
+        self.text(12, 22, title, style='font-size="14" font-weight="bold"')
 
-def text(x, y, words, style=""):
-    return f'<text x="{x}" y="{y}" {style}>{escape(str(words))}</text>'
+    def text(self, x, y, words, anchor="start", color="#222", style=""):
+        self.shapes.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}" '
+                           f'{style}>{escape(str(words))}</text>')
 
+    def box(self, x, y, width, height, color, style=""):
+        self.shapes.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                           f'height="{height:.1f}" fill="{color}" {style}/>')
 
-def box(x, y, width, height, color, style=""):
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-            f'fill="{color}" {style}/>')
+    def line(self, points, color, style=""):
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.shapes.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
 
-
-# ---- schedules ----
+    def __str__(self):
+        return "\n".join([*self.shapes, "</svg>\n"])
 
 
 def schedule_text(times, width=160):
@@ -80,29 +83,24 @@ def schedule_text(times, width=160):
 def schedule_svg(times, title):
     """The same as SVG; later chunks are paler."""
     makespan = max(row[-1][2] for row in times)
-    used = {action.kind for row in times for action, *_ in row}
-    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    shapes, x = [], 60
-    y = 50 + 26 * len(times)
-    for kind, name in names.items():
-        if kind in used:
-            shapes += [box(x, y, 12, 12, COLORS[kind]), text(x + 18, y + 10, name)]
-            x += 130
+    picture = Picture(title, 952, 76 + 26 * len(times))
     for rank, row in enumerate(times):
         y = 36 + 26 * rank
-        shapes.append(text(12, y + 16, f"rank {rank}"))
+        picture.text(12, y + 16, f"rank {rank}")
         for (kind, stage, k), start, end in row:
             x, wide = 60 + 880 * start / makespan, 880 * (end - start) / makespan
             pale = 2 / (2 + stage // len(times))
-            shapes.append(box(x, y, wide, 22, COLORS[kind],
-                              f'stroke="white" opacity="{pale:.2f}"'))
+            picture.box(x, y, wide, 22, COLORS[kind], f'stroke="white" opacity="{pale:.2f}"')
             size = min(12, 1.5 * wide / len(str(k)))
-            shapes.append(text(round(x + wide / 2, 1), y + 15, k,
-                               f'font-size="{size:.1f}" text-anchor="middle"'))
-    return page(title, shapes, 952, 76 + 26 * len(times))
-
-
-# ---- charts ----
+            picture.text(x + wide / 2, y + 15, k, "middle", style=f'font-size="{size:.1f}"')
+    x, y, used = 60, 50 + 26 * len(times), {action.kind for row in times for action, *_ in row}
+    for kind, name in (("F", "forward"), ("B", "backward"), ("I", "input gradient"),
+                       ("W", "weight gradient")):
+        if kind in used:
+            picture.box(x, y, 12, 12, COLORS[kind])
+            picture.text(x + 18, y + 10, name)
+            x += 130
+    return str(picture)
 
 
 def scale(ticks, low, high, log=False):
@@ -112,102 +110,70 @@ def scale(ticks, low, high, log=False):
     return lambda value: round(low + (to(value) - first) / (last - first) * (high - low), 1)
 
 
-def grid_lines(ticks, down, name):
-    """Horizontal lines with their values; the name of the axis above."""
-    shapes = [text(12, 52, name)]
-    for tick in ticks:
-        shapes += [f'<path d="M{LEFT},{down(tick)} H{RIGHT}" stroke="#e4e4e4"/>',
-                   text(LEFT - 8, down(tick) + 4, f"{tick:,g}", 'text-anchor="end"')]
-    return shapes
+def chart(title, y_name, y_ticks, log):
+    """(Picture with horizontal grid lines, function from y values to pixels)."""
+    picture, down = Picture(title), scale(y_ticks, BOTTOM, TOP, log)
+    picture.text(12, 52, y_name)
+    for tick in y_ticks:
+        picture.line([(LEFT, down(tick)), (RIGHT, down(tick))], "#e4e4e4")
+        picture.text(LEFT - 8, down(tick) + 4, f"{tick:,g}", "end")
+    return picture, down
 
 
-def labels(entries):
-    """Labels at the right of the plot. entries: [(y, words, color)]; moved apart if closer than a
-    line of text, with a stroke from each label to its own height."""
-    shapes, y = [], math.inf
+def label(picture, entries):
+    """Labels right of the plot. entries: [(y, words, color)], moved apart to a line of text."""
+    y = math.inf
     for at, words, color in sorted(entries, reverse=True):  # from the lowest up
         y = min(at, y - 15)
-        shapes += [f'<path d="M{RIGHT},{at} L{RIGHT + 10},{y}" stroke="{color}" fill="none"/>',
-                   text(RIGHT + 14, round(y + 4, 1), words, f'fill="{color}"')]
-    return shapes
+        picture.line([(RIGHT, at), (RIGHT + 10, y)], color)
+        picture.text(RIGHT + 14, y + 4, words, color=color)
 
 
 def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, log=False, raw=None):
-    """curves: {name: [(x, y)]}; one that hides another is dashed. raw: pale curves behind them, of
-    the same names."""
-    across, down = scale(x_ticks, LEFT, RIGHT, log), scale(y_ticks, BOTTOM, TOP, log)
-    shapes = grid_lines(y_ticks, down, y_name)
-    shapes += [text(across(x), BOTTOM + 18, x, 'text-anchor="middle"') for x in x_ticks]
-    shapes.append(text((LEFT + RIGHT) / 2, HEIGHT - 8, x_name, 'text-anchor="middle"'))
-    colors = dict(zip(curves, LINES, strict=False))
-
-    def line(points, style):
-        path = " ".join(f"{x},{y}" for x, y in points)
-        return f'<polyline points="{path}" fill="none" {style}/>'
-
+    """curves: {name: [(x, y)]}; dashed if another curve is below. raw: pale ones behind them."""
+    picture, down = chart(title, y_name, y_ticks, log)
+    across, colors = scale(x_ticks, LEFT, RIGHT, log), dict(zip(curves, LINES, strict=False))
+    for x in x_ticks:
+        picture.text(across(x), BOTTOM + 18, x, "middle")
+    picture.text((LEFT + RIGHT) / 2, BOTTOM + 42, x_name, "middle")
     for name, points in (raw or {}).items():
-        pixels = [(across(x), down(y)) for x, y in points]
-        shapes.append(line(pixels, f'stroke="{colors[name]}" stroke-width="0.7" opacity="0.35"'))
+        picture.line([(across(x), down(y)) for x, y in points], colors[name],
+                     'stroke-width="0.7" opacity="0.35"')
     drawn, ends = [], []
     for name, points in curves.items():
         pixels = [(across(x), down(y)) for x, y in points]
-        hides = any(len(pixels) == len(other) and all(
-            x == x2 and abs(y - y2) < 1 for (x, y), (x2, y2) in zip(pixels, other, strict=True))
-            for other in drawn)
-        shapes.append(line(pixels, f'stroke="{colors[name]}" stroke-width="2"'
-                           + ' stroke-dasharray="7 7"' * hides))
+        hides = any(all(math.dist(a, b) < 1 for a, b in zip(pixels, other, strict=False))
+                    for other in drawn)
+        picture.line(pixels, colors[name],
+                     'stroke-width="2"' + ' stroke-dasharray="7 7"' * hides)
         drawn.append(pixels)
         ends.append((pixels[-1][1], name, colors[name]))
-    return page(title, shapes + labels(ends))
+    label(picture, ends)
+    return str(picture)
 
 
 def bars_svg(bars, title, unit, ticks, limits):
     """bars: {name: {part: value}}, parts on top of one another on a log scale, their sum below the
     name. limits: {name: value} of lines across all bars."""
-    down, slot = scale(ticks, BOTTOM, TOP, log=True), (RIGHT - LEFT) / len(bars)
-    shapes = grid_lines(ticks, down, unit)
-    shapes += [f'<path d="M{LEFT},{down(value)} H{RIGHT}" stroke="#c22" stroke-dasharray="5 4"/>'
-               for value in limits.values()]
-    colors = dict(zip(next(iter(bars.values())), LINES, strict=False))
-    for i, (part, color) in enumerate(colors.items()):
-        shapes += [box(130 + 95 * i, 42, 12, 12, color), text(148 + 95 * i, 52, part)]
+    picture, down = chart(title, unit, ticks, log=True)
+    for value in limits.values():
+        picture.line([(LEFT, down(value)), (RIGHT, down(value))], "#c22",
+                     'stroke-dasharray="5 4"')
     for i, (name, parts) in enumerate(bars.items()):
-        middle, bottom, total = round(LEFT + (i + 0.5) * slot, 1), BOTTOM, 0
-        for part, value in parts.items():
-            total += value
-            shapes.append(box(middle - 20, down(total), 40, bottom - down(total), colors[part]))
+        middle = LEFT + (i + 0.5) * (RIGHT - LEFT) / len(bars)
+        total, bottom = 0, BOTTOM
+        for part, color in zip(parts, LINES, strict=False):
+            total += parts[part]
+            picture.box(middle - 20, down(total), 40, bottom - down(total), color)
             bottom = down(total)
-        shapes += [text(middle, BOTTOM + 18, name, 'text-anchor="middle"'),
-                   text(middle, BOTTOM + 34, f"{total:,.0f} {unit}",
-                        'text-anchor="middle" font-weight="bold"')]
-    return page(title, shapes + labels([(down(value), name, "#c22")
-                                        for name, value in limits.items()]))
-
-
-def grid_svg(groups, title):
-    """groups: {axis: its groups of ranks}, of two ranks on each of three axes. One panel per axis:
-    all ranks, with one color per group."""
-    shapes = []
-    for n, (axis, rows) in enumerate(groups.items()):
-        corner = 50 + 230 * n
-        shapes.append(text(corner, 50, f"groups along {axis}", 'font-weight="bold"'))
-        for i in (0, 1):
-            shapes += [text(corner + 38 + 96 * i, 74, f"d={i}", 'text-anchor="middle"'),
-                       text(corner - 32, 120 + 40 * i, f"p={i}")]
-            for t in (0, 1):
-                shapes.append(text(corner + 18 + 96 * i + 40 * t, 92, f"t={t}",
-                                   'text-anchor="middle"'))
-        for ranks, color in zip(rows, LINES, strict=False):
-            for rank in ranks:
-                d, p, t = rank // 4, rank // 2 % 2, rank % 2
-                x, y = corner + 96 * d + 40 * t, 98 + 40 * p
-                shapes += [box(x, y, 36, 36, color, 'rx="4"'),
-                           text(x + 18, y + 24, rank,
-                                'fill="white" font-size="16" text-anchor="middle"')]
-    return page(title, shapes, 720, 192)
-
-
-# ---- the command line of pipeline.py ----
+        picture.text(middle, BOTTOM + 18, name, "middle")
+        picture.text(middle, BOTTOM + 34, f"{total:,.0f} {unit}", "middle",
+                     style='font-weight="bold"')
+    for i, (part, color) in enumerate(zip(parts, LINES, strict=False)):
+        picture.box(130 + 95 * i, 42, 12, 12, color)
+        picture.text(148 + 95 * i, 52, part)
+    label(picture, [(down(value), name, "#c22") for name, value in limits.items()])
+    return str(picture)
 
 
 def numbers(words):

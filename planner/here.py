@@ -1,19 +1,17 @@
 """Predicts a step of train.py on this machine's processors, and runs it: python plan.py --here
 
-    device       seconds of primitive operations here: matrix products, attention, elementwise work,
-                 small operations, messages; timed in as many processes as the layout has, with as
-                 many threads
+    device       from seconds of primitive operations: matrix products, attention, elementwise work,
+                 small operations, messages; in as many processes and threads as the layout has
     predicted    seconds by costs.py; nothing is fitted to a layout
     measured     the mean step of the same Trainer on the tokens of --data
 
-Other programs disturb: everything is done in several rounds, and the least of each figure counts.
+Other programs disturb, so there are several rounds, and the least of each figure counts.
 """
 
 import json
 import os
 import tempfile
 import time
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import correlation, median
@@ -29,7 +27,7 @@ from planner.costs import step_time
 from planner.draw import table
 from planner.hardware import Device
 from planner.memory import Job, Layout
-from run.config import DTYPES, Config
+from run.config import DTYPES
 from run.processes import init, shutdown
 from sizes import GPTConfig
 
@@ -41,9 +39,6 @@ LAYOUTS = [  # of plan.py --here alone
     {"pp": 2, "microbatches": 1}, {"dp": 4}, {"tp": 4}, {"pp": 4},
     {"pp": 4, "schedule": "interleaved"}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2},
     {"dp": 2, "pp": 2, "tp": 2}, {"tp": 8}]
-
-
-# ---- measured ----
 
 
 def seconds(mesh, work, times=8):
@@ -134,12 +129,10 @@ def run(make_trainer, cfg, mesh):
     return (time.perf_counter() - start) / STEPS
 
 
-# ---- processes ----
-
-
 def worker(rank, tasks, folder):
-    """One process of all tasks: takes part in those that are for so many ranks."""
-    for i, (task, n, cfg) in enumerate(tasks):
+    """A process that takes part in all tasks of more than `rank` ranks."""
+    for i, (task, cfg) in enumerate(tasks):
+        n = cfg.dp * cfg.pp * cfg.cp * cfg.tp
         if rank < n:
             torch.set_num_threads(max(1, CORES // n))  # as run/processes.py does
             init(url=f"file://{folder}/{i}", rank=rank, size=n)
@@ -150,17 +143,14 @@ def worker(rank, tasks, folder):
             shutdown()
 
 
-def in_turn(tasks):
-    """Runs each (function, ranks, Config) once in each round. Returns its results, by task."""
+def in_turn(tasks, processes):
+    """Runs each (function, Config) once in each round. Returns its results, by task."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (tasks * ROUNDS, folder), max(n for _, n, _ in tasks))
+        torch.multiprocessing.spawn(worker, (tasks * ROUNDS, folder), processes)
         results = [json.loads(Path(folder, f"{i}.json").read_text())
                    for i in range(len(tasks) * ROUNDS)]
     return [results[i :: len(tasks)] for i in range(len(tasks))]
-
-
-# ---- predicted and measured, side by side ----
 
 
 def planned(cfg):
@@ -174,51 +164,29 @@ def planned(cfg):
     return Job(model, cfg.batch_size, "flash", width, cfg.grad_dtype != "same"), layout
 
 
-def name_of(cfg):
-    """The layout's flags."""
-    words = []
-    for f in fields(Config):
-        value = getattr(cfg, f.name)
-        default = (0, 1) if f.name in ("dp", "microbatches", "chunks") else (f.default,)
-        if f.name in Layout._fields and value not in default:
-            words += ["--" + f.name.replace("_", "-")] + [str(value)] * (value is not True)
-    return " ".join(words) or "one process"
-
-
-def ranks(cfg):
-    return cfg.dp * cfg.pp * cfg.cp * cfg.tp
-
-
 def here(cfgs, make_trainer):
-    """Predicts and runs layouts, and prints a table. cfgs: Configs, checked. make_trainer(cfg,
-    mesh, vocab_size): train.Trainer."""
-    def kind(cfg):  # all that a measured device depends on
-        return (ranks(cfg), *sizes_of(cfg), cfg.n_embd, cfg.n_head, cfg.block_size, cfg.dtype)
-
-    kinds = {kind(cfg): cfg for cfg in cfgs}
-    results = in_turn([(measure, ranks(cfg), cfg) for cfg in kinds.values()]
-                      + [(partial(run, make_trainer), ranks(cfg), cfg) for cfg in cfgs])
-    devices = {key: device_of(cfg, rounds)
-               for (key, cfg), rounds in zip(kinds.items(), results, strict=False)}
-    rows = [["ranks", "threads", "in groups of", "GFLOP/s", "attention", "GB/s", "us an operation",
-             "ms to meet", "GB/s between"]]
-    for (n, _, _, group, *_), d in devices.items():
-        cells = [n, max(1, CORES // n), group, 1e3 * d.tflops, 1e3 * d.tflops * d.f_attention,
-                 d.hbm, 1e6 * d.launch, *([1e3 * d.late, d.network] if n > 1 else [])]
-        rows.append([f"{cell:.4g}" for cell in cells] + [""] * (len(rows[0]) - len(cells)))
-    print(table(f"measured for each rank, on {CORES} cores", rows))
-    want = [step_time(*planned(cfg), devices[kind(cfg)]) for cfg in cfgs]
-    got = [min(rounds) for rounds in results[len(kinds):]]
-    errors = [a / b - 1 for a, b in zip(want, got, strict=True)]
-    names = [name_of(cfg) for cfg in cfgs]
-    width = max(map(len, names))
-    rows = [["", "predicted ms", "measured", "error"]]
-    for name, a, b, error in zip(names, want, got, errors, strict=True):
-        rows.append([name.ljust(width), f"{1e3 * a:.0f}", f"{1e3 * b:.0f}", f"{error:+.0%}"])
-    print(table("a step", rows))
+    """Predicts and runs layouts, and prints a table. cfgs: {name: Config}, checked.
+    make_trainer(cfg, mesh, vocab_size): train.Trainer."""
+    tasks = [(measure, cfg) for cfg in cfgs.values()]
+    tasks += [(partial(run, make_trainer), cfg) for cfg in cfgs.values()]
+    layouts = [planned(cfg) for cfg in cfgs.values()]
+    results = in_turn(tasks, max(layout.ranks for _, layout in layouts))
+    devices = [device_of(*pair) for pair in zip(cfgs.values(), results, strict=False)]
+    predicted = [step_time(*planned, device)
+                 for planned, device in zip(layouts, devices, strict=True)]
+    measured = [min(rounds) for rounds in results[len(cfgs):]]
+    errors = [a / b - 1 for a, b in zip(predicted, measured, strict=True)]
+    width = max(map(len, cfgs))
+    rows = [["layout".ljust(width), "GFLOP/s", "GB/s", "us a kernel", "ms to meet", "GB/s between",
+             "predicted ms", "measured", "error"]]
+    for name, d, a, b, error in zip(cfgs, devices, predicted, measured, errors, strict=True):
+        rows.append([name.ljust(width), f"{1e3 * d.tflops:.0f}", f"{d.hbm:.1f}",
+                     f"{1e6 * d.launch:.1f}", f"{1e3 * d.late:.2f}", f"{d.network:.2f}",
+                     f"{1e3 * a:.0f}", f"{1e3 * b:.0f}", f"{error:+.0%}"])
+    print(table(f"measured for each rank on {CORES} cores, and a step", rows))
     sizes = [abs(error) for error in errors]
     order = ""
     if len(cfgs) > 2:
-        places = [[sorted(times).index(time) for time in times] for times in (want, got)]
+        places = [[sorted(times).index(time) for time in times] for times in (predicted, measured)]
         order = f", rank correlation {correlation(*places):.3f}"
     print(f"median error {median(sizes):.1%}, largest {max(sizes):.1%}{order}")

@@ -1,11 +1,10 @@
-"""What decides about a layout, in five pictures: tables for a terminal, SVG for a page. The figures
+"""What decides about a layout, in four pictures: tables for a terminal, SVG for a page. The figures
 come from the functions that train.py and plan.py use.
 
     memory-wall   bytes of training a model, against the memory of one device
     ring          seconds of an all-reduce, against the number of ranks
     memory        model states per rank under each ZeRO stage, against the number of ranks
     bubble        idle share of a pipeline's step, against the number of microbatches
-    grid          the place of each rank on the mesh, and the groups along each axis
 
     python -m planner.pictures                     the tables
     python -m planner.pictures --svg pictures      and SVG files in that folder
@@ -17,9 +16,8 @@ import json
 import math
 from pathlib import Path
 
-from mesh import grid, lay_out
 from planner import costs
-from planner.draw import bars_svg, curves_svg, grid_svg, schedule_svg, table
+from planner.draw import bars_svg, curves_svg, table
 from planner.hardware import DEVICES
 from run.signals import end_quietly
 from schedules import SCHEDULES, closed_form, make_schedule, placement, simulate
@@ -98,29 +96,6 @@ def bubble_curves(P=8):
                        range(0, 60, 10)))
 
 
-def rank_grid():
-    """Eight ranks, their places and their groups."""
-    sizes = {"dp": 2, "pp": 2, "tp": 2}
-    groups = {axis: lay_out(sizes, [axis]) for axis in sizes}
-    title = "2 x 2 x 2 ranks on the axes dp, pp, tp"
-    lines = [f"  groups along {axis}  {' '.join(map(str, rows))}" for axis, rows in groups.items()]
-    return "\n".join([f"grid: {title}", grid(sizes), *lines]), grid_svg(groups, title)
-
-
-# ---- pictures of a layout, and of runs ----
-
-
-def layout_svg(job, layout, device):
-    """The timeline of a step in a layout, of 2 P microbatches at most."""
-    P, m = layout.pp, min(layout.microbatches, 2 * layout.pp)
-    lists = make_schedule(layout.schedule, P, m, layout.chunks)
-    times = simulate(lists, placement(layout.schedule, P, layout.chunks),
-                     costs.action_costs(job, layout, device)).times
-    seconds = max(row[-1][2] for row in times)
-    return schedule_svg(times, f"{layout.schedule}: {m} of {layout.microbatches} microbatches in "
-                        f"{seconds:.3g} s; dp {layout.dp}, tp {layout.tp}, pp {P}, cp {layout.cp}")
-
-
 def running_mean(points, width=25):
     """Each y is the mean of the `width` values around it, of fewer at the ends."""
     means = []
@@ -157,13 +132,6 @@ def metrics_svg(paths):
     return {"balance.svg" if experts else "loss.svg": svg}
 
 
-def write(folder, files):
-    """Writes {file name: text} into a folder, made if missing. OSError."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        Path(folder, name).write_text(text)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,12 +144,16 @@ def main():
         parser.error("--metrics needs --svg FOLDER")
     try:
         if args.metrics:
-            return write(args.svg, metrics_svg(args.metrics))
-        pictures = {"memory-wall": memory_wall(), "ring": ring_cost(), "memory": zero_memory(),
-                    "bubble": bubble_curves(), "grid": rank_grid()}
-        print("\n".join(text for text, _ in pictures.values()))
+            files = metrics_svg(args.metrics)
+        else:
+            pictures = {"memory-wall": memory_wall(), "ring": ring_cost(), "memory": zero_memory(),
+                        "bubble": bubble_curves()}
+            print("\n".join(text for text, _ in pictures.values()))
+            files = {f"{name}.svg": svg for name, (_, svg) in pictures.items()}
         if args.svg:
-            write(args.svg, {f"{name}.svg": svg for name, (_, svg) in pictures.items()})
+            Path(args.svg).mkdir(parents=True, exist_ok=True)
+            for name, svg in files.items():
+                Path(args.svg, name).write_text(svg)
     except (ValueError, OSError) as error:
         parser.error(error)
 
