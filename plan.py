@@ -54,6 +54,13 @@ def figures(job, layout, device):
 
 # ---- the command line ----
 
+SMALL = {"n_layer": 6, "n_head": 8, "n_embd": 256, "block_size": 256, "batch_size": 8}
+HERE = [  # --here runs these if no layout is named
+    {}, {"recompute": True}, {"dp": 2}, {"dp": 2, "zero": 3, "microbatches": 4}, {"tp": 2},
+    {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"pp": 2, "recompute": True},
+    {"pp": 2, "microbatches": 1}, {"dp": 4}, {"tp": 4}, {"pp": 4},
+    {"pp": 4, "schedule": "interleaved"}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2},
+    {"dp": 2, "pp": 2, "tp": 2}, {"tp": 8}]
 COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
            "recompute")
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
@@ -175,8 +182,8 @@ def described(args):
 
 
 def run_here(args):
-    """Runs the given layout, with train.py's defaults for the rest; or the dozen of here.py."""
-    from planner.here import LAYOUTS, MODEL, here
+    """Runs the given layout, with train.py's defaults for the rest; or those of HERE."""
+    from planner.here import here
     from train import Trainer
 
     named = {f.name: getattr(args, f.name) for f in fields(config.Config) if f.name in args}
@@ -184,7 +191,7 @@ def run_here(args):
     if named:
         choices = [{**named, "recompute": named.get("recompute") == "full"}]
     else:
-        choices = [{**MODEL, **layout} for layout in LAYOUTS]
+        choices = [{**SMALL, **layout} for layout in HERE]
     cfgs = {}
     for choice in choices:
         cfg = config.Config(**choice, device="cpu", out=tempfile.gettempdir())

@@ -32,13 +32,6 @@ from run.processes import init, shutdown
 from sizes import GPTConfig
 
 CORES, ROUNDS, STEPS = os.cpu_count() or 1, 3, 2
-MODEL = {"n_layer": 6, "n_head": 8, "n_embd": 256, "block_size": 256, "batch_size": 8}
-LAYOUTS = [  # of plan.py --here alone
-    {}, {"recompute": True}, {"dp": 2}, {"dp": 2, "zero": 3, "microbatches": 4}, {"tp": 2},
-    {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"pp": 2, "recompute": True},
-    {"pp": 2, "microbatches": 1}, {"dp": 4}, {"tp": 4}, {"pp": 4},
-    {"pp": 4, "schedule": "interleaved"}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2},
-    {"dp": 2, "pp": 2, "tp": 2}, {"tp": 8}]
 
 
 def seconds(mesh, work, times=8):

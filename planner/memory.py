@@ -19,7 +19,7 @@ from sizes import GPTConfig, bytes_per_parameter
 
 
 class Layout(NamedTuple):
-    """train.py's flags of these names, none of them 0 for "chosen"; recompute can be "selective"."""
+    """train.py's flags of these names, all resolved; recompute can be "selective"."""
     dp: int = 1
     tp: int = 1
     pp: int = 1

@@ -10,6 +10,7 @@ For models other than a row of equal blocks this is an open problem (Alpa, arXiv
 """
 
 import heapq
+import math
 from functools import cache
 from itertools import product
 
@@ -31,10 +32,6 @@ def as_config(job, named):
                   grad_dtype="float32" if job.wide else "same")
 
 
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def holds(check, *args):
     try:
         check(*args)
@@ -46,8 +43,7 @@ def holds(check, *args):
 @cache
 def schedule_exists(schedule, P, m, v):
     """Asks for one rank's list only: all P lists of all candidates would take minutes."""
-    return (holds(make_schedule, schedule, 1, 1, v)
-            and holds(SCHEDULES[schedule], P, m, v, 0))
+    return holds(make_schedule, schedule, 1, 1, v) and holds(SCHEDULES[schedule], P, m, v, 0)
 
 
 class Search:
@@ -58,54 +54,54 @@ class Search:
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
         self.misfits = self.slower = 0  # layouts that do not fit; slower ones, most of them pruned
 
-    def values(self, name, options):
-        return [self.fixed[name]] if name in self.fixed else options
+    def options(self, **options):
+        """All {field: value}; a fixed field has one value."""
+        lists = [[self.fixed[name]] if name in self.fixed else values
+                 for name, values in options.items()]
+        return [dict(zip(options, values, strict=True)) for values in product(*lists)]
 
     def axes(self):
         """All {field: value} of dp, tp, pp, cp, ep, sp and cp_attention."""
-        splits = product(*(self.values(axis, divisors(self.gpus)) for axis in ("tp", "pp", "cp")))
-        for tp, pp, cp in splits:
-            dp, left = divmod(self.gpus, tp * pp * cp)
-            few_tokens = cp > 1 and self.job.model.block_size // cp < 512
-            if (left or not dp or dp != self.fixed.get("dp", dp)
-                    or (tp > self.device.node and "tp" not in self.fixed)
-                    or (few_tokens and "cp" not in self.fixed)):
+        divisors = [d for d in range(1, self.gpus + 1) if self.gpus % d == 0]
+        experts, S = self.job.model.n_experts, self.job.model.block_size
+        for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
+            tp, cp, ranks = axes["tp"], axes["cp"], math.prod(axes.values())
+            dp = self.gpus // ranks
+            if dp * ranks != self.gpus or dp != self.fixed.get("dp", dp):
                 continue
-            for ep, sp, swap in product(
-                    self.values("ep", divisors(dp) if self.job.model.n_experts else [1]),
-                    self.values("sp", [False, True] if tp > 1 else [False]),
-                    self.values("cp_attention", ["ring", "all-to-all"] if cp > 1 else ["ring"])):
-                axes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "sp": sp,
-                        "cp_attention": swap}
-                if holds(check_layout, as_config(self.job, {**axes, "microbatches": 1}), self.gpus):
-                    yield axes
-
-    def schedules(self, pp, m):
-        """All (schedule, chunks)."""
-        L = self.job.model.n_layer
-        names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
-        for schedule in self.values("schedule", names):
-            options = [2] if schedule == "zb-v" else [1]
-            if schedule == "interleaved" and pp > 1:
-                options = [v for v in range(2, L + 3) if v <= 8 or L % (v * pp) == 0]
-            for chunks in self.values("chunks", options):
-                # no stage is empty: embedding, L blocks, head
-                if chunks * pp <= L + 2 and schedule_exists(schedule, pp, m, chunks):
-                    yield schedule, chunks
+            if tp > self.device.node and "tp" not in self.fixed:
+                continue
+            if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
+                continue
+            for more in self.options(ep=[d for d in divisors if dp % d == 0] if experts else [1],
+                                     sp=[False, True] if tp > 1 else [False],
+                                     cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
+                cfg = as_config(self.job, {**axes, **more, "dp": dp, "microbatches": 1})
+                if holds(check_layout, cfg, self.gpus):
+                    yield {**axes, **more, "dp": dp}
 
     def layouts(self):
         """All, with ZeRO stage 0."""
         recomputes = ["none", "full"] + ["selective"] * (self.job.attention == "naive")
         for axes in self.axes():
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
-            counts = [share // b for b in range(1, 17) if share % b == 0]
-            for m in self.values("microbatches", counts):
-                if share % m:
-                    continue
-                for (schedule, chunks), recompute in product(
-                        self.schedules(axes["pp"], m), self.values("recompute", recomputes)):
-                    yield Layout(**axes, schedule=schedule, chunks=chunks, microbatches=m,
-                                 recompute=recompute)
+            pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
+            names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
+            for more in self.options(microbatches=counts, schedule=names, recompute=recomputes):
+                m, schedule = more["microbatches"], more["schedule"]
+                for chunks in self.chunks(schedule, pp):
+                    if share % m == 0 and schedule_exists(schedule, pp, m, chunks):
+                        yield Layout(**axes, **more, chunks=chunks)
+
+    def chunks(self, schedule, pp):
+        """Chunks that leave no stage empty; of many, those that share the blocks evenly."""
+        L = self.job.model.n_layer
+        values = [2] if schedule == "zb-v" else [1]
+        if schedule == "interleaved" and pp > 1:
+            values = [v for v in range(2, L + 3) if v <= 8 or L % (v * pp) == 0]
+        if "chunks" in self.fixed:
+            values = [self.fixed["chunks"]]
+        return [v for v in values if v * pp <= L + 2]
 
     def fits(self, layout, ranks=None):
         """Do these pipeline ranks (None: all) have enough memory?"""
@@ -127,9 +123,9 @@ class Search:
             if layout[:6] in found:
                 self.slower += 1
             elif kind == "bound":
-                data_ranks = layout.dp * layout.cp
-                for zero in self.values("zero", [0, 1, 2, 3] if data_ranks > 1 else [0]):
-                    staged = layout._replace(zero=zero)
+                stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
+                for zero in self.options(zero=stages):
+                    staged = layout._replace(**zero)
                     more = sum(data_time(job, staged, device))
                     heapq.heappush(queue, (seconds + more, "bound with data", staged))
             elif kind == "bound with data":
