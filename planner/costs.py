@@ -7,8 +7,7 @@
     step       the makespan of the schedule by the simulator, with F, I, W of the busiest rank;
                then data-parallel messages and the optimizer
 
-Left out: stragglers, unevenly chosen experts, other traffic on the network, shapes that kernels
-dislike, data loading, checkpoints, failures.
+Left out: see the end of what plan.py prints; also data loading and checkpoints.
 """
 
 import math
@@ -39,9 +38,8 @@ def compute(device, products=0.0, attention=0.0, moved=0.0, kernels=0):
 def link(device, stride, size):
     """Bytes per second of the slowest link in a ring of `size` ranks, `stride` ranks apart."""
     inside_nodes = device.node % (stride * size) == 0
-    if inside_nodes:
-        return 1e9 * device.nvlink * device.f_nvlink
-    return 1e9 * device.network * device.f_network
+    return 1e9 * (device.nvlink * device.f_nvlink if inside_nodes
+                  else device.network * device.f_network)
 
 
 def ring_time(device, stride, size, nbytes, rounds=1):
@@ -90,8 +88,8 @@ def tensor_messages(job, layout, device, split, products):
         gather_again = 2 * exposed(device, half, column) if layout.sp else 0.0
         return 2 * whole, 2 * whole + gather_again, 0.0
     if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
-        return 2 * whole, whole + 2 * exposed(device, half, column), 2 * exposed(
-            device, half, column)
+        waits = 2 * exposed(device, half, column)
+        return 2 * whole, whole + waits, waits
     return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
 
 
@@ -100,9 +98,7 @@ def context_messages(job, layout, device, attention):
     its compute, which hides the ring's messages."""
     T, C, w = layout.tp, layout.cp, job.width
     elements = tokens_of(job, layout) * job.model.n_embd / T
-    if C == 1:
-        return 0.0, 0.0
-    if layout.cp_attention == "all-to-all":  # q, k, v and the result
+    if C > 1 and layout.cp_attention == "all-to-all":  # q, k, v and the result
         swap = 4 * ring_time(device, T, C, elements * w)
         return swap, swap
     hop = 2 * elements / link(device, T, C)  # seconds for a byte each of keys and values
@@ -160,12 +156,6 @@ def ends_time(job, layout, device):
 
 
 @cache
-def kinds_of_ranks(model, schedule, P, v):
-    """The different Parts of the model that pipeline ranks hold."""
-    return set(parts_of(model, schedule, P, v))
-
-
-@cache
 def busiest_rank(job, layout, device):
     """(F, I, W) of a microbatch through all stages of the slowest pipeline rank, and its Part."""
     split = layout.schedule.startswith("zb")
@@ -178,7 +168,8 @@ def busiest_rank(job, layout, device):
     def seconds(part):
         return part.embedding * in_embedding + part.blocks * in_block + part.head * in_head
 
-    part = max(kinds_of_ranks(job.model, layout.schedule, layout.pp, layout.chunks), key=seconds)
+    parts = parts_of(job.model, layout.schedule, layout.pp, layout.chunks)
+    part = max(set(parts), key=seconds)
     times = [Time().plus(e, part.embedding).plus(b, part.blocks).plus(h, part.head)
              for e, b, h in zip(embedding, block, head, strict=True)]
     return times, part
@@ -284,10 +275,8 @@ def step_time(job, layout, device):
 def time_by_part(job, layout, device):
     """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's if each
     rank has a device of its own. tp, cp, ep, pp, dp: exposed messages of that axis."""
-    times, _ = busiest_rank(job, layout, device)
-    busy = Time()
-    for time in times:
-        busy = busy.plus(time, layout.microbatches)
+    (F, I, W), _ = busiest_rank(job, layout, device)  # noqa: E741
+    busy = Time().plus(F.plus(I).plus(W), layout.microbatches)
     without_messages = pipeline_time(job, layout, device, messages=False)
     sent, optimizer = data_time(job, layout, device)
     return {**busy._asdict(), "pp": pipeline_time(job, layout, device) - without_messages,

@@ -54,29 +54,24 @@ class Picture:
 
 
 def schedule_text(times, width=160):
-    """One row per rank, time from left to right: F3 B3 I3 W3 for microbatch 3, in lower case on
-    every second chunk; only the letters if that is too wide. A dot is idle time."""
+    """One row per rank, time from left to right, cut at the width: F3 B3 I3 W3 for microbatch 3, in
+    lower case on every second chunk. A dot is idle time."""
     actions = [entry for row in times for entry in row]
     makespan = max(end for *_, end in actions)
     shortest = min(end - start for _, start, end in actions)
     name_length = 2 + max(len(str(action.microbatch)) for action, *_ in actions)
-    columns, room = name_length / shortest, width - 8  # columns per unit of time
-    named = columns * makespan <= room
-    if not named:
-        columns = min(1 / shortest, room / makespan)
+    columns = name_length / shortest  # per unit of time
     rows = []
     for rank, row in enumerate(times):
         line, at = f"rank {rank:<3}", 0
         for (kind, stage, k), start, end in row:
             left, right = round(start * columns), round(end * columns)
             name = kind.lower() if stage // len(times) % 2 else kind
-            if named:
-                name = f"{name}{k}".ljust(right - left - 1, "-").ljust(right - left)
-            else:
-                name *= right - left
-            line += "." * (left - at) + name
+            shown = f"{name}{k}".ljust(right - left - 1, "-")
+            line += "." * (left - at) + shown.ljust(right - left)
             at = right
-        rows.append(line + "." * (round(makespan * columns) - at))
+        line += "." * (round(makespan * columns) - at)
+        rows.append(line if len(line) <= width else line[:width - 3] + "...")
     return "\n".join(rows)
 
 
@@ -93,13 +88,8 @@ def schedule_svg(times, title):
             picture.box(x, y, wide, 22, COLORS[kind], f'stroke="white" opacity="{pale:.2f}"')
             size = min(12, 1.5 * wide / len(str(k)))
             picture.text(x + wide / 2, y + 15, k, "middle", style=f'font-size="{size:.1f}"')
-    x, y, used = 60, 50 + 26 * len(times), {action.kind for row in times for action, *_ in row}
-    for kind, name in (("F", "forward"), ("B", "backward"), ("I", "input gradient"),
-                       ("W", "weight gradient")):
-        if kind in used:
-            picture.box(x, y, 12, 12, COLORS[kind])
-            picture.text(x + 18, y + 10, name)
-            x += 130
+    picture.text(60, 60 + 26 * len(times), "blue: forward; green: backward, or the input gradient "
+                 "alone; yellow: weight gradient")
     return str(picture)
 
 
@@ -197,8 +187,9 @@ def schedules_command():
     args = parser.parse_args()
     P, m = args.P, args.m
     for name in schedules.SCHEDULES if args.compare else [args.schedule]:
-        v = args.chunks if name == args.schedule else None
-        v = v or (2 if name == "interleaved" else 1)
+        v = 1 if args.compare else args.chunks or 1
+        if name == "interleaved":
+            v = args.chunks or 2
         try:
             lists, where = schedules.make_schedule(name, P, m, v), schedules.placement(name, P, v)
             schedules.validate(lists, where)

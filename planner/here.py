@@ -1,11 +1,9 @@
 """Predicts a step of train.py on this machine's processors, and runs it: python plan.py --here
 
-    device       from seconds of primitive operations: matrix products, attention, elementwise work,
-                 small operations, messages; in as many processes and threads as the layout has
-    predicted    seconds by costs.py; nothing is fitted to a layout
-    measured     the mean step of the same Trainer on the tokens of --data
-
-Other programs disturb, so there are several rounds, and the least of each figure counts.
+    device       from seconds of matrix products, attention, elementwise work, small operations and
+                 messages, in as many processes and threads as the layout has
+    predicted    a step by costs.py; nothing is fitted to a layout
+    measured     a step of train.py's Trainer; of all figures the least of three rounds counts
 """
 
 import json
@@ -165,8 +163,8 @@ def here(cfgs, make_trainer):
     layouts = [planned(cfg) for cfg in cfgs.values()]
     results = in_turn(tasks, max(layout.ranks for _, layout in layouts))
     devices = [device_of(*pair) for pair in zip(cfgs.values(), results, strict=False)]
-    predicted = [step_time(*planned, device)
-                 for planned, device in zip(layouts, devices, strict=True)]
+    predicted = [step_time(job, layout, device)
+                 for (job, layout), device in zip(layouts, devices, strict=True)]
     measured = [min(rounds) for rounds in results[len(cfgs):]]
     errors = [a / b - 1 for a, b in zip(predicted, measured, strict=True)]
     width = max(map(len, cfgs))
@@ -178,8 +176,7 @@ def here(cfgs, make_trainer):
                      f"{1e3 * a:.0f}", f"{1e3 * b:.0f}", f"{error:+.0%}"])
     print(table(f"measured for each rank on {CORES} cores, and a step", rows))
     sizes = [abs(error) for error in errors]
-    order = ""
+    print(f"median error {median(sizes):.1%}, largest {max(sizes):.1%}")
     if len(cfgs) > 2:
-        places = [[sorted(times).index(time) for time in times] for times in (predicted, measured)]
-        order = f", rank correlation {correlation(*places):.3f}"
-    print(f"median error {median(sizes):.1%}, largest {max(sizes):.1%}{order}")
+        places = [[sorted(times).index(t) for t in times] for times in (predicted, measured)]
+        print(f"rank correlation {correlation(*places):.3f}")

@@ -82,10 +82,7 @@ class Part(NamedTuple):
     head: int
 
 
-@cache
-def slices_of(model, n):
-    """[start, stop) of the layers of n stages, as train.py cuts them."""
-    return cut(model.layer_costs(), n)
+cut_once = cache(cut)  # as train.py cuts the layers
 
 
 @cache
@@ -93,7 +90,8 @@ def stages_of(model, schedule, P, v):
     """[{stage: Part}] of each pipeline rank."""
     where, last = placement(schedule, P, v), model.n_layer + 1
     ranks = [{} for _ in range(P)]
-    for stage, (start, stop) in enumerate(slices_of(model, len(where))):
+    for stage, (start, stop) in enumerate(
+            cut_once(tuple(model.layer_costs()), len(where))):
         blocks = min(stop, last) - max(start, 1)
         ranks[where[stage]][stage] = Part(int(start == 0), blocks, int(stop > last))
     return ranks

@@ -1,8 +1,7 @@
 """Finds the layouts of a job on a cluster that fit and are fastest.
 
-Searched: all that train.py takes, but tp beyond a node, cp with fewer than 512 tokens on a rank and
-gpipe only if named (1f1b is as fast and holds less), and at most 16 sequences in a microbatch.
-
+All that train.py takes counts, but tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe
+(1f1b is as fast and holds less) and over 16 sequences in a microbatch only if given as a flag.
 Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
 layout with the lowest bound is refined first: by what its ZeRO stage adds, then by memory and the
 simulator. Once the lowest time is exact, no other layout is faster: all count, few are simulated.
@@ -17,7 +16,7 @@ from itertools import product
 from planner.costs import data_time, lower_bound, step_time
 from planner.memory import Layout, memory
 from run.config import Config, check_layout
-from schedules import SCHEDULES, make_schedule
+from schedules import SCHEDULES
 
 GB = 1e9
 
@@ -43,7 +42,7 @@ def holds(check, *args):
 @cache
 def schedule_exists(schedule, P, m, v):
     """Asks for one rank's list only: all P lists of all candidates would take minutes."""
-    return holds(make_schedule, schedule, 1, 1, v) and holds(SCHEDULES[schedule], P, m, v, 0)
+    return holds(SCHEDULES[schedule], P, m, v, 0)
 
 
 class Search:
@@ -99,9 +98,9 @@ class Search:
         values = [2] if schedule == "zb-v" else [1]
         if schedule == "interleaved" and pp > 1:
             values = [v for v in range(2, L + 3) if v <= 8 or L % (v * pp) == 0]
-        if "chunks" in self.fixed:
+        if "chunks" in self.fixed and schedule == "interleaved":
             values = [self.fixed["chunks"]]
-        return [v for v in values if v * pp <= L + 2]
+        return [v for v in values if v * pp <= L + 2 and v == self.fixed.get("chunks", v)]
 
     def fits(self, layout, ranks=None):
         """Do these pipeline ranks (None: all) have enough memory?"""
