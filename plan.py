@@ -222,6 +222,7 @@ def searched(args):
         1 if args.layout else args.top)]
     if not rows:  # a ValueError says why if train.py takes no such layout
         config.check_layout(as_config(job, fixed), args.gpus)
+        config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
     return job, device, search, rows
 
