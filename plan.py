@@ -14,13 +14,26 @@ import json
 import tempfile
 from dataclasses import fields, replace
 
+from data.batches import Data
 from planner import draw
 from planner.costs import step_flops, step_time, time_by_part
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
-from planner.search import GB, Search, as_config
+from planner.search import Search, as_config
 from run import config
 from run.signals import end_quietly
+from sizes import GPTConfig
+
+
+def planned(cfg):
+    """The (Job, Layout) of a Config."""
+    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
+    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
+                      **experts)
+    names = {name: getattr(cfg, name) for name in Layout._fields}
+    layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
+    width = config.DTYPES[cfg.dtype].itemsize
+    return Job(model, cfg.batch_size, "flash", width, cfg.grad_dtype != "same"), layout
 
 
 def command(cfg, ranks, node):
@@ -47,7 +60,7 @@ def figures(job, layout, device):
             "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
             "mfu": step_flops(job) / per_gpu / device.tflops,
             "bubble": parts["bubble"] / seconds,
-            "memory_gb": {part: size / GB for part, size in memory(job, layout).items()},
+            "memory_gb": {part: size / 1e9 for part, size in memory(job, layout).items()},
             "time_s": parts,
             "command": command(cfg, layout.ranks, device.node)}
 
@@ -112,7 +125,7 @@ def fell_out(search):
     if search.smallest:
         size, layout = search.smallest
         yield (f"{search.misfits:9,d}  do not fit into {search.device.gb:g} GB; the smallest tried "
-               f"has {size / GB:.1f}: dp {layout.dp} tp {layout.tp} pp {layout.pp} cp {layout.cp} "
+               f"has {size / 1e9:.1f}: dp {layout.dp} tp {layout.tp} pp {layout.pp} cp {layout.cp} "
                f"zero {layout.zero} recompute {layout.recompute}")
 
 
@@ -192,14 +205,14 @@ def run_here(args):
         choices = [{**named, "recompute": named.get("recompute") == "full"}]
     else:
         choices = [{**SMALL, **layout} for layout in HERE]
-    cfgs = {}
+    cases = {}
     for choice in choices:
         cfg = config.Config(**choice, device="cpu", out=tempfile.gettempdir())
         name = " ".join(f"{name} {value}" for name, value in choice.items()
                         if name in Layout._fields and value is not False)
-        cfgs[name or "one process"] = cfg
         config.check(cfg, 1)
-    here(cfgs, Trainer)
+        cases[name or "one process"] = cfg, *planned(cfg)
+    here(cases, Trainer)
 
 
 def searched(args):

@@ -7,7 +7,7 @@
     step       the makespan of the schedule by the simulator, with F, I, W of the busiest rank;
                then data-parallel messages and the optimizer
 
-Left out: see the end of what plan.py prints; also data loading and checkpoints.
+Left out: LEFT_OUT in plan.py; also data loading and checkpoints.
 """
 
 import math
@@ -64,19 +64,6 @@ class Time(NamedTuple):
         return Time(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def attention_time(job, layout, device):
-    """(forward, backward) compute of attention, without its linear layers."""
-    model, n, T = job.model, tokens_of(job, layout), layout.tp
-    h, S = model.n_embd, model.block_size
-    if job.attention == "flash":  # the mask halves the scores; backward computes them once more
-        forward = compute(device, attention=2 * n * S * h / T)
-        return forward, 2.5 * forward
-    flops = 4 * n * S * h / T
-    scores = n * S * model.n_head / T * job.width  # bytes; moved 5.5 times forward, 9 backward
-    return (compute(device, flops, moved=5.5 * scores),
-            compute(device, 2 * flops, moved=9 * scores))
-
-
 def tensor_messages(job, layout, device, split, products):
     """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the block's
     FLOPs; 7/24 of these are in the two column-parallel layers."""
@@ -93,9 +80,9 @@ def tensor_messages(job, layout, device, split, products):
     return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
 
 
-def context_messages(job, layout, device, attention):
-    """Seconds that attention waits for context-parallel ranks, (forward, backward). attention:
-    its compute, which hides the ring's messages."""
+def context_messages(job, layout, device, attention, attention_back):
+    """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
+    attention and attention_back, hides the ring's messages."""
     T, C, w = layout.tp, layout.cp, job.width
     elements = tokens_of(job, layout) * job.model.n_embd / T
     if C > 1 and layout.cp_attention == "all-to-all":  # q, k, v and the result
@@ -103,9 +90,9 @@ def context_messages(job, layout, device, attention):
         return swap, swap
     hop = 2 * elements / link(device, T, C)  # seconds for a byte each of keys and values
     start = device.latency + device.late
-    forward = exposed(device, hop * w, attention[0] / C) + start
+    forward = exposed(device, hop * w, attention / C) + start
     # keys and values, and their gradients in at least 32 bits
-    backward = exposed(device, hop * (w + max(4, w)), attention[1] / C) + start
+    backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + start
     return (C - 1) * forward, (C - 1) * backward
 
 
@@ -117,25 +104,31 @@ def block_time(job, layout, device, split):
     products = 24 * n * h * h / T + 2 * n * h * N
     # elements of norms and residuals; of GELU and of reordering the heads
     moved = n * h * w * (10 / (T if layout.sp else 1) + 12 / T)
-    attention = attention_time(job, layout, device)
+    if job.attention == "flash":  # the mask halves the scores; backward computes them once more
+        attention = compute(device, attention=2 * n * model.block_size * h / T)
+        attention_back = 2.5 * attention
+    else:  # S x S scores are moved 5.5 times forward, 9 times backward
+        flops, scores = 4 * n * model.block_size * h / T, n * model.block_size * model.n_head / T
+        attention = compute(device, flops, moved=5.5 * scores * w)
+        attention_back = compute(device, 2 * flops, moved=9 * scores * w)
     dense, expert = block_parameters(model, T)
     experts = expert * N / (E * T)
-    F = compute(device, products, moved=moved, kernels=20) + attention[0]
-    I = compute(device, products, moved=2 * moved, kernels=25) + attention[1]  # noqa: E741
+    F = compute(device, products, moved=moved, kernels=20) + attention
+    I = compute(device, products, moved=2 * moved, kernels=25) + attention_back  # noqa: E741
     W = compute(device, products, moved=3 * w * (dense + experts), kernels=12)
     if split and N:  # weight gradients of experts are not deferred
         at_once = compute(device, 16 * n * h * h / T, moved=3 * w * experts)
         I, W = I + at_once, W - at_once  # noqa: E741
 
     tp_F, tp_I, tp_W = tensor_messages(job, layout, device, split, products)
-    cp_F, cp_I = context_messages(job, layout, device, attention)
+    cp_F, cp_I = context_messages(job, layout, device, attention, attention_back)
     # tokens to the experts and back; rank e and e + 1 are one data rank apart
     ep = 2 * ring_time(device, T * layout.cp * layout.pp, E, model.top_k * n * h * w / T)
     forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
     if layout.recompute == "full":
         backward = backward.plus(forward)
     elif layout.recompute == "selective" and job.attention == "naive":
-        backward = backward.plus(Time(attention[0]))
+        backward = backward.plus(Time(attention))
     return forward, backward, Time(W, tp_W)
 
 
@@ -156,6 +149,11 @@ def ends_time(job, layout, device):
 
 
 @cache
+def kinds_of_ranks(model, schedule, P, v):
+    return set(parts_of(model, schedule, P, v))
+
+
+@cache
 def busiest_rank(job, layout, device):
     """(F, I, W) of a microbatch through all stages of the slowest pipeline rank, and its Part."""
     split = layout.schedule.startswith("zb")
@@ -168,8 +166,7 @@ def busiest_rank(job, layout, device):
     def seconds(part):
         return part.embedding * in_embedding + part.blocks * in_block + part.head * in_head
 
-    parts = parts_of(job.model, layout.schedule, layout.pp, layout.chunks)
-    part = max(set(parts), key=seconds)
+    part = max(kinds_of_ranks(job.model, layout.schedule, layout.pp, layout.chunks), key=seconds)
     times = [Time().plus(e, part.embedding).plus(b, part.blocks).plus(h, part.head)
              for e, b, h in zip(embedding, block, head, strict=True)]
     return times, part

@@ -134,8 +134,8 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, log=False, raw=N
         pixels = [(across(x), down(y)) for x, y in points]
         hides = any(all(math.dist(a, b) < 1 for a, b in zip(pixels, other, strict=False))
                     for other in drawn)
-        picture.line(pixels, colors[name],
-                     'stroke-width="2"' + ' stroke-dasharray="7 7"' * hides)
+        dashes = ' stroke-dasharray="7 7"' if hides else ""
+        picture.line(pixels, colors[name], 'stroke-width="2"' + dashes)
         drawn.append(pixels)
         ends.append((pixels[-1][1], name, colors[name]))
     label(picture, ends)
@@ -147,11 +147,11 @@ def bars_svg(bars, title, unit, ticks, limits):
     name. limits: {name: value} of lines across all bars."""
     picture, down = chart(title, unit, ticks, log=True)
     for value in limits.values():
-        picture.line([(LEFT, down(value)), (RIGHT, down(value))], "#c22",
-                     'stroke-dasharray="5 4"')
+        ends = [(LEFT, down(value)), (RIGHT, down(value))]
+        picture.line(ends, "#c22", 'stroke-dasharray="5 4"')
     for i, (name, parts) in enumerate(bars.items()):
         middle = LEFT + (i + 0.5) * (RIGHT - LEFT) / len(bars)
-        total, bottom = 0, BOTTOM
+        bottom, total = BOTTOM, 0
         for part, color in zip(parts, LINES, strict=False):
             total += parts[part]
             picture.box(middle - 20, down(total), 40, bottom - down(total), color)
@@ -166,11 +166,6 @@ def bars_svg(bars, title, unit, ticks, limits):
     return str(picture)
 
 
-def numbers(words):
-    values = [float(word) for word in words.split(",")]
-    return tuple(int(x) if x.is_integer() else x for x in values)
-
-
 def schedules_command():
     parser = argparse.ArgumentParser(description=schedules.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,7 +174,8 @@ def schedules_command():
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")
     parser.add_argument("--chunks", type=int, metavar="v", help="stages per rank (interleaved: 2)")
-    parser.add_argument("--costs", type=numbers, default=(1, 1, 1, 0), metavar="F,I,W,comm")
+    parser.add_argument("--costs", default=(1, 1, 1, 0), metavar="F,I,W,comm",
+                        type=lambda words: tuple(map(float, words.split(","))))
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--compare", action="store_true", help="every schedule, one line each")
     output.add_argument("--json", action="store_true", help="print the figures only")

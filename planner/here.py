@@ -24,7 +24,6 @@ from model import Block
 from planner.costs import step_time
 from planner.draw import table
 from planner.hardware import Device
-from planner.memory import Job, Layout
 from run.config import DTYPES
 from run.processes import init, shutdown
 from sizes import GPTConfig
@@ -45,8 +44,7 @@ def seconds(mesh, work, times=8):
 
 
 def sizes_of(cfg):
-    """(sequences, tokens) of a primitive operation: half a step's, 2048 tokens at most; and the
-    ranks of the largest axis, which exchange messages."""
+    """Of primitive operations: (sequences, tokens, ranks of the largest axis, for messages)."""
     b = max(1, min(cfg.batch_size // 2, 2048 // cfg.block_size))
     return b, b * cfg.block_size, max(cfg.dp // cfg.ep, cfg.pp, cfg.cp, cfg.tp)
 
@@ -144,33 +142,21 @@ def in_turn(tasks, processes):
     return [results[i :: len(tasks)] for i in range(len(tasks))]
 
 
-def planned(cfg):
-    """A Config as (Job, Layout) of the planner."""
-    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
-    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                      **experts)
-    names = {name: getattr(cfg, name) for name in Layout._fields}
-    layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
-    width = DTYPES[cfg.dtype].itemsize
-    return Job(model, cfg.batch_size, "flash", width, cfg.grad_dtype != "same"), layout
-
-
-def here(cfgs, make_trainer):
-    """Predicts and runs layouts, and prints a table. cfgs: {name: Config}, checked.
+def here(cases, make_trainer):
+    """Predicts and runs layouts, and prints a table. cases: {name: (Config, Job, Layout)}.
     make_trainer(cfg, mesh, vocab_size): train.Trainer."""
-    tasks = [(measure, cfg) for cfg in cfgs.values()]
-    tasks += [(partial(run, make_trainer), cfg) for cfg in cfgs.values()]
-    layouts = [planned(cfg) for cfg in cfgs.values()]
-    results = in_turn(tasks, max(layout.ranks for _, layout in layouts))
-    devices = [device_of(*pair) for pair in zip(cfgs.values(), results, strict=False)]
+    cfgs = [cfg for cfg, _, _ in cases.values()]
+    tasks = [(task, cfg) for task in (measure, partial(run, make_trainer)) for cfg in cfgs]
+    results = in_turn(tasks, max(layout.ranks for _, _, layout in cases.values()))
+    devices = [device_of(cfg, rounds) for cfg, rounds in zip(cfgs, results, strict=False)]
     predicted = [step_time(job, layout, device)
-                 for (job, layout), device in zip(layouts, devices, strict=True)]
+                 for (_, job, layout), device in zip(cases.values(), devices, strict=True)]
     measured = [min(rounds) for rounds in results[len(cfgs):]]
     errors = [a / b - 1 for a, b in zip(predicted, measured, strict=True)]
-    width = max(map(len, cfgs))
+    width = max(map(len, cases))
     rows = [["layout".ljust(width), "GFLOP/s", "GB/s", "us a kernel", "ms to meet", "GB/s between",
              "predicted ms", "measured", "error"]]
-    for name, d, a, b, error in zip(cfgs, devices, predicted, measured, errors, strict=True):
+    for name, d, a, b, error in zip(cases, devices, predicted, measured, errors, strict=True):
         rows.append([name.ljust(width), f"{1e3 * d.tflops:.0f}", f"{d.hbm:.1f}",
                      f"{1e6 * d.launch:.1f}", f"{1e3 * d.late:.2f}", f"{d.network:.2f}",
                      f"{1e3 * a:.0f}", f"{1e3 * b:.0f}", f"{error:+.0%}"])

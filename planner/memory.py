@@ -4,11 +4,10 @@
     activations    per token a block saves 4 h + 4 elements, and 1/T of 12 h and of heads in 32
                    bits; with --sp 1/T of all; with --recompute only its input, h, and all of the
                    block under way (a test measures what autograd saves)
-    in flight      the peak along the list of actions that the rank executes
+                   (arXiv 2205.05198); the peak is along the rank's list of actions
     buffers        logits, pipeline messages, layers that ZeRO-2 and 3 gather
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
-Activations as in arXiv 2205.05198; h is the width, S the tokens of a sequence.
 """
 
 from functools import cache
@@ -16,6 +15,8 @@ from typing import NamedTuple
 
 from schedules import actions_of, cut, placement
 from sizes import GPTConfig, bytes_per_parameter
+
+cut_once = cache(cut)  # into stages, as train.py does
 
 
 class Layout(NamedTuple):
@@ -80,9 +81,6 @@ class Part(NamedTuple):
     embedding: int
     blocks: int
     head: int
-
-
-cut_once = cache(cut)  # as train.py cuts the layers
 
 
 @cache

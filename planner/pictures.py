@@ -1,6 +1,6 @@
 """Four pictures, as tables and SVG: the memory wall, the time of an all-reduce by the number of
 ranks, model states under each ZeRO stage, the bubble of each schedule. The figures come from the
-functions that train.py and plan.py use.
+functions that train.py and plan.py use. A function for each picture returns (table, SVG).
 
     python -m planner.pictures --svg pictures      prints tables; the folder is for SVG files
     python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl    curves of runs
@@ -19,11 +19,8 @@ from run.signals import end_quietly
 from schedules import SCHEDULES, make_schedule, placement, simulate
 from sizes import bytes_per_parameter
 
-# Each picture is a function that returns (text, SVG).
-
 
 def memory_wall():
-    """Model states of some models on a single device, and the memory of devices."""
     names = ("weights", "gradients", "optimizer")
     rows = [["parameters", *names, "in all"]]
     bars = {}
@@ -61,7 +58,6 @@ def ring_cost(name="h100", nbytes=4_000_000_000):
 
 
 def zero_memory():
-    """Model states per rank."""
     held = {}
     for stage, name in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
         held[name] = [(2**i, 7 * sum(bytes_per_parameter(stage, 2**i))) for i in range(11)]

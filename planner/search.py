@@ -10,6 +10,7 @@ For models other than a row of equal blocks this is an open problem (Alpa, arXiv
 
 import heapq
 import math
+from contextlib import suppress
 from functools import cache
 from itertools import product
 
@@ -17,8 +18,6 @@ from planner.costs import data_time, lower_bound, step_time
 from planner.memory import Layout, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
-
-GB = 1e9
 
 
 def as_config(job, named):
@@ -31,18 +30,13 @@ def as_config(job, named):
                   grad_dtype="float32" if job.wide else "same")
 
 
-def holds(check, *args):
-    try:
-        check(*args)
-    except ValueError:
-        return False
-    return True
-
-
 @cache
 def schedule_exists(schedule, P, m, v):
     """Asks for one rank's list only: all P lists of all candidates would take minutes."""
-    return holds(SCHEDULES[schedule], P, m, v, 0)
+    try:
+        return bool(SCHEDULES[schedule](P, m, v, 0))
+    except ValueError:
+        return False
 
 
 class Search:
@@ -75,9 +69,10 @@ class Search:
             for more in self.options(ep=[d for d in divisors if dp % d == 0] if experts else [1],
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
-                cfg = as_config(self.job, {**axes, **more, "dp": dp, "microbatches": 1})
-                if holds(check_layout, cfg, self.gpus):
-                    yield {**axes, **more, "dp": dp}
+                way = {**axes, **more, "dp": dp}
+                with suppress(ValueError):
+                    check_layout(as_config(self.job, {**way, "microbatches": 1}), self.gpus)
+                    yield way
 
     def layouts(self):
         """All, with ZeRO stage 0."""
@@ -105,14 +100,13 @@ class Search:
     def fits(self, layout, ranks=None):
         """Do these pipeline ranks (None: all) have enough memory?"""
         need = memory(self.job, layout, ranks)["total"]
-        if need > self.device.gb * GB:
+        if need > self.device.gb * 1e9:
             self.misfits += 1
             self.smallest = min(self.smallest or (need, layout), (need, layout))
-        return need <= self.device.gb * GB
+        return need <= self.device.gb * 1e9
 
     def best(self, top):
-        """[(seconds, layout)], best first, of the `top` best (dp, tp, pp, cp, ep, sp): each with
-        its best schedule, microbatches, ZeRO stage and recompute."""
+        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), each with its best rest."""
         job, device = self.job, self.device
         queue = [(lower_bound(job, layout, device), "bound", layout) for layout in self.layouts()]
         heapq.heapify(queue)

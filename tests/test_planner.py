@@ -23,7 +23,7 @@ from data.batches import Data
 from group import Group, Work, no_span
 from mesh import Mesh
 from model import Block
-from planner import costs, hardware, here, memory, pictures, published
+from planner import costs, hardware, memory, pictures, published
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from sizes import GPTConfig
@@ -117,7 +117,7 @@ def test_memory_is_predicted_within_5_percent(long_corpus, flags):
                                  "microbatches": 4, "batch_size": 8, "dtype": "float32", **flags})
     ranks = check(cfg, 1)
     most = max(pool(ranks, _held, cfg))
-    job, layout = here.planned(cfg)
+    job, layout = plan.planned(cfg)
     held = [memory.memory_of_rank(job, layout, rank) for rank in range(cfg.pp)]
     want = max(parts["total"] - parts["buffers"] for parts in held)
     assert abs(want / most - 1) < 0.05, (want, most)
