@@ -106,7 +106,7 @@ class Search:
         return need <= self.device.gb * 1e9
 
     def best(self, top):
-        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), each with its best rest."""
+        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest."""
         job, device = self.job, self.device
         queue = [(lower_bound(job, layout, device), "bound", layout) for layout in self.layouts()]
         heapq.heapify(queue)
