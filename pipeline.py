@@ -20,7 +20,6 @@ import torch
 
 from group import Work, no_span, wait_all
 from model import build, extra_loss
-from planner.draw import schedules_command
 from run.demonstrations import demonstrate, report_difference
 from run.signals import end_quietly
 from schedules import cut, lower, make_schedule, placement
@@ -296,5 +295,10 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
+    from planner.draw import schedules_command
+
     end_quietly()
-    schedules_command() if len(sys.argv) > 1 else demonstrate(demo, pp=4)
+    if len(sys.argv) > 1:
+        schedules_command()
+    else:
+        demonstrate(demo, pp=4)

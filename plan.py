@@ -1,38 +1,39 @@
-"""Which layout? Memory, traffic and time of those that fit a model and a cluster, best first.
+"""Which layout? Lists the fastest layouts that fit, for a model and a cluster, with their memory.
 
     python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
     python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
-    python plan.py --published                published runs, and what is predicted of them
+    python plan.py --published                published runs beside their predictions
     python plan.py --here --tp 2 --pp 2       predicts train.py on this machine, and runs it
 
-Flags are train.py's: what is named stays, the rest is searched. What is counted and how: bytes in
-memory.py, seconds in costs.py, devices in hardware.py, the search in search.py.
+Flags are train.py's: those given stay, the rest is searched. In planner/: bytes in memory.py,
+seconds in costs.py, devices in hardware.py, the search in search.py.
 """
 
 import argparse
 import json
 import tempfile
 from dataclasses import fields, replace
-from pathlib import Path
 
+from data.batches import Data
 from planner import draw
 from planner.costs import step_flops, step_time, time_by_part
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
-from planner.search import GB, Search
+from planner.search import Search, as_config
 from run import config
 from run.signals import end_quietly
+from sizes import GPTConfig
 
 
-def as_config(job, named):
-    """train.py's flags for a job and the named fields of a layout."""
-    model = job.model
-    named = {**named, "recompute": named.get("recompute") == "full"}  # selective: fused attention
-    return config.Config(
-        **named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
-        n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
-        top_k=model.top_k, dtype="bfloat16",
-        grad_dtype="float32" if job.wide else "same")
+def planned(cfg):
+    """The (Job, Layout) of a Config."""
+    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
+    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
+                      **experts)
+    names = {name: getattr(cfg, name) for name in Layout._fields}
+    layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
+    width = config.DTYPES[cfg.dtype].itemsize
+    return Job(model, cfg.batch_size, "flash", width, cfg.grad_dtype != "same"), layout
 
 
 def command(cfg, ranks, node):
@@ -59,18 +60,27 @@ def figures(job, layout, device):
             "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
             "mfu": step_flops(job) / per_gpu / device.tflops,
             "bubble": parts["bubble"] / seconds,
-            "memory_gb": {part: size / GB for part, size in memory(job, layout).items()},
+            "memory_gb": {part: size / 1e9 for part, size in memory(job, layout).items()},
             "time_s": parts,
             "command": command(cfg, layout.ranks, device.node)}
 
 
 # ---- the command line ----
 
+SMALL = {"n_layer": 6, "n_head": 8, "n_embd": 256, "block_size": 256, "batch_size": 8}
+HERE = [  # --here runs these if no layout is named
+    {}, {"recompute": True}, {"dp": 2}, {"dp": 2, "zero": 3, "microbatches": 4}, {"tp": 2},
+    {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"pp": 2, "recompute": True},
+    {"pp": 2, "microbatches": 1}, {"dp": 4}, {"tp": 4}, {"pp": 4},
+    {"pp": 4, "schedule": "interleaved"}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2},
+    {"dp": 2, "pp": 2, "tp": 2}, {"tp": 8}]
 COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
            "recompute")
-LEFT_OUT = """left out: stragglers, other traffic on the network, unevenly chosen experts, failures,
-shapes that kernels dislike, what CUDA and NCCL hold, fragmented memory; a group is one ring, so one
-port of a node carries what leaves it; attention is fused and the vocabulary --data's in train.py"""
+LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
+gpipe, more than 16 sequences in a microbatch
+left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
+kernels dislike, memory of CUDA and NCCL, fragmentation; a group is one ring, so one port of a node
+carries all that leaves it; attention is fused and the vocabulary that of --data in train.py"""
 
 
 def summary(rows, job, tokens, title):
@@ -97,28 +107,26 @@ def explain(row, device):
     if row["memory_gb"]["total"] > device.gb:
         yield "it DOES NOT FIT:"
     yield f"GB on the fullest rank, of {device.gb:g}: {listed(row['memory_gb'], 1)}"
-    yield (f"seconds: {listed(row['time_s'], 3)}  (tp, cp, ep, pp, dp: messages of that axis that "
-           "are waited for)")
+    yield (f"seconds: {listed(row['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
+           "axis)")
     yield row["command"]
 
 
 def why(ours, other):
-    """By what one layout is faster than another."""
+    """The parts of a step in which a layout is faster than another."""
     less = {part: other["time_s"][part] - ours["time_s"][part] for part in ours["time_s"]}
     return (f"{other['step_s'] / ours['step_s']:.3f} times as fast; seconds less of: "
             + listed(less, 3))
 
 
 def fell_out(search):
-    """Why layouts did, a line for each kind."""
-    for reason, n in search.out.most_common():
-        if reason == "memory":
-            size, layout = search.smallest
-            reason = (f"do not fit into {search.device.gb:g} GB; the least tried has "
-                      f"{size / GB:.1f}: "
-                      f"dp {layout.dp} tp {layout.tp} pp {layout.pp} cp {layout.cp} zero "
-                      f"{layout.zero} recompute {layout.recompute}")
-        yield f"{n:9,d}  {reason.replace('slower', 'slower, or not needed to be looked at')}"
+    """Lines of text: layouts that were not shown."""
+    yield f"{search.slower:9,d}  slower, or pruned by the lower bound"
+    if search.smallest:
+        size, layout = search.smallest
+        yield (f"{search.misfits:9,d}  do not fit into {search.device.gb:g} GB; the smallest tried "
+               f"has {size / 1e9:.1f}: dp {layout.dp} tp {layout.tp} pp {layout.pp} cp {layout.cp} "
+               f"zero {layout.zero} recompute {layout.recompute}")
 
 
 def flags():
@@ -155,13 +163,9 @@ def flags():
                        "with its best schedule, ZeRO stage, ... (6)")
     group.add_argument("--tokens", type=float, default=300e9, help="for the days (300e9, as GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
-    group.add_argument("--svg", metavar="FOLDER", help="write layout-memory.svg and "
-                       "layout-timeline.svg of the first one there")
     group.add_argument("--here", action="store_true", help="measure this machine, predict train.py "
                        "on it, and run it; a dozen layouts if none is named")
     group.add_argument("--published", action="store_true", help="published runs, and predictions")
-    group.add_argument("--choice", action="store_true", help="with --published: and what plan.py "
-                       "would choose")
     return parser
 
 
@@ -191,58 +195,66 @@ def described(args):
 
 
 def run_here(args):
-    """The layout that is named, with train.py's defaults for the rest; or here.py's dozen."""
+    """Runs the given layout, with train.py's defaults for the rest; or those of HERE."""
     from planner.here import here
+    from train import Trainer
+
     named = {f.name: getattr(args, f.name) for f in fields(config.Config) if f.name in args}
     named = {name: value for name, value in named.items() if value is not None}  # --batch-size
-    if not named:
-        return here()
-    named["recompute"] = named.get("recompute") == "full"
-    cfg = config.Config(**named, device="cpu", out=tempfile.gettempdir())
-    config.check(cfg, 1)
-    here([cfg])
+    if named:
+        choices = [{**named, "recompute": named.get("recompute") == "full"}]
+    else:
+        choices = [{**SMALL, **layout} for layout in HERE]
+    cases = {}
+    for choice in choices:
+        cfg = config.Config(**choice, device="cpu", out=tempfile.gettempdir())
+        name = " ".join(f"{name} {value}" for name, value in choice.items()
+                        if name in Layout._fields and value is not False)
+        config.check(cfg, 1)
+        cases[name or "one process"] = cfg, *planned(cfg)
+    here(cases, Trainer)
+
+
+def searched(args):
+    """(job, device, search, figures of layouts): the named one first (--layout), then the best."""
+    for name in ("gpus", "top"):
+        config.require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at "
+                       "least 1")
+    job, device, fixed = described(args)
+    config.check_limits(as_config(job, fixed))
+    rows = []
+    if args.layout:
+        cfg = as_config(job, fixed)
+        ranks = config.check_layout(cfg, args.gpus)
+        config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
+        values = {name: getattr(cfg, name) for name in Layout._fields}
+        layout = Layout(**{**values, "recompute": fixed.get("recompute", "none")})
+        rows, fixed = [figures(job, layout, device)], {}
+    search = Search(job, args.gpus, device, fixed)
+    rows += [figures(job, layout, device) for _, layout in search.best(
+        1 if args.layout else args.top)]
+    if not rows:  # a ValueError says why if train.py takes no such layout
+        config.check_layout(as_config(job, fixed), args.gpus)
+        config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
+        raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
+    return job, device, search, rows
 
 
 def main():
     parser = flags()
     args = parser.parse_args()
-    if args.published:
-        from planner.published import main as published_runs
-        return published_runs(args.choice)
     try:
+        if args.published:
+            from planner.published import main as published_runs
+            return published_runs()
         if args.here:
             return run_here(args)
-        for name in ("gpus", "top"):
-            config.require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at "
-                           "least 1")
-        job, device, fixed = described(args)
-        config.check_limits(as_config(job, fixed))
-        search, rows = Search(job, args.gpus, device, fixed), []
-        if args.layout:
-            cfg = as_config(job, fixed)
-            config.require(config.check_layout(cfg, args.gpus) == args.gpus, "the layout has "
-                           f"other than --gpus {args.gpus} ranks")
-            layout = Layout(**{**{name: getattr(cfg, name) for name in Layout._fields},
-                               "recompute": fixed.get("recompute", "none")})
-            rows, search.fixed, args.top = [figures(job, layout, device)], {}, 1
-        for _, layout in search.best(args.top):
-            config.check_layout(as_config(job, layout._asdict()), args.gpus)
-            rows.append(figures(job, layout, device))
-        if not rows and not search.out:  # no axes multiply to the devices
-            config.check_layout(as_config(job, fixed), args.gpus)
-            raise ValueError(f"the named axes do not divide --gpus {args.gpus}")
-        if not rows:
-            raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
-        if args.svg:
-            from planner.pictures import layout_svgs
-            layout = Layout(*(rows[0][name] for name in Layout._fields))
-            for file, svg in layout_svgs(job, layout, device).items():
-                Path(args.svg, file).write_text(svg)
+        job, device, search, rows = searched(args)
     except (ValueError, OSError) as error:
         parser.error(error)
     if args.json:
         more = {"best": rows.pop()} if args.layout and len(rows) > 1 else {}
-        print(json.dumps({"layouts": rows, **more, "fell_out": search.out}))
+        print(json.dumps({"layouts": rows, **more}))
         return
     print(summary(rows, job, args.tokens, f"{n_parameters(job.model) / 1e9:.4g} billion parameters,"
                   f" {job.batch_size} sequences of {job.model.block_size} tokens a step, on "
@@ -250,7 +262,7 @@ def main():
     print("", *explain(rows[0], device), sep="\n")
     if args.layout and len(rows) > 1:
         print("the best of all is", why(rows[1], rows[0]))
-    print("", "what fell out:", *fell_out(search), LEFT_OUT, sep="\n")
+    print("", "not shown:", *fell_out(search), LEFT_OUT, sep="\n")
 
 
 if __name__ == "__main__":

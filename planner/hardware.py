@@ -1,7 +1,5 @@
-"""Devices, links and models that plan.py knows by name, and where the figures are from.
-
-A data sheet says what a device could do, and a program gets a fraction of it. The fractions are
-fitted on a few published runs and held against the others: `python plan.py --published`.
+"""Devices, links and models by name, with the sources of their figures. A program reaches fractions
+of a data sheet, fitted on a few published runs: `python plan.py --published`.
 """
 
 from dataclasses import dataclass
@@ -12,21 +10,21 @@ from sizes import GPTConfig
 @dataclass(frozen=True)
 class Device:
     tflops: float  # dense 16-bit matrix products, 10^12 per second
-    gb: float  # memory, 10^9 bytes; there is 5% to 7% more, which CUDA and NCCL take
+    gb: float  # memory, 10^9 bytes, without the 5% to 7% more that CUDA and NCCL take
     hbm: float  # its bandwidth, 10^9 bytes per second
     nvlink: float  # to another device of the node, each way, 10^9 bytes per second
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices in one
-    # What programs get of that, as fractions
+    # fractions of these that programs reach
     f_products: float = 0.74  # of tflops, in the matrix products of a GPT
     f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
     f_hbm: float = 0.7
     f_nvlink: float = 0.6  # in a ring around which all wait
     f_network: float = 0.72
     latency: float = 1e-5  # seconds for a message to get going
-    late: float = 0.0  # seconds until all ranks have come to a message or collective
-    launch: float = 0.0  # seconds for each kernel that the device is not kept busy beyond
-    cores: int = 0  # that all ranks share, if they have no device each
+    late: float = 0.0  # seconds until all ranks have reached a message or collective
+    launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
+    cores: int = 0  # of a CPU that all ranks share; 0: a device for each rank
 
 
 # Fused attention on an H100: arXiv 2307.08691, figure 7

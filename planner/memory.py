@@ -1,14 +1,13 @@
 """Bytes that each rank holds in a layout.
 
-    weights, gradients, optimizer    sizes.bytes_per_parameter, what train.py says of itself
-    activations    what a block saves, per token: 4 h + 4 elements, and 1/T of 12 h and of heads in
-                   32 bits; under --sp 1/T of it all; with --recompute only its input, h, and all
-                   of the block under way (tests hold this against the saved tensors)
-    in flight      the peak along the very list of actions that the rank executes
-    buffers        logits, a pipeline's messages, layers that ZeRO-2 and 3 hold whole
+    weights, gradients, optimizer    sizes.bytes_per_parameter, as train.py itself predicts
+    activations    per token a block saves 4 h + 4 elements, and 1/T of 12 h and of heads in 32
+                   bits; with --sp 1/T of all; with --recompute only its input, h, and all of the
+                   block under way (a test measures what autograd saves)
+                   (arXiv 2205.05198); the peak is along the rank's list of actions
+    buffers        logits, pipeline messages, layers that ZeRO-2 and 3 gather
 
-Left out: CUDA's and NCCL's own, fragmentation (an allocator loses some percent), experts that are
-chosen unevenly. Activations as in arXiv 2205.05198; h is the width, S the tokens of a sequence.
+Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 """
 
 from functools import cache
@@ -17,9 +16,11 @@ from typing import NamedTuple
 from schedules import actions_of, cut, placement
 from sizes import GPTConfig, bytes_per_parameter
 
+cut_once = cache(cut)  # into stages, as train.py does
+
 
 class Layout(NamedTuple):
-    """train.py's flags of these names, all resolved; recompute also knows "selective"."""
+    """train.py's flags of these names, all resolved; recompute can be "selective"."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -39,10 +40,10 @@ class Layout(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is trained, whatever the layout."""
+    """A training, independent of its layout."""
     model: GPTConfig
     batch_size: int  # sequences of a step, on all ranks
-    # flash: one kernel. naive, as in 2021: S x S scores are written out, and there is dropout
+    # flash: one kernel; naive, as in 2021: S x S scores in memory, and dropout
     attention: str = "flash"
     width: int = 2  # bytes of a weight
     wide: bool = False  # gradients of 16-bit weights are summed in 32 bits
@@ -53,16 +54,13 @@ class Job(NamedTuple):
 
 
 def tokens_of(job, layout):
-    """Of a microbatch, on one rank."""
+    """Tokens of a microbatch, on one rank."""
     sequences = job.batch_size / (layout.dp * layout.microbatches)
     return sequences * job.model.block_size / layout.cp
 
 
-# ---- parameters ----
-
-
 def block_parameters(model, T=1):
-    """(all but experts, one expert): parameters of a block that one of T ranks holds."""
+    """Parameters of a block on one of T ranks: (all but experts, one expert)."""
     h = model.n_embd
     attention, mlp, norms = (4 * h * h + 3 * h) / T + h, (8 * h * h + 4 * h) / T + h, 4 * h
     if not model.n_experts:
@@ -78,28 +76,20 @@ def n_parameters(model):
             + (model.vocab_size + model.block_size + 2) * model.n_embd)
 
 
-# ---- stages ----
-
-
 class Part(NamedTuple):
-    """What of the model's layers is in a stage, or on a rank."""
+    """The layers of a stage, or of a rank."""
     embedding: int
     blocks: int
     head: int
 
 
 @cache
-def slices_of(model, n):
-    """The layers of n stages, as train.py cuts them."""
-    return cut(model.layer_costs(), n)
-
-
-@cache
 def stages_of(model, schedule, P, v):
-    """What each pipeline rank has: [{stage: Part}]."""
+    """[{stage: Part}] of each pipeline rank."""
     where, last = placement(schedule, P, v), model.n_layer + 1
     ranks = [{} for _ in range(P)]
-    for stage, (start, stop) in enumerate(slices_of(model, len(where))):
+    for stage, (start, stop) in enumerate(
+            cut_once(tuple(model.layer_costs()), len(where))):
         blocks = min(stop, last) - max(start, 1)
         ranks[where[stage]][stage] = Part(int(start == 0), blocks, int(stop > last))
     return ranks
@@ -107,17 +97,14 @@ def stages_of(model, schedule, P, v):
 
 @cache
 def parts_of(model, schedule, P, v):
-    """The same, all stages of a rank together: [Part]."""
+    """[Part] of each pipeline rank: all its stages together."""
     return [Part(*map(sum, zip(*stages.values(), strict=True)))
             for stages in stages_of(model, schedule, P, v)]
 
 
-# ---- activations ----
-
-
 def saved_by_block(job, layout, recompute):
-    """Bytes that a block keeps for backward, per token of the rank. arXiv 2205.05198 counts 34 h at
-    T = 1, two of them the masks of dropout, and 5 S heads of naive attention."""
+    """Bytes that a block saves for backward, per token of the rank. arXiv 2205.05198 counts 34 h at
+    T = 1, two of them for masks of dropout, and 5 S heads of naive attention."""
     model, w, T = job.model, job.width, layout.tp
     h, heads, T_sp = model.n_embd, model.n_head, T if layout.sp else 1
     if recompute == "full":
@@ -126,11 +113,11 @@ def saved_by_block(job, layout, recompute):
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
         split += h * w
     if job.attention == "flash":
-        split += heads * max(w, 4)  # the logarithm of the sum of each row
+        split += heads * max(w, 4)  # the logsumexp of each row
     else:
         whole += 2 * h
         split += (2 * w + 1) * model.block_size * heads if recompute == "none" else 0
-    if model.n_experts:  # a row for each chosen expert, what it says, and that times the gate
+    if model.n_experts:  # for each chosen expert: input, output, and output times the gate
         split += 3 * model.top_k * h * w
         whole += h * (max(w, 4) - w) + model.n_experts * max(w, 4)  # the router is in 32 bits
         whole += (24 + 2 * max(w, 4)) * model.top_k  # three 64-bit indices, and the gate twice
@@ -138,85 +125,95 @@ def saved_by_block(job, layout, recompute):
 
 
 def saved_by_head(job, layout):
-    """The same for the head: input and output of its norm, and the softmax over its own words."""
+    """The same of the head: input and output of its norm, and the softmax over its own words."""
     model, w, T_sp = job.model, job.width, layout.tp if layout.sp else 1
     return (2 * model.n_embd + 2) * w / T_sp + model.vocab_size / layout.tp * max(w, 4)
 
 
+class Held(NamedTuple):
+    """Activations at one moment, as counts of blocks and heads."""
+    blocks: int = 0  # between F and B or I
+    heads: int = 0
+    deferred_blocks: int = 0  # between I and W
+    deferred_heads: int = 0
+    recomputed: int = 0  # blocks that are being recomputed
+
+    def plus(self, *others):
+        return Held(*(a + b for a, b in zip(self, others, strict=True)))
+
+
 @cache
 def occupancy(schedule, P, m, v, rank, parts):
-    """How much is held at a time: (blocks, heads) between their F and B or I, (blocks, heads)
-    between I and W, and blocks that are being recomputed. One entry for each time at which nothing
-    else is larger in all five."""
-    held = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}  # (before I, behind it)
-    stages, now, times = dict(parts), (0,) * 5, set()
+    """[Held] at the moments that may be the peak: no other moment has as much of everything."""
+    stages, now, moments = dict(parts), Held(), set()
     for action in actions_of(schedule, P, m, v, rank):
-        part, (a, b) = stages[action.stage], held[action.kind]
+        part = stages[action.stage]
+        # what the action adds to the activations before and behind I, per block and per head
+        before, behind = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}[action.kind]
         if action.kind in "BI" and part.blocks:
             # The head is through when a block is recomputed. B frees blocks, so the first is the
-            # worst time. I leaves more behind than a block's input: the last is.
-            done = b * (part.blocks - 1)
-            times.add((now[0] - done, now[1] - part.head, now[2] + done, now[3] + b * part.head, 1))
-        change = a * part.blocks, a * part.head, b * part.blocks, b * part.head, 0
-        now = tuple(map(sum, zip(now, change, strict=True)))
-        times.add(now)
-    return [x for x in times if not any(
-        x != y and all(a <= b for a, b in zip(x, y, strict=True)) for y in times)]
+            # peak. I leaves more behind than a block's input, so the last is.
+            done = behind * (part.blocks - 1)
+            moments.add(now.plus(-done, -part.head, done, behind * part.head, 1))
+        now = now.plus(before * part.blocks, before * part.head, behind * part.blocks,
+                       behind * part.head, 0)
+        moments.add(now)
+    return [x for x in moments if not any(
+        x != y and all(a <= b for a, b in zip(x, y, strict=True)) for y in moments)]
 
 
 @cache
 def activations(job, layout, rank):
     """Bytes at the peak, on one pipeline rank."""
-    model, w, T = job.model, job.width, layout.tp
+    model, w, T, h = job.model, job.width, layout.tp, job.model.n_embd
     saved = saved_by_block(job, layout, layout.recompute)
-    # behind I there are the inputs of the matrices and the gradients of their outputs, not split
-    # (of attention's only, if there are experts)
-    defer = (4 * model.n_embd + 12 * model.n_embd / T) * w
+    # Between I and W: inputs of the matrices and gradients of their outputs, without --sp's split;
+    # with experts only those of attention
+    deferred = (4 * h + 12 * h / T) * w
     if model.n_experts:
-        defer = (2 * model.n_embd + 4 * model.n_embd / T) * w
-    each = (saved, saved_by_head(job, layout), defer,
-            (model.n_embd + model.vocab_size / T) * w, saved_by_block(job, layout, "none") - saved)
+        deferred = (2 * h + 4 * h / T) * w
+    each = Held(saved, saved_by_head(job, layout), deferred, (h + model.vocab_size / T) * w,
+                saved_by_block(job, layout, "none") - saved)
     few = layout.microbatches
     if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
         few = min(few, 2 * layout.pp + few % layout.pp)
-    peak = max(sum(n * size for n, size in zip(held, each, strict=True)) for held in occupancy(
-        layout.schedule, layout.pp, few, layout.chunks, rank,
-        tuple(stages_of(model, layout.schedule, layout.pp, layout.chunks)[rank].items())))
+    stages = stages_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
+    moments = occupancy(layout.schedule, layout.pp, few, layout.chunks, rank,
+                        tuple(stages.items()))
+    peak = max(sum(n * size for n, size in zip(held, each, strict=True)) for held in moments)
     return tokens_of(job, layout) * peak
 
 
-# ---- all of it ----
+def memory_of_rank(job, layout, rank):
+    """{weights, gradients, optimizer, activations, buffers, total} of one pipeline rank."""
+    model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
+    n, h, vocabulary = tokens_of(job, layout), model.n_embd, model.vocab_size * model.n_embd / T
+    part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
+    dense, expert = block_parameters(model, T)
+    experts = expert * model.n_experts / (layout.ep * T)
+    ends = max(part.embedding, part.head)  # the two share a matrix if on one rank
+    params = (part.blocks * dense + ends * vocabulary + part.embedding * model.block_size * h
+              + part.head * 2 * h)
+    data = layout.dp * layout.cp
+    states = [params * each + part.blocks * experts * of_expert for each, of_expert in zip(
+        bytes_per_parameter(layout.zero, data, w, gw),
+        bytes_per_parameter(layout.zero, data / layout.ep, w, gw), strict=True)]
+    saved = activations(job, layout._replace(zero=0), rank)
+
+    # logits in two widths, and their gradient
+    logits = part.head * (w + 2 * max(w, 4)) * model.vocab_size / T
+    at_work = n * max(logits, 8 * h * w / T + 2 * h * w)
+    messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
+    gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
+    gathered *= max(dense + experts, ends * vocabulary)
+    # the optimizer's 32-bit copy of 16-bit gradients, when activations are freed
+    copied = 2 * states[1] if gw == 2 else 0
+    parts = dict(zip(("weights", "gradients", "optimizer"), states, strict=True),
+                 activations=saved, buffers=max(at_work + messages + gathered, copied - saved))
+    return {**parts, "total": sum(parts.values())}
 
 
 def memory(job, layout, ranks=None):
-    """{weights, gradients, optimizer, activations, buffers, total}: bytes on the pipeline rank that
-    holds most. ranks: which of them to look at; None: all."""
-    model, w, T = job.model, job.width, layout.tp
-    n, h, words = tokens_of(job, layout), model.n_embd, model.vocab_size / T
-    dense, expert = block_parameters(model, T)
-    experts = expert * model.n_experts / (layout.ep * T)
-    data = layout.dp * layout.cp
-    gw = job.grad_width
-    states = zip(bytes_per_parameter(layout.zero, data, w, gw),
-                 bytes_per_parameter(layout.zero, data / layout.ep, w, gw), strict=True)
-    states = list(states)  # bytes of a parameter, and of an expert's
-    fullest = {"total": 0}
-    for rank in ranks or range(layout.pp):
-        part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
-        ends = max(part.embedding, part.head)  # on one rank both use one matrix
-        params = (part.blocks * dense + ends * words * h + part.embedding * model.block_size * h
-                  + part.head * 2 * h)
-        held = [params * each + part.blocks * experts * of_expert for each, of_expert in states]
-        logits = part.head * (w + 2 * max(w, 4)) * words  # in two widths, and the gradient
-        at_work = n * max(logits, 8 * h * w / T + 2 * h * w)
-        messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
-        layers = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # per parameter
-        layers *= max(dense + experts, ends * words * h)
-        saved = activations(job, layout._replace(zero=0), rank)
-        # the optimizer's copy of 16-bit gradients, in 32 bits, comes when the rest has gone
-        copied = 2 * held[1] if gw == 2 else 0
-        buffers = max(at_work + messages + layers, copied - saved)
-        parts = dict(zip(("weights", "gradients", "optimizer"), held, strict=True),
-                     activations=saved, buffers=buffers)
-        fullest = max(fullest, {**parts, "total": sum(parts.values())}, key=lambda x: x["total"])
-    return fullest
+    """memory_of_rank of the fullest pipeline rank. ranks: those to look at; None: all."""
+    return max((memory_of_rank(job, layout, rank) for rank in ranks or range(layout.pp)),
+               key=lambda parts: parts["total"])

@@ -1,133 +1,130 @@
-"""All layouts of a job on a cluster, and those that fit and are fastest.
+"""Finds the layouts of a job on a cluster that fit and are fastest.
 
-Each layout gets a lower bound of its time: nothing is waited for, and the bubble is by its formula.
-Whatever has the lowest is looked at more closely: first what its ZeRO stage adds, then whether it
-fits into memory and what the simulator says. Once the lowest is such a time, nothing can be faster.
-So all layouts count, and few are simulated. For models that are not a row of equal blocks, choosing
-a partition is an open problem (Alpa, arXiv 2201.12023).
+All that train.py takes counts, but tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe
+(1f1b is as fast and holds less) and over 16 sequences in a microbatch only if given as a flag.
+Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
+layout with the lowest bound is refined first: by what its ZeRO stage adds, then by memory and the
+simulator. Once the lowest time is exact, no other layout is faster: all count, few are simulated.
+For models other than a row of equal blocks this is an open problem (Alpa, arXiv 2201.12023).
 """
 
 import heapq
 import math
-from collections import Counter
+from contextlib import suppress
+from functools import cache
 from itertools import product
 
 from planner.costs import data_time, lower_bound, step_time
 from planner.memory import Layout, memory
+from run.config import Config, check_layout
 from schedules import SCHEDULES
 
-GB = 1e9
+
+def as_config(job, named):
+    """train.py's flags for a job and the named fields of a layout."""
+    model = job.model
+    named = {**named, "recompute": named.get("recompute") == "full"}  # selective: fused attention
+    return Config(**named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
+                  n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
+                  top_k=model.top_k, dtype="bfloat16",
+                  grad_dtype="float32" if job.wide else "same")
 
 
-def divisors(n, most=math.inf):
-    return [d for d in range(1, int(min(n, most)) + 1) if n % d == 0]
+@cache
+def schedule_exists(schedule, P, m, v):
+    """Asks for one rank's list only: all P lists of all candidates would take minutes."""
+    try:
+        return bool(SCHEDULES[schedule](P, m, v, 0))
+    except ValueError:
+        return False
 
 
 class Search:
-    """All layouts of a job on `gpus` devices that have the values of `fixed` ({field: value})."""
+    """Layouts of a job on `gpus` devices that have the values of `fixed` ({field: value})."""
 
     def __init__(self, job, gpus, device, fixed):
         self.job, self.gpus, self.device, self.fixed = job, gpus, device, fixed
-        self.out = Counter()  # why layouts fell out -> how many did
-        self.smallest = None  # of those that do not fit: (bytes, layout) of what needs least
+        self.smallest = None  # (bytes, layout) of the smallest that does not fit
+        self.misfits = self.slower = 0  # layouts that do not fit; slower ones, most of them pruned
 
-    def values(self, name, options):
-        return [self.fixed[name]] if name in self.fixed else options
+    def options(self, **options):
+        """All {field: value}; a fixed field has one value."""
+        lists = [[self.fixed[name]] if name in self.fixed else values
+                 for name, values in options.items()]
+        return [dict(zip(options, values, strict=True)) for values in product(*lists)]
 
     def axes(self):
-        """(dp, tp, pp, cp, ep) that multiply to the devices and divide what they split."""
-        model, fixed = self.job.model, self.fixed
-        L, S, N = model.n_layer, model.block_size, model.n_experts
-
-        def broken(dp, tp, pp, cp, ep):
-            rules = {  # what is printed -> whether it holds
-                "--tp must divide --n-head": model.n_head % tp == 0,
-                "--tp beyond a node": tp <= self.device.node or "tp" in fixed,
-                "--pp must be at most --n-layer": pp <= L,
-                "--cp must leave 2 pieces of a sequence": cp == 1 or S % (2 * cp) == 0,
-                "--cp with fewer than 512 tokens on a rank": cp == 1 or S // cp >= 512
-                    or "cp" in fixed,
-                "--dp must divide --batch-size": self.job.batch_size % dp == 0,
-                "--ep must divide --dp": dp % ep == 0,
-                "--ep x --tp must divide --experts": N % (ep * tp) == 0}
-            return next((rule for rule, holds in rules.items() if not holds), None)
-
-        splits = product(*(self.values(axis, divisors(self.gpus)) for axis in ("tp", "pp", "cp")))
-        for tp, pp, cp in splits:
-            dp, left = divmod(self.gpus, tp * pp * cp)
-            if left or not dp or dp != fixed.get("dp", dp):
+        """All {field: value} of dp, tp, pp, cp, ep, sp and cp_attention."""
+        divisors = [d for d in range(1, self.gpus + 1) if self.gpus % d == 0]
+        experts, S = self.job.model.n_experts, self.job.model.block_size
+        for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
+            tp, cp, ranks = axes["tp"], axes["cp"], math.prod(axes.values())
+            dp = self.gpus // ranks
+            if dp * ranks != self.gpus or dp != self.fixed.get("dp", dp):
                 continue
-            for ep in self.values("ep", divisors(dp) if N else [1]):
-                if reason := broken(dp, tp, pp, cp, ep):
-                    self.out[reason] += 1
-                else:
-                    yield dp, tp, pp, cp, ep
-
-    def pipelines(self, pp, m):
-        """(schedule, chunks) that exist. GPipe is as fast as 1F1B and holds more: only if named."""
-        names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
-        for schedule in self.values("schedule", names):
-            L = self.job.model.n_layer
-            several = [v for v in range(2, L // pp + 2) if v <= 8 or L % (v * pp) == 0]
-            options = {"interleaved": several if pp > 1 else [1], "zb-v": [2]}
-            for chunks in self.values("chunks", options.get(schedule, [1])):
-                if chunks != {"interleaved": chunks, "zb-v": 2}.get(schedule, 1):
-                    self.out["--chunks does not fit the schedule"] += 1
-                elif chunks * pp > L + 2:
-                    self.out["--pp x --chunks must be at most --n-layer + 2"] += 1
-                elif schedule == "interleaved" and m % pp:
-                    self.out["--microbatches must be a multiple of --pp for interleaved"] += 1
-                else:
-                    yield schedule, chunks
+            if tp > self.device.node and "tp" not in self.fixed:
+                continue
+            if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
+                continue
+            for more in self.options(ep=[d for d in divisors if dp % d == 0] if experts else [1],
+                                     sp=[False, True] if tp > 1 else [False],
+                                     cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
+                way = {**axes, **more, "dp": dp}
+                with suppress(ValueError):
+                    check_layout(as_config(self.job, {**way, "microbatches": 1}), self.gpus)
+                    yield way
 
     def layouts(self):
-        """All that train.py would take, without their ZeRO stage; microbatches of at most 16
-        sequences."""
-        job = self.job
-        recomputes = ["none", "full"] + ["selective"] * (job.attention == "naive")
-        for dp, tp, pp, cp, ep in self.axes():
-            share = job.batch_size // dp
-            counts = self.values("microbatches", [share // b for b in divisors(share, 16)])
-            swaps = ["ring"] + ["all-to-all"] * (cp > 1 and job.model.n_head // tp % cp == 0)
-            splits = [False, True] if tp > 1 and job.model.block_size % (cp * tp) == 0 else [False]
-            for m in counts:
-                if share % m:
-                    self.out["--microbatches must divide the sequences of a data rank"] += 1
-                    continue
-                for (schedule, chunks), sp, recompute, swap in product(
-                        self.pipelines(pp, m), self.values("sp", splits),
-                        self.values("recompute", recomputes), self.values("cp_attention", swaps)):
-                    yield Layout(dp, tp, pp, cp, ep, sp, 0, schedule, chunks, m, recompute, swap)
+        """All, with ZeRO stage 0."""
+        recomputes = ["none", "full"] + ["selective"] * (self.job.attention == "naive")
+        for axes in self.axes():
+            share = self.job.batch_size // axes["dp"]  # sequences of a data rank
+            pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
+            names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
+            for more in self.options(microbatches=counts, schedule=names, recompute=recomputes):
+                m, schedule = more["microbatches"], more["schedule"]
+                for chunks in self.chunks(schedule, pp):
+                    if share % m == 0 and schedule_exists(schedule, pp, m, chunks):
+                        yield Layout(**axes, **more, chunks=chunks)
+
+    def chunks(self, schedule, pp):
+        """Chunks that leave no stage empty; of many, those that share the blocks evenly."""
+        L = self.job.model.n_layer
+        values = [2] if schedule == "zb-v" else [1]
+        if schedule == "interleaved" and pp > 1:
+            values = [v for v in range(2, L + 3) if v <= 8 or L % (v * pp) == 0]
+        if "chunks" in self.fixed and schedule == "interleaved":
+            values = [self.fixed["chunks"]]
+        return [v for v in values if v * pp <= L + 2 and v == self.fixed.get("chunks", v)]
 
     def fits(self, layout, ranks=None):
+        """Do these pipeline ranks (None: all) have enough memory?"""
         need = memory(self.job, layout, ranks)["total"]
-        if need > self.device.gb * GB:
-            self.out["memory"] += 1
+        if need > self.device.gb * 1e9:
+            self.misfits += 1
             self.smallest = min(self.smallest or (need, layout), (need, layout))
-        return need <= self.device.gb * GB
+        return need <= self.device.gb * 1e9
 
     def best(self, top):
-        """[(seconds, layout)] of the `top` best ways to split the devices, best first, each with
-        what suits it best."""
+        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest."""
         job, device = self.job, self.device
-        queue = [(lower_bound(job, layout, device), 0, layout) for layout in self.layouts()]
+        queue = [(lower_bound(job, layout, device), "bound", layout) for layout in self.layouts()]
         heapq.heapify(queue)
         found = {}  # (dp, tp, pp, cp, ep, sp) -> (seconds, layout)
         while queue and len(found) < top:
-            seconds, closeness, layout = heapq.heappop(queue)
-            way = layout[:6]
-            if way in found:
-                self.out["slower"] += 1
-            elif closeness == 0:  # with gradients' sums, by ZeRO stage
-                for zero in self.values("zero", range(4) if layout.dp * layout.cp > 1 else [0]):
-                    staged = layout._replace(zero=zero)
-                    seconds_staged = seconds + sum(data_time(job, staged, device))
-                    heapq.heappush(queue, (seconds_staged, 1, staged))
-            elif closeness == 1:  # whether it fits (the ends hold most); simulated
-                if self.fits(layout, {0, layout.pp - 1}):
-                    heapq.heappush(queue, (step_time(job, layout, device), 2, layout))
+            seconds, kind, layout = heapq.heappop(queue)
+            if layout[:6] in found:
+                self.slower += 1
+            elif kind == "bound":
+                stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
+                for zero in self.options(zero=stages):
+                    staged = layout._replace(**zero)
+                    more = sum(data_time(job, staged, device))
+                    heapq.heappush(queue, (seconds + more, "bound with data", staged))
+            elif kind == "bound with data":
+                if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
+                    heapq.heappush(queue, (step_time(job, layout, device), "exact", layout))
             elif self.fits(layout):
-                found[way] = seconds, layout
-        self.out["slower"] += len(queue)
-        self.out = +self.out  # without zeros
+                found[layout[:6]] = seconds, layout
+        self.slower += len(queue)
         return list(found.values())

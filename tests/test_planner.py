@@ -1,27 +1,36 @@
 """TODO"""
 
+import itertools
 import json
 import math
 import re
 import sys
+import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 import collectives as c
 import model as model_file
 import plan
 import schedules
 import sizes
+from data.batches import Data
+from group import Group, Work, no_span
+from mesh import Mesh
+from model import Block
 from planner import costs, hardware, memory, pictures, published
-from planner import here as here_file
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from sizes import GPTConfig
 from tests.harness import FULL, config, mesh_of, pool
+from train import Trainer
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 # ---- the planner ----
 
@@ -40,9 +49,63 @@ def test_most_published_runs_are_predictions():
         assert sum(run.fitted for run in runs) <= len(runs) / 2
 
 
+class Watch:
+    """The most bytes at a time that autograd keeps for backward, without parameters."""
+
+    def __init__(self, trainer):
+        self.pipeline, self.buckets = trainer.pipeline, trainer.reducer.buckets
+        self.recomputed = [layer for stage in trainer.stages.values() for layer in stage.layers
+                           if trainer.cfg.recompute and isinstance(layer, Block)]
+        self.saved = weakref.WeakSet()  # storages; leave the set when they are freed
+        self.peak = 0
+
+    def note(self, tensor):
+        """Called for each tensor that autograd saves."""
+        storage = tensor.untyped_storage()
+        if all(storage.data_ptr() != b.full.untyped_storage().data_ptr() for b in self.buckets):
+            self.saved.add(storage)
+            self.look()
+        return tensor
+
+    def look(self):
+        deferred = {x.untyped_storage() for queue in self.pipeline.weight_work.values()
+                    for _, grad, x, _ in queue for x in (grad, x)}
+        self.peak = max(self.peak, sum(x.nbytes() for x in deferred.union(self.saved)))
+
+    @contextmanager
+    def span(self, *args, **kwargs):
+        """Around each action of the pipeline."""
+        yield
+        self.look()
+
+    @contextmanager
+    def again(self):
+        """Around a second forward, whose tensors go to the hooks of torch's checkpoint."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        with saved_tensors_hooks(lambda tensor: pack(self.note(tensor)), unpack):
+            yield
+
+    @contextmanager
+    def watching(self):
+        self.pipeline.span = self.span
+        for block in self.recomputed:  # forward is a functools.partial, made in train.py
+            block.forward.keywords["context_fn"] = lambda: (nullcontext(), self.again())
+        with saved_tensors_hooks(self.note, lambda tensor: tensor):
+            yield
+        self.pipeline.span = no_span
+        for block in self.recomputed:
+            del block.forward.keywords["context_fn"]
+
+
 def _held(rank, cfg):
-    """Bytes of (states, activations) on each rank, at the peak of a step."""
-    return here_file.run(cfg, mesh_of(cfg))[1:]
+    """Bytes of model states and saved activations on this rank, at the peak of a step."""
+    mesh, data = mesh_of(cfg), Data(cfg)
+    trainer = Trainer(cfg, mesh, data.vocab_size)
+    watch = Watch(trainer)
+    with watch.watching():
+        _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+        trainer.update(norm, cfg.lr)
+    return trainer.optimizer.state_bytes()[1] + watch.peak
 
 
 @pytest.mark.parametrize("flags", [
@@ -53,9 +116,10 @@ def test_memory_is_predicted_within_5_percent(long_corpus, flags):
     cfg = config(long_corpus, **{"n_layer": 4, "n_embd": 96, "n_head": 4, "block_size": 128,
                                  "microbatches": 4, "batch_size": 8, "dtype": "float32", **flags})
     ranks = check(cfg, 1)
-    states, saved = pool(ranks, _held, cfg)[0]
-    _, want = here_file.predicted(cfg, hardware.DEVICES["a100-80"])
-    most = max(map(sum, zip(states, saved, strict=True)))
+    most = max(pool(ranks, _held, cfg))
+    job, layout = plan.planned(cfg)
+    held = [memory.memory_of_rank(job, layout, rank) for rank in range(cfg.pp)]
+    want = max(parts["total"] - parts["buffers"] for parts in held)
     assert abs(want / most - 1) < 0.05, (want, most)
 
 
@@ -171,13 +235,22 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--gpus 8 --pp 2 --dp 3 --layout", "does not match"), ("--gpus 0", "--gpus 0"),
     ("--gpus 12", "--node 8"), ("--ep 2", "--ep 2"), ("--n-embd 100", "--n-embd 100"),
     ("--gpus 1 --tp 2", "--gpus 1"), ("--tp 0", "--tp 0"), ("--tflops 0", "--tflops 0"),
-    ("--gpus 8 --svg /nowhere/at/all", "/nowhere/at/all"), ("--batch-size -3", "--batch-size -3")])
+    ("--batch-size -3", "--batch-size -3")])
 def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
     with pytest.raises(SystemExit) as end:
         plan.main()
     said = capsys.readouterr().err.strip()
     assert end.value.code == 2 and line in said and said.count("\n") == 0
+
+
+class Silent:
+    """A communicator that delivers nothing."""
+
+    def send(self, *args):
+        return Work()
+
+    recv = send
 
 
 def test_worked_figures_of_memory_and_of_the_ring():
@@ -187,29 +260,57 @@ def test_worked_figures_of_memory_and_of_the_ring():
     assert states(7e9, 0, 1) == 112 and states(70e9, 0, 1) == 1120
     assert [round(states(7e9, stage, 64), 2) for stage in (1, 2, 3)] == [29.31, 15.53, 1.75]
     assert states(13e9 / 4, 3, 16) == 3.25  # P = 4
-    assert pictures.bytes_sent(c.all_reduce, 8, 4_000_000_000) == 7_000_000_000
+    ring = Group(Mesh(dp=1), "ring", range(8), 0, Silent())  # counts, and sends nothing
+    c.all_reduce(torch.empty(2_000_000_000, dtype=torch.bfloat16, device="meta"), ring)
+    assert ring.bytes_sent == 7_000_000_000
+
+
+def _pictures(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["pictures.py", *map(str, flags)])
+    pictures.main()
 
 
 def test_pictures_are_tables_and_svg(capsys, monkeypatch, tmp_path):
-    Path(tmp_path, "run.jsonl").write_text('{"step": 0, "loss": 4.5}\n{"step": 1, "loss": 3.5}\n')
-    for flags, files in (("", "memory-wall ring memory bubble grid"),
-                         (f"--metrics {tmp_path}/run.jsonl", "loss")):
-        monkeypatch.setattr(sys, "argv", ["pictures.py", "--svg", str(tmp_path), *flags.split()])
-        pictures.main()
-        for name in files.split():
-            ElementTree.parse(tmp_path / f"{name}.svg")
+    folder = tmp_path / "made" / "if missing"
+    _pictures(monkeypatch, "--svg", folder)
+    for name in ("memory-wall", "ring", "memory", "bubble"):
+        ElementTree.parse(folder / f"{name}.svg")
     said = capsys.readouterr().out
-    for figure in ("112 GB", "1,120 GB", "29.3    15.5    1.75", "8          1.7500         7 ",
-                   "46.7%  46.7%"):
+    for figure in ("112 GB", "1,120 GB", "29.3    15.5    1.75", "46.7  46.7"):
         assert figure in said
+    # coinciding curves are all to be seen: the later ones are dashed
+    assert (folder / "bubble.svg").read_text().count("stroke-dasharray") == 2  # 1f1b, zb-v
+    assert (folder / "ring.svg").read_text().count("stroke-dasharray") == 1
 
 
-def test_the_planner_explains_a_layout_and_draws_it(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("key,name", [("loss", "loss.svg"), ("busiest", "balance.svg")])
+def test_runs_are_drawn_as_a_running_mean_over_each_step(key, name, monkeypatch, tmp_path):
+    for run, level in (("one", 3), ("two", 1)):
+        records = [{"step": i, "loss": 4.0, key: level + i % 2} for i in range(100)]
+        (tmp_path / f"{run}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    _pictures(monkeypatch, "--svg", tmp_path, "--metrics", tmp_path / "one.jsonl",
+              tmp_path / "two.jsonl")
+    lines = [line.get("points").split()
+             for line in ElementTree.parse(tmp_path / name).iter(SVG + "polyline")]
+    curves = [points for points in lines if len(points) == 100]
+    spans = []  # of each curve, in pixels; far from its ends, where a mean has fewer steps
+    for points in curves:
+        heights = [float(point.split(",")[1]) for point in points[20:80]]
+        spans.append(max(heights) - min(heights))
+    assert len(spans) == 4 and min(spans[:2]) > 50 and max(spans[2:]) < 10
+
+
+def test_labels_of_a_chart_do_not_overlap(monkeypatch, tmp_path):
+    _pictures(monkeypatch, "--svg", tmp_path)
+    for name in ("memory-wall", "bubble", "ring", "memory"):
+        texts = ElementTree.parse(tmp_path / f"{name}.svg").iter(SVG + "text")
+        heights = sorted(float(text.get("y")) for text in texts if float(text.get("x")) > 570)
+        assert len(heights) > 2 and all(b - a > 14 for a, b in itertools.pairwise(heights))
+
+
+def test_the_planner_explains_a_layout(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [
-        "plan.py", "--model", "gpt3-1.3b", "--gpus", "8", "--pp", "4", "--layout", "--recompute",
-        "--svg", str(tmp_path)])
+        "plan.py", "--model", "gpt3-1.3b", "--gpus", "8", "--pp", "4", "--layout", "--recompute"])
     plan.main()
     said = capsys.readouterr().out
     assert "torchrun train.py --dp 2 --pp 4" in said and "times as fast; seconds less of" in said
-    for name in ("memory", "timeline"):
-        ElementTree.parse(tmp_path / f"layout-{name}.svg")
