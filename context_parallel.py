@@ -1,8 +1,8 @@
 """Context parallelism: the tokens of each sequence are split over C ranks (h is the width here).
 
-Split: tokens, and so the activations of all layers. Replicated: weights; their gradients are summed
-over the ranks. Only attention lets tokens meet, so only attention sends. Two ways, with the elements
-that a rank sends per layer and microbatch, for h the width of its heads:
+Split: tokens, and so the activations of all layers. Replicated: weights, whose gradients are summed
+over the ranks. Only attention lets tokens meet, so only attention sends, in one of two ways. Each
+rank sends per layer and microbatch, for h the width of its heads, in elements:
 
     ring        keys and values go around: 2 (C-1)/C b S h forward; in backward twice as many, as
                 their gradients (in fp32 at least) follow them.         arXiv 2310.01889

@@ -1,7 +1,5 @@
 """TODO"""
 
-import sys
-
 import pytest
 import torch
 
@@ -81,7 +79,7 @@ def _lopsided(rank, cfg):
     {"dp": 2, "ep": 2, "tp": 2, "microbatches": 2}], ids=str)
 def test_an_expert_without_tokens_and_one_with_all(corpus, flags, monkeypatch):
     monkeypatch.setattr(model_file, "initial_value", lopsided)
-    monkeypatch.setattr(sys.modules[__name__], "_reference", {})
+    monkeypatch.setattr("tests.harness._reference", {})  # of other initial values
     equals_one_process(corpus, _lopsided, experts=4, **{"microbatches": 1, **flags})
 
 
