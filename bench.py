@@ -424,7 +424,7 @@ def naive_split(job):
     def in_order(S, C, c):
         return torch.arange(S).chunk(C)[c]
 
-    def meets(mine, theirs, half):
+    def visible(mine, theirs, half):
         seen = slice(None) if theirs <= mine else slice(0)
         return seen, seen, theirs == mine
 
@@ -438,7 +438,8 @@ def naive_split(job):
         step = trainer(job)
 
     def naive_step():
-        with swapped(context_parallel, meets=meets, kernel=kernel, kernel_backward=kernel_backward):
+        with swapped(context_parallel, visible=visible, kernel=kernel,
+                     kernel_backward=kernel_backward):
             return step()
 
     return naive_step

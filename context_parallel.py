@@ -1,16 +1,15 @@
-"""Context parallelism: each sequence is split over C ranks (the width is h here). Only attention
-lets tokens meet.
+"""Context parallelism: the tokens of each sequence are split over C ranks (h is the width here).
 
-Under the causal mask late tokens meet more keys than early ones. So rank c has chunks c and 2C-1-c
-of 2C, and all have the same to do; with one of C each, the last would have (2C-1)/C times the mean.
-Elements sent per layer and microbatch, h the width of a rank's heads:
+Split: tokens, and so the activations of all layers. Replicated: weights, whose gradients are summed
+over the ranks. Only attention lets tokens meet, so only attention sends, in one of two ways. Each
+rank sends per layer and microbatch, for h the width of its heads, in elements:
 
-    ring        keys and values go around: 2 (C-1)/C b S h forward; twice that backward, where
-                their gradients follow them (those in 32 bits at least). arXiv 2310.01889
-    all-to-all  heads for tokens, and back: 4 (C-1)/C^2 b S h forward, the same backward. C divides
-                the heads of a rank. arXiv 2309.14509 (Ulysses)
+    ring        keys and values go around: 2 (C-1)/C b S h forward; in backward twice as many, as
+                their gradients (in fp32 at least) follow them.         arXiv 2310.01889
+    all-to-all  ranks swap tokens for heads, and back: 4 (C-1)/C^2 b S h forward, as many backward;
+                C must divide the heads of a rank. Ulysses, arXiv 2309.14509
 
-Held: what a block saves, / C (all-to-all: h more per token, the result before it is swapped back).
+Held: 1/C of what a block saves; all-to-all saves h more per token, the result before the way back.
 
     python context_parallel.py        who meets whom, on 4 ranks        torchrun train.py --cp 2
 """
@@ -23,17 +22,22 @@ import torch
 from collectives import all_to_all
 from group import Work
 from model import causal_attention
-from run.demonstrations import demonstrate, ranks_asked, report_difference
 
 
-def zigzag(S, C, c):
-    """The positions, of 0 .. S-1, of rank c's tokens: chunks c and 2C-1-c of 2C."""
+def zigzag(S, C, rank):
+    """Positions, out of 0 .. S-1, of a rank's tokens. Zigzag: cut the sequence into 2C chunks, and
+    give rank c chunks c and 2C-1-c. For C = 2: chunks 0 and 3 to rank 0, chunks 1 and 2 to rank 1.
+
+    Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
+    and a late chunk has as much to compute as any other. Of C chunks, one per rank, the last would
+    cost (2C-1)/C times the mean."""
     chunks = torch.arange(S).tensor_split(2 * C)
-    return torch.cat([chunks[c], chunks[2 * C - 1 - c]])
+    return torch.cat([chunks[rank], chunks[2 * C - 1 - rank]])
 
 
 class PassOn(torch.autograd.Function):
-    """Every rank's x goes to the next rank; in backward its gradient comes back."""
+    """Forward: send x to the next rank, return the previous rank's x. Backward: the gradient takes
+    the way back."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -49,38 +53,43 @@ class PassOn(torch.autograd.Function):
 
 
 def plain_ring_attention(q, k, v, positions, group):
-    """Ring attention at its plainest: keys and values go around, and each rank adds up what they
-    mean to its own queries. Any split into equal parts will do: positions travel with them.
+    """Ring attention at its plainest. Queries stay; keys and values go around the ring, and after C
+    hops each query has met all keys. Works for any split into equal parts, as positions travel too.
 
-    In: q, k, v (B, nh, S/C, hs) of this rank's tokens, and where these stand in the sequence.
-    Out: (B, nh, S/C, hs), what attention over all S tokens gives for this rank's."""
-    kv, key_positions = torch.stack([k, v]), positions
-    top = q.new_full((*q.shape[:-1], 1), -math.inf)  # the largest score so far, against overflow
-    total = 0.0  # sum of exp(score - top)
-    out = 0.0  # sum of exp(score - top) * value
-    for hop in range(group.size):  # in hop i the keys are those of the rank i before this one
-        scores = q @ kv[0].mT / math.sqrt(q.size(-1))
-        ahead = key_positions > positions.unsqueeze(1)
-        scores = scores.masked_fill(ahead, -math.inf)
-        # finite from hop 0 on: a token sees itself. It cancels, so no gradient flows through it.
-        new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
-        weights, shrink = (scores - new_top).exp(), (top - new_top).exp()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + weights @ kv[1]
-        top = new_top
+    In: q, k, v (B, nh, S/C, hs) of this rank's tokens; positions (S/C,) of these in the sequence.
+    Out: (B, nh, S/C, hs), attention over all S tokens for this rank's queries.
+
+    Softmax needs the sum over all keys, but a rank sees S/C keys at a time. So keep numerator and
+    denominator of   out = sum(exp(score) v) / sum(exp(score))   apart, and add to both."""
+    kv, key_positions = torch.stack([k, v]), positions  # (2, B, nh, S/C, hs)
+    largest = q.new_full((*q.shape[:-1], 1), -math.inf)  # score so far: exp(score) would overflow
+    numerator = 0.0  # (B, nh, S/C, hs): sum of exp(score - largest) * value
+    denominator = 0.0  # (B, nh, S/C, 1): sum of exp(score - largest)
+    for hop in range(group.size):  # kv now belongs to the rank `hop` places before this one
+        scores = q @ kv[0].mT / math.sqrt(q.size(-1))  # (B, nh, S/C, S/C)
+        is_later = key_positions > positions.unsqueeze(1)  # (S/C, S/C)
+        scores = scores.masked_fill(is_later, -math.inf)
+        # In hop 0 each token meets itself, so new_largest is finite. It cancels: no gradient.
+        new_largest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
+        weights, shrink = (scores - new_largest).exp(), (largest - new_largest).exp()
+        numerator = numerator * shrink + weights @ kv[1]
+        denominator = denominator * shrink + weights.sum(-1, keepdim=True)
+        largest = new_largest
         if hop < group.size - 1:
             kv, key_positions = PassOn.apply(kv, group), PassOn.apply(key_positions, group)
-    return out / total
+    return numerator / denominator
 
 
-# ---- the same, fast: torch's kernels compute, while the next keys and values travel ----
-# No S x S matrix is made: a kernel returns the logsumexp of each query's scores, by which parts are
-# merged, and the kernel's backward takes the merged one. Whole blocks of the mask are skipped.
+# ---- the same, fast ----
+#   kernels   torch's fused attention computes each hop: no matrix of scores is in memory. It also
+#             returns each query's logsumexp, log(sum(exp(score))), by which results are merged.
+#   overlap   the next keys and values travel during the computation
+#   skip      chunks of keys that the mask hides entirely are left out
 
 
 def kernel(q, k, v, causal):
-    """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs) -> (out, logsumexp (B, nh, Sq), what
-    kernel_backward needs besides)."""
+    """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs). Returns out (B, nh, Sq, hs), the
+    logsumexp (B, nh, Sq), and a tuple of what else kernel_backward needs."""
     aten = torch.ops.aten
     if q.is_cuda:  # 32 or 16 bits. Has been read, never run: no GPU was at hand
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
@@ -91,11 +100,11 @@ def kernel(q, k, v, causal):
 
 
 def kernel_backward(grad, q, k, v, out, lse, rest, causal):
-    """Gradients of q, k, v, given those of `out`. q, k, v may be a part of the queries and keys:
-    with `out` and `lse` of all keys the weights exp(score - lse) are right, and parts' gradients
-    add up."""
+    """Gradients of q, k, v from the gradient of out. q may be some of the queries, k and v some of
+    their keys: given out and lse over all keys, the kernel recomputes the right weights,
+    exp(score - lse), and returns these keys' terms of the gradients."""
     aten = torch.ops.aten
-    if q.is_cuda:  # the kernel wants its rows padded to 32
+    if q.is_cuda:  # the kernel wants its rows padded to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
         return aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)[:3]
@@ -103,98 +112,111 @@ def kernel_backward(grad, q, k, v, out, lse, rest, causal):
         grad, q, k, v, out, lse, 0.0, causal)
 
 
-def meets(mine, theirs, half):
-    """(queries, keys, causal): which of rank `mine`'s tokens, as a slice, look at which of rank
-    `theirs`'s. half: tokens in a chunk."""
-    if theirs == mine:  # chunks in their order, so the ordinary mask
+def visible(rank, key_rank, half):
+    """(queries, keys, causal): slices of this rank's queries and of key_rank's keys such that each
+    of these queries attends to all of these keys, or, if causal, under the ordinary causal mask.
+    half: the tokens in a chunk. Rank 1 of C = 4 has chunks 1 and 6:
+
+        its own keys             chunks 1 6: in order, so the causal mask is right
+        keys of rank 0 (before)  chunks 0 7: 0 is earlier than both of 1 6, 7 is later than both
+        keys of rank 2 (after)   chunks 2 5: both are later than 1 and earlier than 6"""
+    if key_rank == rank:
         return slice(None), slice(None), True
-    if theirs < mine:  # their first chunk is before both of mine, their second behind both
+    if key_rank < rank:  # all queries, the first chunk of keys
         return slice(None), slice(half), False
-    return slice(half, None), slice(None), False  # both of theirs are between mine
+    return slice(half, None), slice(None), False  # the second chunk of queries, all keys
 
 
 def merge(out, lse, part, part_lse):
-    """Take further keys into out and lse, in place: of the softmax's sum, exp(lse) + exp(part_lse),
-    theirs is the share sigmoid(part_lse - lse). In 32 bits or more, as each merge rounds."""
+    """Add further keys to out (B, nh, Sq, hs) and lse (B, nh, Sq), in place. The further keys hold
+    exp(part_lse) / (exp(lse) + exp(part_lse)) = sigmoid(part_lse - lse) of the softmax's weight.
+    out and lse have 32 bits at least, as each merge rounds."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def start_passing(x, group):
-    """Start to hand x to the next rank. Returns what the rank before hands on, and its Work."""
+    """Start to send x to the next rank. Returns (tensor, Work): the previous rank's x, valid after
+    work.wait()."""
     received = torch.empty_like(x)
     return received, group.submit(
         lambda: group.exchange(x, group.next, received, group.prev).wait(), "pass on")
 
 
 class RingAttentionFunction(torch.autograd.Function):
-    """In: q, k, v (B, nh, S/C, hs) of zigzag's tokens. Out: what attention over all S tokens gives
-    for these. Each rank passes keys and values on C-1 times."""
+    """In: q, k, v (B, nh, S/C, hs) of this rank's tokens, split by zigzag. Out: (B, nh, S/C, hs),
+    attention over all S tokens for this rank's queries. C-1 sends each of keys and values."""
 
     @staticmethod
     def forward(ctx, q, k, v, group):
-        kv, half = torch.stack([k, v]), q.size(2) // 2
+        kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
         for hop in range(group.size):
-            if hop < group.size - 1:  # the next keys and values travel while these are used
-                next_kv, work = start_passing(kv, group)
-            rows, columns, causal = meets(group.rank, (group.rank - hop) % group.size, half)
+            if hop < group.size - 1:  # overlap: send kv on, while this hop computes with kv
+                next_kv, passing = start_passing(kv, group)
+            # C = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
+            key_rank = (group.rank - hop) % group.size
+            queries, keys, causal = visible(group.rank, key_rank, half)
             with group.span("attention", hop=hop):
-                part, part_lse, rest = kernel(q[:, :, rows], *kv[..., columns, :], causal)
+                part, part_lse, rest = kernel(q[:, :, queries], *kv[..., keys, :], causal)
                 if hop == 0:
                     out, lse, ctx.rest = part.to(wide), part_lse, rest
                 else:
-                    merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+                    merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
             if hop < group.size - 1:
-                work.wait()
+                passing.wait()
                 kv = next_kv
-        out = out.to(q.dtype)  # in the kernel's order of memory, on which its backward relies
+        out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        """Keys and values go around once more, the sums of their gradients one hop behind them: in
-        hop i > 0 this rank adds its share for the keys it has to the sum that followed them, and
-        sends that on. The last sum to come is for its own keys, and it adds its share of hop 0."""
+        """Keys and values go around once more. In each hop this rank computes one term of their
+        gradient, from its own queries. The sum of the terms follows its keys around the ring, one
+        hop behind: in hop i > 0 this rank receives the sum for the keys that it has, adds its term
+        and passes the sum on. The sum that arrives at the end is for this rank's own keys, and
+        lacks only this rank's term, of hop 0."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
-        kv, half = torch.stack([k, v]), q.size(2) // 2
+        kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)
-        sums, sums_work = torch.zeros_like(kv, dtype=wide), Work()  # hop 1 begins a sum
+        grad_kv, passing_grad = torch.zeros_like(kv, dtype=wide), Work()  # hop 1 starts a new sum
         for hop in range(group.size):
             if hop < group.size - 1:
-                next_kv, work = start_passing(kv, group)
-            rows, columns, causal = meets(group.rank, (group.rank - hop) % group.size, half)
+                next_kv, passing = start_passing(kv, group)
+            key_rank = (group.rank - hop) % group.size
+            queries, keys, causal = visible(group.rank, key_rank, half)
             with group.span("attention", hop=hop):
-                dq, dk, dv = kernel_backward(grad[:, :, rows], q[:, :, rows], *kv[..., columns, :],
-                                             out[:, :, rows], lse[:, :, rows], ctx.rest, causal)
+                dq, dk, dv = kernel_backward(
+                    grad[:, :, queries], q[:, :, queries], *kv[..., keys, :],
+                    out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
             if hop == 0:
-                grad_q, own = dq.to(wide), (dk, dv)
+                grad_q, own_dk, own_dv = dq.to(wide), dk, dv
             else:
-                grad_q[:, :, rows] += dq
-                sums_work.wait()
-                sums[0][:, :, columns] += dk
-                sums[1][:, :, columns] += dv
-                sums, sums_work = start_passing(sums, group)
+                grad_q[:, :, queries] += dq
+                passing_grad.wait()
+                grad_kv[0][:, :, keys] += dk
+                grad_kv[1][:, :, keys] += dv
+                grad_kv, passing_grad = start_passing(grad_kv, group)
             if hop < group.size - 1:
-                work.wait()
+                passing.wait()
                 kv = next_kv
-        sums_work.wait()
-        grad_k, grad_v = (total.add_(part) for total, part in zip(sums, own, strict=True))
+        passing_grad.wait()
+        grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
 
 
-@torch.compiler.disable  # which sees no messages
-def ring_attention(q, k, v, group):  # (B, nh, S/C, hs) each, and so the result
+def ring_attention(q, k, v, group):
+    """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/C, hs)."""
     return RingAttentionFunction.apply(q, k, v, group)
 
 
-# ---- all-to-all: for attention, a rank gives up heads, and gets all tokens of the others ----
+# ---- all-to-all (Ulysses): for attention, a rank has all tokens of 1/C of its heads ----
 
 
 def swap(parts, group):
-    """parts[j] is for rank j, which has one of the same shape for this rank; returns these."""
+    """Send parts[j] to rank j. Returns a list: entry j is from rank j, of the same shape."""
     parts = [part.contiguous() for part in parts]
     received = [torch.empty_like(part) for part in parts]
     all_to_all(received, parts, group)
@@ -202,22 +224,22 @@ def swap(parts, group):
 
 
 def to_whole_sequences(x, group):
-    """(..., nh, S/C, hs), zigzag's tokens -> (..., nh/C, S, hs), all tokens in their order."""
-    received = swap(x.chunk(group.size, dim=-3), group)
-    # from rank j: chunks j and 2C-1-j, so the second ones run backwards
-    first, second = zip(*(part.chunk(2, dim=-2) for part in received), strict=True)
-    return torch.cat([*first, *reversed(second)], dim=-2)
+    """(..., nh, S/C, hs), tokens split by zigzag -> (..., nh/C, S, hs), all tokens in order."""
+    received = swap(x.chunk(group.size, dim=-3), group)  # (..., nh/C, S/C, hs) from each rank
+    # C = 2: chunks 0 3 from rank 0, 1 2 from rank 1. Early: 0 1. Late, backwards: 3 2.
+    early, late = zip(*(part.chunk(2, dim=-2) for part in received), strict=True)
+    return torch.cat([*early, *reversed(late)], dim=-2)
 
 
 def to_own_tokens(x, group):
-    """(..., nh/C, S, hs) -> (..., nh, S/C, hs)."""
-    chunks = x.chunk(2 * group.size, dim=-2)
-    by_rank = zip(chunks[: group.size], reversed(chunks[group.size :]), strict=True)
-    return torch.cat(swap([torch.cat(both, dim=-2) for both in by_rank], group), dim=-3)
+    """The way back: (..., nh/C, S, hs) -> (..., nh, S/C, hs)."""
+    C, chunks = group.size, x.chunk(2 * group.size, dim=-2)
+    parts = [torch.cat([chunks[c], chunks[2 * C - 1 - c]], dim=-2) for c in range(C)]
+    return torch.cat(swap(parts, group), dim=-3)
 
 
-class Swap(torch.autograd.Function):
-    """there(x), which only moves numbers, so that gradients take the way back(gradient)."""
+class SwapFunction(torch.autograd.Function):
+    """Forward: there(x, group), which only moves numbers. Backward: back(gradient, group)."""
 
     @staticmethod
     def forward(ctx, x, group, there, back):
@@ -229,67 +251,78 @@ class Swap(torch.autograd.Function):
         return ctx.back(grad, ctx.group), None, None, None
 
 
-@torch.compiler.disable
-def all_to_all_attention(q, k, v, group):  # (B, nh, S/C, hs) each, and so the result
-    qkv = torch.stack([q, k, v])
-    q, k, v = Swap.apply(qkv, group, to_whole_sequences, to_own_tokens)
-    return Swap.apply(causal_attention(q, k, v), group, to_own_tokens, to_whole_sequences)
+def all_to_all_attention(q, k, v, group):
+    """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/C, hs)."""
+    qkv = torch.stack([q, k, v])  # (3, B, nh, S/C, hs)
+    q, k, v = SwapFunction.apply(qkv, group, to_whole_sequences, to_own_tokens)
+    y = causal_attention(q, k, v)  # (B, nh/C, S, hs)
+    return SwapFunction.apply(y, group, to_own_tokens, to_whole_sequences)
 
 
 KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 
 
 def split_sequences(model, group, kind="ring"):
-    """Have a model take zigzag's tokens on each rank of the group, and attend over all. Returns
-    their positions. block_size must be a multiple of 2C, and sequences that long."""
-    at = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
-    model.layers[0].positions = at
-    for layer in model.layers[1:-1] if group.size > 1 else ():
-        layer.attn.core = partial(KINDS[kind], group=group)
-    return at
+    """Prepare a model for this rank's tokens of each sequence, split by zigzag over the group. In:
+    a model whose block_size, which is also the length of all sequences, is a multiple of 2C. After:
+    its attention is over the tokens of all ranks. Returns the positions of this rank's tokens."""
+    positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
+    model.layers[0].positions = positions
+    if group.size > 1:
+        for block in model.layers[1:-1]:
+            block.attn.core = partial(KINDS[kind], group=group)
+            block.attn.uncompiled = ("core",)  # sends messages: not for torch.compile
+    return positions
 
 
-def pairs(queries, keys):
-    """How many pairs there are of a query and a key that it may see, by their positions."""
+def visible_pairs(queries, keys):
+    """The number of pairs of a query and a key it attends to, given the positions of both."""
     return int((queries.unsqueeze(1) >= keys).sum())
 
 
 def demo(mesh):
-    """Who holds which chunk, who meets whom, what each hop takes; then each form against torch."""
+    """Print who has which chunk, who meets whom in which hop, and how even the work is; then the
+    gradients of each form, compared with one process's."""
+    from run.demonstrations import report_difference
+
     group, C, S = mesh.group("cp"), mesh.sizes["cp"], 8 * mesh.sizes["cp"]
-    every = [zigzag(S, C, c) for c in range(C)]
+    positions = [zigzag(S, C, c) for c in range(C)]  # of each rank's tokens
     if group.rank == 0:
-        hops = torch.full((S, S), -1)
-        for mine, queries in enumerate(every):
-            for theirs, keys in enumerate(every):
-                hops[queries.unsqueeze(1), keys] = (mine - theirs) % C
+        hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two meet
+        for c, queries in enumerate(positions):
+            for other, keys in enumerate(positions):
+                hops[queries.unsqueeze(1), keys] = (c - other) % C
         print(f"{S} tokens in {2 * C} chunks; a digit is the hop in which queries (rows) meet keys")
-        for chunk in range(2 * C):
+        for chunk in range(2 * C):  # of 4 tokens
             row = " ".join(str(int(hops[4 * chunk, 4 * key])) if key <= chunk else "."
                            for key in range(2 * C))
             print(f"  chunk {chunk:2d} of rank {min(chunk, 2 * C - 1 - chunk)}   {row}")
         naive = list(torch.arange(S).chunk(C))
-        for name, split in (("zigzag", every), ("one chunk of C each", naive)):
+        in_all = visible_pairs(torch.arange(S), torch.arange(S))
+        for name, split in (("zigzag", positions), ("one chunk of C each", naive)):
             print(f"{name}: pairs of query and key on ranks 0 to {C - 1}")
             for hop in range(C):
-                work = [pairs(split[c], split[(c - hop) % C]) for c in range(C)]
+                work = [visible_pairs(split[c], split[(c - hop) % C]) for c in range(C)]
                 print(f"  hop {hop}  " + "".join(f"{n:6d}" for n in work))
-            busiest = max(sum(pairs(mine, keys) for keys in split) for mine in split)
-            print(f"  the busiest rank has {busiest * C / pairs(*[torch.arange(S)] * 2):.2f} times "
-                  "the mean")
-    generator = torch.Generator().manual_seed(0)
+            busiest = max(visible_pairs(queries, torch.arange(S)) for queries in split)
+            print(f"  the busiest rank has {busiest * C / in_all:.2f} times the mean")
+    generator, mine = torch.Generator().manual_seed(0), positions[group.rank]
     q, k, v = (torch.randn(2, C, S, 8, dtype=torch.double, generator=generator) for _ in "qkv")
-    mine = every[group.rank]
+
+    def gradients(attention, tokens):  # of q, k, v at these positions
+        parts = [x[:, :, tokens].clone().requires_grad_() for x in (q, k, v)]
+        attention(*parts).sin().sum().backward()
+        return [part.grad for part in parts]
+
+    alone = gradients(causal_attention, torch.arange(S))
     plain = partial(plain_ring_attention, positions=mine)
     for name, core in {"plain": plain, **KINDS}.items():
-        grads = []
-        for attention, at in ((causal_attention, slice(None)), (partial(core, group=group), mine)):
-            parts = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
-            attention(*parts).sin().sum().backward()
-            grads.append([part.grad for part in parts])
-        report_difference(name, group.rank, [(part, whole[:, :, mine]) for whole, part in zip(
-            *grads, strict=True)])
+        split = gradients(partial(core, group=group), mine)
+        report_difference(name, group.rank, [
+            (part, whole[:, :, mine]) for part, whole in zip(split, alone, strict=True)])
 
 
 if __name__ == "__main__":
+    from run.demonstrations import demonstrate, ranks_asked
+
     demonstrate(demo, cp=ranks_asked(4))

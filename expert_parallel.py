@@ -1,14 +1,15 @@
-"""Expert parallelism: the MLP becomes a router and N experts, and E data-parallel ranks share them.
+"""Expert parallelism: E data-parallel ranks share the N experts of each block; tokens are sent to
+the ranks of the experts they chose, and the outputs back (all-to-all, dispatch and combine).
 
-A token goes through k experts (model.MixtureOfExperts, the plain form). Rank e of E has experts e
-N/E and on. Each sends its tokens to the ranks that have what they chose, and gets the results back:
-if all are chosen alike, k b S C (E-1)/E elements per layer and microbatch out, as many back, and
-twice that backward. Held: N/E experts, summed over the D/E ranks with the same ones. GShard, arXiv
-2006.16668. Zero bubble does not put experts' weight gradients off: they come with I.
+model.MixtureOfExperts is the plain form: all experts on one rank. Split: rank e of E has experts
+e N/E .. (e+1) N/E - 1; gradients are summed over the D/E ranks with the same experts. Replicated:
+the router. Sent per rank, layer and microbatch if the experts are even: k b S C (E-1)/E elements
+for k experts per token, as many back, and twice that in backward. GShard, arXiv 2006.16668.
 
-With tensor parallelism whole experts are spread over the T ranks, too. All T have the same tokens,
-and each sends 1/T of the above: rank t to ranks t. Partial sums meet in the reduction that ends a
-row-parallel layer anyway. (Were each expert split, a token would go out T times.)
+With tensor parallelism, whole experts are spread over the T ranks too. All T hold the same tokens:
+each sends those for 1/T of the experts, so together they send each token once (had each expert been
+split over T ranks, T times), and their outputs are partial sums, to be all-reduced as after any
+row-parallel layer. Weight gradients of experts are not deferred (zero bubble): I computes them.
 
     python expert_parallel.py        who sends what, on 4 ranks        train.py --experts 8 --ep 2
 """
@@ -20,87 +21,98 @@ import torch
 
 from collectives import all_reduce, all_to_all
 from model import build
-from run.demonstrations import demonstrate, report_difference
 from sequence_parallel import Enter, Leave, Region
 from shard import tag_whole
 from sizes import GPTConfig
 
 
 class SendRows(torch.autograd.Function):
-    """Of x (n, C) the first given[0] rows go to rank 0, and so on; returned are taken[0] rows of
-    rank 0, and so on. Backward: the same, the other way."""
+    """Send rows of x (n, C): the first to[0] rows to rank 0, the next to[1] to rank 1, ... Returns
+    (sum(of), C): of[0] rows from rank 0, then of[1] from rank 1, ... Backward: the gradients of the
+    rows take the way back."""
 
     @staticmethod
-    def forward(ctx, x, given, taken, group):
-        ctx.given, ctx.taken, ctx.group = given, taken, group
-        received = x.new_empty((sum(taken), x.size(1)))
-        all_to_all(received.split(taken), x.contiguous().split(given), group)
+    def forward(ctx, x, to, of, group):
+        ctx.to, ctx.of, ctx.group = to, of, group
+        received = x.new_empty((sum(of), x.size(1)))
+        all_to_all(received.split(of), x.contiguous().split(to), group)
         return received
 
     @staticmethod
     def backward(ctx, grad):
-        return SendRows.apply(grad, ctx.taken, ctx.given, ctx.group), None, None, None
+        return SendRows.apply(grad, ctx.of, ctx.to, ctx.group), None, None, None
 
 
 def run_at_owners(experts, group, rows, counts):
-    """rows (., C): counts[0] for the first expert of rank 0, and so on, for n experts on each rank
-    of the group. The owners get them, run their experts, and send the results back: (., C)."""
+    """Run rows on experts of all ranks of the group, n on each. In: rows (R, C), sorted by expert:
+    counts[0] for the first expert of rank 0, counts[1] for its second, ... Out: (R, C), in the same
+    order. Two ranks with two experts each, counts on rank 0 [3, 0, 1, 2]: rank 0 keeps 3 rows, and
+    sends 3 to rank 1, of which 1 is for rank 1's first expert."""
     E = group.size
-    given = torch.tensor(counts, device=rows.device).view(E, -1)  # [rank][its expert]
-    taken = torch.empty_like(given)
-    all_to_all(list(taken), list(given), group)  # taken[i][j]: rows that rank i has for expert j
-    taken, n = group.read(taken), len(counts) // E
-    given = [sum(counts[i * n : (i + 1) * n]) for i in range(E)]
-    received = [sum(row) for row in taken]
-    rows = SendRows.apply(rows, given, received, group)  # by rank, then by expert
-    parts = rows.split([size for row in taken for size in row])
-    said = experts([torch.cat([parts[i * n + j] for i in range(E)]) for j in range(n)])
-    parts = [out.split([row[j] for row in taken]) for j, out in enumerate(said)]  # [expert][rank]
-    rows = torch.cat([parts[j][i] for i in range(E) for j in range(n)])
-    return SendRows.apply(rows, received, given, group)
+    to_send = torch.tensor(counts, device=rows.device).view(E, -1)  # (E, n): [rank][its expert]
+    to_run = torch.empty_like(to_send)  # (E, n): rows from each rank, for each expert of this rank
+    all_to_all(list(to_run), list(to_send), group)
+    to_run = group.read(to_run)  # a list of lists
+    n = len(counts) // E
+    sent = [sum(counts[i * n : (i + 1) * n]) for i in range(E)]  # to each rank
+    received = [sum(of_rank) for of_rank in to_run]  # from each rank
+    rows = SendRows.apply(rows, sent, received, group)  # dispatch: sorted by rank, then by expert
+    # Run: gather the rows of each expert from all ranks, and put the outputs back in that order
+    parts = rows.split([count for of_rank in to_run for count in of_rank])  # [rank * n + expert]
+    inputs = [torch.cat([parts[i * n + j] for i in range(E)]) for j in range(n)]  # of each expert
+    outputs = [output.split([to_run[i][j] for i in range(E)])  # [expert][rank]
+               for j, output in enumerate(experts(inputs))]
+    rows = torch.cat([outputs[j][i] for i in range(E) for j in range(n)])
+    return SendRows.apply(rows, received, sent, group)  # combine: each row back to its token's rank
 
 
 class SpreadExperts:
-    """What stands in for MixtureOfExperts.visit if experts are spread over E ranks, or E x T."""
+    """MixtureOfExperts.core where experts are spread over E ranks, or over E x T."""
 
     def __init__(self, layer, group, region):
         self.experts, self.group, self.region = layer.experts, group, region
+        # owners[e][t]: the experts of rank e of E and t of T. E = 2, T = 2, N = 8: rank e = 1,
+        # t = 0 has experts 4 5, and its tokens go to experts 0 1 of e = 0 and 4 5 of e = 1.
         owners = torch.arange(layer.n_experts).view(group.size, region.group.size, -1)
-        self.own = owners[group.rank, region.group.rank]  # the experts that this rank has
-        asked = owners[:, region.group.rank].flatten()  # those that it sends tokens to
-        self.n = len(asked)
-        self.index = torch.full((layer.n_experts,), self.n)  # of an expert in `asked`; n: not there
-        self.index[asked] = torch.arange(self.n)
-        self.index = self.index.to(group.device)
+        self.own = owners[group.rank, region.group.rank]  # experts on this rank
+        reached = owners[:, region.group.rank].flatten()  # experts that this rank sends tokens to
+        self.n_reached = len(reached)
+        # place[expert]: its place in `reached`; n_reached if another of the T ranks serves it
+        self.place = torch.full((layer.n_experts,), self.n_reached)
+        self.place[reached] = torch.arange(self.n_reached)
+        self.place = self.place.to(group.device)
 
-    @torch.compiler.disable  # which sees no messages
     def __call__(self, x, gates, chosen):
-        """As visit: x (B, S, C), gates and chosen (B, S, k); under --sp of S/T tokens."""
-        x, gates = Enter.apply(x, self.region), Enter.apply(gates, self.region)
-        chosen, k = self.region.enter(chosen), chosen.size(-1)
-        tokens, index = x.flatten(0, 1), self.index[chosen.flatten()]
-        counts = index.new_zeros(self.n + 1).scatter_add_(0, index, torch.ones_like(index))
-        counts = self.group.read(counts[: self.n])
-        visits = index.argsort(stable=True)[: sum(counts)]  # by expert; visit j is of token j // k
-        at = visits // k
-        out = run_at_owners(self.experts, self.group, tokens.index_select(0, at), counts)
+        """x (B, S, C); gates, chosen (B, S, k); with --sp S/T tokens each. Returns x's shape."""
+        k = chosen.size(-1)
+        x, gates = Enter.apply(x, self.region), Enter.apply(gates, self.region)  # all S tokens
+        chosen = self.region.enter(chosen)  # (B, S, k)
+        # An assignment is a token and one of its k experts: number a is of token a // k
+        place = self.place[chosen.flatten()]  # (B * S * k,)
+        counts = place.new_zeros(self.n_reached + 1).scatter_add_(0, place, torch.ones_like(place))
+        counts = self.group.read(counts[: self.n_reached])
+        # Sorted by expert; the assignments that other ranks serve come last, and are left out
+        assignments = place.argsort(stable=True)[: sum(counts)]
+        tokens, token = x.flatten(0, 1), assignments // k  # (B * S, C); index of each row's token
+        rows = run_at_owners(self.experts, self.group, tokens.index_select(0, token), counts)
         y = torch.zeros_like(tokens)
-        y.index_add_(0, at, gates.flatten()[visits].unsqueeze(1) * out)
-        return Leave.apply(y.view_as(x), self.region)  # until here partial over tp
+        y.index_add_(0, token, gates.flatten()[assignments].unsqueeze(1) * rows)
+        return Leave.apply(y.view_as(x), self.region)  # until here y is partial over tp
 
 
 def spread_experts(model, mesh, sp=False):
-    """Give each rank its experts of a whole, tagged model: E of the D data ranks share them, and
-    the T tensor-parallel ranks. What others have of them this rank has not, so gradients are to be
-    summed over fewer ranks than others. To be called after parallelize, which tags what it does not
-    split as held by all T. Nothing is swapped if E = T = 1."""
-    ep, cp, tp = (mesh.group(axis) for axis in ("ep", "cp", "tp"))
-    data, sp = mesh.group("dp", "cp"), sp and tp.size > 1  # of the mesh: D/E ranks along dp
-    groups = (cp, tp) if sp else (cp,)
+    """Give each rank its experts: the ranks of the axes ep and tp share those of each block.
 
-    @torch.compiler.disable  # which sees no messages
-    def all_tokens(counts):  # (B, N), summed over the ranks that have other tokens of a sequence
-        for group in groups:
+    In: a whole, tagged model, after parallelize (whose tags say that all T ranks hold the experts).
+    After: parameters of experts are this rank's, without values, tagged with its slice; fewer ranks
+    hold the same, so gradients are summed over fewer. Where E = T = 1 the experts stay as is."""
+    ep, cp, tp = (mesh.group(axis) for axis in ("ep", "cp", "tp"))
+    same_experts = mesh.group("dp", "cp")  # the mesh axis dp has D/E ranks
+    sp = sp and tp.size > 1
+    share_sequences = (cp, tp) if sp else (cp,)
+
+    def all_tokens(counts):  # (B, N), partial over cp (and tp) -> summed
+        for group in share_sequences:
             all_reduce(counts, group)
         return counts
 
@@ -114,48 +126,56 @@ def spread_experts(model, mesh, sp=False):
             for name, full in list(stack.named_parameters()):
                 part = torch.nn.Parameter(torch.empty_like(full[: len(own)]))
                 part.shard = replace(full.shard, ranges=((own[0], own[-1] + 1),), shared_by=(),
-                                     sum_over=(data,))
+                                     sum_over=(same_experts,))
                 setattr(stack, name, part)
 
 
 class Routing:
-    """What the routers did in a step, added up over its microbatches."""
+    """Statistics of the routers, summed over the microbatches of a step, for the log."""
 
     def __init__(self, stages, cuts, cfg, mesh):
-        """stages: {stage: its layers} of this rank; cuts: where each begins and ends."""
-        # Of each block: the sum over tokens of balance, and the number of tokens of each expert
+        """stages: {stage: its layers}, on this rank; cuts[stage]: (start, stop) of these layers."""
+        # Per block: sum over tokens of the balance term, then each expert's number of tokens
         self.sums = torch.zeros(cfg.n_layer if cfg.experts else 0, 1 + cfg.experts,
                                 dtype=torch.double, device=mesh.device)
         self.weight = cfg.balance
-        self.copies = 1 if cfg.sp else cfg.tp  # ranks that see the same tokens
-        # Of the last step: balance, 1 if all experts had the same to do; largest load over the mean
-        self.balance = self.busiest = None
-        for layers, (start, _) in ((layers, cuts[s]) for s, layers in stages.items()):
-            for i, layer in enumerate(layers, start - 1):
+        self.copies = 1 if cfg.sp else cfg.tp  # ranks that hold the same tokens
+        self.balance = None  # of the last step, per token: 1 if the experts were even
+        self.busiest = None  # of the last step: the largest load over the mean load
+        for stage, layers in stages.items():
+            start, _ = cuts[stage]
+            for i, layer in enumerate(layers, start - 1):  # block i of the model: layer 0 is wte
                 if hasattr(layer, "mlp") and cfg.experts:
                     layer.mlp.balance_weight = cfg.balance
                     layer.register_forward_hook(partial(self.add, self.sums[i]))
 
-    def add(self, sums, block, args, out):  # recomputing does not come here a second time
+    def add(self, sums, block, args, output):
+        """Forward hook of a block, not called when recomputing."""
         sums[0] += block.mlp.balance.detach() / self.copies
         sums[1:] += block.mlp.load / self.copies
-        if args[0].requires_grad:  # when backward leaves, free what recomputing has made once more
+        # Recomputing sets mlp.balance again, and with it a graph that nothing would free: drop it
+        # when backward leaves the block
+        if args[0].requires_grad:
             args[0].register_hook(lambda grad: setattr(block.mlp, "balance", None))
 
     def part_of_loss(self):
-        """What this rank's loss has in it, of the sums so far."""
+        """The balance loss already included in this rank's loss."""
         return self.weight * self.sums[:, 0].sum() * self.copies
 
     def read(self, sums, tokens):
-        """sums: over all ranks, a flat list. tokens: of the step."""
+        """Set balance and busiest. sums: self.sums as a flat list, summed over all ranks; tokens:
+        their number in the step."""
         if sums:
             sums = torch.tensor(sums, dtype=torch.double).view(self.sums.shape)
-            self.balance = sums[:, 0].mean().item() / tokens
-            self.busiest = (sums[:, 1:].amax(1) / sums[:, 1:].mean(1)).max().item()
+            balance, loads = sums[:, 0], sums[:, 1:]  # (L,), (L, N)
+            self.balance = balance.mean().item() / tokens
+            self.busiest = (loads.amax(1) / loads.mean(1)).max().item()
 
 
 def demo(mesh):
-    """Where 16 tokens of each rank go; then gradients against all experts in one process."""
+    """Print where 16 tokens of each rank go; then the gradients, compared with one process's."""
+    from run.demonstrations import report_difference
+
     group, config = mesh.group("ep"), GPTConfig(50, 8, 1, 2, 16, n_experts=8, top_k=2)
     ids = torch.randint(50, (2 * group.size, 8), generator=torch.Generator().manual_seed(0))
     mine = ids.chunk(group.size)[group.rank]
@@ -168,21 +188,23 @@ def demo(mesh):
         param.data.copy_(param.shard.slice(whole[name].data))
     spread(mine, mine).backward()
     load = spread.layers[1].mlp.load.view(group.size, -1).long()  # [rank][its expert]
-    every = [torch.empty_like(load) for _ in range(group.size)]
-    all_to_all(every, [load] * group.size, group)
+    loads = [torch.empty_like(load) for _ in range(group.size)]  # of each rank's tokens
+    all_to_all(loads, [load] * group.size, group)
     if group.rank == 0:
         print("tokens of each rank (rows) for each expert, 2 a token; | parts the experts' ranks")
-        for rank, row in enumerate(every):
+        for rank, row in enumerate(loads):
             away = int(row.sum() - row[rank].sum())
-            print(f"rank {rank}  " + " |".join("".join(f"{n:4d}" for n in part) for part in
-                                              row.tolist()) + f"    {away} of 32 go elsewhere")
+            table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
+            print(f"rank {rank}  {table}    {away} of 32 go elsewhere")
     for param in spread.parameters():
         for summed_over in param.shard.sum_over:
             all_reduce(param.grad, summed_over)
     grads = {name: param.grad for name, param in alone.canonical_parameters()}
-    report_difference("spread", mesh.rank, [(p.grad, p.shard.slice(grads[name])) for name, p in
-                                            spread.canonical_parameters()])
+    report_difference("spread", mesh.rank, [(param.grad, param.shard.slice(grads[name]))
+                                            for name, param in spread.canonical_parameters()])
 
 
 if __name__ == "__main__":
+    from run.demonstrations import demonstrate
+
     demonstrate(demo, dp=1, ep=4, pp=1, cp=1, tp=1)

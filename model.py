@@ -1,14 +1,16 @@
-"""GPT-2, and nothing of parallelism: a plain list of layers that x goes through in turn.
+"""GPT-2 in plain PyTorch: a list of layers, called one after the other. Nothing here is parallel.
 
     layers = [Embedding, Block, ..., Block, Head]
 
-B sequences of S tokens, C wide, nh heads of hs each, L blocks, V tokens in the vocabulary, Psi
-parameters. Learned positions, pre-LayerNorm, GELU (tanh), q, k and v from one matrix (c_attn), tied
-embedding, no dropout; named as in GPT-2 and nanoGPT. Attention infers its number of heads from the
-width of what c_attn gives it, so a layer that holds a shard of the heads just works. Radford et al.
-2019; sizes as in arXiv 2104.04473:
+Learned positions, pre-LayerNorm, GELU (tanh), one matrix (c_attn) for q, k and v, tied embedding,
+no dropout; parameters are named as in GPT-2 and nanoGPT. Radford et al. 2019. Letters in shapes:
+B sequences of S tokens, C wide; nh heads of hs each; N experts, k of them per token. Sizes, for L
+blocks and a vocabulary of V words (arXiv 2104.04473):
 
-    parameters  12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C      FLOPs per token  6 Psi + 12 L C S
+    parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C   FLOPs per token = 6 Psi + 12 L C S
+
+Other files replace whole layers, or one attribute of a layer: a comment beside each such attribute
+names the function that replaces the attribute.
 """
 
 import hashlib
@@ -24,17 +26,19 @@ class Embedding(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.positions = None  # of these tokens in their sequence; may be set from outside
+        # (S,): position in the sequence of each output token; None means 0 .. S-1. Replaced in
+        # context_parallel.split_sequences, tensor_parallel.parallelize (--sp) and sample.generate.
+        self.positions = None
 
     def forward(self, idx):  # (B, S) token ids
-        at = self.positions
-        if at is None:
-            at = torch.arange(idx.size(1), device=idx.device)
-        return self.wte(idx) + self.wpe(at)  # (B, S, C)
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(idx.size(1), device=idx.device)
+        return self.wte(idx) + self.wpe(positions)  # (B, S, C)
 
 
 def causal_attention(q, k, v):
-    """Each token looks at itself and at those before it. (B, nh, S, hs) each, and so the result."""
+    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs)."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -42,13 +46,17 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
-        self.core = causal_attention  # what lets tokens see one another; may be set from outside
+        # The attention function. Replaced in context_parallel.split_sequences, where the tokens of
+        # a sequence are spread over ranks, and in sample.generate, which caches keys and values.
+        self.core = causal_attention
+        self.uncompiled = ()  # see MixtureOfExperts; replaced in context_parallel.split_sequences
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x):
+    def forward(self, x):  # (B, S, C)
         q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (B, S, nh * hs) each
-        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in (q, k, v))
+        # (B, nh, S, hs) each. -1 stands for nh, or nh/T where tensor parallelism split c_attn.
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
         y = self.core(q, k, v)  # (B, nh, S, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)
 
@@ -59,12 +67,12 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+    def forward(self, x):  # (B, S, C)
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # (B, S, C)
 
 
 class StackedLinear(nn.Module):
-    """N linear layers: weight (N, out, in), bias (N, out)."""
+    """The weights of N linear layers in one tensor: weight (N, out, in), bias (N, out)."""
 
     def __init__(self, N, n_in, n_out):
         super().__init__()
@@ -73,61 +81,80 @@ class StackedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """N MLPs, H wide inside."""
+    """N MLPs with H hidden units each."""
 
     def __init__(self, N, C, H):
         super().__init__()
         self.c_fc, self.c_proj = StackedLinear(N, C, H), StackedLinear(N, H, C)
 
-    def forward(self, parts):
-        """parts[i] (n_i, C) are the rows for expert i -> a list of the same shapes. One after the
-        other: padded and batched they take 1.4 to 1.8 times as long on a CPU. An expert without
-        rows runs, too, so that its gradient is zero, not missing."""
-        weights = (part.unbind() for part in (self.c_fc.weight, self.c_fc.bias,
-                                              self.c_proj.weight, self.c_proj.bias))
-        return [F.linear(F.gelu(F.linear(part, w, b), approximate="tanh"), v, c)
-                for part, w, b, v, c in zip(parts, *weights, strict=True)]
+    def forward(self, inputs):
+        """Run expert i on the tokens inputs[i] (n_i, C). Returns a list of outputs, (n_i, C) each.
+
+        The experts run one after the other: on a CPU, padding all inputs to one size and batching
+        them takes 1.4 to 1.8 times as long. An expert without tokens (n_i = 0) runs too, so that
+        its gradient is zero and not None."""
+        outputs = []
+        for x, W1, b1, W2, b2 in zip(inputs, self.c_fc.weight.unbind(), self.c_fc.bias.unbind(),
+                                     self.c_proj.weight.unbind(), self.c_proj.bias.unbind(),
+                                     strict=True):
+            hidden = F.gelu(F.linear(x, W1, b1), approximate="tanh")  # (n_i, H)
+            outputs.append(F.linear(hidden, W2, b2))  # (n_i, C)
+        return outputs
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and N experts in the place of an MLP. Each token goes through k of them, each 4C/k
-    wide inside: N/k times the MLP's parameters, and its FLOPs. No token is dropped."""
+    """Replaces the MLP with --experts N: a router and N experts. The router scores all experts for
+    each token; the token runs through the k with the highest scores, and their outputs are summed,
+    weighted by k gates (the softmax of those scores). An expert has 4C/k hidden units, so the layer
+    has N/k times the MLP's parameters at its FLOPs. Dropless: no limit on the tokens of an expert."""
+
+    # Attributes that train.py excludes from torch.compile: they send messages, sizes depend on data
+    uncompiled = ("core", "all_tokens")
 
     def __init__(self, config):
         super().__init__()
         self.n_experts, self.top_k = config.n_experts, config.top_k
         self.router = nn.Linear(config.n_embd, config.n_experts, bias=False)
         self.experts = Experts(config.n_experts, config.n_embd, 4 * config.n_embd // config.top_k)
-        self.core = self.visit  # how tokens meet experts; may be set from outside
-        self.all_tokens = lambda counts: counts  # sums over whoever has other tokens of a sequence
-        # Of the last forward: a sum over its tokens, of 1 for each if all experts have the same to
-        # do (DeepSeek-V3, arXiv 2412.19437); and how many tokens chose each expert
-        self.balance = self.load = None
-        self.balance_weight = 0.01  # of balance in the loss; may be set from outside
+        # Runs the chosen experts on x. Replaced in expert_parallel.spread_experts.
+        self.core = self.dispatch_and_combine
+        # Sums counts (B, N) over the ranks that hold other tokens of the same sequences. Replaced
+        # in expert_parallel.spread_experts; one process holds all tokens.
+        self.all_tokens = lambda counts: counts
+        self.balance_weight = 0.01  # of balance in the loss; replaced in expert_parallel.Routing
+        # Load-balance term of the last forward, summed over its tokens: 1 per token when the
+        # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437).
+        self.balance = None
+        self.load = None  # (N,): how many tokens of the last forward chose each expert
 
-    @torch.compiler.disable  # sizes depend on the data
-    def visit(self, x, gates, chosen):
-        """x (B, S, C); gates, chosen (B, S, k). Each expert takes the tokens that chose it, and
-        what it says is added to theirs, weighed by the gate."""
-        tokens, gates, chosen = (part.flatten(0, 1) for part in (x, gates, chosen))
-        visits = [(chosen == i).nonzero(as_tuple=True) for i in range(self.n_experts)]
-        said = self.experts([tokens[at] for at, _ in visits])
-        y = torch.zeros_like(tokens)
-        for (at, choice), out in zip(visits, said, strict=True):
-            y.index_add_(0, at, gates[at, choice].unsqueeze(1) * out)
+    def dispatch_and_combine(self, x, gates, chosen):
+        """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
+        Dispatch: each expert gets the tokens that chose it. Combine: the outputs of a token's k
+        experts are added up, each times its gate. Returns (B, S, C)."""
+        tokens, gates, chosen = x.flatten(0, 1), gates.flatten(0, 1), chosen.flatten(0, 1)
+        # chosen = [[0, 2], [2, 1]]: expert 2 gets token 0 as its choice 1, token 1 as its choice 0,
+        # so assigned[2] = ([0, 1], [1, 0])
+        assigned = [(chosen == i).nonzero(as_tuple=True) for i in range(self.n_experts)]
+        outputs = self.experts([tokens[token] for token, _ in assigned])  # (n_i, C) each
+        y = torch.zeros_like(tokens)  # (B * S, C)
+        for (token, choice), output in zip(assigned, outputs, strict=True):
+            y.index_add_(0, token, gates[token, choice].unsqueeze(1) * output)
         return y.view_as(x)
 
     def forward(self, x):  # (B, S, C)
-        wide = torch.promote_types(x.dtype, torch.float)  # the router's, 32 bits at least
+        wide = torch.promote_types(x.dtype, torch.float)  # the router computes in fp32 or fp64
         logits = F.linear(x.to(wide), self.router.weight.to(wide))  # (B, S, N)
-        top, chosen = logits.topk(self.top_k)  # (B, S, k)
-        each = torch.zeros_like(logits[:, 0]).scatter_add_(
-            1, chosen.flatten(1), torch.ones_like(top).flatten(1))  # (B, N)
-        total = self.all_tokens(each.clone())
-        share = total * self.n_experts / total.sum(1, keepdim=True)  # 1 if even
+        scores, chosen = logits.topk(self.top_k)  # (B, S, k) each
+        # counts (B, N): how many tokens of each sequence chose each expert
+        ones = torch.ones_like(scores).flatten(1)
+        counts = torch.zeros_like(logits[:, 0]).scatter_add_(1, chosen.flatten(1), ones)
+        # The balance loss multiplies each expert's share of the choices by its router probability.
+        # Taken per sequence, the loss is a sum over sequences, and so the same in every layout.
+        total = self.all_tokens(counts.clone())
+        share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, N), 1 if even
         self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
-        self.load = each.sum(0)
-        return self.core(x, top.softmax(-1).to(x.dtype), chosen)
+        self.load = counts.sum(0)
+        return self.core(x, scores.softmax(-1).to(x.dtype), chosen)  # (B, S, C)
 
 
 class Block(nn.Module):
@@ -138,29 +165,29 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MixtureOfExperts(config) if config.n_experts else MLP(config)
 
-    def forward(self, x):
+    def forward(self, x):  # (B, S, C)
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
 def extra_loss(layers):
-    """What experts among these layers add to the loss, by the last forward: a sum over its tokens;
-    None where there are none."""
+    """The load-balance loss of these layers' experts in the last forward, summed over tokens; None
+    if no layer has experts."""
     blocks = [layer for layer in layers if isinstance(layer, Block)]
     routed = [block.mlp for block in blocks if isinstance(block.mlp, MixtureOfExperts)]
     return sum(mlp.balance_weight * mlp.balance for mlp in routed) if routed else None
 
 
-ABSENT = -1  # a target that does not count
+ABSENT = -1  # the target of a padding token: adds nothing to the loss or to a gradient
 
 
 class CrossEntropy(nn.Module):
     def __init__(self, vocab_size):
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size  # read where tensor parallelism splits the vocabulary
 
-    def forward(self, logits, targets):  # (B, S, V), (B, S) -> sum over the tokens
-        wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in 32 bits
+    def forward(self, logits, targets):  # (B, S, V), (B, S) -> the sum over all tokens
+        wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in fp32
         return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum",
                                ignore_index=ABSENT)
 
@@ -170,23 +197,23 @@ class Head(nn.Module):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss = CrossEntropy(config.vocab_size)
+        self.loss = CrossEntropy(config.vocab_size)  # called beside forward: see GPT.forward
 
-    def forward(self, x):
+    def forward(self, x):  # (B, S, C)
         return self.lm_head(self.ln_f(x))  # (B, S, V) logits
 
 
 class GPT(nn.Module):
-    """The whole model. `forward(idx)` gives logits, `forward(idx, targets)` the summed loss."""
+    """The whole model. forward(idx) returns logits; forward(idx, targets) the summed loss."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         blocks = [Block(config) for _ in range(config.n_layer)]
         self.layers = nn.ModuleList([Embedding(config), *blocks, Head(config)])
-        self.layers[-1].lm_head.weight = self.layers[0].wte.weight  # tied
+        self.layers[-1].lm_head.weight = self.layers[0].wte.weight  # tied: one parameter, two uses
 
-    def forward(self, idx, targets=None):
+    def forward(self, idx, targets=None):  # (B, S) each
         x = idx
         for layer in self.layers:
             x = layer(x)
@@ -196,30 +223,33 @@ class GPT(nn.Module):
         return loss if extra is None else loss + extra
 
     def canonical_parameters(self):
-        """(name, parameter), named as nanoGPT has them: 'transformer.h.2.attn.c_attn.weight'. The
-        two ends of the tied embedding are one parameter."""
-        for name, param in self.named_parameters():  # layers.3.attn.c_attn.weight
-            _, i, local = name.split(".", 2)
+        """Yield (name, parameter) with nanoGPT's names, the tied embedding once.
+
+            layers.0.wte.weight            ->  transformer.wte.weight
+            layers.3.attn.c_attn.weight    ->  transformer.h.2.attn.c_attn.weight"""
+        for name, param in self.named_parameters():
+            _, i, local = name.split(".", 2)  # "layers", "3", "attn.c_attn.weight"
             block = f"h.{int(i) - 1}." if 0 < int(i) <= self.config.n_layer else ""
             yield f"transformer.{block}{local}", param
 
 
-# Names under which nanoGPT's files hold the same tensor a second time.
+# nanoGPT's files hold the tied embedding twice: under its canonical name, and under this one
 ALIASES = {"transformer.wte.weight": ["lm_head.weight"]}
 
 
 def initial_value(name, shape, config, seed):
-    """The full initial value of a parameter, float32 on CPU: a pure function of (seed, name), so
-    that every layout starts from the same weights. GPT-2's: N(0, 0.02), residual projections
-    N(0, 0.02 / sqrt(2 L)), biases 0, LayerNorm gains 1."""
+    """The full initial value of a parameter, float32 on CPU. A pure function of seed and canonical
+    name: each layout draws the same full tensor, then slices it. GPT-2's values: N(0, 0.02),
+    projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, LayerNorm weights 1."""
     if name.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:
-        return torch.ones(shape)
+        return torch.ones(shape, dtype=torch.float32)
+    # sha256, not hash(): Python salts hash() anew in each process
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
 def build(config, seed=0, dtype=torch.float32):

@@ -1,12 +1,14 @@
-"""Pipeline parallelism: the list of layers is cut into stages, and microbatches flow through them.
+"""Pipeline parallelism: cut the list of layers into stages, one per rank, and the batch into
+microbatches, which flow through the stages as on an assembly line.
 
-A rank holds a stage's layers (or several stages', its chunks). Forward it passes on activations,
-backward their gradients: b S C elements per microbatch of b sequences and boundary, each way.
-Held: layers / P, and the activations of the microbatches under way. While the pipe fills and
-drains, ranks idle: (P-1)/(m+P-1) of the time for m microbatches, less with the other schedules.
+Split: the layers; all ranks work at once, each on another microbatch. Sent, per microbatch of b
+sequences and boundary between two ranks: the activation forward, its gradient backward, b S C
+elements each. Held: 1/P of the layers, and the saved activations of microbatches in flight (forward
+done, backward not yet). The price is the bubble: while the pipeline fills and drains, ranks idle,
+(P-1)/(m+P-1) of the time for P ranks and m microbatches, or less with the later schedules.
 
-GPipe, arXiv 1811.06965; 1F1B, PipeDream 1806.03377. Which rank does what and when is data, and
-stands in schedules.py; here it is run.
+GPipe, arXiv 1811.06965; 1F1B, PipeDream 1806.03377. A schedule lists which rank runs which
+microbatch when: schedules.py makes these lists, Pipeline below executes them.
 
     python pipeline.py        plain and fast on 4 ranks        python pipeline.py 1f1b 4 8
 """
@@ -14,28 +16,31 @@ stands in schedules.py; here it is run.
 import sys
 from collections import Counter, deque
 from contextlib import contextmanager
-from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from group import Work, no_span, wait_all
 from model import build, extra_loss
-from run.demonstrations import demonstrate, report_difference
-from run.signals import end_quietly
 from schedules import cut, lower, make_schedule, placement
 from sizes import GPTConfig
 
 
 def plain_1f1b(stage, group, batches, shape, tokens):
-    """Pipeline parallelism at its plainest, one stage on each rank: warm up, steady, cool down.
+    """1F1B (one forward, one backward) at its plainest, with one stage on each rank.
 
-    In: batches, (ids, targets) of each microbatch, the same on every rank; shape, of an
-    activation; tokens, the number of them in all batches. Out: gradients in the stage's parameters.
-    Returns the loss, which is 0 but on the last rank.
+    In: stage, this rank's Stage (below); batches, the (ids, targets) of each microbatch, the same
+    on every rank; shape of an activation, (b, S, C); tokens, their number in all microbatches.
+    Out: this rank's parameters have their gradients. Returns the loss per token on the last rank,
+    0 on all others.
+
+    P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward:
+    warm up F0 F1, steady state F2 B0 F3 B1 F4 B2 F5 B3, cool down B4 B5.
     """
-    assert not group.in_order, "NCCL needs sends and receives in a matching order: see Pipeline"
-    m, last = len(batches), group.size - 1
-    kept, sent, total = deque(), [], 0.0
+    assert not group.in_order, "NCCL runs messages in the order they are posted: use Pipeline"
+    m, rank, last = len(batches), group.rank, group.size - 1
+    in_flight = deque()  # (input, output) of each microbatch between its forward and its backward
+    sends, total_loss = [], 0.0
 
     def receive(src):
         tensor = torch.empty(shape, dtype=next(stage.parameters()).dtype, device=group.device)
@@ -43,74 +48,92 @@ def plain_1f1b(stage, group, batches, shape, tokens):
         return tensor
 
     def forward(ids, targets):
-        nonlocal total
-        x = ids if group.rank == 0 else receive(group.rank - 1).requires_grad_()
-        y, loss = stage(x, targets)
-        if group.rank < last:
-            sent.append(group.send(y.detach(), group.rank + 1))
+        nonlocal total_loss
+        x = ids  # (b, S)
+        if rank > 0:
+            x = receive(rank - 1).requires_grad_()  # (b, S, C); backward computes x.grad
+        activation, loss = stage(x, targets)
+        if rank < last:
+            output = activation  # (b, S, C)
+            sends.append(group.send(output.detach(), rank + 1))
         else:
-            y = loss / tokens
-            total += y.item()
-        kept.append((x, y))
+            output = loss / tokens
+            total_loss += output.item()
+        in_flight.append((x, output))
 
-    def backward():  # of the oldest microbatch that is kept
-        x, y = kept.popleft()
-        torch.autograd.backward(y, receive(group.rank + 1) if group.rank < last else None)
-        if group.rank > 0:
-            sent.append(group.send(x.grad, group.rank - 1))
+    def backward():  # of the oldest microbatch in flight
+        x, output = in_flight.popleft()
+        grad_output = receive(rank + 1) if rank < last else None  # None: d(loss)/d(loss) = 1
+        output.backward(grad_output)
+        if rank > 0:
+            sends.append(group.send(x.grad, rank - 1))
 
-    ahead = min(last - group.rank, m)  # with m here instead, this would be GPipe
-    for batch in batches[:ahead]:  # warm up: fill the ranks behind this one
+    # The backward of a microbatch returns to this rank only after all later ranks have run its
+    # forward: until then run forwards, one per later rank. With num_warmup = m this is GPipe.
+    num_warmup = min(last - rank, m)
+    for batch in batches[:num_warmup]:  # warm up: fill the later stages
         forward(*batch)
-    for batch in batches[ahead:]:  # steady: one forward, one backward
+    for batch in batches[num_warmup:]:  # steady state: one forward, one backward
         forward(*batch)
         backward()
-    for _ in range(ahead):  # cool down
+    for _ in range(num_warmup):  # cool down: drain the later stages
         backward()
-    # Nobody waits for its sends before this, so on gloo two that send to each other cannot block.
-    wait_all(sent)
-    return total
+    # On gloo a send completes only when its receive is posted, so two ranks that send to each other
+    # and wait at once would deadlock: wait here, after all receives.
+    wait_all(sends)
+    return total_loss
 
 
 class Stage(torch.nn.Module):
-    """A slice of the list of layers. stage(x, targets) -> (activation, None), or (None, loss) on
-    the last. Or both: experts want a balance term from each stage."""
+    """A slice of the list of layers. stage(x, targets) returns (activation, loss): the activation
+    is None on the last stage; the loss is None on all others, unless their experts have a balance
+    loss to add (extra_loss)."""
 
     def __init__(self, layers):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, x, targets):
+    def forward(self, x, targets):  # x: token ids (b, S) on the first stage, else (b, S, C)
         for layer in self.layers:
             x = layer(x)
         extra = extra_loss(self.layers)
-        if not hasattr(layer, "loss"):
+        if not hasattr(self.layers[-1], "loss"):  # only model.Head, the last layer, has a loss
             return x, extra
-        loss = layer.loss(x, targets)
+        loss = self.layers[-1].loss(x, targets)
         return None, loss if extra is None else loss + extra
 
 
 def tie_ends(layers, group):
-    """The first and the last stage each hold the tied embedding, and see a part of its gradient.
-    group: the ranks of those two; a rank between them is alone in its group, and ties nothing."""
-    weight = layers[0].wte.weight  # the head's lm_head.weight is the same object
+    """Tag the tied embedding, which the first and the last stage both hold: its gradient is the sum
+    of two terms, the embedding's on the first stage and the head's on the last. group: the ranks of
+    those two stages (Mesh.ends); any other rank is alone in its group, and has nothing to tag."""
+    weight = layers[0].wte.weight  # the same object as the head's lm_head.weight
     if group.size > 1:
         weight.shard.shared_by += (group,)
         weight.shard.sum_over += (group,)
 
 
+# ---- zero bubble: the backward in two parts ----
+# The backward of a linear layer is two matrix products: I computes the input's gradient, for which
+# the previous rank waits; W computes the weight's gradient, which only the optimizer needs. Zero
+# bubble schedules run I at once and defer W to a time when the rank would idle.
+
+
 class Deferred:
-    """For zero bubble: where backward leaves work on weight gradients, which no other rank waits
-    for. Outside of `collect` it is done at once, and autograd accumulates; inside, it is queued."""
+    """Where linear layers leave their weight gradients. The backwards in tensor_parallel.py call
+    add(): inside of `with deferred.collect() as queue` add() queues the computation, for
+    finish_weights(queue) to run later; anywhere else add() computes at once."""
 
     def __init__(self):
-        self.queue = None  # of the microbatch whose I is running
+        self.queue = None  # the queue that collect() fills; None outside of collect()
 
-    def add(self, fn, grad, x, *params):
-        """Gradients fn(grad, x, *params) of the params, or None for each if they come later."""
+    def add(self, compute, grad, x, *params):
+        """Return compute(grad, x, *params), the gradients of params, for autograd to accumulate; or
+        queue the computation, and return None for each. grad: of a layer's output; x: its input;
+        params: its weight and bias (None for no bias)."""
         if self.queue is None:
-            return fn(grad, x, *params)
-        self.queue.append((fn, grad, x, params))
+            return compute(grad, x, *params)
+        self.queue.append((compute, grad, x, params))
         return (None,) * len(params)
 
     @contextmanager
@@ -123,79 +146,96 @@ class Deferred:
 
 
 def uses_in(queue):
-    """How often each parameter is in a queue: a weight that is used twice has two entries."""
-    return Counter(p for *_, params in queue for p in params if p is not None)
+    """{parameter: number of its entries in a queue}. A weight that two layers use has two."""
+    return Counter(p for _, _, _, params in queue for p in params if p is not None)
 
 
 def finish_weights(queue):
-    """Does the queued work, and yields each parameter once its gradient is complete."""
-    left = uses_in(queue)
+    """Compute the deferred gradients and add each to its param.grad. Yields a parameter when its
+    gradient is complete, that is, after the last of its entries: the reducer may send it then."""
+    remaining = uses_in(queue)
     while queue:
-        fn, grad, x, params = queue.popleft()
-        for param, value in zip(params, fn(grad, x, *params), strict=True):
+        compute, grad, x, params = queue.popleft()
+        for param, value in zip(params, compute(grad, x, *params), strict=True):
             if param is not None:
                 param.grad = value if param.grad is None else param.grad.add_(value)
-                left[param] -= 1
-                if not left[param]:
+                remaining[param] -= 1
+                if remaining[param] == 0:
                     yield param
-
-
-class NoReducer:
-    """What a Pipeline has for a reducer where nothing is summed: in the demonstration and tests."""
-
-    every_microbatch = False
-    expect = grad_added = flush = release_weights = lambda self, *args: None
 
 
 # ---- any schedule, fast ----
 
 
+class NoReducer:
+    """Takes the place of DDP or ZeRO where there are no replicas: in the demo and in tests."""
+
+    every_microbatch = False
+
+    def nothing(self, *args):
+        pass
+
+    expect = grad_added = flush = release_weights = nothing
+
+
+class Arriving(NamedTuple):
+    """A tensor that another stage sends to this one."""
+    tensor: torch.Tensor
+    work: Work  # the receive; an empty Work if both stages are on this rank
+    sender: int  # the other stage
+
+
 class Pipeline:
-    """Runs one rank's list of actions, any schedule's; 1F1B at the plain form's speed. Two tricks:
+    """Executes one rank's list of actions, of any schedule; 1F1B as fast as plain_1f1b. Two tricks:
 
-        receives  on gloo are posted one ahead of the list, as a send there ends only when it meets
-                  its receive: saves a tenth of a step on tiny stages
-        memory    a stage's output is freed once sent: backward needs its graph, not its numbers
+        early receives   on gloo a send completes only when its receive is posted, so receives are
+                         posted one ahead of the list: 10% off the step time of tiny stages
+        freed outputs    backward needs the graph of a stage's output, not its values: free them
+                         once they are sent
 
-    stages: {stage: Stage}, this rank's own. where: the rank of each stage. shape, dtype: of an
-    activation (b, S, C). reducer: DDP or ZeRO, which sums gradients over data ranks as they come.
-    deferred: where linear layers leave their weight gradients between I and W.
+    Everywhere below, s is a stage and k a microbatch.
     """
 
     def __init__(self, stages, where, group, shape, dtype, reducer, deferred):
-        self.stages, self.where, self.group = stages, where, group
-        self.shape, self.dtype = shape, dtype
-        self.reducer, self.deferred = reducer, deferred
-        self.span = no_span  # span(name, ...): a context for whoever traces
-        # What is under way, by (stage, microbatch). Tensors that arrive: (tensor, Work, sender)
-        self.activations_in, self.grads_in = {}, {}  # a stage's input; the gradient of its output
-        self.activations_out, self.grads_out = {}, {}  # its output; the gradient of its input
-        self.kept = {}  # (input, output, loss), from forward to backward
-        self.weight_work = {}  # what I has left for W
-        self.coming = None  # the receives of the list that are yet to be posted
-        self.sent = deque()  # (Work, tensor)
+        self.stages, self.where = stages, where  # {s: Stage} of this rank; where[s]: rank of s
+        self.group = group  # the ranks of the pipeline
+        self.shape, self.dtype = shape, dtype  # of an activation, (b, S, C)
+        self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
+        self.deferred = deferred  # of the layers: holds weight gradients between I and W
+        self.span = no_span  # span(name, ...), a context; replaced in train.Trainer.trace
+        # All dicts: (s, k) -> value
+        self.activations_in, self.grads_in = {}, {}  # input of s, gradient of its output: Arriving
+        self.activations_out, self.grads_out = {}, {}  # output of s, gradient of its input: to send
+        self.in_flight = {}  # from F to B or I: (input, output, loss)
+        self.weight_work = {}  # from I to W: the queue of deferred weight gradients
+        self.receives = deque()  # receives of the list of actions that are not posted yet
+        self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
-        """Runs the actions in order; without gradients if they have no backward. batches: (ids,
-        targets) of each microbatch. The loss is divided by `tokens`, the global count; `scale`
-        multiplies the gradients (float16). Returns this rank's part of the loss."""
-        training = any(kind in ("B", "I") for kind, _, _ in actions)
-        last = {a.stage: a for a in actions if a.kind in "BW"}  # completes a stage's gradients
+        """Execute the actions (schedules.Action) in order; without autograd if no backward is among
+        them. batches: the (ids, targets) of each microbatch. The loss is divided by `tokens`, the
+        global number of tokens; its gradient is multiplied by `scale` (float16). Returns this
+        rank's part of the loss."""
+        training = any(action.kind in ("B", "I") for action in actions)
+        # {stage: the action that completes its gradients, the last B or W}
+        last = {action.stage: action for action in actions if action.kind in ("B", "W")}
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
-        self.coming = iter([a for a in actions if a.kind in ("RF", "RB")])
-        if not self.group.in_order:  # gloo: one ahead of the list
-            self.receive()
+        self.receives = deque(action for action in actions if action.kind in ("RF", "RB"))
+        if not self.group.in_order:  # early receives: from here on, one receive ahead of the list
+            self.post_receive()
         for action in actions:
             kind, s, k = action
             if kind in ("RF", "RB"):
-                self.receive()  # on gloo this one is posted already, and the next is posted now
+                self.post_receive()  # this receive; or, with early receives, the one after it
             elif kind == "SF":
                 self.send(self.activations_out.pop((s, k)), s, k, s + 1)
             elif kind == "SB":
                 self.send(self.grads_out.pop((s, k)), s, k, s - 1)
             else:
-                complete = kind in "BW" and (self.reducer.every_microbatch or action == last[s])
-                if complete:
+                # ZeRO-2 and 3 reduce gradients after every microbatch, the others after the last
+                reduce = kind in ("B", "W") and (
+                    self.reducer.every_microbatch or action == last[s])
+                if reduce:  # None: a B adds to all gradients of the stage, a W to deferred ones
                     self.reducer.expect(s, uses_in(self.weight_work[s, k]) if kind == "W" else None)
                 with (self.span(kind, stage=s, microbatch=k),
                       torch.set_grad_enabled(training and kind != "W")):
@@ -209,93 +249,108 @@ class Pipeline:
                     elif kind == "W":
                         for param in finish_weights(self.weight_work.pop((s, k))):
                             self.reducer.grad_added(param)
-                if complete:
+                if reduce:
                     self.reducer.flush()
                 self.reducer.release_weights()
-        while self.sent:
-            self.settle()
+        while self.sends:
+            self.finish_send()
         return loss
 
     def forward(self, s, k, ids, targets, tokens, training):
-        x = self.take(self.activations_in, s, k).requires_grad_(training) if s > 0 else ids
+        x = ids  # (b, S)
+        if s > 0:
+            x = self.take(self.activations_in, s, k).requires_grad_(training)  # (b, S, C)
         y, loss = self.stages[s](x, targets)
         if y is not None:
-            y = y.contiguous()
-            out = y.detach()
-            if self.where[s + 1] == self.group.rank:
-                self.activations_in[s + 1, k] = out, Work(), s
-            else:  # sending frees `out`; a loss made of it (see Stage) still needs the numbers
-                self.activations_out[s, k] = out if loss is None else out.clone()
+            y = y.contiguous()  # (b, S, C)
+            if self.where[s + 1] == self.group.rank:  # no message between stages of one rank
+                self.activations_in[s + 1, k] = Arriving(y.detach(), Work(), sender=s)
+            else:
+                # send() frees what it sent. If this stage has a loss of its own, the loss may be a
+                # function of y, and its backward may need the values of y: then send a copy.
+                self.activations_out[s, k] = y.detach() if loss is None else y.detach().clone()
         if loss is not None:
             loss = loss / tokens
         if training:
-            self.kept[s, k] = x, y, loss
+            self.in_flight[s, k] = x, y, loss
         return 0.0 if loss is None else loss.detach()
 
     def backward(self, s, k, scale):
-        x, y, loss = self.kept.pop((s, k))
-        roots = [] if y is None else [(y, self.take(self.grads_in, s, k))]
+        x, y, loss = self.in_flight.pop((s, k))
+        outputs, grads = [], []
+        if y is not None:
+            outputs.append(y)
+            grads.append(self.take(self.grads_in, s, k))  # (b, S, C)
         if loss is not None:
-            roots.append((loss, torch.full_like(loss, scale)))
-        torch.autograd.backward(*zip(*roots, strict=True))
+            outputs.append(loss)
+            grads.append(torch.full_like(loss, scale))
+        torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:
-            self.grads_in[s - 1, k] = x.grad, Work(), s
+            self.grads_in[s - 1, k] = Arriving(x.grad, Work(), sender=s)
         elif s > 0:
-            self.grads_out[s, k] = x.grad
+            self.grads_out[s, k] = x.grad  # (b, S, C)
 
-    def receive(self):
-        """Post the next receive of the list, into a buffer of its own."""
-        for kind, s, k in islice(self.coming, 1):  # the next one, or none if all are posted
-            arriving, sender = self.activations_in, s - 1
-            if kind == "RB":
-                arriving, sender = self.grads_in, s + 1
-            peer = self.where[sender]
-            arriving[s, k] = *self.group.recv_new(self.shape, self.dtype, peer), sender
+    def post_receive(self):
+        """Post the next receive of the list, if any is left, into a new buffer."""
+        if not self.receives:
+            return
+        kind, s, k = self.receives.popleft()
+        sender = s - 1 if kind == "RF" else s + 1
+        tensor, work = self.group.recv_new(self.shape, self.dtype, self.where[sender])
+        arriving = self.activations_in if kind == "RF" else self.grads_in
+        arriving[s, k] = Arriving(tensor, work, sender)
 
     def take(self, arriving, s, k):
+        """Wait for the tensor that arrives for stage s and microbatch k, and return it."""
         tensor, work, sender = arriving.pop((s, k))
         with self.span("wait", stage=s, microbatch=k, sender=sender):
             work.wait()
         return tensor
 
     def send(self, tensor, s, k, to):
+        """Start to send; wait for earlier sends until at most two are pending."""
         with self.span("send", stage=s, microbatch=k, to=to):
-            self.sent.append((self.group.send(tensor, self.where[to]), tensor))
-            while len(self.sent) > 2:
-                self.settle()
+            self.sends.append((self.group.send(tensor, self.where[to]), tensor))
+            while len(self.sends) > 2:
+                self.finish_send()
 
-    def settle(self):
-        """Wait for the oldest send, and free what it sent."""
-        work, tensor = self.sent.popleft()
+    def finish_send(self):
+        """Wait for the oldest pending send, and free the tensor that was sent."""
+        work, tensor = self.sends.popleft()
         with self.span("wait", group="pp"):
             work.wait()
         tensor.untyped_storage().resize_(0)
 
 
 def demo(mesh):
-    """The gradients of a GPT cut into 4 or 8 stages, against the same model in one process."""
+    """Gradients of a GPT cut into 4 or 8 stages, compared with one process's."""
+    from run.demonstrations import report_difference
+
     group, config = mesh.group("pp"), GPTConfig(50, block_size=8, n_layer=6, n_head=2, n_embd=16)
-    rows = torch.randint(50, (8, 1, 8), generator=torch.Generator().manual_seed(0))
-    batches, shape = [(ids, ids) for ids in rows], (1, 8, 16)
+    P, m, shape = 4, 8, (1, 8, 16)
+    rows = torch.randint(50, (m, 1, 8), generator=torch.Generator().manual_seed(0))
+    batches, tokens = [(ids, ids) for ids in rows], rows.numel()
     alone = build(config, dtype=torch.double)
-    (alone(rows[:, 0], rows[:, 0]) / rows.numel()).backward()
+    (alone(rows[:, 0], rows[:, 0]) / tokens).backward()
     for name, v in (("plain", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        model, where = build(config, dtype=torch.double), placement(name, 4, v)
-        stages = {s: Stage(model.layers[a:b]) for s, (a, b) in enumerate(
-            cut(config.layer_costs(), 4 * v)) if where[s] == group.rank}
+        model, where = build(config, dtype=torch.double), placement(name, P, v)
+        stages = {s: Stage(model.layers[start:stop]) for s, (start, stop) in enumerate(
+            cut(config.layer_costs(), P * v)) if where[s] == group.rank}
         if name == "plain":
-            plain_1f1b(stages[group.rank], group, batches, shape, rows.numel())
+            plain_1f1b(stages[group.rank], group, batches, shape, tokens)
         else:
-            actions = lower(make_schedule(name, 4, 8, v), where)[group.rank]
-            Pipeline(stages, where, group, shape, torch.double, NoReducer(), Deferred()).execute(
-                actions, batches, rows.numel())
-        report_difference(name, mesh.rank, [  # without wte: each of the two ends has a term of it
-            (p.grad, alone.get_parameter(n).grad) for n, p in model.named_parameters()
-            if p.grad is not None and "wte" not in n])
+            actions = lower(make_schedule(name, P, m, v), where)[group.rank]
+            pipeline = Pipeline(stages, where, group, shape, torch.double, NoReducer(), Deferred())
+            pipeline.execute(actions, batches, tokens)
+        report_difference(name, mesh.rank, [  # without the tied embedding: nothing sums its terms
+            (param.grad, alone.get_parameter(path).grad) for path, param in model.named_parameters()
+            if param.grad is not None and "wte" not in path])
 
 
 if __name__ == "__main__":
     from planner.draw import schedules_command
+    from run.demonstrations import demonstrate
+    from run.signals import end_quietly
 
     end_quietly()
     if len(sys.argv) > 1:

@@ -1,8 +1,9 @@
-"""Pipeline schedules as data: which rank runs which microbatch of which stage, and when.
+"""Pipeline schedules as data: which rank runs which microbatch of which stage, in which order.
 
-The layers are cut into P*v stages, v on each of P ranks, and the batch into m microbatches. A list
-of actions per rank is made, validated, lowered to sends and receives, and timed. The bubble, as a
-rate or as idle time, and the most microbatches a rank holds, for costs F, I, W and B = I + W:
+P ranks have v stages each, their chunks; the batch is cut into m microbatches. A schedule is a list
+of actions per rank: make_schedule makes the lists, validate checks them, lower adds the messages,
+simulate times them. Bubble (idle share of the time; for zb-h1, -h2 idle time) and microbatches in
+flight on a rank, for a forward of F and a backward of B = I + W:
 
     gpipe        (P-1)/(m+P-1)                  m                      arXiv 1811.06965
     1f1b         (P-1)/(m+P-1)                  min(P-rank, m)         arXiv 1806.03377
@@ -15,74 +16,97 @@ rate or as idle time, and the most microbatches a rank holds, for costs F, I, W 
 
 from collections import Counter, deque
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P ranks, m microbatches, v chunks and the rank. It returns "F0", "B0",
-# ...: what to do, with which of the rank's stages (its chunks). The k-th F0 is for microbatch k.
+# Each schedule is a function of P, m, v and the rank, and names kind and chunk of each action: "F1"
+# is a forward of the rank's chunk 1, and the k-th "F1" is for microbatch k. Kinds: F forward, B
+# backward. Zero bubble splits B into I, the gradient of the stage's input, for which the previous
+# rank waits, and W, the gradients of the stage's weights, for which no rank waits.
 
 
 def gpipe(P, m, v, rank):
-    """All forwards, then all backwards: every microbatch's activations are held at once."""
+    """All forwards, then all backwards. In between all m microbatches are in flight: their forward
+    is done, their backward not yet, so their saved activations are held."""
     return ["F0"] * m + ["B0"] * m
 
 
 def one_f_one_b(P, m, v, rank):
-    """The same work in another order: as soon as a backward can run it does, and frees its
-    activations. A rank is ahead by the microbatches that fill the ranks behind it."""
-    ahead = min(P - 1 - rank, m)
-    warm_up = ["F0"] * ahead
-    steady = ["F0", "B0"] * (m - ahead)
-    cool_down = ["B0"] * ahead
-    return warm_up + steady + cool_down
+    """Run each backward as soon as it can run, and free its activations. The bubble is GPipe's, the
+    memory no longer grows with m. P = 4, rank 1, m = 4: F F, F B, F B, B B."""
+    num_warmup = min(P - 1 - rank, m)  # one forward for each later rank
+    warm_up = ["F0"] * num_warmup
+    steady = ["F0", "B0"] * (m - num_warmup)
+    return warm_up + steady + ["B0"] * num_warmup
 
 
-def weave(forwards, backwards, ahead):
-    """The same for any list of forwards and of backwards: warm up, take turns, cool down."""
-    turns = max(0, len(forwards) - ahead)
-    steady = chain(*zip(forwards[ahead:], backwards[:turns], strict=True))
-    return [*forwards[:ahead], *steady, *backwards[turns:]]
+def weave(forwards, backwards, num_warmup):
+    """1F1B of any two lists: num_warmup forwards, then one forward, one backward, then the rest."""
+    actions, steady = forwards[:num_warmup], forwards[num_warmup:]
+    for forward, backward in zip(steady, backwards[: len(steady)], strict=True):
+        actions += [forward, backward]
+    return actions + backwards[len(steady) :]
 
 
 def interleaved(P, m, v, rank):
-    """1F1B with v smaller stages on a rank: the pipe fills in 1/v of the time, with v times the
-    messages. P microbatches go through one chunk, then the next."""
+    """1F1B with v chunks per rank: the pipeline fills in 1/v of the time, for v times the messages.
+    P microbatches go through chunk 0, then through chunk 1, ...: for P = 2, v = 2 the forwards are
+    F0 F0 F1 F1 F0 F0 F1 F1 ..., the backwards B1 B1 B0 B0 ..."""
     if m % P:
-        fits = " or ".join(str(n * P) for n in (m // P, m // P + 1) if n)
+        fits = [str(n * P) for n in (m // P, m // P + 1) if n > 0]
         raise ValueError(f"--microbatches {m} must be a multiple of --pp {P} for interleaved; "
-                         f"try {fits}")
-    chunks = [k // P % v for k in range(m * v)]
-    ahead = 2 * (P - 1 - rank) + (v - 1) * P if v > 1 else P - 1 - rank
-    return weave([f"F{c}" for c in chunks], [f"B{v - 1 - c}" for c in chunks], ahead)
+                         f"try {' or '.join(fits)}")
+    chunks = [i // P % v for i in range(m * v)]
+    num_warmup = P - 1 - rank
+    if v > 1:  # the chunks before the last, and a forward and a backward for each later rank
+        num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
+    return weave([f"F{chunk}" for chunk in chunks], [f"B{v - 1 - chunk}" for chunk in chunks],
+                 num_warmup)
 
 
 def zero_bubble(depth, P, m, v, rank):
-    """1F1B with the backward cut in two. The rank before waits only for the input gradient I, so
-    each W runs `lag` microbatches late, also in cool-down. Holds at most depth (P-1) + 1."""
+    """1F1B with B split into I and W. W of microbatch k waits until I of microbatch k + lag has
+    run, so lag of the W are left to fill the cool-down. depth 1 is zb-h1; depth 2, zb-h2, fills the
+    warm-up too, with more forwards. In flight are depth * (P-1) + 1 microbatches at most.
+    depth 1, P = 4, rank 1, m = 4: num_warmup 2, lag 1: F F, F I, F I W, I W, I W, W."""
+    num_warmup = min(depth * (P - 1 - rank), m)
     lag = min(depth * rank, m)
-    woven = weave(["F0"] * m, ["I0"] * lag + ["I0 W0"] * (m - lag), depth * (P - 1 - rank))
-    return " ".join(woven).split() + ["W0"] * lag
+    actions = ["F0"] * num_warmup
+    for k in range(m):
+        if num_warmup + k < m:
+            actions.append("F0")
+        actions.append("I0")
+        if k >= lag:
+            actions.append("W0")
+    return actions + ["W0"] * lag
 
 
 def zb_v(P, m, v, rank):
-    """Two chunks on each rank, down the ranks and back up, so that rank 0 ends what it began."""
-    n = max(m, 2 * P - 1)  # make_schedule strikes out the microbatches from m on
-    warm_up = "F0 " * (2 * (P - rank) - 1) + "F1 F0 " * rank + "F1 I1 W1 " * (P - rank)
-    steady = "F0 I0 W0 F1 I1 W1 " * (n - 2 * P + 1 + rank) + "I0 W0 F1 I1 W1 " * (P - 1 - rank)
-    cool_down = "I0 I1 " * rank + "I0 W0 " * (P - rank) + "W1 " * rank + "W0 " * rank
-    return (warm_up + steady + cool_down).split()
+    """Two chunks per rank: stages 0 .. P-1 go down the ranks and P .. 2P-1 back up, a V. Rank 0 has
+    the first and the last stage, so a microbatch's backward starts on the rank where it entered.
+    P = 2, rank 0, m = 3: F0 F0 F0, F1 I1 W1 F1 I1 W1, I0 W0 F1 I1 W1, I0 W0 I0 W0."""
+    n = max(m, 2 * P - 1)  # the pattern needs so many; actions_of drops microbatches >= m
+    later = P - 1 - rank  # ranks
+    warm_up = ["F0"] * (2 * later + 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * (later + 1)
+    steady = ["F0", "I0", "W0", "F1", "I1", "W1"] * (n - 2 * P + 1 + rank)
+    drain = ["I0", "W0", "F1", "I1", "W1"] * later + ["I0", "I1"] * rank
+    return warm_up + steady + drain + ["I0", "W0"] * (later + 1) + ["W1"] * rank + ["W0"] * rank
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
              "zb-h1": partial(zero_bubble, 1), "zb-h2": partial(zero_bubble, 2), "zb-v": zb_v}
-MESSAGES = ("SF", "RF", "SB", "RB")  # kinds of Action that talk to another rank
+MESSAGES = ("SF", "RF", "SB", "RB")  # the kinds of actions that send or receive
 
 
 class Action(NamedTuple):
-    """What one rank does next. The stage is always the one that acts: SF sends stage's output to
-    stage + 1, RF receives stage's input; SB sends the gradient of that input to stage - 1, RB
-    receives the gradient of stage's output."""
-    kind: str  # F forward, B whole backward, I input gradient, W weight gradient; SF RF SB RB
+    """One entry of a rank's list. `stage` is the stage that acts:
+
+        SF  sends the output of `stage`            to stage + 1
+        RF  receives the input of `stage`          from stage - 1
+        SB  sends the gradient of stage's input    to stage - 1
+        RB  receives the gradient of its output    from stage + 1
+    """
+    kind: str  # F, B, I, W; SF RF SB RB
     stage: int  # 0 .. P*v-1
     microbatch: int
 
@@ -91,57 +115,61 @@ class Action(NamedTuple):
 
 
 def placement(name, P, v=1):
-    """The rank that owns each stage. zb-v goes down the ranks and back up, so that rank 0 has
-    both the first and the last stage; all others go round (stage s on rank s % P)."""
+    """The list `where`: where[s] is the rank of stage s. P = 3: zb-v 0 1 2 2 1 0; interleaved with
+    two chunks 0 1 2 0 1 2; all others 0 1 2."""
     return [*range(P), *reversed(range(P))] if name == "zb-v" else [s % P for s in range(P * v)]
 
 
 def cut(costs, n):
-    """[start, stop) of n consecutive slices of the layers, none empty, such that the costliest is
-    as cheap as can be, as all stages wait for it."""
-    total = list(accumulate(costs, initial=0))
-    # {stop: (costliest, slices)}: the first `stop` layers in k slices, at first in one
+    """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
+    possible: it sets the pace. cut([0, 5, 5, 5, 5, 20], 3) = [(0, 3), (3, 5), (5, 6)]."""
+    total = list(accumulate(costs, initial=0))  # total[i]: cost of the first i layers
+    # Dynamic programming. best[stop]: the best cut of the first `stop` layers into k stages, as
+    # (cost of the costliest stage, [(start, stop)]); at first k = 1
     best = {stop: (total[stop], [(0, stop)]) for stop in range(1, len(costs) + 1)}
     for k in range(2, n + 1):
-        shorter, best = best, {}
+        shorter, best = best, {}  # shorter: into k - 1 stages
         for stop in range(k, len(costs) + 1):
-            for start in range(stop - 1, k - 2, -1):
+            for start in range(stop - 1, k - 2, -1):  # the last stage is [start, stop), ever longer
                 last = total[stop] - total[start]
                 if stop in best and last > best[stop][0]:
-                    break  # and with a longer last slice even more so
-                cost, slices = shorter[start]
-                new = max(cost, last), [*slices, (start, stop)]
-                best[stop] = min(best.get(stop, new), new)
+                    break  # too costly, and longer ones cost no less
+                cost, stages = shorter[start]
+                candidate = max(cost, last), [*stages, (start, stop)]
+                best[stop] = min(best.get(stop, candidate), candidate)
     return best[len(costs)][1]
 
 
 def make_schedule(name, P, m, v=1):
-    """One list of F, B, I, W actions per rank. interleaved has v chunks on each rank, zb-v always
-    two, the others one. ValueError, in one line, for a combination that does not exist."""
+    """One list of F, B, I, W actions per rank. interleaved has v chunks per rank, zb-v always two,
+    the others one. ValueError, in one line, for a combination that does not exist."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     for flag, value in (("--pp", P), ("--microbatches", m), ("--chunks", v)):
         if value < 1:
             raise ValueError(f"{flag} {value} must be at least 1")
-    fit = {"interleaved": v, "zb-v": 2}.get(name, 1)
-    if v not in (1, fit):
-        raise ValueError(f"--chunks {v} does not fit {name}; try --chunks {fit}")
+    chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
+    if v not in (1, chunks):
+        raise ValueError(f"--chunks {v} does not fit {name}; try --chunks {chunks}")
     return [actions_of(name, P, m, v, rank) for rank in range(P)]
 
 
 def actions_of(name, P, m, v, rank):
-    """The list of one rank, of a combination that exists."""
-    stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
-    nth, actions = Counter(), []  # nth: how often a token came, the microbatch of the next
+    """One rank's list. "F1", "F1" on rank 0 of 2 become F(stage 2, microbatch 0), F(stage 2,
+    microbatch 1)."""
+    stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]  # of each chunk
+    count, actions = Counter(), []  # count["F1"]: how many came so far
     for token in SCHEDULES[name](P, m, v, rank):
-        if nth[token] < m:
-            actions.append(Action(token[0], stages[int(token[1:])], nth[token]))
-        nth[token] += 1
+        kind, chunk = token[0], int(token[1:])
+        if count[token] < m:  # see zb_v
+            actions.append(Action(kind, stages[chunk], count[token]))
+        count[token] += 1
     return actions
 
 
 def transfers(action, where):
-    """The send and the receive that take an action's result to another rank; () if it stays."""
+    """The send and the receive that bring an action's result to the next rank; () if there is none.
+    F(0, k) -> SF(0, k), RF(1, k). B(1, k) or I(1, k) -> SB(1, k), RB(0, k)."""
     kind, s, k = action
     data, to = ("F", s + 1) if kind == "F" else ("B", s - 1)
     if kind == "W" or not 0 <= to < len(where) or where[to] == where[s]:
@@ -150,38 +178,51 @@ def transfers(action, where):
 
 
 def needs(action, where, lowered):
-    """The actions that must have happened before this one; B stands for B or I, whichever gives the
-    input gradient. Data from another rank: the action that made it, or its receive if `lowered`.
-    A send needs its receive to have been reached, and a receive its send: a rendezvous."""
+    """The actions that must be done before this one can start; B here also stands for I.
+
+        W(s, k)     B(s, k)
+        F(s, k)     its input: RF(s, k), or F(s-1, k) if not `lowered` or both are on one rank
+        B(s, k)     F(s, k), and its gradient: RB(s, k), or likewise B(s+1, k)
+        SF(s, k)    F(s, k), and its receive RF(s+1, k); SB(s, k) likewise
+        RF(s, k)    its send SF(s-1, k); RB(s, k) likewise
+
+    A send and its receive need each other: each blocks until the other rank has reached its own (a
+    rendezvous). The first stage needs no input, the last no gradient."""
     kind, s, k = action
     if kind == "W":
         return [Action("B", s, k)]
-    data, step = ("F", 1) if kind[-1] == "F" else ("B", -1)  # activations go up, gradients down
-    if kind[0] == "S":
+    # Activations go from stage s to s + 1, gradients from s to s - 1
+    data, step = ("F", 1) if kind in ("F", "SF", "RF") else ("B", -1)
+    if kind in ("SF", "SB"):
         return [Action(data, s, k), Action("R" + data, s + step, k)]
-    if kind[0] == "R":
+    if kind in ("RF", "RB"):
         return [Action("S" + data, s - step, k)]
-    own = [] if kind == "F" else [Action("F", s, k)]
-    if not 0 <= s - step < len(where):  # token ids, or the loss
-        return own
-    giver = Action(data, s - step, k)
-    messages = transfers(giver, where) if lowered else ()
-    return own + [messages[1] if messages else giver]
+    needed = [] if kind == "F" else [Action("F", s, k)]
+    source = s - step  # the stage that computes this action's input or gradient
+    if 0 <= source < len(where):
+        producer = Action(data, source, k)
+        messages = transfers(producer, where) if lowered else ()
+        needed.append(messages[1] if messages else producer)
+    return needed
 
 
 def play(lists, where, costs=(1, 1, 1, 0)):
-    """Yields (rank, action, start, end), each action as early as its list and its needs allow, in
-    the order of each list. Without sends in the lists, data takes comm to cross ranks and blocks
-    nobody; with them, sends and receives block. ValueError if the lists come to a halt."""
+    """Play the lists against a clock. Yields (rank, action, start, end): an action starts when its
+    rank is free and all that it needs has arrived. costs: F, I, W and comm, the time between ranks.
+    In lists without messages, data takes comm to arrive and blocks no rank. In lowered lists, sends
+    and receives block, and a receive takes comm. ValueError if the lists come to a halt."""
     f, i, w, comm = costs
     cost = {"F": f, "B": i + w, "I": i, "W": w, "RF": comm, "RB": comm, "SF": 0, "SB": 0}
-    lowered = any(a.kind in MESSAGES for actions in lists for a in actions)
-    hop = 0 if lowered else comm  # in lowered lists the receive has it
-    done = {}  # action -> when it ended; a send or a receive: when its rank came to it
-    free, queues = [0] * len(lists), [deque(actions) for actions in lists]
-    stuck, before = [], None  # (rank, its action, what that waits for), of this round and the last
-    while stuck != before:  # round after round: each rank goes on until something is missing
-        before, stuck = stuck, []
+    lowered = any(action.kind in MESSAGES for actions in lists for action in actions)
+    delay = 0 if lowered else comm
+    done = {}  # action -> when it ended; for a message: when its rank reached it (rendezvous)
+    free = [0] * len(lists)  # when the last action of each rank ended
+    queues = [deque(actions) for actions in lists]
+    # Round after round, each rank goes on until its next action needs something that is missing.
+    # A round that ends with the same waits as the one before made no progress.
+    waits, before = [], None  # (rank, its next action, the first thing missing)
+    while waits != before:
+        before, waits = waits, []
         for rank, queue in enumerate(queues):
             while queue:
                 action = queue[0]
@@ -190,29 +231,33 @@ def play(lists, where, costs=(1, 1, 1, 0)):
                 needed = needs(action, where, lowered)
                 missing = [need for need in needed if need not in done]
                 if missing:
-                    stuck.append((rank, action, missing[0]))
+                    waits.append((rank, action, missing[0]))
                     break
-                arrived = [done[need] + hop * (where[need.stage] != rank) for need in needed]
+                arrived = [done[need] + delay * (where[need.stage] != rank) for need in needed]
                 start = max([free[rank], *arrived])
                 free[rank] = start + cost[action.kind]
                 yield rank, queue.popleft(), start, free[rank]
-                gives = Action("B", *action[1:]) if action.kind == "I" else action
-                done.setdefault(gives, free[rank])
-    if stuck:  # a rank that waits for itself is the cause; otherwise they wait in a circle
-        alone = [entry for entry in stuck if where[entry[2].stage] == entry[0]]
-        raise ValueError(("misordered: " if alone else "deadlock: ") + "; ".join(
-            f"rank {rank} at {action} waits for {need}" for rank, action, need in alone or stuck))
+                if action.kind == "I":  # needs() calls it B
+                    action = Action("B", action.stage, action.microbatch)
+                done.setdefault(action, free[rank])
+    if waits:
+        # A rank that waits for a later action of its own is the cause; else ranks wait in a circle
+        own = [(rank, action, need) for rank, action, need in waits if where[need.stage] == rank]
+        raise ValueError(("misordered: " if own else "deadlock: ") + "; ".join(
+            f"rank {rank} at {action} waits for {need}" for rank, action, need in own or waits))
 
 
 def lower(lists, where):
-    """The same lists with sends and receives put in; none between stages that share a rank. Both
-    enter their lists at one moment, the end of the action that made the data. So every list is a
-    subsequence of one global order, and the earliest entry of it still to be done is at the head of
-    every list that holds it: it can run, even if sends and receives block."""
-    events = []  # (when, 0 for messages or 1, two more so that ties have one order, action)
+    """Add the sends and receives between stages of different ranks.
+
+    The result cannot deadlock, although a send and its receive block until both ranks have reached
+    them: sort all actions by their start in play(), and put each pair where its data is ready. Each
+    rank's list is a part of this one order. So the earliest action not done is the next one on
+    every rank that takes part (both ranks, for a pair), and can run."""
+    events = []  # (time, 0 for messages or 1, start, rank, action): the middle three order ties
     for rank, action, start, end in play(lists, where):
         events.append((start, 1, start, rank, action))
-        events += [(end, 0, start, rank, pair) for pair in transfers(action, where)]
+        events += [(end, 0, start, rank, message) for message in transfers(action, where)]
     lowered = [[] for _ in lists]
     for *_, action in sorted(events, key=lambda event: event[:4]):  # stable: a pair stays together
         lowered[where[action.stage]].append(action)
@@ -220,11 +265,11 @@ def lower(lists, where):
 
 
 def validate(lists, where):
-    """ValueError, naming rank and action, unless every stage runs every microbatch once, on its own
-    rank, after all it needs, and nobody waits forever when sends and receives block. Lists without
-    sends are lowered first; lists with sends are taken as they stand."""
-    got = Counter((rank, a) for rank, actions in enumerate(lists) for a in actions)
-    split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}
+    """Check that every stage runs every microbatch once, on its own rank, after all that it needs,
+    and that no rank waits forever when sends and receives block. ValueError, with rank and action,
+    if not. Lists without messages are lowered first; lists with messages are checked as given."""
+    got = Counter((rank, action) for rank, actions in enumerate(lists) for action in actions)
+    split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # B is I and W here
     lowered = any(a.kind in MESSAGES for _, a in got)
     m = 1 + max((a.microbatch for _, a in got), default=0)
     want = [Action(kind, s, k) for k in range(m) for s in range(len(where))
@@ -241,38 +286,42 @@ def validate(lists, where):
 
 
 class Timeline(NamedTuple):
-    times: list  # per rank: (action, start, end), sends and receives left out
+    times: list  # per rank: [(action, start, end)], without messages
     makespan: float  # the largest over ranks of (last end - that rank's first start)
     bubble: float  # (makespan - m(F+I+W)) / makespan
-    peak_in_flight: list  # per rank: most (stage, microbatch) activations alive at once
+    peak_in_flight: list  # per rank: most (stage, microbatch) pairs whose activations are held
 
 
 def simulate(lists, where, costs=(1, 1, 1, 0)):
-    """Times the lists for costs F, I, W (one microbatch through a rank's v stages; B = I + W) and
-    comm (latency between ranks). An activation is in flight from its F to the end of its B, or W
-    where the backward is split. Integer costs give exact figures."""
+    """Time the lists. Costs: F, I, W of one microbatch through all v stages of a rank (B = I + W),
+    and comm, the latency between ranks; integers give exact figures. Activations are held from a
+    stage's F to the end of its B, or of its W if the backward is split."""
     if len(costs) != 4 or not all(0 <= c < float("inf") for c in costs) or 0 in costs[:3]:
         raise ValueError(f"--costs {','.join(map(str, costs))} must be F,I,W,comm, finite, "
                          "the first three above 0; try 1,1,1,0")
     (f, i, w, comm), v = costs, len(where) // len(lists)
-    times, alive, peak = [[] for _ in lists], [0] * len(lists), [0] * len(lists)
-    for rank, action, start, end in play(lists, where, (f, i, w, comm * v)):  # in units of 1/v
+    # A stage costs 1/v of F, I, W. To stay with integers, play in units of 1/v: only comm changes.
+    times, held, peak = [[] for _ in lists], [0] * len(lists), [0] * len(lists)
+    for rank, action, start, end in play(lists, where, (f, i, w, comm * v)):
         if action.kind not in MESSAGES:
             times[rank].append((action, start, end))
-            alive[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
-            peak[rank] = max(peak[rank], alive[rank])
+            held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            peak[rank] = max(peak[rank], held[rank])
     span = max(row[-1][2] - row[0][1] for row in times)
-    work = (1 + max(a.microbatch for a, _, _ in times[0])) * v * (f + i + w)
-    times = [[(a, start / v, end / v) for a, start, end in row] for row in times]
+    m = 1 + max(action.microbatch for action, _, _ in times[0])
+    work = m * v * (f + i + w)  # of one rank
+    times = [[(action, start / v, end / v) for action, start, end in row] for row in times]
     return Timeline(times, span / v, max(0, span - work) / span, peak)
 
 
 def closed_form(name, P, m, v, costs):
-    """The published bubble rate, or None where what it assumes does not hold: comm is 0; zb-h1 and
-    zb-h2 also take W <= F and enough microbatches to fill the pipe, zb-v equal costs."""
+    """The published bubble, idle / (idle + work). None where its assumptions do not hold: comm = 0;
+    for zb-h1 and zb-h2 W <= F and enough microbatches to fill the pipeline, for zb-v F = I = W."""
     f, i, w, comm = costs
     depth = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(name, 0)
-    idle = (P - 1) * (f + i + (w, -w, -2 * w)[depth])
+    # For each later rank, 1F1B idles during an F, an I and a W; zb-h1 idles for F and I only, and
+    # fills one W's time of it with a W; zb-h2 and zb-v fill two
+    idle = (P - 1) * (f + i + {0: w, 1: -w, 2: -2 * w}[depth])
     full = depth == 0 or (w <= f and m > depth * (P - 1))
     if comm != 0 or idle < 0 or not full or (name == "zb-v" and not f == i == w):
         return None

@@ -1,4 +1,5 @@
-"""Sizes of a model and bytes per parameter. No torch here: what only counts starts at once."""
+"""Sizes of a model, its FLOPs, and bytes per parameter. Imports no torch, which takes seconds: the
+planner and the command line start at once."""
 
 from dataclasses import dataclass
 
@@ -6,33 +7,37 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class GPTConfig:
     vocab_size: int = 50257
-    block_size: int = 1024
+    block_size: int = 1024  # tokens in a sequence
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_experts: int = 0  # 0: an MLP in each block
-    top_k: int = 2  # of the experts, that each token goes through
+    n_experts: int = 0  # experts in each block; 0 means an MLP in each block
+    top_k: int = 2  # experts per token
 
     def layer_costs(self):
-        """Forward FLOPs per token of each layer in the list, by which stages are cut."""
+        """Forward FLOPs per token of each layer: [embedding, block, ..., block, head].
+        schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
         block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
     def flops_per_token(self, n_params):
-        """Forward and backward, as nanoGPT and PaLM (arXiv 2204.02311, appendix B) count them; of
-        experts, those that a token goes through."""
-        H = 4 * self.n_embd // self.top_k
-        idle = max(0, self.n_experts - self.top_k) * (2 * self.n_embd * H + H + self.n_embd)
+        """Forward and backward FLOPs, counted as in nanoGPT and PaLM (arXiv 2204.02311, appendix
+        B). Only the k experts that a token runs through count."""
+        C, H = self.n_embd, 4 * self.n_embd // self.top_k
+        expert = 2 * C * H + H + C  # parameters: two matrices, two biases
+        idle = max(0, self.n_experts - self.top_k) * expert  # in one block
         active = n_params - self.n_layer * idle
-        return 6 * active + 12 * self.n_layer * self.n_embd * self.block_size
+        return 6 * active + 12 * self.n_layer * C * self.block_size
 
 
 def bytes_per_parameter(zero, ranks, width=2, grad_width=None):
-    """(weights, gradients, optimizer) bytes that a rank holds per parameter. 16-bit training keeps
-    an fp32 master, exp_avg and exp_avg_sq: 12; wider weights are their own master. grad_width: 4
-    if 16-bit training keeps its gradients in 32 (--grad-dtype), which makes 18 of 16."""
-    adam = 12 if width == 2 else 2 * width
-    # bytes, and the stage from which on they are split
-    parts = ((width, 3), (grad_width or width, 2), (adam, 1))
-    return tuple(part / (ranks if zero >= stage else 1) for part, stage in parts)
+    """(weights, gradients, optimizer) bytes per parameter on a rank, for ZeRO stage `zero`.
+
+    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy, exp_avg and
+    exp_avg_sq: 12 bytes. Wider weights are their own master. grad_width: bytes of a gradient, if
+    not `width`; 16-bit training with fp32 gradients (--grad-dtype) takes 18 bytes and not 16."""
+    optimizer = 12 if width == 2 else 2 * width
+    gradients = grad_width or width
+    return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),
+            optimizer / (ranks if zero >= 1 else 1))

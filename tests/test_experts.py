@@ -1,6 +1,5 @@
 """TODO"""
 
-
 import pytest
 import torch
 
@@ -13,7 +12,6 @@ from data.batches import Data
 from model import build
 from run.config import check
 from sizes import GPTConfig
-from tests import harness
 from tests.harness import (
     BATCH,
     FULL,
@@ -81,7 +79,7 @@ def _lopsided(rank, cfg):
     {"dp": 2, "ep": 2, "tp": 2, "microbatches": 2}], ids=str)
 def test_an_expert_without_tokens_and_one_with_all(corpus, flags, monkeypatch):
     monkeypatch.setattr(model_file, "initial_value", lopsided)
-    monkeypatch.setattr(harness, "_reference", {})
+    monkeypatch.setattr("tests.harness._reference", {})  # of other initial values
     equals_one_process(corpus, _lopsided, experts=4, **{"microbatches": 1, **flags})
 
 

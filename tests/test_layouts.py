@@ -9,7 +9,9 @@ import ddp
 import tensor_parallel
 import train
 from data.batches import Data
+from model import initial_value
 from run.config import check
+from sizes import GPTConfig
 from tests.harness import (
     BATCH,
     FULL,
@@ -24,6 +26,19 @@ from tests.harness import (
     train_with,
     two_thirds,
 )
+
+
+@pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"])
+def test_initial_values_do_not_depend_on_torchs_default_dtype(name):
+    """A draw of float64 numbers is another draw: the same seed would give other weights."""
+    single = initial_value(name, (3, 5), GPTConfig(VOCAB), seed=0)
+    torch.set_default_dtype(torch.double)
+    try:
+        double = initial_value(name, (3, 5), GPTConfig(VOCAB), seed=0)
+    finally:
+        torch.set_default_dtype(torch.float)
+    assert single.dtype == double.dtype == torch.float and torch.equal(single, double)
+
 
 LAYOUTS = [  # dp, tp, pp, schedule, microbatches
     (1, 1, 1, "gpipe", 1), (1, 1, 1, "1f1b", 4), (3, 1, 1, "1f1b", 2), (2, 1, 1, "gpipe", 1),

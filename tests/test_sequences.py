@@ -163,8 +163,8 @@ def _bug_of_split_sequences(rank, cfg, bug):
             for group in groups[bucket] if averaged else ():
                 bucket.grad_shard.div_(group.size)
 
-    def another_owner(mine, theirs, half, meets=context_parallel.meets):
-        return meets(mine, theirs if mine == theirs else cfg.cp - 1 - theirs, half)
+    def another_owner(mine, theirs, half, visible=context_parallel.visible):
+        return visible(mine, theirs if mine == theirs else cfg.cp - 1 - theirs, half)
 
     def narrow(out, lse, part, part_lse, merge=context_parallel.merge):
         short, short_lse = out.bfloat16(), lse.bfloat16()
@@ -182,7 +182,7 @@ def _bug_of_split_sequences(rank, cfg, bug):
         "positions start at 0": (train, "split_sequences", from_zero),
         "targets shifted after the split": (train.Trainer, "own", shifted_late),
         "loss divided twice": (pipeline.Pipeline, "execute", divided_twice),
-        "keys of another owner": (context_parallel, "meets", another_owner),
+        "keys of another owner": (context_parallel, "visible", another_owner),
         "merged in bfloat16": (context_parallel, "merge", narrow),
         "merged without rescaling": (context_parallel, "merge", last_part_only),
     }
