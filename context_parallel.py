@@ -275,38 +275,16 @@ def split_sequences(model, group, kind="ring"):
     return positions
 
 
-def visible_pairs(queries, keys):
-    """The number of pairs of a query and a key it attends to, given the positions of both."""
-    return int((queries.unsqueeze(1) >= keys).sum())
-
-
 def demo(mesh):
-    """Print who has which chunk, who meets whom in which hop, and how even the work is; then the
-    gradients of each form, compared with one process's."""
+    """Print which rank attends to which keys in which hop (planner/tables.py); then the gradients
+    of each form, compared with one process's."""
+    from planner.tables import zigzag_table
     from run.demonstrations import report_difference
 
     group, C, S = mesh.group("cp"), mesh.sizes["cp"], 8 * mesh.sizes["cp"]
-    positions = [zigzag(S, C, c) for c in range(C)]  # of each rank's tokens
     if group.rank == 0:
-        hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two meet
-        for c, queries in enumerate(positions):
-            for other, keys in enumerate(positions):
-                hops[queries.unsqueeze(1), keys] = (c - other) % C
-        print(f"{S} tokens in {2 * C} chunks; a digit is the hop in which queries (rows) meet keys")
-        for chunk in range(2 * C):  # of 4 tokens
-            row = " ".join(str(int(hops[4 * chunk, 4 * key])) if key <= chunk else "."
-                           for key in range(2 * C))
-            print(f"  chunk {chunk:2d} of rank {min(chunk, 2 * C - 1 - chunk)}   {row}")
-        naive = list(torch.arange(S).chunk(C))
-        in_all = visible_pairs(torch.arange(S), torch.arange(S))
-        for name, split in (("zigzag", positions), ("one chunk of C each", naive)):
-            print(f"{name}: pairs of query and key on ranks 0 to {C - 1}")
-            for hop in range(C):
-                work = [visible_pairs(split[c], split[(c - hop) % C]) for c in range(C)]
-                print(f"  hop {hop}  " + "".join(f"{n:6d}" for n in work))
-            busiest = max(visible_pairs(queries, torch.arange(S)) for queries in split)
-            print(f"  the busiest rank has {busiest * C / in_all:.2f} times the mean")
-    generator, mine = torch.Generator().manual_seed(0), positions[group.rank]
+        print(zigzag_table(S, C))
+    generator, mine = torch.Generator().manual_seed(0), zigzag(S, C, group.rank)
     q, k, v = (torch.randn(2, C, S, 8, dtype=torch.double, generator=generator) for _ in "qkv")
 
     def gradients(attention, tokens):  # of q, k, v at these positions

@@ -15,9 +15,7 @@ import torch
 
 from collectives import all_reduce, plain_all_reduce
 from group import Work, wait_all
-from model import build
 from shard import tag_whole
-from sizes import GPTConfig
 
 
 def plain_data_parallel(params, group):
@@ -218,11 +216,10 @@ class DDP:
 
 def demo(mesh):
     """One backward of a small GPT: 4 sequences on each rank, against all of them in one process."""
-    from run.demonstrations import report_difference
-    group, config = mesh.group("dp"), GPTConfig(50, block_size=8, n_layer=2, n_head=2, n_embd=16)
-    ids = torch.randint(50, (4 * group.size, 8), generator=torch.Generator().manual_seed(0))
+    from run.demonstrations import report_difference, small_gpt, token_ids
+    group, ids = mesh.group("dp"), token_ids(4 * mesh.world.size)
     mine = ids.chunk(group.size)[group.rank]
-    alone, plain, fast = (build(config, dtype=torch.double) for _ in range(3))
+    alone, plain, fast = small_gpt(), small_gpt(), small_gpt()
     alone(ids, ids).backward()
     plain(mine, mine).backward()
     plain_data_parallel(plain.parameters(), group)

@@ -20,10 +20,8 @@ from functools import partial
 import torch
 
 from collectives import all_reduce, all_to_all
-from model import build
 from sequence_parallel import Enter, Leave, Region
-from shard import tag_whole
-from sizes import GPTConfig
+from shard import tag_whole, take_slice
 
 
 class SendRows(torch.autograd.Function):
@@ -124,10 +122,9 @@ def spread_experts(model, mesh, sp=False):
         own = layer.core.own.tolist()
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                part = torch.nn.Parameter(torch.empty_like(full[: len(own)]))
-                part.shard = replace(full.shard, ranges=((own[0], own[-1] + 1),), shared_by=(),
-                                     sum_over=(same_experts,))
-                setattr(stack, name, part)
+                tag = replace(full.shard, ranges=((own[0], own[-1] + 1),), shared_by=(),
+                              sum_over=(same_experts,))
+                setattr(stack, name, take_slice(full, tag))
 
 
 class Routing:
@@ -174,18 +171,14 @@ class Routing:
 
 def demo(mesh):
     """Print where 16 tokens of each rank go; then the gradients, compared with one process's."""
-    from run.demonstrations import report_difference
+    from run.demonstrations import show_difference, small_gpt, token_ids
 
-    group, config = mesh.group("ep"), GPTConfig(50, 8, 1, 2, 16, n_experts=8, top_k=2)
-    ids = torch.randint(50, (2 * group.size, 8), generator=torch.Generator().manual_seed(0))
-    mine = ids.chunk(group.size)[group.rank]
-    alone, spread = build(config, dtype=torch.double), build(config, dtype=torch.double)
+    group, ids = mesh.group("ep"), token_ids(8)
+    alone, spread = small_gpt(n_experts=8, top_k=2), small_gpt(n_experts=8, top_k=2)
     alone(ids, ids).backward()
-    whole = dict(spread.canonical_parameters())
     tag_whole(spread, mesh.group("dp", "ep", "cp"))
     spread_experts(spread, mesh)
-    for name, param in spread.canonical_parameters():
-        param.data.copy_(param.shard.slice(whole[name].data))
+    mine = ids.chunk(group.size)[group.rank]
     spread(mine, mine).backward()
     load = spread.layers[1].mlp.load.view(group.size, -1).long()  # [rank][its expert]
     loads = [torch.empty_like(load) for _ in range(group.size)]  # of each rank's tokens
@@ -196,12 +189,7 @@ def demo(mesh):
             away = int(row.sum() - row[rank].sum())
             table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
             print(f"rank {rank}  {table}    {away} of 32 go elsewhere")
-    for param in spread.parameters():
-        for summed_over in param.shard.sum_over:
-            all_reduce(param.grad, summed_over)
-    grads = {name: param.grad for name, param in alone.canonical_parameters()}
-    report_difference("spread", mesh.rank, [(param.grad, param.shard.slice(grads[name]))
-                                            for name, param in spread.canonical_parameters()])
+    show_difference("spread", mesh, spread, alone)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ the model (a replica). A collective in a group of one does nothing, so code need
 """
 
 import math
-import sys
 from collections import deque
 from datetime import timedelta
 from itertools import product
@@ -102,18 +101,6 @@ def grid(sizes):
                      for place, ranks in zip(places, lay_out(sizes, [inner]), strict=True))
 
 
-def main():
-    given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
-    if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
-        print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)
-        sys.exit(2)
-    sizes = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
-    print(grid(sizes))
-    for axes in (*([axis] for axis in sizes if sizes[axis] > 1), ["dp", "ep", "cp"], ["pp", "tp"]):
-        print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))
-
-
 if __name__ == "__main__":
-    from run.signals import end_quietly
-    end_quietly()
-    main()
+    from planner.tables import mesh_command
+    mesh_command()

@@ -106,7 +106,7 @@ class MixtureOfExperts(nn.Module):
     """Replaces the MLP with --experts N: a router and N experts. The router scores all experts for
     each token; the token runs through the k with the highest scores, and their outputs are summed,
     weighted by k gates (the softmax of those scores). An expert has 4C/k hidden units, so the layer
-    has N/k times the MLP's parameters at its FLOPs. Dropless: no limit on the tokens of an expert."""
+    has N/k times the MLP's parameters at its FLOPs. Dropless: an expert takes any number."""
 
     # Attributes that train.py excludes from torch.compile: they send messages, sizes depend on data
     uncompiled = ("core", "all_tokens")

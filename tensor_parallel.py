@@ -19,11 +19,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from collectives import all_reduce, own_chunk, plain_all_reduce
-from group import Group
-from model import ABSENT, MLP, build
+from model import ABSENT, MLP
 from sequence_parallel import Leave, Region
 from shard import bounds, split, tag_replicated, tag_whole
-from sizes import GPTConfig
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
 #
@@ -283,36 +281,24 @@ def parallelize(model, group, sp=False, defer=None):
 
 
 def demo(mesh):
-    """A GPT of one block: what rank 0 holds of it, and its gradients against the whole model's."""
-    from run.demonstrations import report_difference
-    config = GPTConfig(50, block_size=8, n_layer=1, n_head=4, n_embd=16)
-    ids = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))
-    alone, group = Group(mesh, "alone", [mesh.rank], 0), mesh.group("tp")
-
-    def gradients(split_model):
-        model = build(config, dtype=torch.double)
-        tag_whole(model, alone)
-        split_model(model)
-        model(ids, ids).backward()
-        for param in model.parameters():
-            for summed_over in param.shard.sum_over:
-                all_reduce(param.grad, summed_over)
-        return list(model.parameters())
-
+    """Gradients of a small GPT, compared with one process's; and what rank 0 holds of it."""
+    from run.demonstrations import show_difference, small_gpt, token_ids
+    group, alone, ids = mesh.group("tp"), small_gpt(), token_ids(2)
+    alone(ids, ids).backward()
     forms = {"plain": lambda model: plain_tensor_parallel(model, group),
              "fast": lambda model: parallelize(model, group),
              "fast --sp": lambda model: parallelize(model, group, sp=True)}
-    whole = {param.shard.name: param.grad for param in gradients(lambda model: None)}
-    for form, split_model in forms.items():
-        params = gradients(split_model)
-        if mesh.rank == 0 and form == "fast":
-            for param in params:
-                full = str([*param.shard.shape])
-                print(f"{param.shard.name:34} {full:>9} on rank 0: {[*param.shape]}")
-        report_difference(form, mesh.rank, [(param.grad, param.shard.slice(
-            whole[param.shard.name])) for param in params])
+    for name, split_model in forms.items():
+        model = small_gpt()
+        tag_whole(model, mesh.group("dp"))
+        split_model(model)
+        model(ids, ids).backward()
+        show_difference(name, mesh, model, alone)
+    for param in model.parameters() if mesh.rank == 0 else ():
+        full = str([*param.shard.shape])
+        print(f"{param.shard.name:34} {full:>9} on rank 0: {[*param.shape]}")
 
 
 if __name__ == "__main__":
     from run.demonstrations import demonstrate
-    demonstrate(demo, tp=4)
+    demonstrate(demo, dp=1, tp=4)

@@ -13,8 +13,6 @@ keep a full gradient. ZeRO, arXiv 1910.02054.
     python zero.py 7e9 --gpu-gb 80         torchrun train.py --dp 4 --zero 3
 """
 
-import argparse
-
 import torch
 
 from collectives import (
@@ -26,7 +24,6 @@ from collectives import (
 )
 from ddp import DDP
 from group import Work
-from sizes import bytes_per_parameter
 
 
 def plain_zero_step(weights, grad, group, step):
@@ -188,28 +185,6 @@ class ZeRO3(ZeRO2):
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"zero.py: {message}\n")
-    parser.add_argument("parameters", nargs="?", type=float, default=7e9)
-    parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
-    parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
-    args = parser.parse_args()
-    if not (0 < args.parameters < 1e18 and 0 < args.gpu_gb < 1e18):
-        parser.error("parameters and --gpu-gb must be above 0")
-    print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "
-          f"Adam; * fits into {args.gpu_gb:g} GB")
-    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>14}" for stage in range(4)))
-    for ranks in (2**i for i in range(11)):
-        row = f"{ranks:6d}"
-        for stage in range(4):
-            gb = args.parameters * sum(bytes_per_parameter(stage, ranks, args.width)) / 1e9
-            row += f"{gb:12.4g} {'*' if gb <= args.gpu_gb else ' '}"
-        print(row)
-
-
 if __name__ == "__main__":
-    from run.signals import end_quietly
-    end_quietly()
-    main()
+    from planner.tables import zero_command
+    zero_command()

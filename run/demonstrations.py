@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 
+from collectives import all_reduce
 from mesh import Mesh
+from model import build
 from run import signals
 from run.processes import init, shutdown
+from sizes import GPTConfig
 
 
 def ranks_asked(default):
@@ -42,7 +45,27 @@ def demonstrate(fn, **sizes):
     print(said, end="")
 
 
+def small_gpt(**more):
+    config = GPTConfig(50, block_size=8, n_layer=2, n_head=4, n_embd=16, **more)
+    return build(config, dtype=torch.double)
+
+
+def token_ids(n):
+    """(n, 8), the same on every rank."""
+    return torch.randint(50, (n, 8), generator=torch.Generator().manual_seed(0))
+
+
 def report_difference(name, rank, pairs):
-    """Print how far gradients are from one process's, given pairs of (this rank's, that one's)."""
+    """Print how far this rank's gradients are from one process's: pairs of the two."""
     off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs)
     print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
+
+
+def show_difference(name, mesh, model, alone):
+    """Sum the gradients of a split model over the groups in their tags; report_difference."""
+    for param in model.parameters():
+        for group in param.shard.sum_over:
+            all_reduce(param.grad, group)
+    whole = {name: param.grad for name, param in alone.canonical_parameters()}
+    report_difference(name, mesh.rank, [(param.grad, param.shard.slice(whole[param.shard.name]))
+                                        for param in model.parameters()])

@@ -19,8 +19,8 @@ def pytest_collection_modifyitems(config, items):
             if item.path.name not in SLOW and test not in seen:
                 kept.append(item)
             seen.add(test)
-        config.left_out = (f"--quick: {len(kept)} of {len(items)} tests. Left out: other layouts of "
-                           f"the same tests, and {', '.join(SLOW)}")
+        config.left_out = (f"--quick: {len(kept)} of {len(items)} tests. Left out: the other cases "
+                           f"of these tests, and {', '.join(SLOW)}")
         items[:] = kept
 
 

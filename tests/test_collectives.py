@@ -8,6 +8,7 @@ import torch
 
 import collectives as c
 from mesh import Mesh
+from planner import ring
 from tests.harness import IN_ORDER, pool
 
 # ---- collectives ----
@@ -30,8 +31,8 @@ def _all_collectives(rank, world):
         every = [_values(r, n, dtype) for r in range(world)]
         total, chunk = sum(every), [x.tensor_split(world) for x in every]
         own = torch.stack(every).sum(0).to(dtype).tensor_split(world)[rank]
-        for reduce in (c.plain_all_reduce, c.all_reduce, c.sequential_all_reduce,
-                       c.parameter_server_all_reduce):
+        for reduce in (c.plain_all_reduce, c.all_reduce, ring.sequential_all_reduce,
+                       ring.parameter_server_all_reduce):
             assert torch.equal(reduce(every[rank].clone(), g), total), (reduce, dtype, n)
         x = every[rank].clone()
         c.all_reduce(x, g, "max")

@@ -10,13 +10,12 @@ from collections import deque
 
 import pytest
 
-import mesh as mesh_file
 import schedules
-import zero
 from data import batches
 from data import prepare as prepare_file
 from data.batches import Data
 from group import CommunicationError, naming
+from planner import tables
 from run import demonstrations
 from run import export as export_file
 from run.log import peak_of_process
@@ -68,8 +67,8 @@ def imported(path):
     ("prepare.py README.md --out /proc/x", "/proc/x: cannot be written"),
     ("prepare.py --vocab-size many", "invalid int value: 'many'")])
 def test_every_command_answers_nonsense_with_one_line(line, says, capsys, monkeypatch):
-    mains = {"zero.py": zero.main, "mesh.py": mesh_file.main, "export.py": export_file.main,
-             "prepare.py": prepare_file.main}
+    mains = {"zero.py": tables.zero_command, "mesh.py": tables.mesh_command,
+             "export.py": export_file.main, "prepare.py": prepare_file.main}
     main = mains.get(line.split()[0], lambda: demonstrations.ranks_asked(4))
     assert says in one_line(main, line.split(), capsys, monkeypatch)
 

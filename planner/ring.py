@@ -1,0 +1,69 @@
+"""python collectives.py: one ring all-reduce, hop by hop, and the bytes that each collective sends.
+Beside the ring two all-reduces that the ring beats: sequential, and by a parameter server."""
+
+import torch
+
+from collectives import all_gather, all_reduce, all_to_all, plain_all_reduce, reduce_scatter
+
+
+def pass_to(tensor, group, src, dst, add=False):
+    """Copy src's tensor to dst, or add it to dst's."""
+    if group.rank == src:
+        group.send(tensor, dst).wait()
+    elif group.rank == dst:
+        received = torch.empty_like(tensor)
+        group.recv(received, src).wait()
+        tensor.copy_(tensor + received if add else received)
+
+
+def sequential_all_reduce(tensor, group):
+    """Add from rank to rank, then copy from rank to rank: the busiest rank sends 2 n."""
+    for r in range(1, group.size):
+        pass_to(tensor, group, r - 1, r, add=True)
+    for r in range(group.size - 1):
+        pass_to(tensor, group, (r - 1) % group.size, r)
+    return tensor
+
+
+def parameter_server_all_reduce(tensor, group):
+    """Rank 0 adds what all others send, then sends N-1 copies back: (N-1) n."""
+    for r in range(1, group.size):
+        pass_to(tensor, group, r, 0, add=True)
+    for r in range(1, group.size):
+        pass_to(tensor, group, 0, r)
+    return tensor
+
+
+def demo(mesh):
+    """One ring all-reduce, hop by hop; then bytes against the formulas."""
+    group, N = mesh.group("dp"), mesh.world.size
+    x = torch.full((N,), 10.0 ** group.rank)  # digit r of a sum: does it contain rank r's term?
+    phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
+
+    def show():
+        rows = [torch.zeros(N) for _ in range(N)]
+        all_to_all(rows, [x.clone() for _ in range(N)], mesh.world)
+        phase = next(phases)
+        if group.rank == 0:
+            chunks = [" ".join(f"{int(value):0{N}d}" for value in row) for row in rows]
+            print(f"{phase:14}", *(f"  rank {r}: {row}" for r, row in enumerate(chunks)))
+
+    exchange = group.exchange
+
+    def shown_exchange(*args):
+        show()
+        return exchange(*args)
+
+    group.exchange = shown_exchange
+    plain_all_reduce(x, group)
+    show()
+    group.exchange = exchange
+    n, once = 3360, (N - 1) * 3360 // N  # bytes of the tensor; of a reduce-scatter or all-gather
+    for fn, formula in ((plain_all_reduce, 2 * once), (all_reduce, 2 * once),
+                        (reduce_scatter, once), (all_gather, once),
+                        (sequential_all_reduce, 2 * n), (parameter_server_all_reduce, N * once)):
+        before = group.bytes_sent
+        fn(torch.ones(n // 4), group)
+        busiest = all_reduce(torch.tensor([group.bytes_sent - before]), group, "max").item()
+        if group.rank == 0:
+            print(f"{fn.__name__:28}the busiest rank sent {busiest:5} bytes, formula {formula:5}")

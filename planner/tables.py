@@ -1,0 +1,78 @@
+"""The tables that python mesh.py, zero.py and context_parallel.py print."""
+
+import argparse
+import sys
+
+import torch
+
+import zero
+from context_parallel import zigzag
+from mesh import grid, lay_out
+from run.signals import end_quietly
+from sizes import bytes_per_parameter
+
+
+def mesh_command():
+    """python mesh.py 2 1 2 1 2: the ranks in rows, and every group of the mesh."""
+    end_quietly()
+    given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
+    if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
+        print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)
+        sys.exit(2)
+    sizes = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
+    print(grid(sizes))
+    for axes in (*([axis] for axis in sizes if sizes[axis] > 1), ["dp", "ep", "cp"], ["pp", "tp"]):
+        print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))
+
+
+def zero_command():
+    """python zero.py 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
+    end_quietly()
+    parser = argparse.ArgumentParser(description=zero.__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"zero.py: {message}\n")
+    parser.add_argument("parameters", nargs="?", type=float, default=7e9)
+    parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
+    parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
+    args = parser.parse_args()
+    if not (0 < args.parameters < 1e18 and 0 < args.gpu_gb < 1e18):
+        parser.error("parameters and --gpu-gb must be above 0")
+    print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "
+          f"Adam; * fits into {args.gpu_gb:g} GB")
+    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>14}" for stage in range(4)))
+    for ranks in (2**i for i in range(11)):
+        row = f"{ranks:6d}"
+        for stage in range(4):
+            gb = args.parameters * sum(bytes_per_parameter(stage, ranks, args.width)) / 1e9
+            row += f"{gb:12.4g} {'*' if gb <= args.gpu_gb else ' '}"
+        print(row)
+
+
+def visible_pairs(queries, keys):
+    """The number of pairs of a query and a key it attends to, given the positions of both."""
+    return int((queries.unsqueeze(1) >= keys).sum())
+
+
+def zigzag_table(S, C):
+    """Which chunk is on which rank, which chunks meet in which hop of ring attention, and how even
+    the work is, with zigzag and without."""
+    positions = [zigzag(S, C, c) for c in range(C)]  # of each rank's tokens
+    hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two meet
+    for c, queries in enumerate(positions):
+        for other, keys in enumerate(positions):
+            hops[queries.unsqueeze(1), keys] = (c - other) % C
+    lines = [f"{S} tokens in {2 * C} chunks; a digit is the hop in which queries (rows) meet keys"]
+    for chunk in range(2 * C):  # of 4 tokens
+        row = " ".join(str(int(hops[4 * chunk, 4 * key])) if key <= chunk else "."
+                       for key in range(2 * C))
+        lines.append(f"  chunk {chunk:2d} of rank {min(chunk, 2 * C - 1 - chunk)}   {row}")
+    naive = list(torch.arange(S).chunk(C))
+    in_all = visible_pairs(torch.arange(S), torch.arange(S))
+    for name, split in (("zigzag", positions), ("one chunk of C each", naive)):
+        lines.append(f"{name}: pairs of query and key on ranks 0 to {C - 1}")
+        for hop in range(C):
+            work = [visible_pairs(split[c], split[(c - hop) % C]) for c in range(C)]
+            lines.append(f"  hop {hop}  " + "".join(f"{n:6d}" for n in work))
+        busiest = max(visible_pairs(queries, torch.arange(S)) for queries in split)
+        lines.append(f"  the busiest rank has {busiest * C / in_all:.2f} times the mean")
+    return "\n".join(lines)
