@@ -76,6 +76,7 @@ def is_sound(manifest):
 
 
 def read_manifest(folder):
+    """CheckpointError if the manifest is missing or damaged."""
     path = Path(folder, MANIFEST)
     with about(path), suppress(*DAMAGED):
         manifest = json.loads(path.read_bytes())
@@ -304,9 +305,9 @@ def claim(out, patience):
         os.fsync(file)
 
 
-def content(*path):
+def digest(*path):
     path = Path(*path)
-    return path.read_bytes().hex() if path.is_file() else ""
+    return zlib.crc32(path.read_bytes()) if path.is_file() else None
 
 
 def agree(cfg, data):
@@ -324,8 +325,8 @@ def agree(cfg, data):
     error, cfg.resume = json.loads(hear("claim", 0))
     if size > 1 and not error:
         setup = {"flags": repr(replace(cfg, resume="")),
-                 f"files in --out {cfg.out}": content(cfg.out, ".lock"),
-                 f"files in --resume {cfg.resume}": content(cfg.resume, MANIFEST),
+                 f"files in --out {cfg.out}": digest(cfg.out, ".lock"),
+                 f"files in --resume {cfg.resume}": digest(cfg.resume, MANIFEST),
                  f"data in {cfg.data}": data.fingerprint().hex()}
         tell("setup", json.dumps([*setup.values()]))
         if rank == 0:

@@ -97,6 +97,7 @@ def add_flags(parser, names, **options):
 
 
 def fail(message):
+    """Print one line, on one rank of each machine, and exit with code 2."""
     if local_rank() == 0:
         print(f"train.py: {message}", file=sys.stderr)
     sys.exit(2)
@@ -117,17 +118,32 @@ def require(condition, message):
         raise ValueError(message)
 
 
+def given(cfg, *names):
+    return " x ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in names)
+
+
+def require_divides(cfg, *names, whole):
+    """ValueError unless the product of these flags divides another flag."""
+    total = getattr(cfg, whole)
+    if total % math.prod(getattr(cfg, name) for name in names):
+        tries = [str(n) for n in range(1, total + 1) if total % n == 0][:4]
+        raise ValueError(f"{given(cfg, *names)} must divide {given(cfg, whole)}; "
+                         f"try {' or '.join(tries)}")
+
+
+def require_multiple(cfg, name, part, *of):
+    """ValueError unless a flag is a multiple of `part`, which follows from other flags."""
+    value = getattr(cfg, name)
+    require(value % part == 0, f"{given(cfg, name)} must be a multiple of {part}, for "
+            f"{given(cfg, *of)}; try {-(-value // part) * part}")
+
+
 def check_limits(cfg):
     """ValueError for a value that is out of range, whatever the other flags are."""
     for (least, most), names in LIMITS.items():
         for name in names.split():
-            value = getattr(cfg, name)
-            require(least <= value <= most,  # false for nan
-                    f"--{name.replace('_', '-')} {value} must be from {least:,} to {most:,}")
-
-
-def divisors(n):
-    return " or ".join([str(d) for d in range(1, n + 1) if n % d == 0][:4])
+            require(least <= getattr(cfg, name) <= most,  # false for nan
+                    f"{given(cfg, name)} must be from {least:,} to {most:,}")
 
 
 def world_size():
@@ -145,50 +161,39 @@ def world_size():
 def check_layout(cfg, world):
     """Validate how `world` processes share the work, and choose the flags that are 0: chosen.
     Returns the number of ranks. ValueError: flag, values, fix."""
-    def given(*names):
-        return " x ".join(f"--{n.replace('_', '-')} {getattr(cfg, n)}" for n in names)
-
     check_limits(cfg)
     model_ranks = cfg.tp * cfg.pp * cfg.cp
-    require(cfg.dp or world == 1 or world % model_ranks == 0,
-            f"{given('tp', 'pp', 'cp')} = {model_ranks} does not divide the {world} processes")
-    cfg.dp = cfg.dp or (cfg.ep if world == 1 else world // model_ranks)
+    cfg.dp = cfg.dp or (cfg.ep if world == 1 else max(1, world // model_ranks))
     ranks = cfg.dp * model_ranks
-    require(world in (1, ranks), f"{given('dp', 'tp', 'pp', 'cp')} = {ranks} does not match the "
-            f"{world} processes; start {ranks}, or one, which starts the others")
-    require(cfg.n_head % cfg.tp == 0,
-            f"{given('tp')} must divide {given('n_head')}; try {divisors(cfg.n_head)}")
-    heads = cfg.n_head // cfg.tp
-    require(cfg.cp_attention == "ring" or heads % cfg.cp == 0, f"{given('cp')} must divide the "
-            f"{heads} heads of a rank for all-to-all; try {divisors(heads)}, or ring")
+    require(world in (1, ranks), f"{given(cfg, 'dp', 'tp', 'pp', 'cp')} = {ranks} does not match "
+            f"the {world} processes; start {ranks}, or one, which starts the others")
+    require_divides(cfg, "tp", whole="n_head")
+    if cfg.cp_attention == "all-to-all":
+        require_divides(cfg, "tp", "cp", whole="n_head")
     part = math.lcm(2 * cfg.cp if cfg.cp > 1 else 1, cfg.cp * cfg.tp if cfg.sp else 1)
-    require(cfg.block_size % part == 0, f"{given('block_size')} must be a multiple of {part}, for "
-            f"{given('cp', 'tp', 'sp')}; try {-(-cfg.block_size // part) * part}")
-    require(cfg.ep == 1 or cfg.experts, f"{given('ep')} is for --experts; say how many")
-    require(cfg.dp % cfg.ep == 0, f"{given('ep')} must divide {given('dp')}; try --dp {cfg.ep}")
+    require_multiple(cfg, "block_size", part, "cp", "tp", "sp")
+    require(cfg.ep == 1 or cfg.experts, f"{given(cfg, 'ep')} is for --experts; say how many")
+    require_divides(cfg, "ep", whole="dp")
     if cfg.experts:
-        spread = cfg.ep * cfg.tp
-        require(cfg.experts % spread == 0, f"{given('experts')} must be a multiple of "
-                f"{given('ep', 'tp')} = {spread}; try {-(-cfg.experts // spread) * spread}")
-        require(cfg.top_k <= cfg.experts, f"{given('top_k')} must be at most {given('experts')}")
+        require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
+        require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "
+                f"{given(cfg, 'experts')}")
         require(4 * cfg.n_embd % cfg.top_k == 0,
-                f"{given('top_k')} must divide 4 x {given('n_embd')}; try 1, 2 or 4")
-    require(cfg.n_embd % cfg.n_head == 0, f"{given('n_head')} must divide {given('n_embd')}; "
-            f"try --n-embd {-(-cfg.n_embd // cfg.n_head) * cfg.n_head}")
-    require(cfg.pp <= cfg.n_layer, f"{given('pp')} must be at most {given('n_layer')}")
-    require(cfg.batch_size % cfg.dp == 0, f"{given('dp')} must divide {given('batch_size')}")
+                f"{given(cfg, 'top_k')} must divide 4 x {given(cfg, 'n_embd')}; try 1, 2 or 4")
+    require_divides(cfg, "n_head", whole="n_embd")
+    require(cfg.pp <= cfg.n_layer, f"{given(cfg, 'pp')} must be at most {given(cfg, 'n_layer')}")
+    require_divides(cfg, "dp", whole="batch_size")
     if cfg.microbatches == 0:  # a bubble of a third or less, if the batch allows it
         most = 2 * cfg.pp if cfg.pp > 1 else 1
         fits = [m for m in range(1, most + 1) if cfg.batch_size // cfg.dp % m == 0]
         wanted = cfg.pp if cfg.schedule == "interleaved" else 1  # needs multiples of --pp
         cfg.microbatches = max(fits, key=lambda m: (m % wanted == 0, m))
-    require(cfg.batch_size % (cfg.dp * cfg.microbatches) == 0,
-            f"{given('dp', 'microbatches')} must divide {given('batch_size')}")
+    require_divides(cfg, "dp", "microbatches", whole="batch_size")
     if cfg.schedule == "zb-v" and cfg.chunks < 2:
         cfg.chunks = 2
     cfg.chunks = cfg.chunks or (2 if cfg.schedule == "interleaved" else 1)
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
-    require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given('pp', 'chunks')} must be at most "
+    require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
     return ranks
 
@@ -215,7 +220,7 @@ def check_writable(name, path):
 
 
 def check(cfg, world):
-    """check_layout, and what depends on this machine. Returns the number of ranks."""
+    """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
     ranks = check_layout(cfg, world)
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")

@@ -18,9 +18,10 @@ def export(folder, to):
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: GPT-2 has no experts")
-    tensors = {name.removeprefix("transformer."): (
-        param.data.t() if name.endswith(CONV1D) else param.data).contiguous()
-        for name, param in model.canonical_parameters()}
+    tensors = {}
+    for name, param in model.canonical_parameters():
+        x = param.data.t() if name.endswith(CONV1D) else param.data
+        tensors[name.removeprefix("transformer.")] = x.contiguous()
     head, _ = tensorfile.make_header({name: x.shape for name, x in tensors.items()}, "F32")
     to.mkdir(parents=True, exist_ok=True)
     with open(to / "model.safetensors", "wb") as file:

@@ -42,14 +42,6 @@ def hear(name, rank):
         return store.get(f"{name} of rank {rank}").decode()
 
 
-def name_attempt(server, size):
-    """A prefix for the keys of this attempt, the same on all ranks. When torchrun restarts the
-    ranks, its store still has the addresses of the dead ranks."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    joined = server.add(f"joined after {restarts} restarts", 1)
-    return f"attempt {restarts}.{(joined - 1) // size}"
-
-
 def wait_for_start():
     """Wait until all ranks have started; the error names a rank that has not."""
     tell("start", "")
@@ -58,6 +50,50 @@ def wait_for_start():
             hear("start", rank)
         tell("roll call", "")
     hear("roll call", 0)
+
+
+def speaks_for_all(line, timeout):
+    """Of all ranks that give up, does this one print its error? The first to ask does, and a rank
+    asks later if its own peer has given up, too: the peer's error is nearer to the cause."""
+    wait = min(1.0, timeout / 4)
+    last_words.set(f"rank {place[0]} has failed", "")
+    time.sleep(wait)  # the peer may be about to give up
+    peers = [f"rank {peer} has failed" for peer in PEER.findall(line)]
+    if peers and last_words.check(peers):
+        time.sleep(wait)
+    return last_words.add("printed", 1) == 1
+
+
+def kill_stopped():
+    """Kill the ranks of this machine that were stopped (SIGSTOP): torchrun would wait for them."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):  # the process has gone
+            state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
+            if state == b"T" and int(parent) == signals.parent > 1:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def give_up(error, timeout):
+    """Print the error, if no other rank does, and end this process at once: its threads may be
+    waiting for messages that never come."""
+    if not failing.acquire(blocking=False):
+        threading.Event().wait()  # until the other thread ends this process
+    answers = []
+
+    def ask():
+        try:
+            answers.append(speaks_for_all(str(error), timeout))
+        except RuntimeError:  # the store has gone: every rank prints, unless watch_parent does
+            time.sleep(0.5)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(3)  # seconds, in case the store does not answer
+    if answers != [False]:
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"train.py: {error}\n".encode(errors="replace"))
+    kill_stopped()
+    os._exit(1)
 
 
 @contextmanager
@@ -74,11 +110,18 @@ def in_time(seconds, what):
         timer.cancel()
 
 
+def name_attempt(server, size):
+    """A prefix for the keys of this attempt, the same on all ranks. When torchrun restarts the
+    ranks, its store still has the addresses of the dead ranks."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    joined = server.add(f"joined after {restarts} restarts", 1)
+    return f"attempt {restarts}.{(joined - 1) // size}"
+
+
 def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
     """Join the process group that torchrun's environment, or a url, describes."""
     global place, store, last_words
-    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    wait = timedelta(seconds=timeout)
+    cuda, wait = torch.device(device).type == "cuda", timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         server, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
         rank, size = place
@@ -87,93 +130,46 @@ def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
     wait_for_start()
     with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
         # NCCL's watchdog would abort the process: let Group.read raise its error first
-        patience = wait * (2 if backend == "nccl" else 1)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
+                                timeout=wait * (2 if cuda else 1))
 
 
 def choose_device(name):
     """"cpu", or this process's own GPU for "cuda"."""
-    device = torch.device(name)
-    if name == "cuda":
-        device = torch.device("cuda", signals.local_rank())
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # float32 products as TF32, as in nanoGPT
+    if name == "cpu":
+        return torch.device(name)
+    device = torch.device("cuda", signals.local_rank())
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # float32 products as TF32, as in nanoGPT
     return device
 
 
 def shutdown(together=True):
     """Leave the process group; `together`: after a barrier, as another rank may still be joining a
     group or reading its messages."""
-    if not dist.is_initialized():
-        return
-    if together:
-        with naming(f"rank {dist.get_rank()}: waiting for all ranks to leave"):
-            cuda = dist.get_backend() == "nccl"
-            dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
-    dist.destroy_process_group()
-
-
-def kill_stopped():
-    """Kill the ranks of this machine that were stopped (SIGSTOP): torchrun would wait for them."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
-            if state == b"T" and int(parent) == signals.parent > 1:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def speaks_for_all(line, timeout):
-    """Of all ranks that give up, does this one print its error? The first to ask does, and a rank
-    asks later if its own peer has given up, too: the peer's error is nearer to the cause."""
-    wait = min(1.0, timeout / 4)
-    last_words.set(f"rank {place[0]} has failed", "")
-    time.sleep(wait)  # the peer may be about to give up
-    peers = [f"rank {peer} has failed" for peer in PEER.findall(line)]
-    if peers and last_words.check(peers):
-        time.sleep(wait)
-    return last_words.add("printed", 1) == 1
-
-
-def give_up(error, timeout):
-    """Print the error, if no other rank does, and end this process at once: its threads may be
-    waiting for messages that never come."""
-    if not failing.acquire(blocking=False):
-        threading.Event().wait()  # until the other thread ends this process
-    speaks = True
-
-    def ask():
-        nonlocal speaks
-        try:
-            speaks = speaks_for_all(str(error), timeout)
-        except RuntimeError:  # the store has gone: every rank prints, unless watch_parent does
-            time.sleep(0.5)
-
-    try:
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(3)  # seconds, in case the store does not answer
-        if speaks:
-            os.write(2, f"train.py: {error}\n".encode(errors="replace"))
-        kill_stopped()
-    finally:
-        os._exit(1)
+    if dist.is_initialized():
+        if together:
+            with naming(f"rank {dist.get_rank()}: waiting for all ranks to leave"):
+                cuda = dist.get_backend() == "nccl"
+                dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
+        dist.destroy_process_group()
 
 
 def launch(size, grace=10):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
     highest exit code. Once a rank has failed, the others have `grace` seconds to end. torchrun
     would kill a rank that still saves 30 s after a signal, and turn exit code 2 into 1."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
            "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ,  # no warnings of torch beside our line
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "WORLD_SIZE": str(size),
            "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
            signals.PARENT: str(os.getpid())}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)  # until all ranks exist
-    ranks = []
-    for r in range(size):  # in sessions of their own: Ctrl-C reaches each rank once, from here
-        ranks.append(subprocess.Popen([sys.executable, *sys.argv], start_new_session=True,
-                                      env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}))
+    ranks = [subprocess.Popen([sys.executable, *sys.argv],
+                              env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                              start_new_session=True)  # Ctrl-C reaches a rank once: from here
+             for r in range(size)]
     signals.on_stop(lambda number, frame: [rank.send_signal(number) for rank in ranks])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
     deadline = math.inf
@@ -181,10 +177,11 @@ def launch(size, grace=10):
         if any(codes):
             deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.05)
-    for r, (rank, code) in enumerate(zip(ranks, codes, strict=True)):
+    for r, code in enumerate(codes):
         if code is not None and code < 0:
             print(f"train.py: rank {r} was ended by signal {-code} ({signal.strsignal(-code)})",
                   file=sys.stderr)
+    for rank in ranks:
         rank.kill()
-        codes[r] = rank.wait()
+    codes = [rank.wait() for rank in ranks]
     return max(1, *codes) if any(codes) else 0  # killed by a signal, a code is negative

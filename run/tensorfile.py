@@ -93,11 +93,10 @@ def expect(path, entries, shapes, dtypes):
         if name not in entries:
             raise CheckpointError(f"{where}: missing")
         _, _, dtype, found, begin, end = entries[name]
-        if found != tuple(shape) or dtype not in dtypes:
+        if (found != tuple(shape) or dtype not in dtypes
+                or end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize):
             raise CheckpointError(f"{where}: {dtype} {list(found)}, not {' or '.join(dtypes)} "
                                   f"{list(shape)}")
-        if end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize:
-            raise CheckpointError(f"{where}: its offsets do not fit its shape")
     return {name: entries[name] for name in shapes}
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 import schedules
+from collectives import all_reduce, gather
 from group import no_span
 from mesh import lay_out
-from run.processes import hear, tell
 
 ACTIONS = ("F", "B", "I", "W")
 
@@ -84,10 +84,15 @@ class Tracer:
 
 
 def collect(events, world):
-    """[the events of each rank] on rank 0, None elsewhere."""
-    tell("trace", json.dumps(events))
+    """[the events of each rank] on rank 0, None elsewhere. (The store takes 8 MiB at most.)"""
+    text = json.dumps(events).encode()
+    size = torch.tensor([len(text)], device=world.device)
+    size, = world.read(all_reduce(size, world, "max"))
+    every = torch.empty((world.size, size), dtype=torch.uint8, device=world.device)
+    every[world.rank] = torch.tensor(list(text.ljust(size)), dtype=torch.uint8)
+    gather(every, world)
     if world.rank == 0:
-        return [json.loads(hear("trace", rank)) for rank in range(world.size)]
+        return [json.loads(row.cpu().numpy().tobytes()) for row in every]
 
 
 def write_chrome(path, every):

@@ -28,32 +28,26 @@ def refuse_config(path, config):
             raise CheckpointError(f"{path}: its {name} is {given[name]}, here it is {ours}")
 
 
+def canonical(name):
+    """Our name for a tensor of nanoGPT, with or without torch.compile, or of Hugging Face."""
+    name = name.removeprefix("_orig_mod.")
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
 def read_weights(path, shapes, config):
     """Check that a safetensors file has tensors of these {name: shape}, and no others, and return a
     function from a name to the full tensor, on CPU. CheckpointError, also if a manifest or Hugging
     Face's config.json beside the file describes another model."""
     path = Path(path)
-    if path.suffix in (".pt", ".pth", ".bin"):
-        raise CheckpointError(f"{path}: a pickle can run any code, so none is loaded; write its "
-                              "tensors with safetensors.torch.save_file")
-    entries = tensorfile.read_header(path)
-    compiled = "_orig_mod." if any(name.startswith("_orig_mod.") for name in entries) else ""
-    inside = compiled + "transformer."
-    if not any(name.startswith(inside) for name in entries):
-        inside = compiled
-
-    def theirs(name):  # the file's name for a tensor
-        inner = name.removeprefix("transformer.")
-        return (compiled if inner == "lm_head.weight" else inside) + inner
-
-    table, head = theirs("transformer.wte.weight"), theirs("lm_head.weight")
+    entries = {canonical(name): e for name, e in tensorfile.read_header(path).items()}
+    table, head = "transformer.wte.weight", "lm_head.weight"
     if head in entries:  # the same matrix as `table`, which may be missing
         entries.setdefault(table, entries[head])
         if checksum(entries[table]) != checksum(entries[head]):
             raise CheckpointError(f"{path}: {head} is not {table}; this model ties them")
-    probe = entries.get(theirs("transformer.h.0.attn.c_attn.weight"))
+    probe = entries.get("transformer.h.0.attn.c_attn.weight")
     flipped = CONV1D if probe and probe.shape == (config.n_embd, 3 * config.n_embd) else ()
-    wanted = {theirs(name): shape[::-1] if name.endswith(flipped) else shape
+    wanted = {name: shape[::-1] if name.endswith(flipped) else shape
               for name, shape in shapes.items()}
     tensorfile.expect(path, entries, wanted, DTYPES)
     for name in entries.keys() - wanted.keys() - {head}:
@@ -65,10 +59,10 @@ def read_weights(path, shapes, config):
         manifest = read_manifest(path.parent)
         refuse_other(path, manifest, config)
         for name in shapes:
-            checksum(entries[theirs(name)], manifest["checksums"][MODEL].get(name, -1))
+            checksum(entries[name], manifest["checksums"][MODEL].get(name, -1))
 
     def get(name):
-        entry = entries[theirs(name)]
+        entry = entries[name]
         with about(path, name), open(path, "rb") as file:
             file.seek(entry.begin)
             data = bytearray(file.read(entry.end - entry.begin))

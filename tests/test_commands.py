@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from data.batches import Data, load_tokenizer
 from data.prepare import prepare
 from mesh import Mesh
 from run.config import check
-from tests.harness import VOCAB, config, needs_minutes
+from tests.harness import HERE, VOCAB, config, needs_minutes
 from tests.runs import command, one_line
 
 FORGED = {  # meta.json: a text, or what is put into a sound one
@@ -62,7 +63,7 @@ def damaged(corpus, tmp_path, how):
     ("--device cuda", "--device cuda"),
     *((f"--lr {value}", f"--lr {value} must be from 0 to 1e+308")
       for value in ("nan", "inf", "-1.0")),
-    ("--n-embd 130", "--n-head 4 must divide --n-embd 130; try --n-embd 132"),
+    ("--n-embd 130", "--n-head 4 must divide --n-embd 130; try 1 or 2 or 5 or 10"),
     ("--n-embd 100000000", "--n-embd 100000000 must be from 1 to 1,000,000"),
     ("--n-embd 1000000", "of this machine's"), ("--n-layer 1000000", "of this machine's"),
     ("--batch-size 1000000 --block-size 4000", "of this machine's"),
@@ -81,12 +82,13 @@ def damaged(corpus, tmp_path, how):
                                    "4 x --sp True; try 8"),
     ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for --cp 2 x --tp 4 x "
                                            "--sp True; try 16"),
-    ("--cp 4 --tp 2 --cp-attention all-to-all", "--cp 4 must divide the 2 heads of a rank "
-     "for all-to-all; try 1 or 2, or ring"),
+    ("--cp 4 --tp 2 --cp-attention all-to-all", "--tp 2 x --cp 4 must divide --n-head 4; "
+     "try 1 or 2 or 4"),
     ("--cp 0", "--cp 0 must be from 1 to 1,000,000"),
     ("--ep 2 --dp 2", "--ep 2 is for --experts"),
-    ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1; try --dp 2"),
-    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of --ep 2 x --tp 1 = 2; try 6"),
+    ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1; try 1"),
+    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2 x --tp 1; "
+                                  "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
     ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
 ])
@@ -193,3 +195,16 @@ def test_prepare_splits_learns_and_decodes_to_the_same_text(tmp_path):
         assert decoded == text + "\n"
         assert math.isclose(metas[0]["bytes_per_token"],
                             len(load_tokenizer(tmp_path / "a").decode(ids[1])) / len(ids[1]))
+
+
+def test_run_and_data_import_neither_planner_nor_commands():
+    """Arrows point down: data/ knows the ground only. Only processes.py names torch.distributed."""
+    allowed = {"run": {"run", "model", "mesh", "group", "collectives", "shard", "sizes",
+                       "schedules"}, "data": {"data", "model"}}
+    ours = {path.stem for path in HERE.glob("*.py")} | {"run", "data", "planner", "tests"}
+    for folder, below in allowed.items():
+        for path in (HERE / folder).glob("*.py"):
+            text = path.read_text()
+            found = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
+            assert found & ours <= below, (path, found & ours - below)
+            assert ("torch.distributed" in text) == (path.name == "processes.py"), path
