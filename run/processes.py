@@ -42,16 +42,6 @@ def hear(name, rank):
         return store.get(f"{name} of rank {rank}").decode()
 
 
-def wait_for_start():
-    """Wait until all ranks have started; the error names a rank that has not."""
-    tell("start", "")
-    if place[0] == 0:
-        for rank in range(place[1]):
-            hear("start", rank)
-        tell("roll call", "")
-    hear("roll call", 0)
-
-
 def speaks_for_all(line, timeout):
     """Of all ranks that give up, does this one print its error? The first to ask does, and a rank
     asks later if its own peer has given up, too: the peer's error is nearer to the cause."""
@@ -110,12 +100,35 @@ def in_time(seconds, what):
         timer.cancel()
 
 
+def restarts():
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def name_attempt(server, size):
     """A prefix for the keys of this attempt, the same on all ranks. When torchrun restarts the
     ranks, its store still has the addresses of the dead ranks."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    joined = server.add(f"joined after {restarts} restarts", 1)
-    return f"attempt {restarts}.{(joined - 1) // size}"
+    joined = server.add(f"joined after {restarts()} restarts", 1)
+    return f"attempt {restarts()}.{(joined - 1) // size}"
+
+
+def wait_for_start(server, timeout):
+    """Wait until all ranks have started; the error names a rank that has not. If another node has
+    restarted its ranks since, fail at once: torchrun restarts this rank, too, and they meet."""
+    (rank, size), deadline = place, time.monotonic() + timeout
+    store.set(f"rank {rank} to start", "")
+    awaited = ["rank 0 to see all ranks"]
+    if rank == 0:
+        awaited = [f"rank {other} to start" for other in range(size)]
+    while not store.check(awaited):
+        if server.check([f"joined after {restarts() + 1} restarts"]):
+            raise CommunicationError(f"rank {rank}: another node has restarted its ranks")
+        if time.monotonic() > deadline:
+            missing = [key for key in awaited if not store.check([key])]
+            raise CommunicationError(f"rank {rank}: waiting for {missing[0]}: not within "
+                                     f"{timeout:g} s")
+        time.sleep(max(0.02, size / 500))  # all ranks ask one store
+    if rank == 0:
+        store.set("rank 0 to see all ranks", "")
 
 
 def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
@@ -127,7 +140,7 @@ def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
         rank, size = place
         attempt = name_attempt(server, size)
         store, last_words = (dist.PrefixStore(attempt, s) for s in (server, server.clone()))
-    wait_for_start()
+        wait_for_start(server, timeout)
     with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
         # NCCL's watchdog would abort the process: let Group.read raise its error first
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -337,12 +336,16 @@ def test_ranks_that_meet_are_those_of_this_attempt(monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
-    store = torch.distributed.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
-    monkeypatch.setattr(processes, "store", store)
+    server = torch.distributed.HashStore()
+    monkeypatch.setattr(processes, "store", torch.distributed.PrefixStore("attempt 0", server))
     monkeypatch.setattr(processes, "place", (rank, 2))
     with pytest.raises(CommunicationError, match=f"^rank {rank}: waiting for rank {1 - rank} to "):
-        processes.wait_for_start()
+        processes.wait_for_start(server, 0.1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # on the other node
+    processes.name_attempt(server, 2)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    with pytest.raises(CommunicationError, match=f"^rank {rank}: another node has restarted"):
+        processes.wait_for_start(server, 60)
 
 
 def test_a_library_that_never_comes_back_is_one_line():
