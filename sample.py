@@ -10,38 +10,15 @@ window is full all of them shift, and each further token is computed from the wh
 import argparse
 import math
 import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from data.batches import load_tokenizer
-from model import GPT, causal_attention
+from model import causal_attention
 from run import checkpoint
 from run.signals import end_quietly
-from run.tensorfile import about
-from run.weights import read_weights
-from sizes import GPTConfig
-
-
-def load_model(folder, device="cpu"):
-    """The whole model of a checkpoint, in float32. ValueError, if it is damaged or not finite."""
-    config = GPTConfig(**checkpoint.read_manifest(folder)["model"])
-    with about(Path(folder, checkpoint.MODEL)):
-        size = Path(folder, checkpoint.MODEL).stat().st_size
-    if config.n_embd % config.n_head or 12 * config.n_layer * config.n_embd**2 > size:
-        raise ValueError(f"{folder}: its model is not that of its manifest")
-    with torch.device("meta"):
-        model = GPT(config)
-    shapes = {name: param.shape for name, param in model.canonical_parameters()}
-    get = read_weights(Path(folder, checkpoint.MODEL), shapes, config)
-    model.to_empty(device=device)
-    model.layers[-1].lm_head.weight = model.layers[0].wte.weight  # tied again
-    for name, param in model.canonical_parameters():
-        param.data.copy_(get(name))
-        if not param.isfinite().all():
-            raise ValueError(f"{folder}: {name} is not finite; take an earlier checkpoint")
-    return model
+from run.weights import load_model
 
 
 class CachedAttention:

@@ -10,7 +10,6 @@ Any layout is the same computation: the same initial weights, the same batches, 
 summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
-from run import signals  # isort: skip  (first: importing torch takes seconds)
 import hashlib
 import math
 import sys
@@ -21,19 +20,21 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from collectives import all_reduce, barrier
 from context_parallel import split_sequences
-from data.batches import Data, DataError
+from data.batches import Data, DataError, load_tokenizer
 from expert_parallel import Routing, spread_experts
 from group import CommunicationError, no_span
 from mesh import Mesh
 from model import GPT, Block, initial_value
 from optimizer import Optimizer, clip_coefficient, learning_rate
 from pipeline import Deferred, Pipeline, Stage, tie_ends
-from run import agreement, checkpoint
+from planner.hardware import peak_flops
+from run import checkpoint, signals
 from run.config import DTYPES, check, fail, parse, world_size
 from run.log import Log
 from run.processes import choose_device, give_up, init, launch, shutdown
 from run.timeline import Tracer, report
-from run.weights import read_weights
+from run.weights import load_model, read_weights
+from sample import generate
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
 from sizes import GPTConfig
@@ -209,12 +210,14 @@ class Trainer:
 def train(cfg, data, mesh):
     """The run of one rank. Returns whether it ended well, and a Log with rank 0's last words."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
-    signals.on_signals(trainer.ask_to_stop)
+    signals.save_on_stop(trainer.ask_to_stop)
     for group in mesh.groups.values():  # NCCL makes a communicator when it is first used: now
         barrier(group)
     saved = None if cfg.resume == "no" else cfg.resume  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
-    log = Log(trainer, data, start)
+    sixteen = mesh.device.type == "cuda" and trainer.dtype.itemsize == 2
+    flops = peak_flops(torch.cuda.get_device_name()) * mesh.world.size if sixteen else 0.0
+    log = Log(trainer, data, start, flops)
     if saved:
         log.resumed(start, saved)
 
@@ -263,12 +266,24 @@ def train(cfg, data, mesh):
     return bool(agree and good), log
 
 
+def sample_text(folder, data):
+    """A continuation of the validation text, out of the checkpoint just saved. The whole model
+    takes memory of this process, in float32; no run fails because of its sample."""
+    try:
+        model = load_model(folder)
+        ids, = generate(model, data.val[:16].tolist(), 96)
+        text = load_tokenizer(data.folder).decode(ids)
+    except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
+        text = f"(none: {error})"
+    return "\n".join("  | " + line for line in text.splitlines())
+
+
 def main():
     cfg = parse(sys.argv[1:], __doc__)
     try:
         world = world_size()
         ranks = check(cfg, world)
-        data = Data(cfg)
+        data = Data(cfg, signals.local_rank())
     except (ValueError, OSError) as error:
         fail(error)
     if ranks > world:  # started as one process: start as many as the layout takes
@@ -277,7 +292,7 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
-        agreement.agree(cfg, data)
+        checkpoint.agree(cfg, data)
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         ended_well, log = train(cfg, data, mesh)
@@ -287,9 +302,12 @@ def main():
         fail(error)
     except (CommunicationError, DataError) as error:
         give_up(error, cfg.timeout)
-    log.last_words()
+    if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:
+        log.say("a sample:\n" + sample_text(log.saved, data))
+    log.say(log.ending)
     sys.exit(not ended_well)
 
 
 if __name__ == "__main__":
+    signals.before_training()
     main()

@@ -5,6 +5,7 @@ no rank has to tell another what it read."""
 import base64
 import hashlib
 import json
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,40 @@ import torch
 
 from data.prepare import BYTES, PATTERN, make_encoding, prepare
 from model import ABSENT
-from run.schema import META, conform, read_json
-from run.signals import local_rank
+
+META = {  # the type of each value in meta.json that is used; the numbers are above 0
+    "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
+    "bytes_per_token": float, "gzip_bits_per_byte": float}
 
 
 class DataError(ValueError):
     """One line about a file of tokens."""
+
+
+def no_duplicates(pairs):
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name comes twice")
+    return dict(pairs)
+
+
+def read_meta(path):
+    """The values in meta.json. ValueError if a value cannot be used."""
+    try:
+        meta = json.loads(path.read_bytes(), object_pairs_hook=no_duplicates)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if type(meta) is not dict or "vocab_size" not in meta:
+        raise ValueError("it has no vocab_size")
+    for name, kind in META.items():
+        value = meta.get(name, kind(1))
+        good = type(value) is kind or kind is float and type(value) is int
+        if not good or kind is not str and not 0 < value < math.inf:
+            raise ValueError(f"its {name} is {str(value)[:40]}")
+    if meta["vocab_size"] > 2**16:
+        raise ValueError(f"its vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
+    if meta.get("tokenizer", "gpt2") not in ("bpe", "gpt2", "bytes"):
+        raise ValueError(f"its tokenizer is {meta['tokenizer'][:40]}")
+    return meta
 
 
 def load_tokenizer(folder):
@@ -28,7 +57,7 @@ def load_tokenizer(folder):
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     if path.exists():
-        meta = conform(read_json(path.read_bytes()), META)
+        meta = read_meta(path)
     kind = meta.get("tokenizer", "gpt2")
     if kind == "bpe":
         lines = Path(folder, "vocab.tiktoken").read_text().splitlines()
@@ -39,15 +68,16 @@ def load_tokenizer(folder):
 
 
 class Data:
-    """The two files, memory-mapped, and what meta.json tells of them."""
+    """The two files, memory-mapped, and the values of meta.json. The process with local_rank 0
+    prepares a corpus that is missing; the others on its machine wait for it."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, local_rank=0):
         self.folder, self.block = Path(cfg.data), cfg.block_size
         named = cfg.data in ("stdlib", "shakespeare")
         if named:
             self.folder = Path(__file__).parent / cfg.data
         meta = self.folder / "meta.json"
-        if named and not meta.exists() and local_rank() == 0:
+        if named and not meta.exists() and local_rank == 0:
             print(f"preparing {cfg.data} as a corpus, once", flush=True)
             prepare((cfg.data,), self.folder)
         deadline = time.time() + 300
@@ -59,7 +89,7 @@ class Data:
             self.meta = {"vocab_size": 1 + int(max((x.max() for x in ids if len(x)), default=0))}
         try:
             if meta.exists():
-                self.meta = conform(read_json(meta.read_bytes()), META)
+                self.meta = read_meta(meta)
             if self.meta.get("tokenizer") in ("bpe", "bytes"):  # GPT-2's may need a download
                 load_tokenizer(self.folder)
         except (OSError, ValueError) as error:

@@ -38,6 +38,12 @@ DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
 }
 
 
+def peak_flops(gpu):
+    """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
+    known = [1e12 * d.tflops for name, d in DEVICES.items() if name.split("-")[0] in gpu.lower()]
+    return known[0] if known else 0.0
+
+
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
 

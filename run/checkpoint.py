@@ -1,59 +1,58 @@
-"""Checkpoints: any layout writes one, and any layout reads it.
+"""Saves and loads checkpoints: any layout writes one, and any layout reads it.
 
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
                       optimizer.safetensors  NAME.exp_avg, .exp_avg_sq; for 16 bits also .master
                       manifest.json          step, flags, loss scale, a checksum for each tensor
 
-Every rank writes its own slices straight into the files, where its tags say that they belong: no
-gather, and no memory but one tensor's slice on the way from a GPU. Stored per parameter: 2 + 12
-bytes for 16-bit weights, 4 + 8 for float32. (lm_head.weight, though tied, is written once more:
-nanoGPT loads it.) A folder is written as step-N.tmp, its manifest last, and renamed: it is complete
-or does not exist.
+Every rank writes its own slices straight into the files, at the places that its tags give: no
+gather, and no extra memory but one tensor's slice on the way from a GPU. Bytes per parameter:
+2 + 12 for 16-bit weights, 4 + 8 for float32. A folder is written as step-N.tmp, its manifest last,
+and renamed: a checkpoint is complete or does not exist.
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import sys
+import time
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from collectives import all_reduce, broadcast
+from collectives import all_reduce
 from group import wait_all
 from model import ALIASES
-from run import tensorfile
-from run.schema import MANIFEST as MANIFEST_SCHEMA
-from run.schema import conform, read_json
+from run import processes, tensorfile
+from run.processes import hear, tell
 from run.signals import local_rank
-from run.tensorfile import DTYPES, CheckpointError, about, checksum
+from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
 from shard import bounds
+from sizes import GPTConfig
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 
 
 @contextmanager
 def together(world):
-    """All ranks leave this block, or all raise the CheckpointError of the first one that failed in
-    it. No collectives inside: the rank that failed would miss them."""
-    text = b""
+    """All ranks leave this block, or all raise the CheckpointError of the first rank that failed in
+    it. Call no collectives inside: the rank that failed would miss them."""
+    failed = torch.zeros(1, dtype=torch.long, device=world.device)
     try:
         yield
     except CheckpointError as error:
-        text = str(error).encode()[:1024]
-    failed = torch.tensor([world.size - world.rank if text else 0], device=world.device)
+        tell("error", str(error))
+        failed += world.size - world.rank
     failed, = world.read(all_reduce(failed, world, "max"))
     if failed:
-        line = torch.tensor(list(text.ljust(1024)), dtype=torch.uint8, device=world.device)
-        line = broadcast(line, world, root=world.size - failed)
-        raise CheckpointError(bytes(world.read(line)).decode(errors="replace").rstrip())
+        raise CheckpointError(hear("error", world.size - failed))
 
 
 def seal(manifest):
@@ -62,34 +61,48 @@ def seal(manifest):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def is_sound(manifest):
+    """Is the seal right, and is every value of its type and range? May also raise DAMAGED."""
+    counts = [manifest[name] for name in ("number", "step", "updates", "good_steps")]
+    for file in (MODEL, OPTIMIZER):
+        counts += manifest["checksums"][file].values()
+    sizes = asdict(GPTConfig(**manifest["model"]))
+    scale = manifest["scale"]
+    return (manifest["seal"] == seal(manifest) and all(map(is_whole, counts))
+            and all(is_whole(size, 2**31) for size in sizes.values())
+            and all(size > 0 for name, size in sizes.items() if name != "n_experts")
+            and sizes["n_embd"] % sizes["n_head"] == 0
+            and type(scale) is float and 0 < scale < 2.0**128 and type(manifest["data"]) is str)
+
+
 def read_manifest(folder):
+    """CheckpointError if the manifest is missing or damaged."""
     path = Path(folder, MANIFEST)
-    with about(path), suppress(ValueError):
-        manifest = conform(read_json(path.read_bytes()), MANIFEST_SCHEMA)
-        if manifest["seal"] == seal(manifest):
+    with about(path), suppress(*DAMAGED):
+        manifest = json.loads(path.read_bytes())
+        if is_sound(manifest):
             return manifest
     raise CheckpointError(f"{path}: damaged; --resume PATH takes another checkpoint")
 
 
 def refuse_other(folder, manifest, config):
     """CheckpointError unless the checkpoint is of this GPTConfig."""
-    defaults = asdict(type(config)())
-    for name, value in asdict(config).items():
-        found = manifest["model"].get(name, defaults[name])
-        if found != value:
-            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {value}")
+    for name, found in asdict(GPTConfig(**manifest["model"])).items():
+        if found != getattr(config, name):
+            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is "
+                                  f"{getattr(config, name)}")
 
 
 @cache
-def skip(folder):
-    """Once for each: it stays where it is, and in nobody's way."""
+def warn(folder):
+    """Once for each folder; the folder stays on disk."""
     if local_rank() == 0:
         print(f"{folder}: its {MANIFEST} is damaged; skipped", file=sys.stderr, flush=True)
 
 
 def complete(out):
-    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. One
-    that was about to be replaced (put_in_place) counts until the other has its name."""
+    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. A
+    checkpoint that put_in_place renamed to .old.tmp counts until the new one has its name."""
     found = []
     for folder in Path(out).glob("step-*"):
         name = folder.name.removesuffix(".old.tmp")
@@ -98,7 +111,7 @@ def complete(out):
             try:
                 found.append((read_manifest(folder)["number"], folder))
             except CheckpointError:
-                skip(folder)
+                warn(folder)
     return sorted(found)
 
 
@@ -115,14 +128,14 @@ def find(path):
     return folder
 
 
-def tidy(out, keep=0):
+def prune(out, keep=0):
     """Delete what interrupted saves left, and all but the last `keep` complete checkpoints."""
     whole = [folder for _, folder in complete(out)]
+    old = whole[:-keep] if keep else []
     for folder in Path(out).glob("step-*"):
-        rest = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
-        old = folder in whole[: len(whole) - keep if keep else 0]
+        partial = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
         if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", folder.name) and (
-                old or rest and folder not in whole):
+                folder in old or partial and folder not in whole):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: half deleted, it is not complete
             shutil.rmtree(folder)
 
@@ -139,8 +152,8 @@ def plan(trainer, folder):
 
 
 def slices(trainer):
-    """What this rank's optimizer steps: (bucket, the parameter's tag, index of the first element in
-    the slice that the tag describes, {tensor: elements}, Adam's step)."""
+    """Yields each piece that this rank's optimizer steps: (bucket, the parameter's tag, index of
+    the piece's first element in the tag's slice, {tensor: elements}, Adam's step)."""
     for bucket in trainer.reducer.buckets:
         for (param, weight), (_, master, _) in zip(bucket.pieces(bucket.weight_shard),
                                                    bucket.owned, strict=True):
@@ -179,29 +192,30 @@ def transfer(trainer, entries, saving):
                 values.copy_(buffer)
 
 
-def put_in_place(folder, final, manifest):
-    """The last act of a save: the manifest, and when all is on the disk, the folder's name."""
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": seal(manifest)}, indent=1))
-    for path in (*folder.iterdir(), folder):
-        to_disk(path)
-    if final.exists():
-        os.rename(final, f"{final}.old.tmp")
-    os.rename(folder, final)
-    with suppress(OSError):  # it is there
-        to_disk(final.parent)  # before older ones are deleted
-
-
-def to_disk(path):
+def sync(path):
+    """Wait until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
+def put_in_place(folder, final, manifest):
+    """Write the manifest and, once all files are on the disk, rename the folder."""
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": seal(manifest)}, indent=1))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+    if final.exists():
+        os.rename(final, f"{final}.old.tmp")
+    os.rename(folder, final)
+    with suppress(OSError):  # the checkpoint is there
+        sync(final.parent)  # before older checkpoints are deleted
+
+
 @torch.no_grad()
 def save(trainer, step, data_folder=""):
-    """Write the state after `step` steps into cfg.out and return its folder; all ranks together.
-    CheckpointError, on every rank, if it cannot be written: then nothing of it remains, and the
-    checkpoints before it are untouched. None, and nothing is written, if it is not finite."""
+    """Collective: write the state after `step` steps into cfg.out and return its folder, or None,
+    with nothing written, if weights or moments are not finite. If a rank cannot write, every rank
+    raises CheckpointError: the new folder is deleted, earlier checkpoints are untouched."""
     cfg, world = trainer.cfg, trainer.mesh.world
     bad = torch.tensor([float(not trainer.optimizer.finite())], device=world.device)
     if world.read(all_reduce(bad, world)) != [0]:
@@ -215,7 +229,7 @@ def save(trainer, step, data_folder=""):
     try:
         with together(world), about(folder):
             if world.rank == 0:
-                tidy(cfg.out)
+                prune(cfg.out)
                 folder.mkdir()
                 for path, head in heads.items():
                     path.write_bytes(head)
@@ -236,7 +250,7 @@ def save(trainer, step, data_folder=""):
                     "data": str(Path(data_folder).resolve()),
                     "checksums": {path.name: {name: next(sums) for name in shapes}
                                   for path, _, shapes in files}})
-                tidy(cfg.out, cfg.keep)
+                prune(cfg.out, cfg.keep)
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -246,9 +260,9 @@ def save(trainer, step, data_folder=""):
 
 @torch.no_grad()
 def load(trainer, folder):
-    """Give every rank its slices of a checkpoint of any layout; returns the steps it has done.
-    CheckpointError, on every rank and before anything is changed, if it is damaged, past --steps
-    or of another model or dtype. Each rank verifies its share of the checksums."""
+    """Collective: give every rank its slices of a checkpoint of any layout; returns the number of
+    steps done. CheckpointError, on every rank and before any state is changed, if the checkpoint is
+    damaged, past --steps or of another model or dtype. Each rank checks its share of the sums."""
     world, entries = trainer.mesh.world, {}
     with together(world):
         manifest = read_manifest(folder)
@@ -267,3 +281,61 @@ def load(trainer, folder):
     wait_all([trainer.reducer.publish(bucket) for bucket in trainer.reducer.buckets])
     trainer.scale, trainer.good_steps = manifest["scale"], manifest["good_steps"]
     return manifest["step"]
+
+
+def claim(out, patience):
+    """Lock `out` until this process ends. CheckpointError if another run still writes there after
+    `patience` seconds: a run that was killed may take a moment to end."""
+    with about(Path(out, ".lock")):
+        file = os.open(Path(out, ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"--out {out}: another run writes there; name another "
+                                          "folder") from None
+                time.sleep(0.1)
+            except OSError:
+                break  # a file system without locks
+        os.truncate(file, 0)
+        os.write(file, os.urandom(8))  # for the other ranks to compare
+        os.fsync(file)
+
+
+def digest(*path):
+    path = Path(*path)
+    return zlib.crc32(path.read_bytes()) if path.is_file() else None
+
+
+def agree(cfg, data):
+    """Lock --out, look up the checkpoint of --resume auto, and compare every rank with rank 0.
+    CheckpointError, on every rank, if --out is taken or a rank differs."""
+    (rank, size), error = processes.place, ""
+    if rank == 0:
+        try:
+            claim(cfg.out, min(5, cfg.timeout / 2))
+            with about(cfg.out):
+                cfg.resume = str(newest(cfg.out) or "no") if cfg.resume == "auto" else cfg.resume
+        except CheckpointError as refused:
+            error = str(refused)
+        tell("claim", json.dumps([error, cfg.resume]))
+    error, cfg.resume = json.loads(hear("claim", 0))
+    if size > 1 and not error:
+        setup = {"flags": repr(replace(cfg, resume="")),
+                 f"files in --out {cfg.out}": digest(cfg.out, ".lock"),
+                 f"files in --resume {cfg.resume}": digest(cfg.resume, MANIFEST),
+                 f"data in {cfg.data}": data.fingerprint().hex()}
+        tell("setup", json.dumps([*setup.values()]))
+        if rank == 0:
+            for other in range(1, size):
+                theirs = json.loads(hear("setup", other))
+                for name, found in zip(setup, theirs, strict=True):
+                    if found != setup[name] and not error:
+                        error = f"rank {other} has other {name} than rank 0; all need the same"
+            tell("verdict", error)
+        error = hear("verdict", 0)
+    if error:
+        raise CheckpointError(error)

@@ -17,7 +17,7 @@ from sizes import GPTConfig
 
 
 def ranks_asked(default):
-    """The number on the command line of a demonstration."""
+    """The number on the command line."""
     given = sys.argv[1:] or [str(default)]
     if len(given) > 1 or not given[0].isdecimal() or not 0 < int(given[0]) <= 64:
         print(f"{sys.argv[0]}: say how many ranks, 1 to 64", file=sys.stderr)
@@ -28,21 +28,20 @@ def ranks_asked(default):
 def _demonstrate(rank, fn, sizes, folder):
     signals.end_quietly()
     torch.set_num_threads(1)
-    sys.stdout = open(f"{folder}/said", "a", buffering=1)
+    sys.stdout = open(f"{folder}/printed", "a", buffering=1)
     init(url=f"file://{folder}/rendezvous", rank=rank, size=math.prod(sizes.values()))
     fn(Mesh(**sizes))
     shutdown()
 
 
 def demonstrate(fn, **sizes):
-    """fn(mesh) in as many processes as a mesh of these sizes has, and what they say: what the
-    demonstrations run."""
+    """Run fn(mesh) on as many processes as the mesh has ranks; print their lines at the end."""
     signals.end_quietly()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_demonstrate, (fn, sizes, folder), math.prod(sizes.values()))
-        said = Path(folder, "said").read_text()
-    print(said, end="")
+        printed = Path(folder, "printed").read_text()
+    print(printed, end="")
 
 
 def small_gpt(**more):
@@ -56,7 +55,7 @@ def token_ids(n):
 
 
 def report_difference(name, rank, pairs):
-    """Print how far this rank's gradients are from one process's: pairs of the two."""
+    """Print the largest relative difference of pairs of gradients (this rank's, one process's)."""
     off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs)
     print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
 

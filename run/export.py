@@ -1,5 +1,5 @@
-"""A checkpoint as a folder that Hugging Face's GPT2LMHeadModel.from_pretrained opens: four weights
-of a block are transposed (its Conv1D), the tied lm_head is left out, and config.json says the rest.
+"""Exports a checkpoint as a folder that Hugging Face's GPT2LMHeadModel.from_pretrained opens: four
+weights of a block are transposed (Conv1D), the tied lm_head is left out, config.json is written.
 
     python -m run.export --out out --to gpt2-folder
 """
@@ -8,20 +8,20 @@ import argparse
 import json
 from pathlib import Path
 
-import sample
 from run import checkpoint, tensorfile
-from run.weights import CONV1D
+from run.weights import CONV1D, load_model
 
 
 def export(folder, to):
-    """Writes model.safetensors, in float32, and config.json. ValueError."""
-    model = sample.load_model(folder)
+    """Write model.safetensors, in float32, and config.json to the folder `to`. ValueError."""
+    model = load_model(folder)
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: GPT-2 has no experts")
-    tensors = {name.removeprefix("transformer."): (
-        param.data.t() if name.endswith(CONV1D) else param.data).contiguous()
-        for name, param in model.canonical_parameters()}
+    tensors = {}
+    for name, param in model.canonical_parameters():
+        x = param.data.t() if name.endswith(CONV1D) else param.data
+        tensors[name.removeprefix("transformer.")] = x.contiguous()
     head, _ = tensorfile.make_header({name: x.shape for name, x in tensors.items()}, "F32")
     to.mkdir(parents=True, exist_ok=True)
     with open(to / "model.safetensors", "wb") as file:

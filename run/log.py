@@ -1,4 +1,4 @@
-"""What a run says: lines on the terminal, and a JSON line per step in the file of --metrics."""
+"""Prints the lines of a run, and writes one JSON line per step to the file of --metrics."""
 
 import json
 import math
@@ -13,22 +13,29 @@ from pathlib import Path
 
 import torch
 
-import sample
 from collectives import all_reduce
-from data.batches import load_tokenizer
 from mesh import grid
-from planner.hardware import DEVICES
 
 
 def is_before(line, step):
-    """Whether a line of --metrics is whole and of a step before this one."""
+    """Is this line of --metrics whole, and of an earlier step?"""
     with suppress(ValueError, KeyError, TypeError):
         return line.endswith("\n") and json.loads(line)["step"] < step
     return False
 
 
+def open_metrics(path, start):
+    """Open the file to append to, without its lines from step `start` on, which a resumed run
+    writes again, or from a line on that a crash has cut off."""
+    if Path(path).is_file():
+        with open(path, "r+", encoding="latin-1") as file:  # one character per byte
+            kept = takewhile(lambda line: is_before(line, start), file.readlines())
+            file.truncate(sum(map(len, kept)))
+    return open(path, "a")
+
+
 def peak_of_process():
-    """Most bytes that this process has held. (ru_maxrss begins with its parent's.)"""
+    """Most bytes that this process has held. (ru_maxrss starts with the parent's peak.)"""
     with suppress(OSError), open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -36,47 +43,28 @@ def peak_of_process():
 
 
 class Log:
-    """Of a run from step `start` on. Rank 0 speaks, the other ranks' calls do nothing."""
+    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write."""
 
-    def __init__(self, trainer, data, start):
+    def __init__(self, trainer, data, start, peak_flops):
         cfg, mesh = trainer.cfg, trainer.mesh
         self.cfg, self.trainer, self.data, self.start = cfg, trainer, data, start
+        self.peak_flops = peak_flops  # of all GPUs together, per second; 0: unknown
         self.silent = mesh.rank != 0
-        self.cuda = mesh.device.type == "cuda"
-        gpu = torch.cuda.get_device_name() if self.cuda and trainer.dtype.itemsize == 2 else ""
-        # FLOPs per second that all GPUs together can do, 0 where that is not known
-        known = [1e12 * device.tflops for name, device in DEVICES.items()
-                 if name.split("-")[0] in gpu.lower()]
-        self.peak = mesh.world.size * (known or [0.0])[0]
-        self.metrics = None  # the file, if there is one
-        if cfg.metrics and not self.silent:
-            if Path(cfg.metrics).is_file():
-                # Drop lines of step `start` and later, and what a crash left: they come anew.
-                with open(cfg.metrics, "r+", encoding="latin-1") as file:  # a character is a byte
-                    kept = takewhile(lambda line: is_before(line, start), file.readlines())
-                    file.truncate(sum(map(len, kept)))
-            self.metrics = open(cfg.metrics, "a")
-        self.saved = self.ending = None  # folder of the last checkpoint; the last lines
-        self.agree = True  # whether the replicas do
-        self.began = self.since = time.perf_counter()  # the run; the step under way
+        self.metrics = open_metrics(cfg.metrics, start) if cfg.metrics and not self.silent else None
+        self.saved, self.ending = None, ""  # set in end: the last checkpoint, the last lines
+        self.began = self.since = time.perf_counter()  # of the run; of the current step
         self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
-        shared = f" ({cfg.ep} of them share the experts)" if cfg.experts else ""
-        self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks = {cfg.dp} data"
-                 f"{shared} x {cfg.pp} pipeline x {cfg.cp} context x {cfg.tp} tensor; "
-                 f"{cfg.microbatches} microbatches of "
-                 f"{cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n{grid(mesh.sizes)}")
+        self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks; {cfg.microbatches} "
+                 f"microbatches of {cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n"
+                 f"{grid(mesh.sizes)}")
         for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
             self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
-        held = sum(bucket.numel for bucket in trainer.reducer.buckets)
-        states = trainer.optimizer.state_bytes()[0]
-        self.say(f"model states: {states / 1e6:.2f} MB per rank predicted, {states / held:.4g} "
-                 "bytes for each of its parameters")
 
     def say(self, text, file=None):
-        if not self.silent:
+        if text and not self.silent:
             try:
                 print(text, file=file or sys.stdout, flush=True)
-            except OSError:  # nobody reads any more; the run goes on
+            except OSError:  # the terminal or pipe is closed: the run goes on
                 self.silent = self.silent or file is None
                 os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
 
@@ -90,6 +78,10 @@ class Log:
                 self.say(f"train.py: --metrics {self.cfg.metrics}: {error.strerror}; the run goes "
                          "on without", file=sys.stderr)
 
+    def clock(self):
+        """A step begins now."""
+        self.since = time.perf_counter()
+
     def resumed(self, step, folder):
         done = ", nothing left to do" if step == self.cfg.steps else ""
         self.say(f"step {step:6d}  resumed from {folder}{done}")
@@ -102,65 +94,43 @@ class Log:
         self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
         self.clock()
 
-    def clock(self):
-        self.since = time.perf_counter()  # a step begins now
-
     def step(self, step, loss, norm, lr):
-        cfg, now = self.cfg, time.perf_counter()
-        ms, rate = 1e3 * (now - self.since), self.trainer.tokens / (now - self.since)
+        cfg, now, routing = self.cfg, time.perf_counter(), self.trainer.routing
+        seconds, left = now - self.since, cfg.steps - step - 1
+        rate = self.trainer.tokens / seconds
         scale = {"scale": self.trainer.scale} if cfg.dtype == "float16" else {}
-        routing = self.trainer.routing
-        routed = {name: getattr(routing, name) for name in ("balance", "busiest")}
-        routed = routed if cfg.experts else {}
-        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=ms, tokens_per_s=rate, **scale,
-                   **routed)
-        left = cfg.steps - step - 1
-        if step % cfg.log_interval == 0 or not left:
-            seconds = round(left * (now - self.began) / (step + 1 - self.start))
+        experts = {"balance": routing.balance, "busiest": routing.busiest} if cfg.experts else {}
+        self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
+                   tokens_per_s=rate, **scale, **experts)
+        if step % cfg.log_interval == 0 or left == 0:
+            experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
             flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
-            mfu = f"  mfu {flops / self.peak:.1%}" if self.peak else ""
-            eta = f"  {seconds // 60} min {seconds % 60} s left" if left else ""
-            routed = "".join(f"  {name} {value:.3f}" for name, value in routed.items())
-            self.say(f"step {step:6d}  loss {loss:.4f}{routed}  norm {norm:.3f}  lr {lr:.2e}  "
-                     f"{ms:.0f} ms  {rate:,.0f} tokens/s{mfu}{eta}")
+            mfu = f"  mfu {flops / self.peak_flops:.1%}" if self.peak_flops else ""
+            wait = round(left * (now - self.began) / (step + 1 - self.start))
+            self.say(f"step {step:6d}  loss {loss:.4f}{experts}  norm {norm:.3f}  lr {lr:.2e}  "
+                     f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}"
+                     f"  {wait // 60} min {wait % 60} s left")
         self.clock()
 
     def validation(self, step, loss, last=False):
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
+        gzip = self.data.meta.get("gzip_bits_per_byte")
         self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
         known = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
+        known += f" (gzip -9: {gzip:.4f})" if last and gzip else ""
         self.say(f"step {step:6d}  validation loss {loss:.4f} nats per token{known}")
-        gzip = self.data.meta.get("gzip_bits_per_byte")
-        if last and gzip is not None:
-            self.say(f"gzip -9 needs {gzip:.4f} bits per byte for the same text: the model "
-                     f"{'beats' if bits < gzip else 'does not yet beat'} it")
         self.clock()
 
     def end(self, saved, agree):
-        """Note the last words, while the run is still there. Collective."""
-        world, held = self.trainer.mesh.world, ""
-        if self.cuda:
-            held = f" ({torch.cuda.max_memory_reserved() / 1e6:.0f} MB reserved)"
+        """Collective: prepare the last lines, to be printed once the other ranks have left."""
+        world, optimizer = self.trainer.mesh.world, self.trainer.optimizer
+        cuda = world.device.type == "cuda"
         peaks = torch.zeros(world.size, dtype=torch.double, device=world.device)
-        peaks[world.rank] = torch.cuda.max_memory_allocated() if self.cuda else peak_of_process()
+        peaks[world.rank] = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
         peaks = world.read(all_reduce(peaks, world))
-        self.saved, self.agree = saved, agree
-        self.ending = (f"model states: {self.trainer.optimizer.state_bytes()[1] / 1e6:.2f} MB on "
-                       f"this rank measured; peak of the {'GPU' if self.cuda else 'process'} "
-                       f"{max(peaks) / 1e6:.0f} MB{held}, on rank {peaks.index(max(peaks))}\n"
+        predicted, measured = (count / 1e6 for count in optimizer.state_bytes())
+        self.saved = saved
+        self.ending = (f"model states: {measured:.2f} MB on this rank, {predicted:.2f} predicted; "
+                       f"peak of the {'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on "
+                       f"rank {peaks.index(max(peaks))}\n"
                        f"replicas {'agree' if agree else 'DISAGREE'}")
-
-    def last_words(self):
-        """After the other ranks have left: first a sample, out of the checkpoint just saved. It
-        takes the whole model in this process's memory, in float32, and no run fails for it."""
-        if self.silent or not self.ending:
-            return
-        if self.cfg.eval_interval and self.agree:
-            try:
-                model = sample.load_model(self.saved)
-                ids, = sample.generate(model, self.data.val[:16].tolist(), 96)
-                text = load_tokenizer(self.data.folder).decode(ids)
-            except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
-                text = f"(none: {error})"
-            self.say("a sample:\n" + "\n".join("  | " + line for line in text.splitlines()))
-        self.say(self.ending)

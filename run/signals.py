@@ -1,5 +1,4 @@
-"""How a process is stopped: by a signal, or because the one that started it has gone. Imports no
-torch, so that it works while torch is being imported."""
+"""Saves or ends a run on SIGTERM, Ctrl-C or a closed terminal; ends ranks whose parent has died."""
 
 import os
 import signal
@@ -8,82 +7,64 @@ import threading
 import time
 from contextlib import suppress
 
-STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-PARENT = "NANOPARALLEL_PARENT"  # in the environment of a rank: the process that started it
-giving_up = False  # this process is about to say why it ends (processes.py)
-parent = 0  # that process, or torchrun's agent; 0: this one may outlive it
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PARENT = "NANOPARALLEL_PARENT"  # environment variable of a rank: the pid of its launcher
+parent = 0  # the pid of the launcher or of torchrun's agent; 0: this process may outlive its parent
 
 
 def local_rank():
-    """Of this process among those of its machine. The first one speaks for them."""
-    alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")  # then RANK is somebody else's
-    said = os.environ.get("LOCAL_RANK", os.environ.get("RANK", ""))
-    return int(said) if not alone and said.isdecimal() else 0
+    """This process's rank among those of its machine, from torchrun's environment; 0 without."""
+    if os.environ.get("WORLD_SIZE", "") in ("", "1"):
+        return 0
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", ""))
+    return int(rank) if rank.isdecimal() else 0
 
 
-def listens(number):
-    """Not to the end of its terminal, if nohup has said so."""
-    return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
-
-
-def end(text, code):
-    """One line, from one process of a machine; and this process is gone, whatever it waits for."""
-    with suppress(OSError):  # its terminal may have gone
+def end(code, line):
+    """Print the line on one rank of a machine; end this process, whatever its threads wait for."""
+    with suppress(OSError):  # the terminal may be closed
         if local_rank() == 0:
-            os.write(2, f"train.py: {text}\n".encode())
+            os.write(2, f"train.py: {line}\n".encode())
     os._exit(code)
 
 
 def end_quietly():
-    """`| head` and Ctrl-C are to end this process at once, without a traceback."""
-    for name in ("SIGPIPE", "SIGINT"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    """Let `| head` and Ctrl-C end this process without a traceback."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def stopped_early(number, frame):
-    if not giving_up:
-        end(f"stopped by {signal.Signals(number).name} before the first step", 128 + number)
+def on_stop(handler):
+    for number in STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, handler)
+
+
+def watch_parent():
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    end(1, "the process that started the ranks has gone, so they end")
 
 
 def before_training():
-    """A signal before on_signals ends the process with one line. Ranks end with their parent:
-    torchrun's agent, or train.py's launcher. (A run without ranks outlives its shell.)"""
-    for number in STOPS:
-        if listens(number):
-            signal.signal(number, stopped_early)
-    # torch's warnings of a rank that does not answer, beside our line that names it
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for stream in (sys.stdout, sys.stderr):  # whatever the terminal can show
-        stream.reconfigure(errors="replace")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the launcher's ranks start with them held
+    """Until save_on_stop, a signal ends the process with one line. Ranks end with their parent."""
     global parent
+
+    def stop(number, frame):
+        end(128 + number, f"stopped by {signal.Signals(number).name} before the first step")
+
+    on_stop(stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked by the launcher until now
+    sys.stdout.reconfigure(errors="replace")  # a sample may have characters the terminal lacks
     parent = int(os.environ.get(PARENT, os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0))
     if parent:
-        threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=watch_parent, daemon=True).start()
 
 
-def watch():
-    while True:
-        end_with_parent()
-        time.sleep(0.2)
-
-
-def end_with_parent():
-    if parent and os.getppid() != parent:
-        end("the process that started the ranks has gone, so they end", 1)
-
-
-def on_signals(ask_to_stop):
-    """SIGTERM, Ctrl-C or a closed terminal call ask_to_stop(); the second one ends this process."""
+def save_on_stop(ask_to_stop):
+    """A signal calls ask_to_stop(); a second signal ends this process."""
     def ask(number, frame):
         ask_to_stop()
         signal.signal(number, signal.SIG_DFL)
 
-    for number in STOPS:
-        if listens(number):
-            signal.signal(number, ask)
-
-
-if sys.argv[0].endswith("train.py"):
-    before_training()
+    on_stop(ask)

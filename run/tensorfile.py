@@ -1,10 +1,10 @@
-"""The safetensors format: a JSON header, then raw data. Read and written in slices.
+"""Reads and writes safetensors files in slices: a JSON header, then raw data.
 
     8 bytes           length of the header, little-endian
     header            {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     data              each tensor's elements, row after row; offsets count from here
 
-The header follows from names and shapes alone. So every rank knows, without a message, where each
+The header follows from names and shapes alone, so every rank knows without a message where each
 element of the model belongs in the file. github.com/huggingface/safetensors
 """
 
@@ -13,13 +13,13 @@ import os
 import zlib
 from collections import namedtuple
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 
-from run.schema import read_json, tensors
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CHUNK = 1 << 20  # bytes read at once for a checksum
+DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # by reading bad JSON
 # A tensor of a safetensors file; begin and end count bytes from the start of the file.
 Entry = namedtuple("Entry", "path name dtype shape begin end")
 
@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def about(path, tensor=""):
-    """An OSError inside becomes a CheckpointError about its file, or else this one."""
+    """Re-raise an OSError inside as a CheckpointError that names its file, or else `path`."""
     try:
         yield
     except OSError as error:
@@ -38,11 +38,25 @@ def about(path, tensor=""):
         raise CheckpointError(f"{where}: {error.strerror}") from None
 
 
+def is_whole(value, most=2**53):
+    return type(value) is int and 0 <= value <= most
+
+
 def locate(path, header, start):
-    """{name: Entry} of a header, for data that begins at byte `start` of the file."""
-    return {name: Entry(path, name, e["dtype"], tuple(e["shape"]),
-                        *(start + at for at in e["data_offsets"]))
-            for name, e in tensors(header).items()}
+    """{name: Entry} of a header, for data that begins at byte `start` of the file. A damaged header
+    raises one of DAMAGED."""
+    entries = {}
+    for name, value in header.items():
+        if name != "__metadata__":
+            dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+            if type(dtype) is not str or not all(map(is_whole, [*shape, begin, end - begin])):
+                raise ValueError(name)
+            entries[name] = Entry(path, name, dtype, tuple(shape), start + begin, start + end)
+    places = sorted((entry.begin, entry.end) for entry in entries.values())
+    for (_, end), (begin, _) in pairwise(places):
+        if begin < end:
+            raise ValueError("two tensors overlap")
+    return entries
 
 
 def make_header(shapes, code, path=None):
@@ -63,13 +77,12 @@ def read_header(path):
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length < size else b""
     try:
-        entries = locate(path, read_json(text), 8 + length)
-    except ValueError:
+        entries = locate(path, json.loads(text), 8 + length)
+    except DAMAGED:
         raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged") from None
     for name, entry in entries.items():
         if entry.end > size:
-            raise CheckpointError(f"{path}, tensor {name}: cut off, it ends at byte {entry.end} "
-                                  f"of a file of {size}")
+            raise CheckpointError(f"{path}, tensor {name}: cut off at the end of the file")
     return entries
 
 
@@ -80,18 +93,17 @@ def expect(path, entries, shapes, dtypes):
         if name not in entries:
             raise CheckpointError(f"{where}: missing")
         _, _, dtype, found, begin, end = entries[name]
-        if found != tuple(shape) or dtype not in dtypes:
+        if (found != tuple(shape) or dtype not in dtypes
+                or end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize):
             raise CheckpointError(f"{where}: {dtype} {list(found)}, not {' or '.join(dtypes)} "
                                   f"{list(shape)}")
-        if end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize:
-            raise CheckpointError(f"{where}: its place in the file does not fit its shape")
     return {name: entries[name] for name in shapes}
 
 
 def copy_bytes(file, data, at, write):
-    """Write the bytes `data` at this place of an unbuffered file, or fill them from there."""
+    """Write the bytes `data` at this place of an unbuffered file, or read them from there."""
     file.seek(at)
-    while data:  # the system may do a part at a time
+    while data:  # the system may transfer a part at a time
         n = file.write(data) if write else file.readinto(data)
         if not n:
             raise OSError(0, "the file ends early")
@@ -99,7 +111,7 @@ def copy_bytes(file, data, at, write):
 
 
 def checksum(entry, want=None):
-    """CRC-32 of a tensor as it lies in the file. CheckpointError if it is not the one we want."""
+    """CRC-32 of a tensor's bytes in the file. CheckpointError if `want` is given and differs."""
     crc = 0
     with about(entry.path, entry.name), open(entry.path, "rb") as file:
         file.seek(entry.begin)

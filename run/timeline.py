@@ -1,13 +1,12 @@
-"""Where a step's time goes, on every rank, by rank 0's clock.
+"""Traces where the time of a step goes, on every rank, by rank 0's clock.
 
-A Tracer records spans: F, B, I, W of each stage and microbatch, sends, waits, collectives (those
-under way behind the computation on lanes of their own), optimizer. Rank 0 writes those of all ranks
-into one file in Chrome's trace format, for ui.perfetto.dev, and sums them up per rank, beside what
-schedules.simulate makes of the measured F, B and W. Off, a span is one call of no_span.
+A Tracer records spans: F, B, I, W of each stage and microbatch, sends, waits, collectives, the
+optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for ui.perfetto.dev, and
+sums them up per rank, beside schedules.simulate with the measured F, B and W.
 
-    compute   inside F, B, I, W (there "attention" by itself) and the optimizer, less what they wait
-    exposed   waits for data that had been sent, for collectives and for sends to be taken
-    bubble    waits for data whose sender had not yet got to sending it
+    compute   inside F, B, I, W and the optimizer, less their waits
+    exposed   waits for collectives, for sends, and for data that had been sent
+    bubble    waits for data whose sender had not started to send it
     other     the rest: Python between actions, reading batches
 
     torchrun train.py --pp 2 --trace trace.json
@@ -31,46 +30,47 @@ ACTIONS = ("F", "B", "I", "W")
 
 
 def ahead_of_rank_0(group, pings=8):
-    """Seconds by which this rank's clock is, as the quickest of some pings has it: rank 0 looked at
-    its own half-way between the question and the answer."""
-    told, found = torch.zeros(1, dtype=torch.double, device=group.device), []
+    """Seconds by which this rank's clock is ahead, from the fastest of some pings: rank 0 read its
+    own clock half-way between question and answer."""
+    message, found = torch.zeros(1, dtype=torch.double, device=group.device), []
     for peer in range(1, group.size):
         for _ in range(pings):
             if group.rank == 0:
-                group.recv(told, peer).wait()
-                group.read(told)
-                told.fill_(time.time())
-                group.send(told, peer).wait()
+                group.recv(message, peer).wait()
+                group.read(message)
+                message.fill_(time.time())
+                group.send(message, peer).wait()
             elif group.rank == peer:
                 asked = time.time()
-                group.send(told, 0).wait()
-                group.recv(told, 0).wait()
-                answer, = group.read(told)
+                group.send(message, 0).wait()
+                group.recv(message, 0).wait()
+                answer, = group.read(message)
                 answered = time.time()
                 found.append((answered - asked, (asked + answered) / 2 - answer))
     return min(found, default=(0.0, 0.0))[1]
 
 
 class Tracer:
-    """The spans of one rank: [name, lane, start, end, args], in seconds of rank 0's clock. Making
-    one is a collective."""
+    """The spans of one rank. Making a Tracer is a collective."""
 
     def __init__(self, mesh):
-        self.mesh, self.events, self.step = mesh, [], None
+        self.mesh = mesh
+        self.events = []  # [name, lane, start, end, args], in seconds of rank 0's clock
+        self.step = None  # that is traced
         self.ahead = ahead_of_rank_0(mesh.world)
 
     @contextmanager
     def span(self, name, **args):
         lane = threading.current_thread().name
-        lane = lane if lane.startswith("ring-") else "main"  # autograd's thread, too: one at a time
+        lane = lane if lane.startswith("ring-") else "main"  # autograd's thread counts as main
         event = [name, lane, self.now(), None, {**args, "step": self.step}]
         self.events.append(event)
         yield
         event[3] = self.now()
 
     def now(self):
-        # When work ends; while tracing, nothing overlaps. Of this stream only: what a wait waits
-        # for is on another one, and is to be counted by the wait.
+        # The end of the work on this stream; a wait for another stream is a span of its own. While
+        # tracing, nothing overlaps.
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream(self.mesh.device).synchronize()
         return time.time() - self.ahead
@@ -83,15 +83,15 @@ class Tracer:
         return span
 
 
-def collect(events, group):
-    """[the events of each rank] on rank 0 of the group, None elsewhere."""
+def collect(events, world):
+    """[the events of each rank] on rank 0, None elsewhere. (The store takes 8 MiB at most.)"""
     text = json.dumps(events).encode()
-    size = torch.tensor([len(text)], device=group.device)
-    size, = group.read(all_reduce(size, group, "max"))
-    every = torch.empty((group.size, size), dtype=torch.uint8, device=group.device)
-    every[group.rank] = torch.tensor(list(text.ljust(size)), dtype=torch.uint8)
-    gather(every, group)
-    if group.rank == 0:
+    size = torch.tensor([len(text)], device=world.device)
+    size, = world.read(all_reduce(size, world, "max"))
+    every = torch.empty((world.size, size), dtype=torch.uint8, device=world.device)
+    every[world.rank] = torch.tensor(list(text.ljust(size)), dtype=torch.uint8)
+    gather(every, world)
+    if world.rank == 0:
         return [json.loads(row.cpu().numpy().tobytes()) for row in every]
 
 
@@ -99,8 +99,6 @@ def write_chrome(path, every):
     """Chrome's trace format: a process per rank, a lane per thread, microseconds."""
     records = []
     for rank, events in enumerate(every):
-        records.append({"name": "process_name", "ph": "M", "pid": rank,
-                        "args": {"name": f"rank {rank}"}})
         for name, lane, start, end, args in events:
             label = f"{name} {args['microbatch']}" if name in ACTIONS else name
             records.append({"name": label, "cat": name, "ph": "X", "pid": rank, "tid": lane,
@@ -111,13 +109,13 @@ def write_chrome(path, every):
 def shares(every, rank_of_stage):
     """(per rank {"compute", "exposed", "bubble", "other"}, {kind: mean seconds of an action}).
 
-    every: the events of each rank in the order in which they began. rank_of_stage(rank, stage): who
-    runs the stage in the rank's own replica; a wait is matched with the sending of what it awaits.
+    every: the events of each rank in the order of their starts. rank_of_stage(rank, stage): the
+    rank that runs the stage in this rank's replica, to match a wait with the send of its data.
     """
     sent = {(rank, args["stage"], args["to"], args["microbatch"], args["step"]): start
             for rank, events in enumerate(every)
             for name, _, start, _, args in events if name == "send"}
-    rows, actions = [], defaultdict(list)  # kind -> the seconds of each, less what it waited
+    rows, actions = [], defaultdict(list)  # kind -> the seconds of each, less its waits
     for rank, events in enumerate(every):
         main = [event for event in events if event[1] == "main"]
         row = {"compute": 0.0, "exposed": 0.0, "bubble": 0.0}
@@ -129,7 +127,7 @@ def shares(every, rank_of_stage):
                 current.append(took)
                 row["compute"] += took
             elif name not in ("send", "attention") and end > waited_until:
-                waited_until = end  # what lies inside of this wait is counted with it
+                waited_until = end  # a wait inside of this wait is counted with it
                 late = 0.0
                 if "sender" in args:
                     sender, *key = (args[k] for k in ("sender", "stage", "microbatch", "step"))
@@ -137,7 +135,7 @@ def shares(every, rank_of_stage):
                     late = min(max(at - start, 0.0), took)
                 row["bubble"] += late
                 row["exposed"] += took - late
-                if end <= acts_until:  # it was inside of the action that began last
+                if end <= acts_until:  # inside of the current action
                     current[-1] -= took
                     row["compute"] -= took
         row["other"] = max(event[3] for event in main) - main[0][2] - sum(row.values())
@@ -163,12 +161,12 @@ def report(path, tracer, mesh, lists, where):
         total = sum(row.values())
         parts = "".join(f"{part / total:10.1%}" for part in row.values())
         lines.append(f"{rank:4d}   {parts}   {1e3 * total:.0f} ms")
-    measured = 0.0  # seconds that a step's actions take the slowest rank, as a mean
+    measured = 0.0  # mean seconds from first to last action of a step, on the slowest rank
     for step in steps:
         acts = [[e for e in events if e[0] in ACTIONS and e[4]["step"] == step] for events in every]
         measured += max(a[-1][3] - a[0][2] for a in acts) / len(steps)
-    v = len(where) // len(lists)
-    f, b, i, w = (v * mean.get(kind, 0.0) for kind in ACTIONS)
+    chunks = len(where) // len(lists)
+    f, b, i, w = (chunks * mean.get(kind, 0.0) for kind in ACTIONS)
     t = schedules.simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, {1e3 * t.makespan:.1f} ms "
                  f"simulated from F {1e3 * f:.2f}, B {1e3 * (b + i + w):.2f} ms, with a bubble of "

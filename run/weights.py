@@ -1,48 +1,57 @@
-"""Weights from a file of any program that has this model: this one's, nanoGPT's, Hugging Face's."""
+"""Reads the weights of any program that has this model: this one, nanoGPT, Hugging Face."""
 
+import json
 from pathlib import Path
 
 import torch
 
+from model import GPT
 from run import tensorfile
 from run.checkpoint import MANIFEST, MODEL, read_manifest, refuse_other
-from run.schema import read_json
-from run.tensorfile import DTYPES, CheckpointError, about, checksum
+from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
+from sizes import GPTConfig
 
 # Hugging Face's GPT-2 has Conv1D layers, whose weights are (in, out).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
+def refuse_config(path, config):
+    """CheckpointError if Hugging Face's config.json describes another model of the same shapes."""
+    with about(path):
+        text = path.read_bytes()
+    try:
+        given = dict(json.loads(text))
+    except DAMAGED as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    for name, ours in (("n_head", config.n_head), ("activation_function", "gelu_new")):
+        if given.get(name, ours) != ours:
+            raise CheckpointError(f"{path}: its {name} is {given[name]}, here it is {ours}")
+
+
+def canonical(name):
+    """Our name for a tensor of nanoGPT, with or without torch.compile, or of Hugging Face."""
+    name = name.removeprefix("_orig_mod.")
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
 def read_weights(path, shapes, config):
     """Check that a safetensors file has tensors of these {name: shape}, and no others, and return a
-    function from a name to the full tensor, on CPU. Ours are checked against the manifest beside
-    it, others against a config.json there. CheckpointError."""
+    function from a name to the full tensor, on CPU. CheckpointError, also if a manifest or Hugging
+    Face's config.json beside the file describes another model."""
     path = Path(path)
-    if path.suffix in (".pt", ".pth", ".bin"):
-        raise CheckpointError(f"{path}: a pickle could run anything, so none is loaded; write its "
-                              "tensors with safetensors.torch.save_file")
-    entries = tensorfile.read_header(path)
-    compiled = "_orig_mod." if any(name.startswith("_orig_mod.") for name in entries) else ""
-    inside = compiled + "transformer."
-    if not any(name.startswith(inside) for name in entries):
-        inside = compiled
-
-    def theirs(name):  # how the file names it
-        inner = name.removeprefix("transformer.")
-        return (compiled if inner == "lm_head.weight" else inside) + inner
-
-    table, head = theirs("transformer.wte.weight"), theirs("lm_head.weight")
-    if head in entries:  # one matrix; a file may have it once
-        other = entries.setdefault(table, entries[head])
-        if checksum(other) != checksum(entries[head]):
+    entries = {canonical(name): e for name, e in tensorfile.read_header(path).items()}
+    table, head = "transformer.wte.weight", "lm_head.weight"
+    if head in entries:  # the same matrix as `table`, which may be missing
+        entries.setdefault(table, entries[head])
+        if checksum(entries[table]) != checksum(entries[head]):
             raise CheckpointError(f"{path}: {head} is not {table}; this model ties them")
-    probe = entries.get(theirs("transformer.h.0.attn.c_attn.weight"))
+    probe = entries.get("transformer.h.0.attn.c_attn.weight")
     flipped = CONV1D if probe and probe.shape == (config.n_embd, 3 * config.n_embd) else ()
-    wanted = {theirs(name): shape[::-1] if name.endswith(flipped) else shape
+    wanted = {name: shape[::-1] if name.endswith(flipped) else shape
               for name, shape in shapes.items()}
     tensorfile.expect(path, entries, wanted, DTYPES)
     for name in entries.keys() - wanted.keys() - {head}:
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks, of old files
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks of old files
             raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
     if path.with_name("config.json").exists():
         refuse_config(path.with_name("config.json"), config)
@@ -50,10 +59,10 @@ def read_weights(path, shapes, config):
         manifest = read_manifest(path.parent)
         refuse_other(path, manifest, config)
         for name in shapes:
-            checksum(entries[theirs(name)], manifest["checksums"][MODEL].get(name, -1))
+            checksum(entries[name], manifest["checksums"][MODEL].get(name, -1))
 
     def get(name):
-        entry = entries[theirs(name)]
+        entry = entries[name]
         with about(path, name), open(path, "rb") as file:
             file.seek(entry.begin)
             data = bytearray(file.read(entry.end - entry.begin))
@@ -63,12 +72,17 @@ def read_weights(path, shapes, config):
     return get
 
 
-def refuse_config(path, config):
-    """CheckpointError if Hugging Face's config.json tells of another model with the same shapes."""
-    try:
-        given = read_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    for name, ours in (("n_head", config.n_head), ("activation_function", "gelu_new")):
-        if given.get(name, ours) != ours:
-            raise CheckpointError(f"{path}: its {name} is {given[name]}, here it is {ours}")
+def load_model(folder, device="cpu"):
+    """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
+    config = GPTConfig(**read_manifest(folder)["model"])
+    with torch.device("meta"):
+        model = GPT(config)
+    shapes = {name: param.shape for name, param in model.canonical_parameters()}
+    get = read_weights(Path(folder, MODEL), shapes, config)
+    model.to_empty(device=device)
+    model.layers[-1].lm_head.weight = model.layers[0].wte.weight  # to_empty has untied the two
+    for name, param in model.canonical_parameters():
+        param.data.copy_(get(name))
+        if not param.isfinite().all():
+            raise CheckpointError(f"{folder}: {name} is not finite; take an earlier checkpoint")
+    return model

@@ -24,7 +24,7 @@ import train
 from data.batches import Data
 from data.prepare import prepare
 from group import CommunicationError
-from run import agreement, checkpoint, processes, signals
+from run import checkpoint, processes, signals
 from run.config import Config, check, parse
 from run.tensorfile import CheckpointError
 from tests.harness import (
@@ -160,7 +160,7 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
     assert len(lines) == 1 + (not agent), said
     assert re.search(r"(waiting for|receive from) rank (\d)", lines[0]), said
     if not agent:
-        assert lines[1].endswith(" was ended by SIGKILL") and lines[1][15] == re.search(
+        assert lines[1].endswith(" was ended by signal 9 (Killed)") and lines[1][15] == re.search(
             r"(?:waiting for|receive from) rank (\d)", lines[0])[1], said
 
 
@@ -268,8 +268,8 @@ def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
 def test_auto_is_looked_up_once_the_folder_is_ours(corpus, trained, tmp_path, monkeypatch):
     """... as the run before may have been about to save."""
     cfg = config(corpus, out=str(tmp_path / "out"), resume="auto")
-    monkeypatch.setattr(agreement, "claim", lambda out, _: shutil.copytree(trained, out))
-    agreement.agree(cfg, None)
+    monkeypatch.setattr(checkpoint, "claim", lambda out, _: shutil.copytree(trained, out))
+    checkpoint.agree(cfg, None)
     assert cfg.resume == f"{cfg.out}/step-00000004"
 
 
@@ -277,7 +277,7 @@ def test_the_lock_follows_no_link(tmp_path):
     (tmp_path / "precious").write_text("content")
     (tmp_path / ".lock").symlink_to(tmp_path / "precious")
     with pytest.raises(CheckpointError, match="/.lock: Too many levels"):
-        agreement.claim(tmp_path, 1)
+        checkpoint.claim(tmp_path, 1)
     assert (tmp_path / "precious").read_text() == "content"
 
 
@@ -303,7 +303,7 @@ def _main_with_bad_ids(rank, *args):
 
 
 @pytest.mark.parametrize("fn,but,says", [
-    (_main_that_stops, [1], "rank 0: waiting for rank 1 to tell its data: "),
+    (_main_that_stops, [1], "rank 0: waiting for rank 1 to tell its setup: "),
     (_main_with_bad_ids, [], " holds token id ")], ids=["stopped", "bad ids"])
 def test_what_one_rank_meets_late_ends_all_with_one_line(corpus, tmp_path, fn, but, says):
     run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=3), tmp_path, fn=fn)
@@ -312,31 +312,46 @@ def test_what_one_rank_meets_late_ends_all_with_one_line(corpus, tmp_path, fn, b
     assert len(lines) == 1 and says in lines[0], lines
 
 
-def test_ranks_that_meet_are_those_of_this_attempt():
-    """Restarted one after the other, over a store that has all of the last attempt."""
+def test_ranks_that_meet_are_those_of_this_attempt(monkeypatch):
+    """Restarted one after the other, over a store that has all of the last attempt, which some
+    ranks of it never joined."""
     store, met = torch.distributed.HashStore(), []
 
-    def attempt(delays):
-        def come(rank, delay):
+    def attempt(restarts, delays):
+        def come(delay):
             time.sleep(delay)
-            return processes.meet(store, rank, 3, 5)
+            return processes.name_attempt(store, 3)
 
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         with ThreadPoolExecutor(3) as threads:
-            names = {*threads.map(come, range(3), delays)}
+            names = {*threads.map(come, delays)}
         assert len(names) == 1
         met.extend(names)
 
-    for delays in ((0, 0, 0), (0.3, 0, 0.1), (0, 0.3, 0), (0.1, 0, 0.3)):
-        attempt(delays)
-    assert len({*met}) == 4
-    with pytest.raises(CommunicationError, match="rank 1: waiting for rank 0 to start: not there "
-                                                 "within 0.1 s"):
-        processes.meet(torch.distributed.HashStore(), 1, 2, 0.1)
+    for restarts, delays in enumerate(((0, 0, 0), (0.3, 0), (0, 0.3, 0), (0.1,), (0.1, 0, 0.3))):
+        attempt(restarts, delays)
+    attempt(4, (0.1, 0.3, 0))  # not counted by torchrun: nodes have joined or left
+    assert len({*met}) == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
+    server = torch.distributed.HashStore()
+    monkeypatch.setattr(processes, "store", torch.distributed.PrefixStore("attempt 0", server))
+    monkeypatch.setattr(processes, "place", (rank, 2))
+    with pytest.raises(CommunicationError, match=f"^rank {rank}: waiting for rank {1 - rank} to "):
+        processes.wait_for_start(server, 0.1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # on the other node
+    processes.name_attempt(server, 2)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    with pytest.raises(CommunicationError, match=f"^rank {rank}: another node has restarted"):
+        processes.wait_for_start(server, 60)
 
 
 def test_a_library_that_never_comes_back_is_one_line():
-    late = command("-c", "import processes, time\nwith processes.in_time(0.2, 'rank 0: joining'):\n"
-                         "    time.sleep(60)", timeout=30)
+    late = command("-c", "from run import processes\nimport time\n"
+                         "with processes.in_time(0.2, 'rank 0: joining'):\n    time.sleep(60)",
+                   timeout=30)
     assert (late.returncode, late.stderr) == (
         1, "train.py: rank 0: joining: not done within 0.2 s\n")
 
@@ -411,10 +426,10 @@ def _node(rank, size, port, argv, folder, limit):
 
 
 @pytest.mark.parametrize("how,says", [
-    ("flags", "has other flags than rank 0; start all with the same"),
-    ("out", "does not see what rank 0 writes to --out out; all nodes need to share that folder"),
-    ("checkpoint", "has another checkpoint than rank 0 in --resume last; start all with the same"),
-    ("data", "has other data in data than rank 0; prepare it once, then share or copy the folder"),
+    ("flags", "has other flags than rank 0; all need the same"),
+    ("out", "has other files in --out out than rank 0; all need the same"),
+    ("checkpoint", "has other files in --resume last than rank 0; all need the same"),
+    ("data", "has other data in data than rank 0; all need the same"),
 ])
 def test_nodes_that_differ_are_refused_before_the_first_step(
         corpus, trained, tmp_path, how, says):
@@ -464,7 +479,7 @@ def test_two_agents_train_only_with_one_folder_and_one_data(
     runs = agents(tmp_path, flags("data", tmp_path / "out" if shared_out else "out", dp=2))
     said = [run.communicate(timeout=100) for run in runs]
     good = same_data and shared_out
-    complaint = "does not see what rank 0 writes" if not shared_out else "has other data in data"
+    complaint = "has other files in --out out" if not shared_out else "has other data in data"
     assert [run.returncode for run in runs] == [not good] * 2
     assert ("replicas agree" in said[0][0]) == good == bool([*tmp_path.rglob("out/step*")])
     for _, err in said:  # each machine says so, and torchrun that its rank has failed
