@@ -239,8 +239,9 @@ ALIASES = {"transformer.wte.weight": ["lm_head.weight"]}
 
 def initial_value(name, shape, config, seed):
     """The full initial value of a parameter, float32 on CPU. A pure function of seed and canonical
-    name: each layout draws the same full tensor, then slices it. GPT-2's values: N(0, 0.02),
-    projections into the residual stream N(0, 0.02 / sqrt(2 L)), biases 0, LayerNorm weights 1."""
+    name: each layout draws the same full tensor, then slices it. GPT-2's values,
+    N(0, 0.02) at its width of 768 and N(0, 0.02 sqrt(768 / C)) at width C; projections into the
+    residual stream are divided by sqrt(2 L), biases 0, LayerNorm weights 1."""
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:
@@ -248,7 +249,9 @@ def initial_value(name, shape, config, seed):
     # sha256, not hash(): Python salts hash() anew in each process
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
+    std = 0.02 * math.sqrt(768 / config.n_embd)
+    if name.endswith("c_proj.weight"):
+        std /= math.sqrt(2 * config.n_layer)
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 

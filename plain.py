@@ -36,7 +36,7 @@ from zero import plain_zero_step
 FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
     "dp": 1, "pp": 1, "tp": 1, "zero": 0, "microbatches": 4, "steps": 3,
     "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128, "dtype": "float32",
-    "batch_size": 32, "lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 50, "weight_decay": 0.1,
+    "batch_size": 32, "lr": 4e-3, "min_lr": 0.0, "warmup_steps": 150, "weight_decay": 0.1,
     "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib"}
 
 

@@ -3,11 +3,11 @@
     mesh -> model -> tokens -> tensor parallel shards -> experts -> pipeline stages -> DDP or ZeRO
 
     python train.py                          one process
-    torchrun train.py --tp 2 --pp 2          relaunches itself with as many processes as it needs
-    torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          data parallelism is what is left
+    torchrun train.py --tp 2 --pp 2          four: it starts the other three
+    torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          eight: the rest is data parallel
 
-Any layout is the same computation: the same initial weights, the same batches, gradients only ever
-summed, and so the same losses. `python train.py --help` lists the flags.
+Any layout is the same computation: the same initial weights, the same batches, gradients that are
+only ever summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
 import hashlib
@@ -59,10 +59,10 @@ class Trainer:
     def __init__(self, cfg, mesh, vocab_size):
         self.cfg, self.mesh, self.dtype = cfg, mesh, DTYPES[cfg.dtype]
         pp, cp, tp = (mesh.group(axis) for axis in ("pp", "cp", "tp"))
-        # The norm: under DDP replicas have the same gradients, and the ranks of one have all parts
+        # The ranks that together hold every gradient: one replica, or, under ZeRO, all ranks
         norm_group = mesh.group("ep", "pp", "tp") if cfg.zero == 0 else mesh.world
 
-        # the pipeline's schedule: this rank's actions in training, and in validation
+        # the pipeline's schedule: this rank's actions in training, and in validation (F only)
         self.lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
         self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)  # the pipeline rank of each stage
         validate(self.lists, self.where)
@@ -70,7 +70,7 @@ class Trainer:
         forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
         self.forwards = lower(forwards, self.where)[pp.rank]
 
-        # model: whole, on the meta device, where shapes take no memory
+        # the model, whole, on the meta device: shapes without memory
         experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
         self.model_config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head,
                                       cfg.n_embd, **experts)
@@ -80,7 +80,7 @@ class Trainer:
         self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
         self.n_params = sum(shape.numel() for shape in self.shapes.values())
 
-        # tokens: which ones of each sequence are this rank's (context parallel)
+        # context parallel: the positions in each sequence of this rank's tokens
         self.positions = split_sequences(model, cp, cfg.cp_attention)
 
         # tensor parallel shards
@@ -102,7 +102,7 @@ class Trainer:
         self.stages = {s: Stage(part) for s, part in layers.items()}
         self.routing = Routing(layers, self.cuts, cfg, mesh)
 
-        # DDP or ZeRO: here parameters become real
+        # DDP or ZeRO: allocates the parameters
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
                                    int(cfg.bucket_mb * 2**20),
                                    DTYPES.get(cfg.grad_dtype))
@@ -113,20 +113,20 @@ class Trainer:
             if cfg.compile:
                 compile_layer(layer)
             if cfg.recompute and isinstance(layer, Block):
-                # inside of the layer's hooks, so that recomputing does not gather and free again
+                # ZeRO-3's hooks stay outside: recomputing does not gather the weights once more
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
         shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), len(model.layers[0].positions),
                  cfg.n_embd)  # of an activation; --sp leaves each rank a part of the positions
         self.pipeline = Pipeline(self.stages, self.where, pp, shape, self.dtype, self.reducer,
                                  deferred)
         self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
-        self.span = no_span  # notes the optimizer's time, if somebody traces
+        self.span = no_span  # times the optimizer; replaced in trace
         self.scale = 2.0**16 if cfg.dtype == "float16" else 1.0
-        self.good_steps = 0  # with finite gradients, since the scale was changed
+        self.good_steps = 0  # steps with finite gradients since the last change of the scale
         self.stop_asked = self.stopping = False  # by a signal to this rank; to any rank
 
     def initial_values(self):
-        """A function from a tag to the values of its slice: drawn, or from --init-from."""
+        """A function from a tag to the values of its slice: random, or from --init-from."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
         if not cfg.init_from or cfg.resume != "no":
             return lambda shard: shard.slice(
@@ -136,29 +136,30 @@ class Trainer:
         return lambda shard: shard.slice(given(shard.name))
 
     def own(self, batches):
-        """This rank's tokens of each microbatch. Targets were shifted before: no token is lost."""
+        """This rank's tokens of each microbatch. Targets were shifted before the sequence was
+        split, so no token is lost at a cut."""
         return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
 
     def gradients(self, batches):
-        """Forward and backward of all microbatches. Returns loss and global gradient norm, alike on
-        every rank; the gradients stay in the shards, summed over all ranks with a part in them."""
+        """Forward and backward of all microbatches. Returns loss and global gradient norm, the same
+        on every rank. After: each bucket's grad_shard has the gradients, summed over all ranks."""
         self.reducer.zero_grad()
         loss = self.loss(self.actions, batches, self.scale)
-        # The loss and a request to stop, summed while the gradients are waited for. All ranks of a
-        # tensor-parallel group have this loss, so each adds a T-th of it.
+        # Sum the loss and the requests to stop while the gradients are reduced. All T ranks of a
+        # tensor-parallel group have this loss, so each adds 1/T of it.
         sums = torch.stack([loss / self.mesh.sizes["tp"], torch.full_like(loss, self.stop_asked)])
         sums = torch.cat([sums, self.routing.sums.flatten()])
         work = all_reduce(sums, self.mesh.world, async_op=True)
         self.reducer.finish()
         square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)
         work.wait()
-        # The one time in a step that the host waits for the device
+        # Here the host waits for the device, once per step
         square, loss, self.stopping, *sums = self.mesh.world.read(torch.cat([square.view(1), sums]))
         self.routing.read(sums, self.tokens)
         return loss, math.sqrt(square) / self.scale
 
     def loss(self, actions, batches, scale=1.0):
-        """This rank's part of the mean loss, without what experts add to it."""
+        """This rank's part of the mean loss, without the experts' balance loss."""
         self.routing.sums.zero_()
         loss = self.pipeline.execute(actions, self.own(batches), self.tokens, scale)
         return loss - self.routing.part_of_loss() / self.tokens
@@ -171,7 +172,7 @@ class Trainer:
                 self.optimizer.step(lr, coefficient / self.scale)
         if self.cfg.dtype == "float16":  # dynamic loss scaling
             self.good_steps = self.good_steps + 1 if math.isfinite(norm) else 0
-            if self.good_steps % 1000 == 0:  # 0: an overflow, halve; after 1000 good ones double
+            if self.good_steps % 1000 == 0:  # 0: an overflow, so halve; else double
                 self.scale = max(1.0, self.scale * (2.0 if self.good_steps else 0.5))
 
     def validation_loss(self, data, batches=None):
@@ -182,8 +183,8 @@ class Trainer:
         return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0]
 
     def replicas_agree(self):
-        """Whether every weight that several ranks hold has the same bits on all of them."""
-        hashes = {}  # group -> a number for each tensor that all its ranks hold
+        """Does every weight that several ranks hold have the same bits on all of them?"""
+        hashes = {}  # group -> a hash of each tensor that all its ranks hold
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             self.reducer.gather_weights([layer])
             for param in layer.parameters():
@@ -203,15 +204,15 @@ class Trainer:
         self.stop_asked = True
 
     def trace(self, tracer, step, on):
-        """Have the tracer note what happens in this step, or nothing any more."""
+        """Start or stop to record spans."""
         self.span = self.pipeline.span = tracer.at(step, on)
 
 
 def train(cfg, data, mesh):
-    """The run of one rank. Returns whether it ended well, and a Log with rank 0's last words."""
+    """The run of one rank. Returns (did it end well?, its Log)."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
     signals.save_on_stop(trainer.ask_to_stop)
-    for group in mesh.groups.values():  # NCCL makes a communicator when it is first used: now
+    for group in mesh.groups.values():  # NCCL connects a group's ranks at the first use: now
         barrier(group)
     saved = None if cfg.resume == "no" else cfg.resume  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
@@ -267,8 +268,8 @@ def train(cfg, data, mesh):
 
 
 def sample_text(folder, data):
-    """A continuation of the validation text, out of the checkpoint just saved. The whole model
-    takes memory of this process, in float32; no run fails because of its sample."""
+    """A continuation of the validation text, by the checkpoint just saved: the whole model, in
+    float32, in this process. No run fails because of its sample."""
     try:
         model = load_model(folder)
         ids, = generate(model, data.val[:16].tolist(), 96)
@@ -286,7 +287,7 @@ def main():
         data = Data(cfg, signals.local_rank())
     except (ValueError, OSError) as error:
         fail(error)
-    if ranks > world:  # started as one process: start as many as the layout takes
+    if ranks > world:  # started as one process: start the ranks of the layout
         sys.exit(launch(ranks, min(10, cfg.timeout)))
     device = choose_device(cfg.device)
     try:
