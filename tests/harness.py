@@ -1,4 +1,12 @@
-"""TODO"""
+"""What all tests share: a pool of 8 processes, and equality with one process.
+
+Any layout is the same computation. In float64 loss, every raw gradient, the global norm and the
+weights after three steps equal those of `reference`, a plain one-process loop that shares only
+model.py with the parallel code, to 1e-10 of the tensor's own norm.
+
+    equals_one_process(corpus, tp=2, pp=2)      trains a layout in the pool and compares all of it
+    pool(4, fn, *args)                          runs fn(rank, *args) on four ranks; fn is top-level
+"""
 
 import itertools
 import json

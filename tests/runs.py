@@ -1,4 +1,4 @@
-"""TODO"""
+"""Runs of the commands for tests: in this process, in forked ranks, under a real launcher."""
 
 import json
 import os

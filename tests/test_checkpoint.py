@@ -1,4 +1,4 @@
-"""TODO"""
+"""Checkpoints: any layout reads any other's, and damage is one line that names file and tensor."""
 
 import itertools
 import json

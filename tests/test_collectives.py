@@ -1,4 +1,4 @@
-"""TODO"""
+"""Collectives against their definition, bytes against the formulas; groups of the mesh."""
 
 import itertools
 from functools import partial

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Commands: bad flags, bad data and bad environments are one line and exit code 2."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""TODO"""
+"""On a GPU: python test_all.py -k cuda. Skipped where there is none."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Experts spread over ranks equal one process, which equals a loop over tokens."""
 
 import pytest
 import torch

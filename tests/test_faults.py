@@ -1,4 +1,4 @@
-"""TODO"""
+"""Kills, hangs, signals, full disks, nan, nodes that differ: a run survives or says why it ends."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""TODO"""
+"""The structure: which file may import which, sizes, names; every command answers nonsense."""
 
 import ast
 import graphlib

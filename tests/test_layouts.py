@@ -1,4 +1,4 @@
-"""TODO"""
+"""Layouts of data, tensor and pipeline ranks, schedules and ZeRO stages equal one process."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""The plain forms, and plain.py, equal one process and the fast forms."""
 
 
 import pytest

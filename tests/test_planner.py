@@ -1,4 +1,4 @@
-"""TODO"""
+"""The planner: published figures, memory against measured runs, the search, its command line."""
 
 import itertools
 import json

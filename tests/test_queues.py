@@ -1,4 +1,4 @@
-"""TODO"""
+"""NCCL's order of messages, on a transport of queues without tags: no deadlock, same results."""
 
 import graphlib
 import itertools

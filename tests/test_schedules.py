@@ -1,4 +1,4 @@
-"""TODO"""
+"""Schedules: valid, with published bubbles and memory; executed as simulated; traced."""
 
 import itertools
 import json
@@ -152,7 +152,7 @@ def test_activations_of_1f1b_are_flat_in_m_and_those_of_gpipe_grow(corpus):
     assert peak["gpipe", 12] > 2.5 * peak["gpipe", 4]
 
 
-def test_a_weight_used_twice_gets_both_gradients_when_they_are_defer():
+def test_a_weight_used_twice_gets_both_gradients_when_they_are_deferred():
     solo, deferred = Group(Mesh(dp=1), "solo", [0], 0), pipeline.Deferred()
     x, w = torch.randn(3, 4, dtype=torch.double), torch.randn(4, 4, dtype=torch.double)
     w.requires_grad_()

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Split sequences (--sp, --cp) equal one process; bytes, saved memory and overlap as claimed."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Weights from and for other programs, and sampling."""
 
 import json
 import shutil

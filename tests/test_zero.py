@@ -1,4 +1,4 @@
-"""TODO"""
+"""DDP and ZeRO: memory held, bytes sent, overlap, overflow, the optimizer's few kernels."""
 
 import itertools
 import math
