@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 
 from group import Work, no_span, wait_all
-from model import build, extra_loss
+from model import extra_loss
 from schedules import cut, lower, make_schedule, placement
-from sizes import GPTConfig
 
 
 def plain_1f1b(stage, group, batches, shape, tokens):
@@ -165,17 +164,6 @@ def finish_weights(queue):
 
 
 # ---- any schedule, fast ----
-
-
-class NoReducer:
-    """Takes the place of DDP or ZeRO where there are no replicas: in the demo and in tests."""
-
-    every_microbatch = False
-
-    def nothing(self, *args):
-        pass
-
-    expect = grad_added = flush = release_weights = nothing
 
 
 class Arriving(NamedTuple):
@@ -324,24 +312,22 @@ class Pipeline:
 
 def demo(mesh):
     """Gradients of a GPT cut into 4 or 8 stages, compared with one process's."""
-    from run.demonstrations import report_difference
+    from run.demonstrations import NoReducer, report_difference, small_gpt, token_ids
 
-    group, config = mesh.group("pp"), GPTConfig(50, block_size=8, n_layer=6, n_head=2, n_embd=16)
-    P, m, shape = 4, 8, (1, 8, 16)
-    rows = torch.randint(50, (m, 1, 8), generator=torch.Generator().manual_seed(0))
-    batches, tokens = [(ids, ids) for ids in rows], rows.numel()
-    alone = build(config, dtype=torch.double)
-    (alone(rows[:, 0], rows[:, 0]) / tokens).backward()
+    group, P, m = mesh.group("pp"), 4, 8
+    ids, shape, alone = token_ids(m), (1, 8, 16), small_gpt(n_layer=6)
+    (alone(ids, ids) / ids.numel()).backward()
+    batches = [(row, row) for row in ids.split(1)]
     for name, v in (("plain", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        model, where = build(config, dtype=torch.double), placement(name, P, v)
+        model, where = small_gpt(n_layer=6), placement(name, P, v)
         stages = {s: Stage(model.layers[start:stop]) for s, (start, stop) in enumerate(
-            cut(config.layer_costs(), P * v)) if where[s] == group.rank}
+            cut(model.config.layer_costs(), P * v)) if where[s] == group.rank}
         if name == "plain":
-            plain_1f1b(stages[group.rank], group, batches, shape, tokens)
+            plain_1f1b(stages[group.rank], group, batches, shape, ids.numel())
         else:
             actions = lower(make_schedule(name, P, m, v), where)[group.rank]
             pipeline = Pipeline(stages, where, group, shape, torch.double, NoReducer(), Deferred())
-            pipeline.execute(actions, batches, tokens)
+            pipeline.execute(actions, batches, ids.numel())
         report_difference(name, mesh.rank, [  # without the tied embedding: nothing sums its terms
             (param.grad, alone.get_parameter(path).grad) for path, param in model.named_parameters()
             if param.grad is not None and "wte" not in path])

@@ -64,6 +64,18 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     return out.tolist()
 
 
+def sample_text(folder, data):
+    """A continuation of the validation text, by the checkpoint just saved: the whole model, in
+    float32, in this process. No run fails because of its sample."""
+    try:
+        model = load_model(folder)
+        ids, = generate(model, data.val[:16].tolist(), 96)
+        text = load_tokenizer(data.folder).decode(ids)
+    except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
+        text = f"(none: {error})"
+    return "\n".join("  | " + line for line in text.splitlines())
+
+
 def main():
     parser = argparse.ArgumentParser(description="Text from a checkpoint.")
     parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")

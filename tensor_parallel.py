@@ -161,9 +161,7 @@ class Column(nn.Module):
         super().__init__()
         self.region, self.defer = region, defer
         self.weight = split(linear.weight, 0, region.group, parts)
-        self.bias = None
-        if linear.bias is not None:
-            self.bias = split(linear.bias, 0, region.group, parts)
+        self.bias = split(linear.bias, 0, region.group, parts)
 
     def forward(self, x):  # (B, S, in), under --sp (B, S/T, in) -> (B, S, out/T)
         return ColumnLinear.apply(x, self.weight, self.bias, self.region, self.defer)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from collectives import all_reduce, barrier
 from context_parallel import split_sequences
-from data.batches import Data, DataError, load_tokenizer
+from data.batches import Data, DataError
 from expert_parallel import Routing, spread_experts
 from group import CommunicationError, no_span
 from mesh import Mesh
@@ -33,8 +33,8 @@ from run.config import DTYPES, check, fail, parse, world_size
 from run.log import Log
 from run.processes import choose_device, give_up, init, launch, shutdown
 from run.timeline import Tracer, report
-from run.weights import load_model, read_weights
-from sample import generate
+from run.weights import read_weights
+from sample import sample_text
 from schedules import cut, lower, make_schedule, placement, validate
 from shard import pad_vocabulary, tag_whole
 from sizes import GPTConfig
@@ -265,18 +265,6 @@ def train(cfg, data, mesh):
     agree = trainer.replicas_agree()
     log.end(saved, agree)
     return bool(agree and good), log
-
-
-def sample_text(folder, data):
-    """A continuation of the validation text, by the checkpoint just saved: the whole model, in
-    float32, in this process. No run fails because of its sample."""
-    try:
-        model = load_model(folder)
-        ids, = generate(model, data.val[:16].tolist(), 96)
-        text = load_tokenizer(data.folder).decode(ids)
-    except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
-        text = f"(none: {error})"
-    return "\n".join("  | " + line for line in text.splitlines())
 
 
 def main():

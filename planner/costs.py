@@ -15,7 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from planner.memory import block_parameters, parts_of, tokens_of
-from schedules import closed_form, make_schedule, placement, simulate
+from schedules import make_schedule, placement, simulate
 
 
 def step_flops(job, recompute="none"):
@@ -170,6 +170,20 @@ def busiest_rank(job, layout, device):
     times = [Time().plus(e, part.embedding).plus(b, part.blocks).plus(h, part.head)
              for e, b, h in zip(embedding, block, head, strict=True)]
     return times, part
+
+
+def closed_form(name, P, m, v, costs):
+    """The published bubble, idle / (idle + work). None where its assumptions do not hold: comm = 0;
+    for zb-h1 and zb-h2 W <= F and enough microbatches to fill the pipeline, for zb-v F = I = W."""
+    f, i, w, comm = costs
+    depth = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(name, 0)
+    # For each later rank, 1F1B idles during an F, an I and a W; zb-h1 idles for F and I only, and
+    # fills one W's time of it with a W; zb-h2 and zb-v fill two
+    idle = (P - 1) * (f + i + {0: w, 1: -w, 2: -2 * w}[depth])
+    full = depth == 0 or (w <= f and m > depth * (P - 1))
+    if comm != 0 or idle < 0 or not full or (name == "zb-v" and not f == i == w):
+        return None
+    return idle / (idle + m * (f + i + w) * (v if name == "interleaved" else 1))
 
 
 @cache

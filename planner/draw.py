@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 import schedules
+from planner.costs import closed_form
 
 COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
 LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")
@@ -204,7 +205,7 @@ def schedules_command():
         if not args.compare:
             width = min(160, shutil.get_terminal_size((120, 24)).columns)
             print(schedule_text(timeline.times, width))
-        rate = schedules.closed_form(name, P, m, v, args.costs)
+        rate = closed_form(name, P, m, v, args.costs)
         formula = "     -" if rate is None else f"{rate:6.2%}"
         chunks = f" of 1/{len(where) // P} rank each" if len(where) > P else ""
         print(f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "

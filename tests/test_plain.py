@@ -17,6 +17,7 @@ from group import Group
 from mesh import Mesh
 from model import build
 from run.config import Config, check
+from run.demonstrations import NoReducer
 from shard import tag_whole
 from sizes import GPTConfig
 from tests.harness import (
@@ -165,7 +166,7 @@ def _plain_pipeline(rank, P, m, name):
         tensor_parallel.parallelize(mine, Group(mesh, "solo", [0], 0), defer=deferred.add)
         actions = schedules.lower(schedules.make_schedule(name, P, m), where)[rank]
         pipe = pipeline.Pipeline({rank: kind(mine.layers[a:b])}, where, group, (1, 8, 12),
-                                 torch.double, pipeline.NoReducer(), deferred)
+                                 torch.double, NoReducer(), deferred)
         loss = pipe.execute(actions, batches, tokens).item()
     loss = c.all_reduce(torch.tensor(loss, dtype=torch.double), group)
     close(loss, total.detach(), "loss")

@@ -18,7 +18,7 @@ import train
 from data.batches import Data
 from group import Group
 from mesh import Mesh
-from planner import draw
+from planner import costs, draw
 from run import timeline
 from sequence_parallel import Region
 from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
@@ -229,10 +229,10 @@ def test_schedules_have_the_published_bubble_and_memory(P, m, v):
         chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
         lists = schedules.make_schedule(name, P, m, chunks)
         t = schedules.simulate(lists, schedules.placement(name, P, chunks))
-        assert t.bubble == schedules.closed_form(name, P, m, chunks, (1, 1, 1, 0))
+        assert t.bubble == costs.closed_form(name, P, m, chunks, (1, 1, 1, 0))
         limit = {"gpipe": m, "zb-h2": 2 * P - 1, "zb-v": 2 * P, "interleaved": chunks * P + P - 1}
         assert max(t.peak_in_flight) <= limit.get(name, P)
-    assert schedules.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
+    assert costs.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
 
 
 def test_pipeline_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
