@@ -7,6 +7,8 @@ is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent b
     all_gather        each rank's own chunk is copied to all ranks        (N-1)/N n
     all_reduce        all ranks end with the sum of all: the two above    2 (N-1)/N n
 
+"Backward of X" below: autograd computes the gradient of X by this collective.
+
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring needs 2 (N-1) hops for it; a small
 tensor takes fewer, by the butterfly. All ranks end with the same bits.
 
@@ -59,14 +61,14 @@ def plain_all_reduce(tensor, group):
     return plain_all_gather(plain_reduce_scatter(tensor, group), group)
 
 
-# ---- the same ring, fast: two tricks make 64 MB on 2 ranks 1.86 times as fast ----
+# ---- the same ring, fast: two tricks make 64 MB on 2 ranks 2.2 times as fast ----
 #
 #   pieces          a chunk travels in pieces, and a piece is added while the next one travels
 #   early receives  the receives of the next pieces are posted ahead: a gloo send completes when it
 #                   meets its receive, so a receive that is already there saves a round trip
 
-# 64 MB on 2 ranks: pieces of 256 KB take 1.6 to 1.8 times as long as pieces of 1 MB, and pieces of
-# 2 MB take 5 to 15% less than those.
+# 64 MB on 2 ranks: pieces of 256 KB take 1.6 to 1.8 times as long as pieces of 1 MB; pieces of 2 MB
+# take 5 to 15% less than pieces of 1 MB.
 PIECE = 2 << 20  # bytes
 AHEAD = 8  # receives posted ahead
 
@@ -143,9 +145,9 @@ def ring(tensor, group, op, hops):
 
 
 # ---- fewer hops for small tensors ----
-# Up to SMALL bytes the latency of a hop costs more than its data. 4 KB on 4 ranks: the butterfly
-# takes 2.6 to 3.0 ms, the ring 3.9, gloo 5.3. A step of --tp 2 --pp 2: 450 ms with this limit, 518
-# with 256 KB.
+# Up to SMALL bytes the latency of a hop costs more than sending its bytes. 4 KB on 4 ranks: the
+# butterfly takes 2.6 to 3.0 ms, the ring 3.9, gloo 5.3. A step of --tp 2 --pp 2: 450 ms with this
+# limit, 518 with 256 KB.
 SMALL = 1 << 20  # bytes
 
 
@@ -163,11 +165,12 @@ class ButterflyStep(NamedTuple):
 
 
 def butterfly_steps(tensor, group):
-    """Halve, then double. N = 4, rank 1, a tensor of the quarters a b c d:
+    """Halve the part to sum, then double the complete part. N = 4, rank 1, a tensor of the quarters
+    q0 q1 q2 q3:
 
-        distance 2, with rank 3    sends c d, adds what arrives to a b
-        distance 1, with rank 0    swaps a b: both add, a b is complete on both
-        distance 2, with rank 3    sends a b, receives c d
+        distance 2, with rank 3    sends q2 q3, adds what arrives to q0 q1
+        distance 1, with rank 0    swaps q0 q1: both ranks add, q0 q1 is complete on both
+        distance 2, with rank 3    sends q0 q1, receives q2 q3
     """
     kept, halving, distance = tensor.view(-1), [], group.size // 2
     while distance > 1:
@@ -187,7 +190,7 @@ def butterfly(tensor, group, op):
     a + b = b + a. Rabenseifner 2004.
 
     All receives are posted at once, also a receive into a half that this rank has yet to send: the
-    peer sends the complete half only after it has received that one."""
+    peer sends its complete half only after it has received that half's terms."""
     steps = butterfly_steps(tensor, group)
     combine, _ = OPS[op]
     first = steps[0]
@@ -201,8 +204,8 @@ def butterfly(tensor, group, op):
                 if step is not first:
                     sends.append(group.send(step.out, step.peer))
                 receive.wait()
-                if step.out is step.total and sends:
-                    sends[-1].wait()  # the swap: the old value must have left
+                if step.out is step.total and sends:  # the swap: the old value must have left
+                    sends[-1].wait()  # (with N = 2 it is `first`, whose wait covers its send)
                 if step.total is not None:
                     combine(step.total, step.into)
             wait_all(sends)
@@ -251,10 +254,11 @@ def _all_reduce(tensor, group, op):
 
 
 def all_reduce(tensor, group, op="sum", async_op=False):
-    """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place. Its
-    own backward. Sends 2 (N-1)/N of the bytes."""
-    # The butterfly of two ranks is one exchange, which the caller can post without the thread of
-    # submit(), if no earlier work is pending: then both ranks post their messages in one order.
+    """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place. Sends
+    2 (N-1)/N of the bytes. Its own backward where the loss is the sum of the ranks' losses (where
+    all ranks compute one and the same loss, backward is the identity: see tensor_parallel.py)."""
+    # Between two ranks the butterfly is one exchange: post it here, without submit()'s thread, if
+    # no earlier work is pending. (Otherwise its messages could overtake those of earlier work.)
     if async_op and group.size == 2 and takes_butterfly(tensor, group) and not group.last.waits:
         return butterfly(tensor, group, op)
     return _all_reduce(tensor, group, op, async_op=async_op)
@@ -293,7 +297,7 @@ def reduce(tensor, group, root=0, op="sum"):
 
 
 @queued
-def _all_to_all(outputs, group, inputs):
+def _all_to_all(outputs, group, inputs):  # in the order of arguments that @queued wants
     r, N = group.rank, group.size
     works = []
     for distance in range(1, N):

@@ -1,8 +1,9 @@
-"""Context parallelism: the tokens of each sequence are split over C ranks (h is the width here).
+"""Context parallelism: the tokens of each sequence are split over C ranks.
 
 Split: tokens, and so the activations of all layers. Replicated: weights, whose gradients are summed
 over the ranks. Only attention lets tokens meet, so only attention sends, in one of two ways. Each
-rank sends per layer and microbatch, for h the width of its heads, in elements:
+rank sends per layer and microbatch, in elements, for h the width of its heads (the width of the
+model / T):
 
     ring        keys and values go around: 2 (C-1)/C b S h forward; in backward twice as many, as
                 their gradients (in fp32 at least) follow them.         arXiv 2310.01889
@@ -62,7 +63,8 @@ def plain_ring_attention(q, k, v, positions, group):
     Softmax needs the sum over all keys, but a rank sees S/C keys at a time. So keep numerator and
     denominator of   out = sum(exp(score) v) / sum(exp(score))   apart, and add to both."""
     kv, key_positions = torch.stack([k, v]), positions  # (2, B, nh, S/C, hs)
-    largest = q.new_full((*q.shape[:-1], 1), -math.inf)  # score so far: exp(score) would overflow
+    # The largest score so far; subtracted from all scores, as exp(score) could overflow
+    largest = q.new_full((*q.shape[:-1], 1), -math.inf)
     numerator = 0.0  # (B, nh, S/C, hs): sum of exp(score - largest) * value
     denominator = 0.0  # (B, nh, S/C, 1): sum of exp(score - largest)
     for hop in range(group.size):  # kv now belongs to the rank `hop` places before this one
@@ -89,7 +91,7 @@ def plain_ring_attention(q, k, v, positions, group):
 
 def kernel(q, k, v, causal):
     """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs). Returns out (B, nh, Sq, hs), the
-    logsumexp (B, nh, Sq), and a tuple of what else kernel_backward needs."""
+    logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout, unused."""
     aten = torch.ops.aten
     if q.is_cuda:  # 32 or 16 bits. Has been read, never run: no GPU was at hand
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
@@ -175,9 +177,9 @@ class RingAttentionFunction(torch.autograd.Function):
     def backward(ctx, grad):
         """Keys and values go around once more. In each hop this rank computes one term of their
         gradient, from its own queries. The sum of the terms follows its keys around the ring, one
-        hop behind: in hop i > 0 this rank receives the sum for the keys that it has, adds its term
-        and passes the sum on. The sum that arrives at the end is for this rank's own keys, and
-        lacks only this rank's term, of hop 0."""
+        hop behind: hop 1 starts a sum, for the previous rank's keys; in hop i > 1 this rank
+        receives the sum for the keys that it has, adds its term and passes the sum on. The sum that
+        arrives at the end is for this rank's own keys, and lacks this rank's term, of hop 0."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)
@@ -226,7 +228,7 @@ def swap(parts, group):
 def to_whole_sequences(x, group):
     """(..., nh, S/C, hs), tokens split by zigzag -> (..., nh/C, S, hs), all tokens in order."""
     received = swap(x.chunk(group.size, dim=-3), group)  # (..., nh/C, S/C, hs) from each rank
-    # C = 2: chunks 0 3 from rank 0, 1 2 from rank 1. Early: 0 1. Late, backwards: 3 2.
+    # C = 2: chunks 0 3 from rank 0, 1 2 from rank 1. early: 0 1, late: 3 2. Result: 0 1 2 3.
     early, late = zip(*(part.chunk(2, dim=-2) for part in received), strict=True)
     return torch.cat([*early, *reversed(late)], dim=-2)
 

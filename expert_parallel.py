@@ -4,14 +4,15 @@ the ranks of the experts they chose, and the outputs back (all-to-all, dispatch 
 model.MixtureOfExperts is the plain form: all experts on one rank. Split: rank e of E has experts
 e N/E .. (e+1) N/E - 1; gradients are summed over the D/E ranks with the same experts. Replicated:
 the router. Sent per rank, layer and microbatch if the experts are even: k b S C (E-1)/E elements
-for k experts per token, as many back, and twice that in backward. GShard, arXiv 2006.16668.
+for k experts per token, as many back, and in backward the same two again. GShard, arXiv 2006.16668.
 
 With tensor parallelism, whole experts are spread over the T ranks too. All T hold the same tokens:
 each sends those for 1/T of the experts, so together they send each token once (had each expert been
 split over T ranks, T times), and their outputs are partial sums, to be all-reduced as after any
-row-parallel layer. Weight gradients of experts are not deferred (zero bubble): I computes them.
+row-parallel layer. Under zero bubble (schedules.py) their weight gradients are not deferred.
 
-    python expert_parallel.py        who sends what, on 4 ranks        train.py --experts 8 --ep 2
+    python expert_parallel.py        who sends what, on 4 ranks
+    torchrun train.py --experts 8 --ep 2
 """
 
 from dataclasses import replace
@@ -55,7 +56,7 @@ def run_at_owners(experts, group, rows, counts):
     sent = [sum(counts[i * n : (i + 1) * n]) for i in range(E)]  # to each rank
     received = [sum(of_rank) for of_rank in to_run]  # from each rank
     rows = SendRows.apply(rows, sent, received, group)  # dispatch: sorted by rank, then by expert
-    # Run: gather the rows of each expert from all ranks, and put the outputs back in that order
+    # Run: collect the rows of each expert from all ranks, run it, and restore the received order
     parts = rows.split([count for of_rank in to_run for count in of_rank])  # [rank * n + expert]
     inputs = [torch.cat([parts[i * n + j] for i in range(E)]) for j in range(n)]  # of each expert
     outputs = [output.split([to_run[i][j] for i in range(E)])  # [expert][rank]
@@ -102,8 +103,8 @@ def spread_experts(model, mesh, sp=False):
     """Give each rank its experts: the ranks of the axes ep and tp share those of each block.
 
     In: a whole, tagged model, after parallelize (whose tags say that all T ranks hold the experts).
-    After: parameters of experts are this rank's, without values, tagged with its slice; fewer ranks
-    hold the same, so gradients are summed over fewer. Where E = T = 1 the experts stay as is."""
+    After: parameters of experts are this rank's slices, tagged as such; fewer ranks hold the same
+    slice, so gradients are summed over fewer. Where E = T = 1 the experts stay as is."""
     ep, cp, tp = (mesh.group(axis) for axis in ("ep", "cp", "tp"))
     same_experts = mesh.group("dp", "cp")  # the mesh axis dp has D/E ranks
     sp = sp and tp.size > 1

@@ -1,12 +1,12 @@
 """Groups of ranks, and the one method that every message passes through.
 
 A Group is some ranks in a ring order. Group.exchange posts a send, a receive or both, and returns a
-Work to wait for; Group.submit runs several of them in the background, after all earlier work of the
-group. The collectives (collectives.py) and the pipeline are made of these two, so bytes are counted
-and errors are named here. A message of n bytes takes latency + n / bandwidth.
+Work to wait for; Group.submit runs a function that exchanges messages in the background, after all
+earlier work of the group. The collectives (collectives.py) and the pipeline are made of these two,
+so bytes are counted and errors are named here. A message of n bytes takes latency + n / bandwidth.
 
-This file has gloo's manner (CPU): a send completes when its receive has been posted, and wait()
-blocks the process. nccl_group.py has NCCL's (CUDA), as subclasses of Group.
+This file is for gloo, torch's message library for CPUs: a send completes when its receive has been
+posted, and wait() blocks the process. nccl_group.py has subclasses for NCCL, the one for GPUs.
 """
 
 import re
@@ -74,8 +74,8 @@ class Group:
     A group of one has no communicator: collectives and exchanges do nothing there.
     """
 
-    # False: a receive may be posted long before its send. True: sends and receives of two ranks
-    # must be posted in the same order, both directions of an exchange as one (nccl_group.py).
+    # False: a receive may be posted long before its send (the ring does, for speed). True: sends
+    # and receives of two ranks must be posted in one order, an exchange as one (nccl_group.py).
     in_order = False
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
@@ -94,7 +94,7 @@ class Group:
         """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
         Return their Work. The two directions cannot block each other: gloo gets the receive first,
         NCCL gets both as one operation."""
-        ends, names = [], []
+        ends, names = [], []  # dist.irecv and isend mark the direction here: see post
         if recv is not None and recv.numel() > 0:
             ends.append((dist.irecv, recv, src))
             names.append(f"receive from rank {self.ranks[src]}")

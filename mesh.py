@@ -1,6 +1,7 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T):
+N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T). The D
+data ranks are two axes, dp of D/E and ep of E (E = 1 without experts):
 
     dp  data parallel     talks once per step, so it may cross the slowest links
     ep  expert parallel   talks in each layer's experts; E of the D data ranks share the experts
@@ -10,9 +11,10 @@ N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E,
 
 A group along some axes: the ranks that differ in these axes only. With D = P = T = 2 and rank 5,
 mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is one full copy of
-the model (a replica). A collective in a group of one does nothing, so code need not ask for sizes.
+the model (a replica). A collective (an operation that all ranks of a group call together) does
+nothing in a group of one, so code need not ask for sizes.
 
-    python mesh.py 2 1 2 1 2        the ranks in rows, and every group of the mesh
+    python mesh.py 2 1 2 1 2        sizes of dp ep pp cp tp: prints the ranks and every group
 """
 
 import math
@@ -41,8 +43,8 @@ def lay_out(sizes, axes):
 
 
 class Mesh:
-    """The world's ranks on named axes, the outermost first: Mesh(dp=2, pp=2, tp=2). Making a group
-    is a collective: all ranks ask for the same groups in the same order."""
+    """The world's ranks on named axes, the outermost first: Mesh(dp=2, pp=2, tp=2). All ranks make
+    the same groups in the same order."""
 
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.sizes, self.device = sizes, torch.device(device)
@@ -86,14 +88,14 @@ class Mesh:
 
     def communicator(self, name, ranks):
         with naming(f"rank {self.rank}: joining group {name}"):
-            # NCCL's watchdog aborts the process at this limit: Group.read is to speak before it
+            # NCCL's watchdog aborts the process at this limit; CudaGroup.read raises earlier
             limit = self.timeout * (2 if self.device.type == "cuda" else 1)
             return dist.new_group(ranks, timeout=timedelta(seconds=limit))
 
 
 def grid(sizes):
-    """The ranks as text: the innermost axis across, one row for each place on the outer axes of
-    more than one rank."""
+    """The ranks as text. One row per index of the outer axes (those of size 1 are left out); in a
+    row, the innermost axis."""
     *outer, inner = sizes
     outer = [axis for axis in outer if sizes[axis] > 1]
     places = product(*([f"{axis[0]}={i}" for i in range(sizes[axis])] for axis in outer))

@@ -4,13 +4,14 @@
 
 Learned positions, pre-LayerNorm, GELU (tanh), one matrix (c_attn) for q, k and v, tied embedding,
 no dropout; parameters are named as in GPT-2 and nanoGPT. Radford et al. 2019. Letters in shapes:
-B sequences of S tokens, C wide; nh heads of hs each; N experts, k of them per token. Sizes, for L
-blocks and a vocabulary of V words (arXiv 2104.04473):
+B sequences of S tokens, C wide; nh heads of hs each; N experts, k of them per token (elsewhere N is
+also a number of ranks, and b the sequences of a microbatch). Sizes, for L blocks and a vocabulary
+of V words (arXiv 2104.04473):
 
     parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C   FLOPs per token = 6 Psi + 12 L C S
 
-Other files replace whole layers, or one attribute of a layer: a comment beside each such attribute
-names the function that replaces the attribute.
+tensor_parallel.parallelize replaces linear layers, embedding and loss. Beside every other attribute
+that another file replaces, a comment names the function.
 """
 
 import hashlib
@@ -49,7 +50,8 @@ class Attention(nn.Module):
         # The attention function. Replaced in context_parallel.split_sequences, where the tokens of
         # a sequence are spread over ranks, and in sample.generate, which caches keys and values.
         self.core = causal_attention
-        self.uncompiled = ()  # see MixtureOfExperts; replaced in context_parallel.split_sequences
+        # Names of attributes that torch.compile skips; replaced in context_parallel.split_sequences
+        self.uncompiled = ()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -92,7 +94,7 @@ class Experts(nn.Module):
 
         The experts run one after the other: on a CPU, padding all inputs to one size and batching
         them takes 1.4 to 1.8 times as long. An expert without tokens (n_i = 0) runs too, so that
-        its gradient is zero and not None."""
+        backward reaches a rank's experts even if none of them has a token."""
         outputs = []
         for x, W1, b1, W2, b2 in zip(inputs, self.c_fc.weight.unbind(), self.c_fc.bias.unbind(),
                                      self.c_proj.weight.unbind(), self.c_proj.bias.unbind(),
@@ -106,7 +108,7 @@ class MixtureOfExperts(nn.Module):
     """Replaces the MLP with --experts N: a router and N experts. The router scores all experts for
     each token; the token runs through the k with the highest scores, and their outputs are summed,
     weighted by k gates (the softmax of those scores). An expert has 4C/k hidden units, so the layer
-    has N/k times the MLP's parameters at its FLOPs. Dropless: an expert takes any number."""
+    has N/k times the MLP's parameters at its FLOPs. Dropless: an expert runs all its tokens."""
 
     # Attributes that train.py excludes from torch.compile: they send messages, sizes depend on data
     uncompiled = ("core", "all_tokens")
@@ -132,8 +134,8 @@ class MixtureOfExperts(nn.Module):
         Dispatch: each expert gets the tokens that chose it. Combine: the outputs of a token's k
         experts are added up, each times its gate. Returns (B, S, C)."""
         tokens, gates, chosen = x.flatten(0, 1), gates.flatten(0, 1), chosen.flatten(0, 1)
-        # chosen = [[0, 2], [2, 1]]: expert 2 gets token 0 as its choice 1, token 1 as its choice 0,
-        # so assigned[2] = ([0, 1], [1, 0])
+        # chosen = [[0, 2], [2, 1]]: expert 2 is choice 1 of token 0 and choice 0 of token 1, so
+        # assigned[2] = ([0, 1], [1, 0])
         assigned = [(chosen == i).nonzero(as_tuple=True) for i in range(self.n_experts)]
         outputs = self.experts([tokens[token] for token, _ in assigned])  # (n_i, C) each
         y = torch.zeros_like(tokens)  # (B * S, C)
@@ -197,7 +199,7 @@ class Head(nn.Module):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss = CrossEntropy(config.vocab_size)  # called beside forward: see GPT.forward
+        self.loss = CrossEntropy(config.vocab_size)  # called after forward, by GPT and Stage
 
     def forward(self, x):  # (B, S, C)
         return self.lm_head(self.ln_f(x))  # (B, S, V) logits

@@ -52,7 +52,8 @@ class Optimizer:
         if self.owned:
             self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
         # How many ranks of norm_group hold the same piece: those that share the slice, by the tag,
-        # times the data ranks in the group, unless ZeRO splits the slice over them
+        # times the data ranks in norm_group (the E ranks of --ep, for all but experts; under ZeRO
+        # all D, which split the slice)
         copies = []
         for bucket in reducer.buckets:
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards
@@ -72,9 +73,9 @@ class Optimizer:
         return (norms.double().square() / self.copies).sum()
 
     def step(self, lr, scale=1.0):
-        """Step this rank's shards, with gradients times `scale` (in place; 16-bit gradients in a
-        32-bit copy that lives until the end of the step), and send the new weights. After: every
-        rank has the new weights, or gathers them before it uses them (ZeRO-3)."""
+        """Step this rank's shards, with gradients times `scale`, and send the new weights. After:
+        every rank has the new weights, or gathers them before it uses them (ZeRO-3). The scale is
+        applied in place; 16-bit gradients are scaled in a 32-bit copy, freed after the step."""
         for bucket in self.reducer.buckets:
             grad_shard = bucket.grad_shard.to(bucket.master.dtype)  # itself, if as wide
             if scale != 1.0:

@@ -28,14 +28,16 @@ from schedules import cut, lower, make_schedule, placement
 def plain_1f1b(stage, group, batches, shape, tokens):
     """1F1B (one forward, one backward) at its plainest, with one stage on each rank.
 
-    In: stage, this rank's Stage (below); batches, the (ids, targets) of each microbatch, the same
-    on every rank; shape of an activation, (b, S, C); tokens, their number in all microbatches.
-    Out: this rank's parameters have their gradients. Returns the loss per token on the last rank,
-    0 on all others.
+    In: stage, this rank's Stage (below); batches, the (ids, targets) of each microbatch of this
+    replica, the same on all ranks of the group; shape of an activation, (b, S, C); tokens, the
+    number of tokens in the batch of all replicas.
+    Out: this rank's parameters have their gradients. Returns this replica's part of the loss per
+    token on the last rank, 0 on all others.
 
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward:
     warm up F0 F1, steady state F2 B0 F3 B1 F4 B2 F5 B3, cool down B4 B5.
     """
+    # nccl_group.py
     assert not group.in_order, "NCCL runs messages in the order they are posted: use Pipeline"
     m, rank, last = len(batches), group.rank, group.size - 1
     in_flight = deque()  # (input, output) of each microbatch between its forward and its backward
@@ -223,7 +225,7 @@ class Pipeline:
                 # ZeRO-2 and 3 reduce gradients after every microbatch, the others after the last
                 reduce = kind in ("B", "W") and (
                     self.reducer.every_microbatch or action == last[s])
-                if reduce:  # None: a B adds to all gradients of the stage, a W to deferred ones
+                if reduce:  # B: all gradients of the stage (None). W: only those that it deferred
                     self.reducer.expect(s, uses_in(self.weight_work[s, k]) if kind == "W" else None)
                 with (self.span(kind, stage=s, microbatch=k),
                       torch.set_grad_enabled(training and kind != "W")):

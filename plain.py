@@ -1,16 +1,21 @@
-"""The whole project on one page: D x P x T ranks train a GPT, each technique in its plainest form.
+"""The whole project on one page: ranks train a GPT together, each technique in its plainest form.
+
+A rank is one process. D replicas of the model each train on 1/D of the batch. A replica is cut into
+P stages of consecutive layers, for P ranks, and each matrix of a stage into T slices, for T ranks.
+A replica's batch goes through its stages in microbatches.
 
     python plain.py                                          one process
     torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 1          eight: it starts the other seven
 
-Every layout prints the losses and norms of `python train.py`. (In float32 the last digit may differ
-after some ten steps, as it may between any two layouts: sums are rounded in another order.)
+Every layout prints the losses and norms of `python train.py --log-interval 1`. (In float32 the last
+digit may differ after some ten steps, as between any two layouts: sums are rounded in another
+order. After step 150 the learning rate depends on --steps.)
 
 A step meets the techniques in the order of this page: this rank's part of the model, forward and
 backward of the microbatches, sum of the gradients, clipping, AdamW. train.py composes the fast
 forms of the same techniques. Here nothing overlaps, embedding and head are whole on all T ranks,
-1F1B is the only schedule and ZeRO-1 the only stage, on CPUs, without checkpoints; split sequences
-(context_parallel.py) and experts (expert_parallel.py) are left out.
+1F1B is the only schedule, ZeRO-1 the only ZeRO, on CPUs, without checkpoints; split sequences and
+experts are left out.
 """
 
 import argparse
@@ -48,9 +53,11 @@ def part_of_model(cfg, mesh, vocab_size):
     starts from the same whole model, so from the same weights."""
     shape = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
     model = build(shape, cfg.seed, getattr(torch, cfg.dtype))
-    tag_whole(model, data=mesh.group("dp"))  # each parameter's tag: name, slice, sums to take
+    # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over
+    tag_whole(model, data=mesh.group("dp"))
     plain_tensor_parallel(model, mesh.group("tp"))
-    tie_ends(model.layers, mesh.ends("pp"))  # the embedding's matrix is also the head's
+    # Embedding and head share one matrix: tag it, so that both stages' gradients are summed
+    tie_ends(model.layers, mesh.ends("pp"))
     pipeline = mesh.group("pp")
     start, stop = cut(shape.layer_costs(), pipeline.size)[pipeline.rank]
     return Stage(model.layers[start:stop])
@@ -61,17 +68,17 @@ class Flat:
     ZeRO can give each data rank 1/D of the elements."""
 
     def __init__(self, params, weight_decay):
-        def side_by_side(value_of):
+        def side_by_side(value_of):  # value_of(param): a tensor, or one number for all its elements
             return torch.cat([(torch.zeros_like(param) + value_of(param)).flatten()
                               for param in params])
 
         self.weights = side_by_side(lambda param: param.detach())
         self.grad = torch.zeros_like(self.weights)
         self.decay = side_by_side(lambda param: weight_decay * decays(param.shard))
-        # An element of the norm that several ranks hold counts once: each adds its share
+        # In the global norm each element counts once: each rank adds 1/copies of its square
         self.share = side_by_side(lambda param: 1 / param.shard.copies)
         start = 0
-        for param in params:  # from now on views: autograd adds each gradient in place
+        for param in params:  # param and param.grad become views: autograd adds in place
             part = slice(start, start + param.numel())
             param.data = self.weights[part].view(param.shape)
             param.grad = self.grad[part].view(param.shape)
@@ -83,8 +90,8 @@ class Flat:
 
 class AdamW:
     def __init__(self, cfg, flat, norm_group, own):
-        """own(buffer): the elements that this rank steps. norm_group: the ranks that together have
-        every gradient."""
+        """own(buffer): the elements that this rank steps. norm_group: the ranks that together hold
+        every gradient of the model."""
         self.cfg, self.norm_group, self.num_steps = cfg, norm_group, 0
         self.decay, self.share = own(flat.decay), own(flat.share)
         self.mean = torch.zeros_like(own(flat.weights))  # of the gradients so far
@@ -92,8 +99,8 @@ class AdamW:
 
     def step(self, weights, grad):
         """One step, in place. Returns the global gradient norm, the same on every rank."""
-        square = (grad.double().square() * self.share).sum().view(1)
-        norm = math.sqrt(plain_all_reduce(square, self.norm_group).item())
+        norm_square = (grad.double().square() * self.share).sum().view(1)
+        norm = math.sqrt(plain_all_reduce(norm_square, self.norm_group).item())
         grad *= clip_coefficient(norm, self.cfg.grad_clip)
         beta1, beta2, lr = self.cfg.beta1, self.cfg.beta2, learning_rate(self.cfg, self.num_steps)
         self.num_steps += 1
@@ -114,7 +121,7 @@ def training_steps(cfg, mesh, data):
     stage = part_of_model(cfg, mesh, data.vocab_size)
     params = list(stage.parameters())
     flat = Flat(params, cfg.weight_decay)
-    if cfg.zero:  # each data rank steps 1/D of the elements: the norm's parts are on all ranks
+    if cfg.zero:  # each data rank steps 1/D: only all ranks together hold every gradient
         adamw = AdamW(cfg, flat, mesh.world, lambda buffer: own_chunk(buffer, replicas))
     else:
         adamw = AdamW(cfg, flat, mesh.group("pp", "tp"), lambda buffer: buffer)
@@ -129,7 +136,7 @@ def training_steps(cfg, mesh, data):
 
         # sum of the gradients: of the tied embedding over its two stages, then of all over replicas
         for param in params:
-            for group in param.shard.sum_over[1:]:
+            for group in param.shard.sum_over[1:]:  # the first group is the replicas: see below
                 plain_all_reduce(param.grad, group)
         if cfg.zero:
             norm = plain_zero_step(flat.weights, flat.grad, replicas, adamw.step)

@@ -1,9 +1,10 @@
 """Pipeline schedules as data: which rank runs which microbatch of which stage, in which order.
 
-P ranks have v stages each, their chunks; the batch is cut into m microbatches. A schedule is a list
-of actions per rank: make_schedule makes the lists, validate checks them, lower adds the messages,
-simulate times them. Bubble (idle share of the time; for zb-h1, -h2 idle time) and microbatches in
-flight on a rank, for a forward of F and a backward of B = I + W:
+P ranks have v stages each (called the rank's chunks); the batch is cut into m microbatches. A
+schedule is a list of actions per rank: make_schedule makes the lists, validate checks them, lower
+adds the messages, simulate times them. A forward takes F and a backward B = I + W (I: gradient of
+the stage's input, W: of its weights). Bubble (idle share of the time; for zb-h1, -h2 idle time) and
+microbatches in flight on a rank:
 
     gpipe        (P-1)/(m+P-1)                  m                      arXiv 1811.06965
     1f1b         (P-1)/(m+P-1)                  min(P-rank, m)         arXiv 1806.03377
@@ -155,8 +156,8 @@ def make_schedule(name, P, m, v=1):
 
 
 def actions_of(name, P, m, v, rank):
-    """One rank's list. "F1", "F1" on rank 0 of 2 become F(stage 2, microbatch 0), F(stage 2,
-    microbatch 1)."""
+    """One rank's list. interleaved, P = 2, v = 2, rank 0: the first two "F1" become
+    F(stage 2, microbatch 0) and F(stage 2, microbatch 1)."""
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]  # of each chunk
     count, actions = Counter(), []  # count["F1"]: how many came so far
     for token in SCHEDULES[name](P, m, v, rank):
@@ -252,8 +253,8 @@ def lower(lists, where):
 
     The result cannot deadlock, although a send and its receive block until both ranks have reached
     them: sort all actions by their start in play(), and put each pair where its data is ready. Each
-    rank's list is a part of this one order. So the earliest action not done is the next one on
-    every rank that takes part (both ranks, for a pair), and can run."""
+    rank runs its actions in this one global order. So the earliest action not yet done is next in
+    the list of every rank that takes part in it, and can run."""
     events = []  # (time, 0 for messages or 1, start, rank, action): the middle three order ties
     for rank, action, start, end in play(lists, where):
         events.append((start, 1, start, rank, action))
@@ -269,7 +270,7 @@ def validate(lists, where):
     and that no rank waits forever when sends and receives block. ValueError, with rank and action,
     if not. Lists without messages are lowered first; lists with messages are checked as given."""
     got = Counter((rank, action) for rank, actions in enumerate(lists) for action in actions)
-    split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # B is I and W here
+    split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # split backwards
     lowered = any(a.kind in MESSAGES for _, a in got)
     m = 1 + max((a.microbatch for _, a in got), default=0)
     want = [Action(kind, s, k) for k in range(m) for s in range(len(where))

@@ -2,15 +2,15 @@
 
 Between a row-parallel layer and the next column-parallel one (tensor_parallel.py) T ranks hold the
 same activations and repeat the same work: bias, residual, LayerNorm. But an all-reduce is a
-reduce-scatter and an all-gather, and that work is done token by token. So place it between the two,
-on 1/T of the tokens per rank:
+reduce-scatter and an all-gather, and bias, residual and LayerNorm treat each token by itself. So
+place them between the two halves, on 1/T of the tokens per rank:
 
     without --sp   row -> all-reduce     -> LayerNorm of S tokens                 -> column
     with --sp      row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent: the same 2 (T-1)/T b S C elements, and half of that again per column in backward, which
-gathers x once more because only 1/T of x was saved. Held: all that a block saves / T (where weight
-gradients are deferred, the gathered x waits with them). arXiv 2205.05198
+Sent per row and column: as much as one all-reduce, 2 (T-1)/T b S C elements, and half of that again
+per column in backward, which gathers x once more because only 1/T of x was saved. Held: all that a
+block saves / T (where weight gradients are deferred, so is the gathered x). arXiv 2205.05198
 
     python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
 """

@@ -4,8 +4,9 @@ Initial values, the sum of gradients, the global norm, ZeRO and checkpoints read
 technique by name. Each technique writes into the tag:
 
     data and context     gradient terms are to be summed over the replicas, which see other tokens
-    tensor parallelism   a rank holds these rows or columns; or all T ranks hold the same slice
-                         (replicated). Under --sp these see different tokens: gradients are summed
+    tensor parallelism   a rank holds these rows or columns, or all T ranks hold the whole
+                         (replicated); under --sp the T ranks see different tokens, so gradients
+                         of replicated parameters are summed over them
     expert parallelism   a rank holds these experts; fewer replicas hold the same ones
     pipeline             two stages hold the tied embedding, each with one term of its gradient
 """
@@ -77,7 +78,7 @@ def tag_whole(model, data):
 
 
 def take_slice(full, tag):
-    """A new parameter that holds, and is tagged as, this slice of a full one; on the meta device a
+    """A new parameter: the tag's slice of `full`, tagged with `tag`. On the meta device it has a
     shape only."""
     part = torch.nn.Parameter(tag.slice(full.detach()).clone())
     part.shard = tag
@@ -99,8 +100,9 @@ def split(full, dim, group, parts=1):
 
 
 def tag_replicated(model, group, sum_gradients):
-    """After a group has split a model: tag each parameter that it did not split as held by all its
-    ranks, and, if these see different tokens, its gradient as a sum over them."""
+    """Call it after `group` has split a model. Tags each parameter that was not split as held by
+    all ranks of the group. sum_gradients: these ranks see different tokens, so the gradient of such
+    a parameter is to be summed over the group."""
     for param in model.parameters():
         if group.size > 1 and param.shape == param.shard.shape:
             param.shard.shared_by += (group,)
@@ -116,6 +118,7 @@ def pad_vocabulary(model, multiple):
     weight = embedding.weight
     rows = weight.size(0)
     if rows % multiple:
+        # on the meta device: Bucket (ddp.py) allocates the rows, and fills them with zeros
         padded = weight.new_empty(rows + -rows % multiple, weight.size(1))
         embedding.weight = head.weight = torch.nn.Parameter(padded)
         head.weight.shard = weight.shard

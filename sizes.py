@@ -1,5 +1,4 @@
-"""Sizes of a model, its FLOPs, and bytes per parameter. Imports no torch, which takes seconds: the
-planner and the command line start at once."""
+"""Sizes of a model, its FLOPs, and bytes per parameter: plain numbers, without importing torch."""
 
 from dataclasses import dataclass
 
@@ -32,7 +31,8 @@ class GPTConfig:
 
 
 def bytes_per_parameter(zero, ranks, width=2, grad_width=None):
-    """(weights, gradients, optimizer) bytes per parameter on a rank, for ZeRO stage `zero`.
+    """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
+    (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
     width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy, exp_avg and
     exp_avg_sq: 12 bytes. Wider weights are their own master. grad_width: bytes of a gradient, if

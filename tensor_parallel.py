@@ -6,9 +6,10 @@
     LayerNorm, wpe and the biases of c_proj are replicated.
 
 Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements; the embedding
-adds one forward, the head one backward, the loss two, of 3 b S. --sp adds half an all-reduce for
-each column. A block saves for backward, per token: 4 C + 4 elements, and 1/T of 12 C and of nh in
-32 bits or more (attention's); under --sp 1/T of all; with --recompute only its input, C.
+adds one forward, the head one backward, the loss two, together 3 b S elements. --sp adds half an
+all-reduce per column. A block saves per token 4 C + 4 elements whole (LayerNorms), and 1/T of 12 C
+elements and of nh logsumexps (attention's, 32 bits at least); with --sp 1/T of all of it; with
+--recompute its input, C.
 Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
@@ -29,8 +30,9 @@ from shard import bounds, split, tag_replicated, tag_whole
 #   rank 1   x  [ W1 lower ]   h, right half   [ W2 right ]   partial y /  + = y on both
 #
 # A hidden unit is a column of W1^T and a row of W2^T. Hidden units do not meet before W2 adds them
-# up. So a block's MLP needs one all-reduce forward (g, after the row) and one backward (f, before
-# the column). Attention is the same with heads in the place of hidden units.
+# up. So a block's MLP needs one all-reduce forward, after the row (SumOverRanks, Megatron's g), and
+# one backward, before the column (CopyToRanks, f). Attention is the same, with heads in the place
+# of hidden units.
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -48,8 +50,9 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Megatron's g. Forward: the sum of the ranks' partial sums. Backward: d(sum)/d(term) = 1, so
-    the gradient passes through unchanged."""
+    """Megatron's g. Forward: the sum of the ranks' partial sums. Backward: all ranks compute the
+    same loss from the sum, and it counts once; d(sum)/d(term) = 1, so the gradient passes through
+    unchanged."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -98,9 +101,10 @@ def plain_tensor_parallel(model, group):
 
 # ---- the same, 2 to 8% faster: overlaps the all-reduce of grad_x with computing grad_W ----
 #
-# `region` says how x enters and y leaves: with --sp by an all-gather and a reduce-scatter. `defer`
-# gets the weight gradient as a function and its arguments: compute_now calls it; Deferred.add
-# (pipeline.py, zero bubble) may queue it and return None for each gradient that comes later.
+# region (sequence_parallel.py): region.enter(x) before a column, region.leave(y) after a row.
+# Without --sp enter does nothing and leave all-reduces; with --sp all-gather and reduce-scatter.
+# defer(fn, *args) computes weight gradients: compute_now does at once; Deferred.add (pipeline.py,
+# zero bubble) may queue fn and its arguments, and return None for each gradient that comes later.
 
 
 def weight_gradients(grad, x, weight, bias):
@@ -128,11 +132,12 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,), grad = ctx.saved_tensors, grad.contiguous()
         entering = ctx.region.start_enter(x)
-        grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp; x is on its way
+        grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp; --sp: x on its way
         x = entering()
         leaving = ctx.region.start_leave(grad_x)
         del entering, grad_x  # under --sp these hold copies of b S C elements
-        grads = ctx.defer(weight_gradients, grad, x, ctx.weight, ctx.bias)  # grad_x is on its way
+        # overlaps with the reduction of grad_x
+        grads = ctx.defer(weight_gradients, grad, x, ctx.weight, ctx.bias)
         return leaving(), *grads, None, None
 
 
@@ -254,8 +259,8 @@ def parallelize(model, group, sp=False, defer=None):
     T must divide n_head and, with sp, the tokens of a sequence on this rank. Call it after
     split_sequences (context_parallel.py).
 
-    A group of one keeps torch's own layers (an autograd function in Python costs 45 us each), but
-    for `defer`, which only ColumnLinear and RowLinear know."""
+    A group of one keeps torch's own layers, as an autograd function in Python costs 45 us; unless
+    `defer` is given, which only ColumnLinear and RowLinear know."""
     sp = sp and group.size > 1
     region = Region(group, sp)
     embedding, *blocks, head = model.layers

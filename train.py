@@ -131,7 +131,7 @@ class Trainer:
         if not cfg.init_from or cfg.resume != "no":
             return lambda shard: shard.slice(
                 initial_value(shard.name, shard.shape, config, cfg.seed))
-        with checkpoint.together(self.mesh.world):
+        with checkpoint.together(self.mesh.world):  # an error on one rank ends all
             given = read_weights(cfg.init_from, shapes, config)
         return lambda shard: shard.slice(given(shard.name))
 
@@ -177,8 +177,9 @@ class Trainer:
 
     def validation_loss(self, data, batches=None):
         """Mean loss over all validation windows, or the first batches of them, on every rank."""
-        windows, batches = data.validation(self.cfg, self.mesh, batches)
-        loss = sum(self.loss(self.forwards, batch) for batch in batches).view(1)
+        windows, microbatches = data.validation(self.cfg, self.mesh, batches)
+        loss = sum(self.loss(self.forwards, batch) for batch in microbatches).view(1)
+        # loss() divides by the tokens of a batch: divide by those of all windows. T ranks hold each
         loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
         return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0]
 
@@ -254,7 +255,10 @@ def train(cfg, data, mesh):
             break
         if cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps:
             save(done)
-    good = (save(done) if done > start or not saved else saved) and not skipped
+    last = saved
+    if done > start or not saved:
+        last = save(done)
+    good = last and not skipped
     if trainer.stopping:
         log.say(f"stopped by a signal; --resume auto goes on from {saved or 'the start'}")
         return saved is not None, log

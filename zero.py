@@ -1,5 +1,5 @@
-"""ZeRO: shards what data parallelism replicates. Each of D ranks keeps 1/D of every layer's flat
-buffer, and steps that shard. ZeRO-1, 2 and 3 each shard one thing more.
+"""ZeRO: shards what data parallelism replicates. Each layer is one flat buffer of weights, and each
+of D ranks runs the optimizer on 1/D of it. ZeRO-1, 2 and 3 each keep one thing more as 1/D only.
 
       sharded                    bytes per parameter (16-bit training)   elements sent per step
     0 nothing: DDP               16 = 2 weights + 2 gradients + 12 Adam  2 Psi (D-1)/D
@@ -87,13 +87,13 @@ class ZeRO2(ZeRO1):
 
     def collect(self, param, bucket):
         """Move param.grad into its bucket. A gradient that arrives before expect() for its layer
-        (LayerNorm's, under zero bubble: I comes before W) stays in param.grad until then."""
+        (LayerNorm's, under zero bubble, where weight gradients come later) stays in param.grad."""
         if bucket in self.filling:
             self.move(param, bucket)
 
     def move(self, param, bucket):
         """Add param.grad to the bucket's full gradient, which lives until it is reduced."""
-        if bucket.grad is None or bucket is self.reducing:
+        if bucket.grad is None or bucket is self.reducing:  # pending, for an earlier microbatch
             self.keep_shard()  # frees another bucket's full gradient first
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
         bucket.view(bucket.grad, param).add_(param.grad)
@@ -123,8 +123,8 @@ class ZeRO2(ZeRO1):
 
 
 class ZeRO3(ZeRO2):
-    """Shards weights too: gathers a layer's just before the layer runs, while the layer before it
-    computes, and frees them after it. At most two layers' full weights exist at a time."""
+    """Shards weights too: gathers a layer's weights while the layer before it computes, and frees
+    them after the layer has run. At most two layers' full weights exist at a time."""
 
     zero = 3
 
