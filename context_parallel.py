@@ -80,12 +80,11 @@ def plain_ring_attention(q, k, v, positions, group):
     return numerator / denominator
 
 
-# ---- the same, fast. Four tricks ----
-#   kernels   torch's fused attention computes each hop: no S/C x S/C matrix of scores in memory
-#   merge     such a kernel also returns the logsumexp of each query's scores, log(sum(exp(score)));
-#             results over two sets of keys merge by their logsumexps
+# ---- the same, fast ----
+#   kernels   torch's fused attention computes each hop: no matrix of scores is in memory. It also
+#             returns each query's logsumexp, log(sum(exp(score))), by which results are merged.
 #   overlap   the next keys and values travel during the computation
-#   skip      parts of the scores that the mask removes entirely are not computed
+#   skip      chunks of keys that the mask hides entirely are left out
 
 
 def kernel(q, k, v, causal):
@@ -153,8 +152,7 @@ class RingAttentionFunction(torch.autograd.Function):
         kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
         for hop in range(group.size):
-            is_last_hop = hop == group.size - 1
-            if not is_last_hop:  # overlap: send kv on, while this hop computes with kv
+            if hop < group.size - 1:  # overlap: send kv on, while this hop computes with kv
                 next_kv, passing = start_passing(kv, group)
             # C = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
             key_rank = (group.rank - hop) % group.size
@@ -165,7 +163,7 @@ class RingAttentionFunction(torch.autograd.Function):
                     out, lse, ctx.rest = part.to(wide), part_lse, rest
                 else:
                     merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
-            if not is_last_hop:
+            if hop < group.size - 1:
                 passing.wait()
                 kv = next_kv
         out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
@@ -185,8 +183,7 @@ class RingAttentionFunction(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float)
         grad_kv, passing_grad = torch.zeros_like(kv, dtype=wide), Work()  # hop 1 starts a new sum
         for hop in range(group.size):
-            is_last_hop = hop == group.size - 1
-            if not is_last_hop:
+            if hop < group.size - 1:
                 next_kv, passing = start_passing(kv, group)
             key_rank = (group.rank - hop) % group.size
             queries, keys, causal = visible(group.rank, key_rank, half)
@@ -202,7 +199,7 @@ class RingAttentionFunction(torch.autograd.Function):
                 grad_kv[0][:, :, keys] += dk
                 grad_kv[1][:, :, keys] += dv
                 grad_kv, passing_grad = start_passing(grad_kv, group)
-            if not is_last_hop:
+            if hop < group.size - 1:
                 passing.wait()
                 kv = next_kv
         passing_grad.wait()
@@ -230,10 +227,8 @@ def to_whole_sequences(x, group):
     """(..., nh, S/C, hs), tokens split by zigzag -> (..., nh/C, S, hs), all tokens in order."""
     received = swap(x.chunk(group.size, dim=-3), group)  # (..., nh/C, S/C, hs) from each rank
     # C = 2: chunks 0 3 from rank 0, 1 2 from rank 1. Early: 0 1. Late, backwards: 3 2.
-    early = [part.chunk(2, dim=-2)[0] for part in received]
-    late = [part.chunk(2, dim=-2)[1] for part in received]
-    late.reverse()
-    return torch.cat(early + late, dim=-2)
+    early, late = zip(*(part.chunk(2, dim=-2) for part in received), strict=True)
+    return torch.cat([*early, *reversed(late)], dim=-2)
 
 
 def to_own_tokens(x, group):

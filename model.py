@@ -22,8 +22,6 @@ import torch.nn.functional as F
 
 
 class Embedding(nn.Module):
-    """Token embedding plus position embedding."""
-
     def __init__(self, config):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -51,9 +49,7 @@ class Attention(nn.Module):
         # The attention function. Replaced in context_parallel.split_sequences, where the tokens of
         # a sequence are spread over ranks, and in sample.generate, which caches keys and values.
         self.core = causal_attention
-        # Names of attributes that train.py excludes from torch.compile, because they send messages.
-        # Replaced in context_parallel.split_sequences.
-        self.uncompiled = ()
+        self.uncompiled = ()  # see MixtureOfExperts; replaced in context_parallel.split_sequences
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -73,9 +69,6 @@ class MLP(nn.Module):
 
     def forward(self, x):  # (B, S, C)
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # (B, S, C)
-
-
-# ---- mixture of experts: with --experts N each block has this in place of its MLP ----
 
 
 class StackedLinear(nn.Module):
@@ -110,12 +103,12 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and N experts. The router scores all experts for each token. The token runs through
-    the k experts with the highest scores, and their outputs are summed, weighted by k gates (the
-    softmax of those k scores). An expert has 4C/k hidden units, so the layer has N/k times the
-    MLP's parameters at the MLP's FLOPs. Dropless: no limit on the tokens of an expert."""
+    """Replaces the MLP with --experts N: a router and N experts. The router scores all experts for
+    each token; the token runs through the k with the highest scores, and their outputs are summed,
+    weighted by k gates (the softmax of those scores). An expert has 4C/k hidden units, so the layer
+    has N/k times the MLP's parameters at its FLOPs. Dropless: no limit on an expert's tokens."""
 
-    # Names of attributes that train.py excludes from torch.compile: their sizes depend on the data
+    # Attributes that train.py excludes from torch.compile: they send messages, sizes depend on data
     uncompiled = ("core", "all_tokens")
 
     def __init__(self, config):
@@ -128,8 +121,7 @@ class MixtureOfExperts(nn.Module):
         # Sums counts (B, N) over the ranks that hold other tokens of the same sequences. Replaced
         # in expert_parallel.spread_experts; one process holds all tokens.
         self.all_tokens = lambda counts: counts
-        # How much of `balance` is added to the loss. Replaced in expert_parallel.Routing.
-        self.balance_weight = 0.01
+        self.balance_weight = 0.01  # of balance in the loss; replaced in expert_parallel.Routing
         # Load-balance term of the last forward, summed over its tokens: 1 per token when the
         # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437).
         self.balance = None
@@ -212,8 +204,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. forward(idx) returns logits; forward(idx, targets) the loss, summed over
-    tokens."""
+    """The whole model. forward(idx) returns logits; forward(idx, targets) the summed loss."""
 
     def __init__(self, config):
         super().__init__()
@@ -237,9 +228,8 @@ class GPT(nn.Module):
             layers.0.wte.weight            ->  transformer.wte.weight
             layers.3.attn.c_attn.weight    ->  transformer.h.2.attn.c_attn.weight"""
         for name, param in self.named_parameters():
-            _, index, local = name.split(".", 2)  # "layers", "3", "attn.c_attn.weight"
-            is_block = 0 < int(index) <= self.config.n_layer
-            block = f"h.{int(index) - 1}." if is_block else ""
+            _, i, local = name.split(".", 2)  # "layers", "3", "attn.c_attn.weight"
+            block = f"h.{int(i) - 1}." if 0 < int(i) <= self.config.n_layer else ""
             yield f"transformer.{block}{local}", param
 
 

@@ -78,8 +78,8 @@ def plain_1f1b(stage, group, batches, shape, tokens):
         backward()
     for _ in range(num_warmup):  # cool down: drain the later stages
         backward()
-    # On gloo a send completes only when its receive is posted. If each rank waited for each send at
-    # once, two ranks that send to each other would deadlock: wait here, after all receives.
+    # On gloo a send completes only when its receive is posted, so two ranks that send to each other
+    # and wait at once would deadlock: wait here, after all receives.
     wait_all(sends)
     return total_loss
 
@@ -97,8 +97,7 @@ class Stage(torch.nn.Module):
         for layer in self.layers:
             x = layer(x)
         extra = extra_loss(self.layers)
-        is_last = hasattr(self.layers[-1], "loss")  # model.Head has the loss
-        if not is_last:
+        if not hasattr(self.layers[-1], "loss"):  # only model.Head, the last layer, has a loss
             return x, extra
         loss = self.layers[-1].loss(x, targets)
         return None, loss if extra is None else loss + extra
@@ -120,14 +119,6 @@ def tie_ends(layers, group):
 # bubble schedules run I at once and defer W to a time when the rank would idle.
 
 
-class DeferredGradient(NamedTuple):
-    """compute(grad, x, *params) returns the gradient of each of params."""
-    compute: object  # a function: tensor_parallel.weight_gradients
-    grad: torch.Tensor  # the gradient of a linear layer's output
-    x: torch.Tensor  # the layer's input
-    params: tuple  # the layer's weight and bias; None for no bias
-
-
 class Deferred:
     """Where linear layers leave their weight gradients. The backwards in tensor_parallel.py call
     add(): inside of `with deferred.collect() as queue` add() queues the computation, for
@@ -138,10 +129,11 @@ class Deferred:
 
     def add(self, compute, grad, x, *params):
         """Return compute(grad, x, *params), the gradients of params, for autograd to accumulate; or
-        queue the computation, and return None for each."""
+        queue the computation, and return None for each. grad: of a layer's output; x: its input;
+        params: its weight and bias (None for no bias)."""
         if self.queue is None:
             return compute(grad, x, *params)
-        self.queue.append(DeferredGradient(compute, grad, x, params))
+        self.queue.append((compute, grad, x, params))
         return (None,) * len(params)
 
     @contextmanager
@@ -155,8 +147,7 @@ class Deferred:
 
 def uses_in(queue):
     """{parameter: number of its entries in a queue}. A weight that two layers use has two."""
-    params = [param for deferred in queue for param in deferred.params]
-    return Counter(param for param in params if param is not None)
+    return Counter(p for _, _, _, params in queue for p in params if p is not None)
 
 
 def finish_weights(queue):
@@ -164,23 +155,20 @@ def finish_weights(queue):
     gradient is complete, that is, after the last of its entries: the reducer may send it then."""
     remaining = uses_in(queue)
     while queue:
-        deferred = queue.popleft()
-        for param, grad in zip(deferred.params, deferred.compute(
-                deferred.grad, deferred.x, *deferred.params), strict=True):
-            if param is None:
-                continue
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
-            remaining[param] -= 1
-            if remaining[param] == 0:
-                yield param
+        compute, grad, x, params = queue.popleft()
+        for param, value in zip(params, compute(grad, x, *params), strict=True):
+            if param is not None:
+                param.grad = value if param.grad is None else param.grad.add_(value)
+                remaining[param] -= 1
+                if remaining[param] == 0:
+                    yield param
 
 
 # ---- any schedule, fast ----
 
 
 class NoReducer:
-    """Takes the place of DDP and ZeRO where there are no replicas to sum gradients over: in the
-    demo and in tests."""
+    """Takes the place of DDP or ZeRO where there are no replicas: in the demo and in tests."""
 
     every_microbatch = False
 
@@ -209,24 +197,18 @@ class Pipeline:
     """
 
     def __init__(self, stages, where, group, shape, dtype, reducer, deferred):
-        self.stages = stages  # {s: Stage}, the stages of this rank
-        self.where = where  # where[s]: the rank of stage s
+        self.stages, self.where = stages, where  # {s: Stage} of this rank; where[s]: rank of s
         self.group = group  # the ranks of the pipeline
         self.shape, self.dtype = shape, dtype  # of an activation, (b, S, C)
         self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
-        self.deferred = deferred  # a Deferred: holds weight gradients between I and W
+        self.deferred = deferred  # of the layers: holds weight gradients between I and W
         self.span = no_span  # span(name, ...), a context; replaced in train.Trainer.trace
-        # {(s, k): Arriving}, tensors on their way to stage s
-        self.activations_in = {}  # the input of s
-        self.grads_in = {}  # the gradient of the output of s
-        # {(s, k): tensor}, computed by stage s and not sent yet
-        self.activations_out = {}  # the output of s
-        self.grads_out = {}  # the gradient of the input of s
-        # {(s, k): ...}, from one action of stage s to a later one
+        # All dicts: (s, k) -> value
+        self.activations_in, self.grads_in = {}, {}  # input of s, gradient of its output: Arriving
+        self.activations_out, self.grads_out = {}, {}  # output of s, gradient of its input: to send
         self.in_flight = {}  # from F to B or I: (input, output, loss)
         self.weight_work = {}  # from I to W: the queue of deferred weight gradients
-        # Of the list of actions that execute() is working on:
-        self.receives = deque()  # its receives that are not posted yet
+        self.receives = deque()  # receives of the list of actions that are not posted yet
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
@@ -352,20 +334,16 @@ def demo(mesh):
     (alone(rows[:, 0], rows[:, 0]) / tokens).backward()
     for name, v in (("plain", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         model, where = build(config, dtype=torch.double), placement(name, P, v)
-        stages = {}  # of this rank
-        for s, (start, stop) in enumerate(cut(config.layer_costs(), P * v)):
-            if where[s] == group.rank:
-                stages[s] = Stage(model.layers[start:stop])
+        stages = {s: Stage(model.layers[start:stop]) for s, (start, stop) in enumerate(
+            cut(config.layer_costs(), P * v)) if where[s] == group.rank}
         if name == "plain":
             plain_1f1b(stages[group.rank], group, batches, shape, tokens)
         else:
             actions = lower(make_schedule(name, P, m, v), where)[group.rank]
             pipeline = Pipeline(stages, where, group, shape, torch.double, NoReducer(), Deferred())
             pipeline.execute(actions, batches, tokens)
-        # Without the tied embedding, as nothing here sums the two terms of its gradient
-        report_difference(name, mesh.rank, [
-            (param.grad, alone.get_parameter(path).grad)
-            for path, param in model.named_parameters()
+        report_difference(name, mesh.rank, [  # without the tied embedding: nothing sums its terms
+            (param.grad, alone.get_parameter(path).grad) for path, param in model.named_parameters()
             if param.grad is not None and "wte" not in path])
 
 

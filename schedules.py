@@ -33,21 +33,19 @@ def gpipe(P, m, v, rank):
 
 def one_f_one_b(P, m, v, rank):
     """Run each backward as soon as it can run, and free its activations. The bubble is GPipe's, the
-    memory no longer grows with m. P = 4, rank 1, m = 4: F F F B F B B B."""
+    memory no longer grows with m. P = 4, rank 1, m = 4: F F, F B, F B, B B."""
     num_warmup = min(P - 1 - rank, m)  # one forward for each later rank
     warm_up = ["F0"] * num_warmup
     steady = ["F0", "B0"] * (m - num_warmup)
-    cool_down = ["B0"] * num_warmup
-    return warm_up + steady + cool_down
+    return warm_up + steady + ["B0"] * num_warmup
 
 
 def weave(forwards, backwards, num_warmup):
     """1F1B of any two lists: num_warmup forwards, then one forward, one backward, then the rest."""
-    actions = forwards[:num_warmup]
-    steady = forwards[num_warmup:]
-    for forward, backward in zip(steady, backwards, strict=False):  # as many as there are forwards
+    actions, steady = forwards[:num_warmup], forwards[num_warmup:]
+    for forward, backward in zip(steady, backwards[: len(steady)], strict=True):
         actions += [forward, backward]
-    return actions + backwards[len(steady):]
+    return actions + backwards[len(steady) :]
 
 
 def interleaved(P, m, v, rank):
@@ -67,10 +65,10 @@ def interleaved(P, m, v, rank):
 
 
 def zero_bubble(depth, P, m, v, rank):
-    """1F1B with B split into I and W. W of microbatch k runs after I of microbatch k + lag: the W
-    that are left at the end fill the cool-down. zb-h1 has depth 1. zb-h2 has depth 2: more forwards
-    fill the warm-up too, with depth * (P-1) + 1 microbatches in flight at most.
-    depth 1, P = 4, rank 1, m = 4: F F, F I, F I W, I W, I W, W (2 warm up, lag 1)."""
+    """1F1B with B split into I and W. W of microbatch k waits until I of microbatch k + lag has
+    run, so lag of the W are left to fill the cool-down. depth 1 is zb-h1; depth 2, zb-h2, fills the
+    warm-up too, with more forwards. In flight are depth * (P-1) + 1 microbatches at most.
+    depth 1, P = 4, rank 1, m = 4: num_warmup 2, lag 1: F F, F I, F I W, I W, I W, W."""
     num_warmup = min(depth * (P - 1 - rank), m)
     lag = min(depth * rank, m)
     actions = ["F0"] * num_warmup
@@ -88,13 +86,11 @@ def zb_v(P, m, v, rank):
     the first and the last stage, so a microbatch's backward starts on the rank where it entered.
     P = 2, rank 0, m = 3: F0 F0 F0, F1 I1 W1 F1 I1 W1, I0 W0 F1 I1 W1, I0 W0 I0 W0."""
     n = max(m, 2 * P - 1)  # the pattern needs so many; actions_of drops microbatches >= m
-    warm_up = (["F0"] * (2 * (P - rank) - 1) + ["F1", "F0"] * rank
-               + ["F1", "I1", "W1"] * (P - rank))
-    steady = (["F0", "I0", "W0", "F1", "I1", "W1"] * (n - 2 * P + 1 + rank)
-              + ["I0", "W0", "F1", "I1", "W1"] * (P - 1 - rank))
-    cool_down = (["I0", "I1"] * rank + ["I0", "W0"] * (P - rank)
-                 + ["W1"] * rank + ["W0"] * rank)
-    return warm_up + steady + cool_down
+    later = P - 1 - rank  # ranks
+    warm_up = ["F0"] * (2 * later + 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * (later + 1)
+    steady = ["F0", "I0", "W0", "F1", "I1", "W1"] * (n - 2 * P + 1 + rank)
+    drain = ["I0", "W0", "F1", "I1", "W1"] * later + ["I0", "I1"] * rank
+    return warm_up + steady + drain + ["I0", "W0"] * (later + 1) + ["W1"] * rank + ["W0"] * rank
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
@@ -121,9 +117,7 @@ class Action(NamedTuple):
 def placement(name, P, v=1):
     """The list `where`: where[s] is the rank of stage s. P = 3: zb-v 0 1 2 2 1 0; interleaved with
     two chunks 0 1 2 0 1 2; all others 0 1 2."""
-    if name == "zb-v":
-        return [*range(P), *reversed(range(P))]
-    return [s % P for s in range(P * v)]
+    return [*range(P), *reversed(range(P))] if name == "zb-v" else [s % P for s in range(P * v)]
 
 
 def cut(costs, n):
@@ -143,8 +137,7 @@ def cut(costs, n):
                 cost, stages = shorter[start]
                 candidate = max(cost, last), [*stages, (start, stop)]
                 best[stop] = min(best.get(stop, candidate), candidate)
-    _, stages = best[len(costs)]
-    return stages
+    return best[len(costs)][1]
 
 
 def make_schedule(name, P, m, v=1):
@@ -167,9 +160,9 @@ def actions_of(name, P, m, v, rank):
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]  # of each chunk
     count, actions = Counter(), []  # count["F1"]: how many came so far
     for token in SCHEDULES[name](P, m, v, rank):
-        kind, chunk, microbatch = token[0], int(token[1:]), count[token]
-        if microbatch < m:  # see zb_v
-            actions.append(Action(kind, stages[chunk], microbatch))
+        kind, chunk = token[0], int(token[1:])
+        if count[token] < m:  # see zb_v
+            actions.append(Action(kind, stages[chunk], count[token]))
         count[token] += 1
     return actions
 
@@ -179,8 +172,7 @@ def transfers(action, where):
     F(0, k) -> SF(0, k), RF(1, k). B(1, k) or I(1, k) -> SB(1, k), RB(0, k)."""
     kind, s, k = action
     data, to = ("F", s + 1) if kind == "F" else ("B", s - 1)
-    is_end = not 0 <= to < len(where)
-    if kind == "W" or is_end or where[to] == where[s]:
+    if kind == "W" or not 0 <= to < len(where) or where[to] == where[s]:
         return ()
     return Action("S" + data, s, k), Action("R" + data, to, k)
 
@@ -224,7 +216,7 @@ def play(lists, where, costs=(1, 1, 1, 0)):
     lowered = any(action.kind in MESSAGES for actions in lists for action in actions)
     delay = 0 if lowered else comm
     done = {}  # action -> when it ended; for a message: when its rank reached it (rendezvous)
-    free = [0] * len(lists)  # when each rank has ended its last action
+    free = [0] * len(lists)  # when the last action of each rank ended
     queues = [deque(actions) for actions in lists]
     # Round after round, each rank goes on until its next action needs something that is missing.
     # A round that ends with the same waits as the one before made no progress.
@@ -290,8 +282,7 @@ def validate(lists, where):
             raise ValueError(f"rank {rank}: {a} is misplaced")
         if got[rank, a] != 1:
             raise ValueError(f"rank {rank}: {a} is {'doubled' if got[rank, a] else 'missing'}")
-    for _ in play(lists if lowered else lower(lists, where), where):
-        pass  # play raises ValueError if the lists come to a halt
+    list(play(lists if lowered else lower(lists, where), where))  # raises if they come to a halt
 
 
 class Timeline(NamedTuple):
