@@ -50,7 +50,7 @@ def command(cfg, ranks, node):
 
 
 def figures(job, layout, device):
-    """What --json says of a layout."""
+    """The figures of a layout, for the table and --json."""
     seconds, parts = step_time(job, layout, device), time_by_part(job, layout, device)
     per_gpu = 1e12 * layout.ranks * seconds
     cfg = as_config(job, layout._asdict())
@@ -139,7 +139,7 @@ def flags():
     group.add_argument("--gpu", choices=DEVICES, default="a100-80", help="which (a100-80)")
     for f in fields(Device):
         group.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar="X",
-                           help=f"in the place of what hardware.py says: {f.name}")
+                           help=f"replaces {f.name} of hardware.py")
     group = parser.add_argument_group("model")
     group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
                        help=", ".join(MODELS))
@@ -150,7 +150,7 @@ def flags():
                        "as in 2021, S x S scores are written to memory, and there is dropout")
     group.add_argument("--batch-size", type=int, help="sequences a step (3 million "
                        "tokens, as GPT-3)")
-    group = parser.add_argument_group("layout: what is not named is searched")
+    group = parser.add_argument_group("layout: flags not given are searched")
     config.add_flags(group, {*Layout._fields} - {"recompute", "sp"}, **named)
     group.add_argument("--sp", action=argparse.BooleanOptionalAction, help="tensor-parallel ranks "
                        "split the tokens between layers, too", **named)
@@ -158,7 +158,7 @@ def flags():
                        const="full", help="selective: the S x S scores only", **named)
     group = parser.add_argument_group("what to do")
     group.add_argument("--layout", action="store_true", help="explain this one layout, with "
-                       "train.py's defaults for what is not named, and how far it is from the best")
+                       "train.py's defaults for flags not given, and the best layout beside it")
     group.add_argument("--top", type=int, default=6, help="ways to split the GPUs to show, each "
                        "with its best schedule, ZeRO stage, ... (6)")
     group.add_argument("--tokens", type=float, default=300e9, help="for the days (300e9, as GPT-3)")

@@ -92,7 +92,7 @@ class Search:
         L = self.job.model.n_layer
         values = [2] if schedule == "zb-v" else [1]
         if schedule == "interleaved" and pp > 1:
-            values = [v for v in range(2, L + 3) if v <= 8 or L % (v * pp) == 0]
+            values = [v for v in range(2, L // pp + 3) if v <= 8 or L % (v * pp) == 0]
         if "chunks" in self.fixed and schedule == "interleaved":
             values = [self.fixed["chunks"]]
         return [v for v in values if v * pp <= L + 2 and v == self.fixed.get("chunks", v)]
