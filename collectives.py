@@ -7,7 +7,7 @@ is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent b
     all_gather        each rank's own chunk is copied to all ranks        (N-1)/N n
     all_reduce        all ranks end with the sum of all: the two above    2 (N-1)/N n
 
-"Backward of X" below: autograd computes the gradient of X by this collective.
+"Backward of X" below: an autograd function whose forward is X calls this collective in backward.
 
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring needs 2 (N-1) hops for it; a small
 tensor takes fewer, by the butterfly. All ranks end with the same bits.
@@ -186,8 +186,8 @@ def butterfly_steps(tensor, group):
 
 def butterfly(tensor, group, op):
     """All-reduce of N = 2^k ranks in 2k - 1 hops instead of 2 (N-1), with the bytes of the ring.
-    Posts its first messages here and the others in wait(). All ranks get the same bits, as
-    a + b = b + a. Rabenseifner 2004.
+    Posts all receives and the first send here, the other sends in wait(). All ranks get the same
+    bits, as a + b = b + a. Rabenseifner 2004.
 
     All receives are posted at once, also a receive into a half that this rank has yet to send: the
     peer sends its complete half only after it has received that half's terms."""
@@ -255,8 +255,8 @@ def _all_reduce(tensor, group, op):
 
 def all_reduce(tensor, group, op="sum", async_op=False):
     """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place. Sends
-    2 (N-1)/N of the bytes. Its own backward where the loss is the sum of the ranks' losses (where
-    all ranks compute one and the same loss, backward is the identity: see tensor_parallel.py)."""
+    2 (N-1)/N of the bytes. Backward: all_reduce again if each rank adds a loss of its own; the
+    identity if all ranks compute one and the same loss (SumOverRanks in tensor_parallel.py)."""
     # Between two ranks the butterfly is one exchange: post it here, without submit()'s thread, if
     # no earlier work is pending. (Otherwise its messages could overtake those of earlier work.)
     if async_op and group.size == 2 and takes_butterfly(tensor, group) and not group.last.waits:

@@ -10,7 +10,7 @@ model / T):
     all-to-all  ranks swap tokens for heads, and back: 4 (C-1)/C^2 b S h forward, as many backward;
                 C must divide the heads of a rank. Ulysses, arXiv 2309.14509
 
-Held: 1/C of what a block saves; all-to-all saves h more per token, the result before the way back.
+Held: 1/C of what a block saves; all-to-all saves h more per token: its result before the swap back.
 
     python context_parallel.py        who meets whom, on 4 ranks        torchrun train.py --cp 2
 """
@@ -30,8 +30,8 @@ def zigzag(S, C, rank):
     give rank c chunks c and 2C-1-c. For C = 2: chunks 0 and 3 to rank 0, chunks 1 and 2 to rank 1.
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
-    and a late chunk has as much to compute as any other. Of C chunks, one per rank, the last would
-    cost (2C-1)/C times the mean."""
+    and a late chunk has as much to compute as any other. If each rank had one of C chunks, the last
+    would cost (2C-1)/C times the mean."""
     chunks = torch.arange(S).tensor_split(2 * C)
     return torch.cat([chunks[rank], chunks[2 * C - 1 - rank]])
 

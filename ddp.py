@@ -97,7 +97,8 @@ class DDP:
     """
 
     zero = 0  # ZeRO stage
-    every_microbatch = False  # True: reduce after each microbatch. False: reduce sums, in the last
+    # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
+    every_microbatch = False
 
     def __init__(self, stages, dtype, device, initial_value, bucket_bytes=25 << 20,
                  grad_dtype=None):
@@ -154,9 +155,8 @@ class DDP:
                 bucket.grad.zero_()
 
     def expect(self, stage, params=None):
-        """The backward that runs next is the last to add to this stage's gradients: to all of
-        them or, under zero bubble (pipeline.py), which defers weight gradients, to those of
-        `params`."""
+        """Call before the backward after which this stage's gradients are reduced: all of them or,
+        under zero bubble (pipeline.py), which defers weight gradients, those of `params`."""
         self.filling = list(self.stages[stage])
         for bucket in self.filling:
             bucket.missing = sum(params is None or param in params for param in bucket.params)

@@ -9,7 +9,7 @@ for k experts per token, as many back, and in backward the same two again. GShar
 With tensor parallelism, whole experts are spread over the T ranks too. All T hold the same tokens:
 each sends those for 1/T of the experts, so together they send each token once (had each expert been
 split over T ranks, T times), and their outputs are partial sums, to be all-reduced as after any
-row-parallel layer. Under zero bubble (schedules.py) their weight gradients are not deferred.
+row-parallel layer. Under zero bubble (schedules.py) experts' weight gradients are not deferred.
 
     python expert_parallel.py        who sends what, on 4 ranks
     torchrun train.py --experts 8 --ep 2
@@ -43,10 +43,10 @@ class SendRows(torch.autograd.Function):
 
 
 def run_at_owners(experts, group, rows, counts):
-    """Run rows on experts of all ranks of the group, n on each. In: rows (R, C), sorted by expert:
-    counts[0] for the first expert of rank 0, counts[1] for its second, ... Out: (R, C), in the same
-    order. Two ranks with two experts each, counts on rank 0 [3, 0, 1, 2]: rank 0 keeps 3 rows, and
-    sends 3 to rank 1, of which 1 is for rank 1's first expert."""
+    """Run rows on the experts of all ranks of the group; each rank has n. In: rows (R, C), sorted
+    by expert: counts[0] for the first expert of rank 0, counts[1] for its second, ... Out: (R, C),
+    in the same order. Two ranks with two experts each, counts on rank 0 [3, 0, 1, 2]: rank 0 keeps
+    3 rows, and sends 3 to rank 1, of which 1 is for rank 1's first expert."""
     E = group.size
     to_send = torch.tensor(counts, device=rows.device).view(E, -1)  # (E, n): [rank][its expert]
     to_run = torch.empty_like(to_send)  # (E, n): rows from each rank, for each expert of this rank
@@ -142,7 +142,7 @@ class Routing:
         self.busiest = None  # of the last step: the largest load over the mean load
         for stage, layers in stages.items():
             start, _ = cuts[stage]
-            for i, layer in enumerate(layers, start - 1):  # block i of the model: layer 0 is wte
+            for i, layer in enumerate(layers, start - 1):  # block i of the model is layer i + 1
                 if hasattr(layer, "mlp") and cfg.experts:
                     layer.mlp.balance_weight = cfg.balance
                     layer.register_forward_hook(partial(self.add, self.sums[i]))

@@ -45,7 +45,8 @@ NOTHING = nullcontext()
 
 
 def no_span(name, **args):
-    """The span of a run without --trace. Replaced by Tracer.span (run/timeline.py)."""
+    """A span is a named stretch of time, for --trace. This one records nothing; Tracer.span
+    (run/timeline.py) replaces it."""
     return NOTHING
 
 
@@ -74,8 +75,9 @@ class Group:
     A group of one has no communicator: collectives and exchanges do nothing there.
     """
 
-    # False: a receive may be posted long before its send (the ring does, for speed). True: sends
-    # and receives of two ranks must be posted in one order, an exchange as one (nccl_group.py).
+    # False: a receive may be posted long before its send (the ring does, for speed). True: two
+    # ranks post their sends and receives in the same order, both directions of an exchange as one
+    # operation (nccl_group.py).
     in_order = False
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
@@ -145,8 +147,8 @@ class Group:
 
     def submit(self, job, name):
         """Run job(), which sends and receives, after all earlier work of this group, on a thread of
-        the group; return its Work at once. All ranks submit in the same order, so that messages
-        match without tags."""
+        the group; return its Work at once. All ranks submit in the same order, so each receive
+        meets its own send; no message carries a number."""
         def run():
             with self.span(name, group=self.name):
                 job()

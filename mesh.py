@@ -1,11 +1,12 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T). The D
-data ranks are two axes, dp of D/E and ep of E (E = 1 without experts):
+N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T) for D
+data, P pipeline, C context (here not the width) and T tensor ranks. The D data ranks are two axes,
+dp of D/E and ep of E (E = 1 without experts):
 
     dp  data parallel     talks once per step, so it may cross the slowest links
     ep  expert parallel   talks in each layer's experts; E of the D data ranks share the experts
-    pp  pipeline          talks once per microbatch and stage
+    pp  pipeline          talks twice per microbatch and boundary of stages: forward, backward
     cp  context parallel  talks in each layer's attention
     tp  tensor parallel   talks several times per layer: innermost, on the fastest links
 
@@ -48,12 +49,12 @@ class Mesh:
 
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.sizes, self.device = sizes, torch.device(device)
-        self.native = native  # groups use the library's own collectives
+        self.native = native  # groups call the collectives of gloo or NCCL, not collectives.py's
         self.timeout = timeout  # seconds to wait for another rank
         cuda = self.device.type == "cuda"
         self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        alone = not dist.is_initialized()  # a world of one process needs no communicator
+        alone = not dist.is_initialized()  # no communicator (torch's ProcessGroup)
         self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
         self.groups = {}  # made so far, by name

@@ -10,8 +10,9 @@ of V words (arXiv 2104.04473):
 
     parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C   FLOPs per token = 6 Psi + 12 L C S
 
-tensor_parallel.parallelize replaces linear layers, embedding and loss. Beside every other attribute
-that another file replaces, a comment names the function.
+tensor_parallel.parallelize replaces linear layers, embedding and loss, shard.pad_vocabulary pads
+the tied embedding, expert_parallel.spread_experts slices experts. Where another file replaces
+something else, a comment names the function.
 """
 
 import hashlib
@@ -126,6 +127,7 @@ class MixtureOfExperts(nn.Module):
         self.balance_weight = 0.01  # of balance in the loss; replaced in expert_parallel.Routing
         # Load-balance term of the last forward, summed over its tokens: 1 per token when the
         # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437).
+        # Set to None in expert_parallel.Routing.add.
         self.balance = None
         self.load = None  # (N,): how many tokens of the last forward chose each expert
 

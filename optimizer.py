@@ -51,9 +51,8 @@ class Optimizer:
         self.adam = None  # a rank may own nothing: fewer parameters than ranks
         if self.owned:
             self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-        # How many ranks of norm_group hold the same piece: those that share the slice, by the tag,
-        # times the data ranks in norm_group (the E ranks of --ep, for all but experts; under ZeRO
-        # all D, which split the slice)
+        # How many ranks of norm_group hold the same piece: the tag's copies, times the data ranks
+        # of norm_group that hold it, which are 1 under ZeRO and for experts, else E (--ep).
         copies = []
         for bucket in reducer.buckets:
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards

@@ -176,7 +176,8 @@ class Arriving(NamedTuple):
 
 
 class Pipeline:
-    """Executes one rank's list of actions, of any schedule; 1F1B as fast as plain_1f1b. Two tricks:
+    """Executes one rank's list of actions, of any schedule. 1F1B takes as long as plain_1f1b: two
+    tricks make up for the generality.
 
         early receives   on gloo a send completes only when its receive is posted, so receives are
                          posted one ahead of the list: 10% off the step time of tiny stages
@@ -225,7 +226,7 @@ class Pipeline:
                 # ZeRO-2 and 3 reduce gradients after every microbatch, the others after the last
                 reduce = kind in ("B", "W") and (
                     self.reducer.every_microbatch or action == last[s])
-                if reduce:  # B: all gradients of the stage (None). W: only those that it deferred
+                if reduce:  # B: all gradients of the stage (None). W: only those that I deferred
                     self.reducer.expect(s, uses_in(self.weight_work[s, k]) if kind == "W" else None)
                 with (self.span(kind, stage=s, microbatch=k),
                       torch.set_grad_enabled(training and kind != "W")):

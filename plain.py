@@ -32,6 +32,7 @@ from model import build
 from optimizer import clip_coefficient, decays, learning_rate
 from pipeline import Stage, plain_1f1b, tie_ends
 from run.processes import init, launch, shutdown
+from run.signals import local_rank
 from schedules import cut
 from shard import tag_whole
 from sizes import GPTConfig
@@ -64,8 +65,8 @@ def part_of_model(cfg, mesh, vocab_size):
 
 
 class Flat:
-    """A stage's parameters side by side, in four flat buffers: then one message takes them all, and
-    ZeRO can give each data rank 1/D of the elements."""
+    """A stage's parameters side by side, in four flat buffers: then one message sums the gradients
+    of all parameters, and ZeRO can give each data rank 1/D of the elements."""
 
     def __init__(self, params, weight_decay):
         def side_by_side(value_of):  # value_of(param): a tensor, or one number for all its elements
@@ -166,7 +167,7 @@ def main():
     if world > 1:
         init()
     mesh = Mesh(dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
-    for step, (loss, norm) in enumerate(training_steps(cfg, mesh, Data(cfg))):
+    for step, (loss, norm) in enumerate(training_steps(cfg, mesh, Data(cfg, local_rank()))):
         if mesh.rank == 0:
             print(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}", flush=True)
     shutdown()

@@ -4,7 +4,7 @@ P ranks have v stages each (called the rank's chunks); the batch is cut into m m
 schedule is a list of actions per rank: make_schedule makes the lists, validate checks them, lower
 adds the messages, simulate times them. A forward takes F and a backward B = I + W (I: gradient of
 the stage's input, W: of its weights). Bubble (idle share of the time; for zb-h1, -h2 idle time) and
-microbatches in flight on a rank:
+most microbatches in flight on a rank (a chunk's count as 1/v; interleaved: on rank 0):
 
     gpipe        (P-1)/(m+P-1)                  m                      arXiv 1811.06965
     1f1b         (P-1)/(m+P-1)                  min(P-rank, m)         arXiv 1806.03377
@@ -59,7 +59,7 @@ def interleaved(P, m, v, rank):
                          f"try {' or '.join(fits)}")
     chunks = [i // P % v for i in range(m * v)]
     num_warmup = P - 1 - rank
-    if v > 1:  # the chunks before the last, and a forward and a backward for each later rank
+    if v > 1:  # P for each chunk before the last, and two for each later rank: there and back
         num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave([f"F{chunk}" for chunk in chunks], [f"B{v - 1 - chunk}" for chunk in chunks],
                  num_warmup)

@@ -8,9 +8,9 @@ place them between the two halves, on 1/T of the tokens per rank:
     without --sp   row -> all-reduce     -> LayerNorm of S tokens                 -> column
     with --sp      row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent per row and column: as much as one all-reduce, 2 (T-1)/T b S C elements, and half of that again
-per column in backward, which gathers x once more because only 1/T of x was saved. Held: all that a
-block saves / T (where weight gradients are deferred, so is the gathered x). arXiv 2205.05198
+Sent per row and column, in forward and again in backward: as much as one all-reduce, 2 (T-1)/T b S
+C elements; and half of that again per column in backward, to gather x once more, as only 1/T of x
+was saved. Held: all that a block saves / T (zero bubble keeps the gathered x). arXiv 2205.05198
 
     python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
 """
@@ -65,7 +65,7 @@ def gather_tokens(x, group, async_op=False):
 
 
 def scatter_tokens(x, group, async_op=False):
-    """Leave with --sp: (B, S, C), partial over tp -> the sum of this rank's tokens (B, S/T, C)."""
+    """Leave with --sp: (B, S, C), partial over tp -> this rank's tokens (B, S/T, C), summed."""
     parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
     work = reduce_scatter(parts, group, async_op=async_op)
 

@@ -64,8 +64,8 @@ class Shard:
 
 
 def bounds(n, group):
-    """[start, stop) of this rank's part of n things. n need not divide: as torch.tensor_split does,
-    the first ranks get one more."""
+    """[start, stop) of this rank's part of n things. The group's size need not divide n: as in
+    torch.tensor_split, the first ranks get one more."""
     each, more = divmod(n, group.size)
     start = group.rank * each + min(group.rank, more)
     return start, start + each + (group.rank < more)
@@ -100,9 +100,9 @@ def split(full, dim, group, parts=1):
 
 
 def tag_replicated(model, group, sum_gradients):
-    """Call it after `group` has split a model. Tags each parameter that was not split as held by
-    all ranks of the group. sum_gradients: these ranks see different tokens, so the gradient of such
-    a parameter is to be summed over the group."""
+    """Tag each parameter that is still whole as held by all ranks of the group. Call this after the
+    model has been split over the group. sum_gradients: the ranks see different tokens, so gradients
+    of whole parameters are to be summed over the group."""
     for param in model.parameters():
         if group.size > 1 and param.shape == param.shard.shape:
             param.shard.shared_by += (group,)

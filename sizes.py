@@ -21,8 +21,8 @@ class GPTConfig:
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
     def flops_per_token(self, n_params):
-        """Forward and backward FLOPs, counted as in nanoGPT and PaLM (arXiv 2204.02311, appendix
-        B). Only the k experts that a token runs through count."""
+        """Forward and backward FLOPs, counted as in PaLM (arXiv 2204.02311, appendix B). Only the k
+        experts that a token runs through count."""
         C, H = self.n_embd, 4 * self.n_embd // self.top_k
         expert = 2 * C * H + H + C  # parameters: two matrices, two biases
         idle = max(0, self.n_experts - self.top_k) * expert  # in one block

@@ -5,11 +5,11 @@
     wte, lm_head   by rows of the vocabulary, any size; logits are never gathered   (V/T, C)
     LayerNorm, wpe and the biases of c_proj are replicated.
 
-Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements; the embedding
-adds one forward, the head one backward, the loss two, together 3 b S elements. --sp adds half an
-all-reduce per column. A block saves per token 4 C + 4 elements whole (LayerNorms), and 1/T of 12 C
-elements and of nh logsumexps (attention's, 32 bits at least); with --sp 1/T of all of it; with
---recompute its input, C.
+Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements. The embedding
+adds one in forward and the head one in backward, the loss two, of 3 b S elements in all. --sp adds
+half an all-reduce per column. A block saves per token 4 C + 4 elements whole (LayerNorms), and 1/T
+of 12 C elements and of nh logsumexps (attention's, 32 bits at least); with --sp 1/T of all of it;
+with --recompute its input, C.
 Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
@@ -31,8 +31,8 @@ from shard import bounds, split, tag_replicated, tag_whole
 #
 # A hidden unit is a column of W1^T and a row of W2^T. Hidden units do not meet before W2 adds them
 # up. So a block's MLP needs one all-reduce forward, after the row (SumOverRanks, Megatron's g), and
-# one backward, before the column (CopyToRanks, f). Attention is the same, with heads in the place
-# of hidden units.
+# one in backward, of the gradient of the column's input (CopyToRanks, f). Attention is the same,
+# with heads in the place of hidden units.
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -254,8 +254,8 @@ def parallelize(model, group, sp=False, defer=None):
     """Swap the layers of a whole, tagged model for their parallel versions.
 
     After: each parameter is this rank's slice, tagged as such, or is tagged as replicated over the
-    group. With sp the ranks hold different tokens between blocks, so the gradients of replicated
-    parameters are to be summed over the group. defer: see ColumnLinear.
+    group. With sp the ranks hold different tokens outside of the matrices, so the gradients of
+    replicated parameters are to be summed over the group. defer: see weight_gradients.
     T must divide n_head and, with sp, the tokens of a sequence on this rank. Call it after
     split_sequences (context_parallel.py).
 

@@ -41,7 +41,9 @@ from sizes import GPTConfig
 from tensor_parallel import parallelize
 from zero import REDUCERS
 
-MAX_SKIPPED = 5  # steps in a row without a finite norm (float16: at scale 1): the run gives up
+# The run gives up after so many steps in a row whose loss or norm is not finite (float16: counted
+# only once the loss scale is down to 1)
+MAX_SKIPPED = 5
 
 
 def compile_layer(layer):
@@ -142,7 +144,7 @@ class Trainer:
 
     def gradients(self, batches):
         """Forward and backward of all microbatches. Returns loss and global gradient norm, the same
-        on every rank. After: each bucket's grad_shard has the gradients, summed over all ranks."""
+        on every rank. After: each bucket's grad_shard has gradients, summed as the tags say."""
         self.reducer.zero_grad()
         loss = self.loss(self.actions, batches, self.scale)
         # Sum the loss and the requests to stop while the gradients are reduced. All T ranks of a
@@ -176,10 +178,12 @@ class Trainer:
                 self.scale = max(1.0, self.scale * (2.0 if self.good_steps else 0.5))
 
     def validation_loss(self, data, batches=None):
-        """Mean loss over all validation windows, or the first batches of them, on every rank."""
+        """Mean loss over the windows (pieces of block_size tokens) of val.bin, all of them or the
+        first `batches` batches, on every rank."""
         windows, microbatches = data.validation(self.cfg, self.mesh, batches)
         loss = sum(self.loss(self.forwards, batch) for batch in microbatches).view(1)
-        # loss() divides by the tokens of a batch: divide by those of all windows. T ranks hold each
+        # loss() divided by the tokens of a batch: divide by those of all windows instead, and by T,
+        # as all T ranks have the same loss
         loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
         return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0]
 

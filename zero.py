@@ -69,7 +69,8 @@ class ZeRO1(DDP):
 
 class ZeRO2(ZeRO1):
     """Shards gradients too: reduce-scatters each microbatch's, layer by layer, and adds this rank's
-    shard of the sum to grad_shard. At most one layer's full gradient exists at a time."""
+    shard of the sum to grad_shard. At most one layer's full gradient exists at a time (beside the
+    tied embedding's, which autograd holds until its second use, and those that collect leaves)."""
 
     zero, every_microbatch = 2, True
 
@@ -94,7 +95,7 @@ class ZeRO2(ZeRO1):
     def move(self, param, bucket):
         """Add param.grad to the bucket's full gradient, which lives until it is reduced."""
         if bucket.grad is None or bucket is self.reducing:  # pending, for an earlier microbatch
-            self.keep_shard()  # frees another bucket's full gradient first
+            self.keep_shard()  # first frees the full gradient whose reduction is pending
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
         bucket.view(bucket.grad, param).add_(param.grad)
         param.grad = None
