@@ -1,8 +1,7 @@
 """What all tests share: a pool of 8 processes, and equality with one process.
 
-Any layout is the same computation. In float64 loss, every raw gradient, the global norm and the
-weights after three steps equal those of `reference`, a plain one-process loop that shares only
-model.py with the parallel code, to 1e-10 of the tensor's own norm.
+In float64 loss, every raw gradient, the global norm and the weights after three steps equal those
+of `reference`, a one-process loop that shares only model.py, to 1e-10 of the tensor's own norm.
 
     equals_one_process(corpus, tp=2, pp=2)      trains a layout in the pool and compares all of it
     pool(4, fn, *args)                          runs fn(rank, *args) on four ranks; fn is top-level
@@ -36,10 +35,8 @@ from sizes import GPTConfig
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HERE = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
-# All groups in NCCL's manner, on gloo: IN_ORDER=1 python test_all.py -k "equal or collective"
-IN_ORDER = True if os.environ.get("IN_ORDER") else None
-# FULL=1: what would take the file beyond six minutes, too: all layouts on queues, twenty kills, ...
-FULL = bool(os.environ.get("FULL"))
+# IN_ORDER=1: all groups in NCCL's manner, on gloo. FULL=1: also tests that take long
+IN_ORDER, FULL = (bool(os.environ.get(name)) for name in ("IN_ORDER", "FULL"))
 
 
 def two_thirds(layouts):

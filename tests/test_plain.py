@@ -116,11 +116,11 @@ def _plain_zero(rank, world):
 
     for _ in range(3):
         whole.zero_grad()
-        alone(ids, ids).backward()
+        (alone(ids, ids) / ids.numel()).backward()
         whole.step()
         mine.zero_grad()
         part = ids.chunk(world)[rank]
-        mine(part, part).backward()
+        (mine(part, part) / ids.numel()).backward()
         grad = torch.nn.utils.parameters_to_vector([p.grad for p in mine.parameters()])
         zero.plain_zero_step(flat, torch.nn.functional.pad(grad, (0, -length % world)), group, step)
         torch.nn.utils.vector_to_parameters(flat[:length], mine.parameters())
