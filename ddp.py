@@ -48,7 +48,7 @@ class Bucket:
         for param in params:
             self.starts[param] = self.numel
             self.numel += param.numel()
-        self.num_shards = self.group.size if split else 1
+        self.num_shards = self.group.size if split else 1  # DDP: one, the whole buffer
         self.numel += -self.numel % self.num_shards  # padding
         shard_numel = self.numel // self.num_shards
         self.offset = self.group.rank * shard_numel if split else 0  # of this rank's shard

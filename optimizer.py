@@ -1,9 +1,9 @@
 """The optimizer's step on the shards that DDP or ZeRO leaves to this rank, the global gradient norm
 and the learning rate.
 
-AdamW is torch's own, fused, one call for all shards. 16-bit weights have a 32-bit master copy: the
-step changes the master and rounds it to the weights. Wider weights are their own master. Held per
-parameter: sizes.bytes_per_parameter.
+AdamW (plain.py spells it out) is torch's own, fused, one call for all shards. 16-bit weights have a
+32-bit master copy: the step changes the master and rounds it to the weights. Wider weights are
+their own master. Held per parameter: sizes.bytes_per_parameter.
 """
 
 import math
@@ -18,8 +18,9 @@ def learning_rate(cfg, step):
     """Linear warm-up over cfg.warmup_steps to cfg.lr, then a cosine down to cfg.min_lr."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
-    progress = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (cfg.lr - cfg.min_lr)
+    progress = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)  # from 0 to below 1
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to above 0
+    return cfg.min_lr + cosine * (cfg.lr - cfg.min_lr)
 
 
 def decays(shard):

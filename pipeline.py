@@ -37,7 +37,7 @@ def plain_1f1b(stage, group, batches, shape, tokens):
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward:
     warm up F0 F1, steady state F2 B0 F3 B1 F4 B2 F5 B3, cool down B4 B5.
     """
-    # nccl_group.py
+    # on NCCL two ranks that each send first would wait forever: see nccl_group.py
     assert not group.in_order, "NCCL runs messages in the order they are posted: use Pipeline"
     m, rank, last = len(batches), group.rank, group.size - 1
     in_flight = deque()  # (input, output) of each microbatch between its forward and its backward
@@ -168,6 +168,16 @@ def finish_weights(queue):
 # ---- any schedule, fast ----
 
 
+def receive_early(actions):
+    """Move each receive to the place of the receive before it, the first to the front: RF0 F0 RF1
+    F1 becomes RF0 RF1 F0 F1."""
+    receives = iter([action for action in actions if action.kind in ("RF", "RB")])
+    early = [next(receives, None)]
+    for action in actions:
+        early.append(next(receives, None) if action.kind in ("RF", "RB") else action)
+    return [action for action in early if action]
+
+
 class Arriving(NamedTuple):
     """A tensor that another stage sends to this one."""
     tensor: torch.Tensor
@@ -199,7 +209,6 @@ class Pipeline:
         self.activations_out, self.grads_out = {}, {}  # output of s, gradient of its input: to send
         self.in_flight = {}  # from F to B or I: (input, output, loss)
         self.weight_work = {}  # from I to W: the queue of deferred weight gradients
-        self.receives = deque()  # receives of the list of actions that are not posted yet
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
@@ -211,13 +220,10 @@ class Pipeline:
         # {stage: the action that completes its gradients, the last B or W}
         last = {action.stage: action for action in actions if action.kind in ("B", "W")}
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
-        self.receives = deque(action for action in actions if action.kind in ("RF", "RB"))
-        if not self.group.in_order:  # early receives: from here on, one receive ahead of the list
-            self.post_receive()
-        for action in actions:
+        for action in actions if self.group.in_order else receive_early(actions):
             kind, s, k = action
             if kind in ("RF", "RB"):
-                self.post_receive()  # this receive; or, with early receives, the one after it
+                self.post_receive(kind, s, k)
             elif kind == "SF":
                 self.send(self.activations_out.pop((s, k)), s, k, s + 1)
             elif kind == "SB":
@@ -281,11 +287,8 @@ class Pipeline:
         elif s > 0:
             self.grads_out[s, k] = x.grad  # (b, S, C)
 
-    def post_receive(self):
-        """Post the next receive of the list, if any is left, into a new buffer."""
-        if not self.receives:
-            return
-        kind, s, k = self.receives.popleft()
+    def post_receive(self, kind, s, k):
+        """Post a receive into a new buffer."""
         sender = s - 1 if kind == "RF" else s + 1
         tensor, work = self.group.recv_new(self.shape, self.dtype, self.where[sender])
         arriving = self.activations_in if kind == "RF" else self.grads_in

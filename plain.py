@@ -69,20 +69,17 @@ class Flat:
     of all parameters, and ZeRO can give each data rank 1/D of the elements."""
 
     def __init__(self, params, weight_decay):
-        def side_by_side(value_of):  # value_of(param): a tensor, or one number for all its elements
-            return torch.cat([(torch.zeros_like(param) + value_of(param)).flatten()
-                              for param in params])
-
-        self.weights = side_by_side(lambda param: param.detach())
-        self.grad = torch.zeros_like(self.weights)
-        self.decay = side_by_side(lambda param: weight_decay * decays(param.shard))
-        # In the global norm each element counts once: each rank adds 1/copies of its square
-        self.share = side_by_side(lambda param: 1 / param.shard.copies)
+        self.weights = torch.cat([param.detach().flatten() for param in params])
+        self.grad, self.decay, self.share = (torch.zeros_like(self.weights) for _ in range(3))
         start = 0
-        for param in params:  # param and param.grad become views: autograd adds in place
+        for param in params:
             part = slice(start, start + param.numel())
+            # param and param.grad become views: autograd adds in place
             param.data = self.weights[part].view(param.shape)
             param.grad = self.grad[part].view(param.shape)
+            self.decay[part] = weight_decay * decays(param.shard)
+            # In the global norm each element counts once: each rank adds 1/copies of its square
+            self.share[part] = 1 / param.shard.copies
             start += param.numel()
 
 

@@ -157,30 +157,27 @@ class RowLinear(torch.autograd.Function):
         return grad @ ctx.weight.detach(), grad_weight, None, None
 
 
-class Column(nn.Module):
-    """PlainColumn, fast."""
+class Column(PlainColumn):
+    """The same slices, fast."""
 
     uncompiled = ("forward",)  # --compile leaves it out: torch.compile cannot trace messages
 
     def __init__(self, linear, region, defer, parts=1):
-        super().__init__()
+        super().__init__(linear, region.group, parts)
         self.region, self.defer = region, defer
-        self.weight = split(linear.weight, 0, region.group, parts)
-        self.bias = split(linear.bias, 0, region.group, parts)
 
     def forward(self, x):  # (B, S, in), under --sp (B, S/T, in) -> (B, S, out/T)
         return ColumnLinear.apply(x, self.weight, self.bias, self.region, self.defer)
 
 
-class Row(nn.Module):
-    """PlainRow, fast."""
+class Row(PlainRow):
+    """The same slices, fast."""
 
     uncompiled = ("forward",)
 
     def __init__(self, linear, region, defer):
-        super().__init__()
+        super().__init__(linear, region.group)
         self.region, self.defer = region, defer
-        self.weight, self.bias = split(linear.weight, 1, region.group), linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out), under --sp (B, S/T, out)
         return RowLinear.apply(x, self.weight, self.region, self.defer).add_(self.bias)

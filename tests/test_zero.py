@@ -3,7 +3,6 @@
 import itertools
 import math
 import resource
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def _overlap(rank, cfg):
             layer.register_forward_pre_hook(lambda *_, b=bucket: ahead.append(
                 b in trainer.reducer.gathered))
     launched, launch = [], trainer.reducer.launch
-    trainer.reducer.launch = lambda bucket: (launched.append(time.time()), launch(bucket))
+    trainer.reducer.launch = lambda bucket: (launched.append(tracer.now()), launch(bucket))
     loss_under_way, finish = [], trainer.reducer.finish
     trainer.reducer.finish = lambda: (loss_under_way.append(bool(mesh.world.last.waits)), finish())
     trainer.trace(tracer, 0, on=True)
