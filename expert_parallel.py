@@ -7,9 +7,9 @@ the router. Sent per rank, layer and microbatch if the experts are even: k b S C
 for k experts per token, as many back, and in backward the same two again. GShard, arXiv 2006.16668.
 
 With tensor parallelism, whole experts are spread over the T ranks too. All T hold the same tokens:
-each sends those for 1/T of the experts, so together they send each token once (had each expert been
-split over T ranks, T times), and their outputs are partial sums, to be all-reduced as after any
-row-parallel layer. Under zero bubble (schedules.py) experts' weight gradients are not deferred.
+each sends those for 1/T of the experts, so together they send each token once per chosen expert.
+(If each expert were split over the T ranks: T times.) Their outputs are partial sums, all-reduced
+as after any row-parallel layer. Zero bubble (schedules.py) does not defer their weight gradients.
 
     python expert_parallel.py        who sends what, on 4 ranks
     torchrun train.py --experts 8 --ep 2
@@ -43,7 +43,7 @@ class SendRows(torch.autograd.Function):
 
 
 def run_at_owners(experts, group, rows, counts):
-    """Run rows on the experts of all ranks of the group; each rank has n. In: rows (R, C), sorted
+    """Run rows on the experts of all ranks of the group, n experts on each. In: rows (R, C), sorted
     by expert: counts[0] for the first expert of rank 0, counts[1] for its second, ... Out: (R, C),
     in the same order. Two ranks with two experts each, counts on rank 0 [3, 0, 1, 2]: rank 0 keeps
     3 rows, and sends 3 to rank 1, of which 1 is for rank 1's first expert."""

@@ -49,12 +49,12 @@ class Mesh:
 
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.sizes, self.device = sizes, torch.device(device)
-        self.native = native  # groups call the collectives of gloo or NCCL, not collectives.py's
+        self.native = native  # True: call torch's own collectives, not collectives.py's
         self.timeout = timeout  # seconds to wait for another rank
         cuda = self.device.type == "cuda"
         self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        alone = not dist.is_initialized()  # no communicator (torch's ProcessGroup)
+        alone = not dist.is_initialized()  # then no group needs a communicator
         self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
         self.groups = {}  # made so far, by name

@@ -52,8 +52,9 @@ class Optimizer:
         self.adam = None  # a rank may own nothing: fewer parameters than ranks
         if self.owned:
             self.adam = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-        # How many ranks of norm_group hold the same piece: the tag's copies, times the data ranks
-        # of norm_group that hold it, which are 1 under ZeRO and for experts, else E (--ep).
+        # How many ranks of norm_group hold the same piece: the tag's copies, times the piece's data
+        # ranks in norm_group. Those are 1 under ZeRO and for experts, else E: with --ep norm_group
+        # has E data ranks, as only together they hold all experts' gradients.
         copies = []
         for bucket in reducer.buckets:
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards

@@ -37,7 +37,7 @@ def plain_1f1b(stage, group, batches, shape, tokens):
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward:
     warm up F0 F1, steady state F2 B0 F3 B1 F4 B2 F5 B3, cool down B4 B5.
     """
-    # on NCCL two ranks that each send first would wait forever: see nccl_group.py
+    # On NCCL (messages between GPUs) two ranks that each send first would wait forever
     assert not group.in_order, "NCCL runs messages in the order they are posted: use Pipeline"
     m, rank, last = len(batches), group.rank, group.size - 1
     in_flight = deque()  # (input, output) of each microbatch between its forward and its backward
@@ -79,8 +79,9 @@ def plain_1f1b(stage, group, batches, shape, tokens):
         backward()
     for _ in range(num_warmup):  # cool down: drain the later stages
         backward()
-    # On gloo a send completes only when its receive is posted, so two ranks that send to each other
-    # and wait at once would deadlock: wait here, after all receives.
+    # gloo is torch's message library for CPUs. There a send completes only when its receive is
+    # posted. If each rank waited for each send at once, two ranks that send to each other would
+    # deadlock: wait here, after all receives.
     wait_all(sends)
     return total_loss
 
@@ -232,7 +233,7 @@ class Pipeline:
                 # ZeRO-2 and 3 reduce gradients after every microbatch, the others after the last
                 reduce = kind in ("B", "W") and (
                     self.reducer.every_microbatch or action == last[s])
-                if reduce:  # B: all gradients of the stage (None). W: only those that I deferred
+                if reduce:  # B: all gradients of the stage (None). W: those that its I deferred
                     self.reducer.expect(s, uses_in(self.weight_work[s, k]) if kind == "W" else None)
                 with (self.span(kind, stage=s, microbatch=k),
                       torch.set_grad_enabled(training and kind != "W")):

@@ -1,7 +1,7 @@
 """The whole project on one page: ranks train a GPT together, each technique in its plainest form.
 
 A rank is one process. D replicas of the model each train on 1/D of the batch. A replica is cut into
-P stages of consecutive layers, for P ranks, and each matrix of a stage into T slices, for T ranks.
+P stages of consecutive layers, for P ranks, and each matrix of a block into T slices, for T ranks.
 A replica's batch goes through its stages in microbatches.
 
     python plain.py                                          one process
@@ -50,8 +50,8 @@ FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
 
 
 def part_of_model(cfg, mesh, vocab_size):
-    """The layers of this rank's pipeline stage, with this rank's slice of each matrix. Each layout
-    starts from the same whole model, so from the same weights."""
+    """The layers of this rank's pipeline stage, with this rank's slice of each block's matrices.
+    Each layout starts from the same whole model, so from the same weights."""
     shape = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
     model = build(shape, cfg.seed, getattr(torch, cfg.dtype))
     # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over

@@ -4,7 +4,8 @@ P ranks have v stages each (called the rank's chunks); the batch is cut into m m
 schedule is a list of actions per rank: make_schedule makes the lists, validate checks them, lower
 adds the messages, simulate times them. A forward takes F and a backward B = I + W (I: gradient of
 the stage's input, W: of its weights). Bubble (idle share of the time; for zb-h1, -h2 idle time) and
-most microbatches in flight on a rank (a chunk's count as 1/v; interleaved: on rank 0):
+most microbatches in flight on a rank, between forward and backward (in one of v chunks each counts
+1/v; interleaved: on rank 0):
 
     gpipe        (P-1)/(m+P-1)                  m                      arXiv 1811.06965
     1f1b         (P-1)/(m+P-1)                  min(P-rank, m)         arXiv 1806.03377

@@ -7,9 +7,9 @@
 
 Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements. The embedding
 adds one in forward and the head one in backward, the loss two, of 3 b S elements in all. --sp adds
-half an all-reduce per column. A block saves per token 4 C + 4 elements whole (LayerNorms), and 1/T
-of 12 C elements and of nh logsumexps (attention's, 32 bits at least); with --sp 1/T of all of it;
-with --recompute its input, C.
+half an all-reduce per column. For backward each rank keeps, per block and token, 4 C + 4 elements
+(of the LayerNorms), and 1/T of 12 C elements and of nh logsumexps (attention's, 32 bits at least);
+with --sp 1/T of all of it; with --recompute the block's input, C.
 Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
@@ -252,7 +252,7 @@ def parallelize(model, group, sp=False, defer=None):
 
     After: each parameter is this rank's slice, tagged as such, or is tagged as replicated over the
     group. With sp the ranks hold different tokens outside of the matrices, so the gradients of
-    replicated parameters are to be summed over the group. defer: see weight_gradients.
+    replicated parameters are to be summed over the group. defer: see above weight_gradients.
     T must divide n_head and, with sp, the tokens of a sequence on this rank. Call it after
     split_sequences (context_parallel.py).
 

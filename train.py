@@ -61,7 +61,8 @@ class Trainer:
     def __init__(self, cfg, mesh, vocab_size):
         self.cfg, self.mesh, self.dtype = cfg, mesh, DTYPES[cfg.dtype]
         pp, cp, tp = (mesh.group(axis) for axis in ("pp", "cp", "tp"))
-        # The ranks that together hold every gradient: one replica, or, under ZeRO, all ranks
+        # The ranks that together hold every gradient: one replica (with --ep the E replicas that
+        # share the experts) or, under ZeRO, all ranks
         norm_group = mesh.group("ep", "pp", "tp") if cfg.zero == 0 else mesh.world
 
         # the pipeline's schedule: this rank's actions in training, and in validation (F only)

@@ -70,7 +70,8 @@ class ZeRO1(DDP):
 class ZeRO2(ZeRO1):
     """Shards gradients too: reduce-scatters each microbatch's, layer by layer, and adds this rank's
     shard of the sum to grad_shard. At most one layer's full gradient exists at a time (beside the
-    tied embedding's, which autograd holds until its second use, and those that collect leaves)."""
+    tied embedding's, which autograd holds until its second use, and those that collect() below
+    leaves in param.grad)."""
 
     zero, every_microbatch = 2, True
 
