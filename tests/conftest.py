@@ -4,10 +4,11 @@ from tests.harness import _stop_pool, corpus, long_corpus  # noqa: F401
 from tests.runs import trained  # noqa: F401
 
 SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py")
+LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m")  # in a test's name
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="under a minute: the first case of each "
+    parser.addoption("--quick", action="store_true", help="a minute: the first case of each "
                      f"test, without {', '.join(SLOW)}")
 
 
@@ -16,11 +17,13 @@ def pytest_collection_modifyitems(config, items):
         kept, seen = [], set()
         for item in items:
             test = item.path.name, item.originalname
-            if item.path.name not in SLOW and test not in seen:
+            slow = item.path.name in SLOW or any(word in item.name for word in LONG)
+            if not slow and test not in seen:
                 kept.append(item)
             seen.add(test)
         config.left_out = (f"--quick: {len(kept)} of {len(items)} tests. Left out: the other cases "
-                           f"of these tests, and {', '.join(SLOW)}")
+                           f"of these tests, {', '.join(SLOW)}, "
+                           f"and tests of {', '.join(LONG)}")
         items[:] = kept
 
 
