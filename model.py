@@ -23,11 +23,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
+def embedding(n, width):
+    """nn.Embedding without values: to draw them on the meta device, torch imports 2 s of code."""
+    return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
+
+
 class Embedding(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = embedding(config.vocab_size, config.n_embd)
+        self.wpe = embedding(config.block_size, config.n_embd)
         # (S,): position in the sequence of each output token; None means 0 .. S-1. Replaced in
         # context_parallel.split_sequences, tensor_parallel.parallelize (--sp) and sample.generate.
         self.positions = None

@@ -31,7 +31,8 @@ from mesh import Mesh
 from model import build
 from optimizer import clip_coefficient, decays, learning_rate
 from pipeline import Stage, plain_1f1b, tie_ends
-from run.processes import init, launch, shutdown
+from run.launch import launch
+from run.processes import init, shutdown
 from run.signals import local_rank
 from schedules import cut
 from shard import tag_whole

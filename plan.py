@@ -14,7 +14,6 @@ import json
 import tempfile
 from dataclasses import fields, replace
 
-from data.batches import Data
 from planner import draw
 from planner.costs import step_flops, step_time, time_by_part
 from planner.hardware import DEVICES, MODELS, Device
@@ -22,17 +21,19 @@ from planner.memory import Job, Layout, memory, n_parameters
 from planner.search import Search, as_config
 from run import config
 from run.signals import end_quietly
-from sizes import GPTConfig
+from sizes import WIDTHS, GPTConfig
 
 
 def planned(cfg):
     """The (Job, Layout) of a Config."""
+    from data.batches import Data  # here, as Data imports torch: a plan without --here does not
+
     experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
     model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
                       **experts)
     names = {name: getattr(cfg, name) for name in Layout._fields}
     layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
-    width = config.DTYPES[cfg.dtype].itemsize
+    width = WIDTHS[cfg.dtype]
     return Job(model, cfg.batch_size, "flash", width, cfg.grad_dtype != "same"), layout
 
 

@@ -8,7 +8,6 @@ window is full all of them shift, and each further token is computed from the wh
 """
 
 import argparse
-import math
 import sys
 
 import torch
@@ -56,7 +55,8 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
         top, index = logits.topk(min(top_k or V, V))  # sorted
         pick = torch.zeros_like(index[:, :1])
         if temperature:
-            pick = torch.multinomial((top / temperature).softmax(1), 1, generator=rng)
+            weights = ((top - top[:, :1]).double() / temperature).softmax(1)  # 1e-300, too
+            pick = torch.multinomial(weights, 1, generator=rng)
         out = torch.cat([out, index.gather(1, pick)], dim=1)
     embedding.positions = None
     for block in blocks:
@@ -90,10 +90,12 @@ def main():
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
     args = parser.parse_args()
     try:
-        for name, least in (("samples", 1), ("max_tokens", 1), ("temperature", 0), ("top_k", 0)):
+        for name, least, most in (("samples", 1, 1000), ("max_tokens", 1, 10**6),
+                                  ("temperature", 0, 1e308), ("top_k", 0, 2**31)):
             value = getattr(args, name)
-            if not least <= value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+            if not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be from {least} to "
+                                 f"{most:g}")
         if not 0 <= args.seed < 2**63:
             raise ValueError(f"--seed {args.seed} must be at least 0, and below 2^63")
         if args.device == "cuda" and not torch.cuda.is_available():

@@ -13,7 +13,7 @@ most microbatches in flight on a rank, between forward and backward (in one of v
     zb-h1, -h2   (P-1)(F+I-W), (P-1)(F+I-2W)    P, 2P-1                arXiv 2401.10241
     zb-v         0 if F = I = W and m >= 2P-1   P                      arXiv 2405.15362
 
-    python pipeline.py 1f1b 4 8    or    python pipeline.py 4 8 --compare
+    python schedules.py 1f1b 4 8    or    python schedules.py 4 8 --compare
 """
 
 from collections import Counter, deque
@@ -314,3 +314,8 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
     work = m * v * (f + i + w)  # of one rank
     times = [[(action, start / v, end / v) for action, start, end in row] for row in times]
     return Timeline(times, span / v, max(0, span - work) / span, peak)
+
+
+if __name__ == "__main__":
+    from planner.draw import schedules_command
+    schedules_command()

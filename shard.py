@@ -39,9 +39,13 @@ class Shard:
         return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):
-        """The part of the full tensor that this rank holds."""
-        parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        """The part of the full tensor that this rank holds. One range: a view."""
+        if len(self.ranges) == 1:
+            (start, stop), = self.ranges
+            return full.narrow(self.dim, start, stop - start)
+        held = [i for start, stop in self.ranges for i in range(start, stop)]
+        # (torch.cat on the meta device would import 2 s of torch.compile)
+        return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
     def runs(self, start, stop):
         """Where elements [start, stop) of this slice, flattened, lie in the flattened full tensor:
@@ -80,7 +84,8 @@ def tag_whole(model, data):
 def take_slice(full, tag):
     """A new parameter: the tag's slice of `full`, tagged with `tag`. On the meta device it has a
     shape only."""
-    part = torch.nn.Parameter(tag.slice(full.detach()).clone())
+    held = tag.slice(full.detach())
+    part = torch.nn.Parameter(held.clone(memory_format=torch.contiguous_format))
     part.shard = tag
     return part
 

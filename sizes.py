@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 
 @dataclass(frozen=True)
 class GPTConfig:

@@ -15,6 +15,11 @@ import math
 import sys
 from functools import partial
 
+from run.launch import start
+
+if __name__ == "__main__":  # before torch is imported, which takes 2 s
+    start(__doc__)  # ends here: wrong flags; a process that started the ranks of the layout
+
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -29,9 +34,9 @@ from optimizer import Optimizer, clip_coefficient, learning_rate
 from pipeline import Deferred, Pipeline, Stage, tie_ends
 from planner.hardware import peak_flops
 from run import checkpoint, signals
-from run.config import DTYPES, check, fail, parse, world_size
+from run.config import check, fail, read_command_line
 from run.log import Log
-from run.processes import choose_device, give_up, init, launch, shutdown
+from run.processes import choose_device, give_up, init, shutdown
 from run.timeline import Tracer, report
 from run.weights import read_weights
 from sample import sample_text
@@ -59,7 +64,7 @@ class Trainer:
     """One rank's part of the model, of the optimizer and of the step."""
 
     def __init__(self, cfg, mesh, vocab_size):
-        self.cfg, self.mesh, self.dtype = cfg, mesh, DTYPES[cfg.dtype]
+        self.cfg, self.mesh, self.dtype = cfg, mesh, getattr(torch, cfg.dtype)
         pp, cp, tp = (mesh.group(axis) for axis in ("pp", "cp", "tp"))
         # The ranks that together hold every gradient: one replica (with --ep the E replicas that
         # share the experts) or, under ZeRO, all ranks
@@ -106,10 +111,10 @@ class Trainer:
         self.routing = Routing(layers, self.cuts, cfg, mesh)
 
         # DDP or ZeRO: allocates the parameters
+        grad_dtype = self.dtype if cfg.grad_dtype == "same" else torch.float
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
-                                   int(cfg.bucket_mb * 2**20),
-                                   DTYPES.get(cfg.grad_dtype))
-        self.optimizer = Optimizer(self.reducer, norm_group, cfg.lr, (cfg.beta1, cfg.beta2),
+                                          int(cfg.bucket_mb * 2**20), grad_dtype)
+        self.optimizer = Optimizer(self.reducer, norm_group, (cfg.beta1, cfg.beta2),
                                    cfg.weight_decay)
 
         for layer in (layer for part in layers.values() for layer in part):
@@ -178,11 +183,14 @@ class Trainer:
             if self.good_steps % 1000 == 0:  # 0: an overflow, so halve; else double
                 self.scale = max(1.0, self.scale * (2.0 if self.good_steps else 0.5))
 
-    def validation_loss(self, data, batches=None):
+    def validation_loss(self, data, batches=None, show=lambda done, batches: None):
         """Mean loss over the windows (pieces of block_size tokens) of val.bin, all of them or the
-        first `batches` batches, on every rank."""
+        first `batches` batches, on every rank. show(batches done, all batches)."""
         windows, microbatches = data.validation(self.cfg, self.mesh, batches)
-        loss = sum(self.loss(self.forwards, batch) for batch in microbatches).view(1)
+        loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
+        for i, batch in enumerate(microbatches):
+            loss += self.loss(self.forwards, batch)
+            show(i + 1, -(-windows // self.cfg.batch_size))
         # loss() divided by the tokens of a batch: divide by those of all windows instead, and by T,
         # as all T ranks have the same loss
         loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
@@ -240,7 +248,7 @@ def train(cfg, data, mesh):
     log.clock()
     for step in range(start, cfg.steps):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
-            log.validation(step, trainer.validation_loss(data, cfg.eval_batches))
+            log.validation(step, trainer.validation_loss(data, cfg.eval_batches, log.validating))
         lr = learning_rate(cfg, step)
         batches = batches_of(step)
         if tracer:
@@ -260,32 +268,28 @@ def train(cfg, data, mesh):
             break
         if cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps:
             save(done)
-    last = saved
-    if done > start or not saved:
-        last = save(done)
-    good = last and not skipped
+    last = save(done) if done > start or not saved else saved
+    if skipped or not last:
+        log.not_finite(skipped, done - 1, saved)
     if trainer.stopping:
         log.say(f"stopped by a signal; --resume auto goes on from {saved or 'the start'}")
         return saved is not None, log
     if tracer and tracer.events:
         log.say(report(cfg.trace, tracer, mesh, trainer.lists, trainer.where))
     if cfg.eval_interval:
-        log.validation(cfg.steps, trainer.validation_loss(data), last=True)
+        log.validation(cfg.steps, trainer.validation_loss(data, show=log.validating), last=True)
     agree = trainer.replicas_agree()
     log.end(saved, agree)
-    return bool(agree and good), log
+    return bool(agree and last and not skipped), log
 
 
 def main():
-    cfg = parse(sys.argv[1:], __doc__)
+    cfg, world, _ = read_command_line(__doc__)
     try:
-        world = world_size()
-        ranks = check(cfg, world)
+        check(cfg, world)
         data = Data(cfg, signals.local_rank())
     except (ValueError, OSError) as error:
         fail(error)
-    if ranks > world:  # started as one process: start the ranks of the layout
-        sys.exit(launch(ranks, min(10, cfg.timeout)))
     device = choose_device(cfg.device)
     try:
         if world > 1:
@@ -307,5 +311,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signals.before_training()
     main()

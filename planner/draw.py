@@ -1,7 +1,7 @@
 """Tables and timelines for a terminal; charts and timelines as SVG on white; and the command line
 that shows schedules.
 
-    python pipeline.py 1f1b 4 8 --svg schedule.svg        python -m planner.pictures
+    python schedules.py 1f1b 4 8 --svg schedule.svg        python -m planner.pictures
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import schedules
 from planner.costs import closed_form
+from run.signals import end_quietly
 
 COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
 LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")
@@ -168,6 +169,7 @@ def bars_svg(bars, title, unit, ticks, limits):
 
 
 def schedules_command():
+    end_quietly()
     parser = argparse.ArgumentParser(description=schedules.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
@@ -183,6 +185,8 @@ def schedules_command():
     output.add_argument("--svg", metavar="FILE", help="write the picture there as well")
     args = parser.parse_args()
     P, m = args.P, args.m
+    if P * m > 10**6:
+        parser.error(f"{P} ranks x {m} microbatches are more than a million actions")
     for name in schedules.SCHEDULES if args.compare else [args.schedule]:
         v = 1 if args.compare else args.chunks or 1
         if name == "interleaved":

@@ -24,9 +24,8 @@ from model import Block
 from planner.costs import step_time
 from planner.draw import table
 from planner.hardware import Device
-from run.config import DTYPES
 from run.processes import init, shutdown
-from sizes import GPTConfig
+from sizes import WIDTHS, GPTConfig
 
 CORES, ROUNDS, STEPS = os.cpu_count() or 1, 3, 2
 
@@ -51,7 +50,7 @@ def sizes_of(cfg):
 
 def measure(cfg, mesh):
     """{name: seconds} of primitive operations, forward and backward."""
-    (b, n, G), C, dtype = sizes_of(cfg), cfg.n_embd, DTYPES[cfg.dtype]
+    (b, n, G), C, dtype = sizes_of(cfg), cfg.n_embd, getattr(torch, cfg.dtype)
 
     def both_ways(fn, *shapes):
         inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -90,7 +89,7 @@ def measure(cfg, mesh):
 def device_of(cfg, rounds):
     """A Device from the least seconds of any round, which hold the least disturbance, and from
     what costs.py counts for these operations: FLOPs, bytes, kernels, hops."""
-    (_, n, G), C, w = sizes_of(cfg), cfg.n_embd, DTYPES[cfg.dtype].itemsize
+    (_, n, G), C, w = sizes_of(cfg), cfg.n_embd, WIDTHS[cfg.dtype]
     least = {name: min(found[name] for found in rounds) for name in rounds[0]}
     flops = 48 * n * C * C / (least["up"] + least["down"])
     late, link = 0.0, 1.0

@@ -15,6 +15,7 @@ from statistics import fmean
 from planner import costs
 from planner.draw import bars_svg, curves_svg, table
 from planner.hardware import DEVICES
+from run.config import MARKS
 from run.signals import end_quietly
 from schedules import SCHEDULES, make_schedule, placement, simulate
 from sizes import bytes_per_parameter
@@ -82,7 +83,10 @@ def metrics_svg(paths):
     the busiest. ValueError."""
     runs = {}
     for path in map(Path, paths):
-        runs[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines()
+        if not all(line.startswith(MARKS["metrics"]) for line in lines):
+            raise ValueError(f"{path}: not a file that train.py --metrics wrote")
+        runs[path.stem] = [json.loads(line) for line in lines]
     experts = any(record.get("busiest") for records in runs.values() for record in records)
     key = "busiest" if experts else "loss"
     raw = {}

@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -94,10 +93,10 @@ def refuse_other(folder, manifest, config):
 
 
 @cache
-def warn(folder):
+def warn(folder, error):
     """Once for each folder; the folder stays on disk."""
     if local_rank() == 0:
-        print(f"{folder}: its {MANIFEST} is damaged; skipped", file=sys.stderr, flush=True)
+        print(f"{folder} skipped: {error}", file=sys.stderr, flush=True)
 
 
 def complete(out):
@@ -109,9 +108,11 @@ def complete(out):
         there = name == folder.name or not Path(out, name).exists()
         if re.fullmatch(r"step-\d{8,}", name) and there and (folder / MANIFEST).exists():
             try:
+                for file in (MODEL, OPTIMIZER):
+                    tensorfile.read_header(folder / file)  # there, and as long as it says
                 found.append((read_manifest(folder)["number"], folder))
-            except CheckpointError:
-                warn(folder)
+            except CheckpointError as error:
+                warn(folder, str(error))
     return sorted(found)
 
 
@@ -128,6 +129,15 @@ def find(path):
     return folder
 
 
+def remove(folder):
+    """Delete a checkpoint. What is not ours in its folder stays, and so does the folder."""
+    if not folder.is_symlink():
+        for name in (MANIFEST, MODEL, OPTIMIZER):  # the manifest first: half deleted, not complete
+            (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def prune(out, keep=0):
     """Delete what interrupted saves left, and all but the last `keep` complete checkpoints."""
     whole = [folder for _, folder in complete(out)]
@@ -136,8 +146,7 @@ def prune(out, keep=0):
         partial = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
         if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", folder.name) and (
                 folder in old or partial and folder not in whole):
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: half deleted, it is not complete
-            shutil.rmtree(folder)
+            remove(folder)
 
 
 def plan(trainer, folder):
@@ -153,28 +162,24 @@ def plan(trainer, folder):
 
 def slices(trainer):
     """Yields each piece that this rank's optimizer steps: (bucket, the parameter's tag, index of
-    the piece's first element in the tag's slice, {tensor: elements}, Adam's step)."""
+    the piece's first element in the tag's slice, {tensor: elements})."""
     for bucket in trainer.reducer.buckets:
-        for (param, weight), (_, master, _) in zip(bucket.pieces(bucket.weight_shard),
-                                                   bucket.owned, strict=True):
-            state = trainer.optimizer.adam.state[master]
-            if not state:  # as AdamW makes it at its first step
-                state.update(step=torch.zeros((), device=weight.device),
-                             exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+        kinds = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
+        if bucket.master is not bucket.weight_shard:
+            kinds["master"] = bucket.master
+        states = zip(*map(bucket.pieces, kinds.values()), strict=True)
+        for (param, weight), pieces in zip(bucket.pieces(bucket.weight_shard), states, strict=True):
             name = param.shard.name
             tensors = dict.fromkeys([name, *ALIASES.get(name, [])], weight)
-            if bucket.master is not bucket.weight_shard:
-                tensors[f"{name}.master"] = master.detach()
-            for kind in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{name}.{kind}"] = state[kind]
-            first = max(0, bucket.offset - bucket.starts[param])
-            yield bucket, param.shard, first, tensors, state["step"]
+            for kind, (_, piece) in zip(kinds, pieces, strict=True):
+                tensors[f"{name}.{kind}"] = piece
+            yield bucket, param.shard, max(0, bucket.offset - bucket.starts[param]), tensors
 
 
 def transfer(trainer, entries, saving):
     """Copies each run of this rank's slices to its place in the files {tensor: Entry}, or back. Of
     the ranks that hold the same element, one saves it and all load it."""
-    for bucket, shard, first, tensors, _ in slices(trainer):
+    for bucket, shard, first, tensors in slices(trainer):
         if saving and not shard.first:
             continue
         for name, values in tensors.items():
@@ -244,7 +249,7 @@ def save(trainer, step, data_folder=""):
             if world.rank == 0:
                 put_in_place(folder, final, {
                     "number": 1 + max(complete(cfg.out), default=(0,))[0], "step": step,
-                    "updates": int(next(slices(trainer))[-1]),
+                    "updates": int(trainer.optimizer.updates),
                     "scale": trainer.scale, "good_steps": trainer.good_steps,
                     "model": asdict(trainer.model_config), "config": asdict(cfg),
                     "data": str(Path(data_folder).resolve()),
@@ -253,7 +258,8 @@ def save(trainer, step, data_folder=""):
                 prune(cfg.out, cfg.keep)
     except CheckpointError:
         if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                remove(folder)
         raise
     return final
 
@@ -276,8 +282,7 @@ def load(trainer, folder):
             checksum(entry, manifest["checksums"][entry.path.name].get(entry.name, -1))
     with together(world):
         transfer(trainer, entries, saving=False)
-    for *_, adam_step in slices(trainer):
-        adam_step.fill_(manifest["updates"])
+    trainer.optimizer.updates.fill_(manifest["updates"])
     wait_all([trainer.reducer.publish(bucket) for bucket in trainer.reducer.buckets])
     trainer.scale, trainer.good_steps = manifest["scale"], manifest["good_steps"]
     return manifest["step"]
@@ -310,15 +315,24 @@ def digest(*path):
     return zlib.crc32(path.read_bytes()) if path.is_file() else None
 
 
+def sources():
+    """The project's files that this process has imported."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return sorted(file for file in files if Path(__file__).parent.parent in Path(file).parents)
+
+
 def agree(cfg, data):
-    """Lock --out, look up the checkpoint of --resume auto, and compare every rank with rank 0.
+    """Lock --out, look up the checkpoint of --resume, and compare every rank with rank 0.
     CheckpointError, on every rank, if --out is taken or a rank differs."""
     (rank, size), error = processes.place, ""
     if rank == 0:
         try:
             claim(cfg.out, min(5, cfg.timeout / 2))
             with about(cfg.out):
-                cfg.resume = str(newest(cfg.out) or "no") if cfg.resume == "auto" else cfg.resume
+                if cfg.resume == "auto":
+                    cfg.resume = str(newest(cfg.out) or "no")
+                elif cfg.resume != "no":
+                    cfg.resume = str(find(cfg.resume))
         except CheckpointError as refused:
             error = str(refused)
         tell("claim", json.dumps([error, cfg.resume]))
@@ -327,7 +341,8 @@ def agree(cfg, data):
         setup = {"flags": repr(replace(cfg, resume="")),
                  f"files in --out {cfg.out}": digest(cfg.out, ".lock"),
                  f"files in --resume {cfg.resume}": digest(cfg.resume, MANIFEST),
-                 f"data in {cfg.data}": data.fingerprint().hex()}
+                 f"data in {cfg.data}": data.fingerprint().hex(),
+                 "code": [digest(file) for file in sources()]}
         tell("setup", json.dumps([*setup.values()]))
         if rank == 0:
             for other in range(1, size):

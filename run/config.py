@@ -8,14 +8,9 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import torch
-
-from run import checkpoint
-from run.signals import local_rank
+from run.signals import STORE, local_rank
 from schedules import SCHEDULES, make_schedule
-from sizes import bytes_per_parameter
-
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+from sizes import WIDTHS, bytes_per_parameter
 
 
 def flag(default, group, help, choices=None):
@@ -45,7 +40,7 @@ class Config:
     experts: int = flag(0, "model", "in each block, in the place of an MLP; 0: none")
     top_k: int = flag(2, "model", "experts that a token goes through, each 4/top-k as wide")
     block_size: int = flag(128, "model", "tokens per sequence")
-    dtype: str = flag("float32", "model", "of weights, gradients and activations", tuple(DTYPES))
+    dtype: str = flag("float32", "model", "of weights, gradients and activations", tuple(WIDTHS))
     grad_dtype: str = flag("same", "model", "of summed gradients", ("same", "float32"))
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
@@ -67,7 +62,8 @@ class Config:
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for one JSON line per step")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
-    log_interval: int = flag(20, "run", "steps between printed lines")
+    log_interval: int = flag(20, "run", "steps between printed lines, after the first ten")
+    verbose: bool = flag(False, "run", "print all flags as they were resolved")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
     eval_batches: int = flag(8, "run", "batches of a validation on the way; the last takes all")
     device: str = flag("auto", "run", "where to compute", ("auto", "cpu", "cuda"))
@@ -83,6 +79,9 @@ LIMITS = {  # (least, most): flags
     (0, 1 - 1e-9): "beta1 beta2",
     (1e-6, 1e6): "bucket_mb timeout",
 }
+
+
+MARKS = {"metrics": '{"step": ', "trace": '{"traceEvents": '}  # how what these flags write begins
 
 
 def add_flags(parser, names, **options):
@@ -152,7 +151,8 @@ def world_size():
     world, rank, address, port = (os.environ.get(name, "") for name in names)
     if world in ("", "1"):
         return 1
-    require(all(map(str.isdecimal, (world, rank, port))) and address and int(rank) < int(world),
+    met = STORE in os.environ or address and port.isdecimal()
+    require(met and world.isdecimal() and rank.isdecimal() and int(rank) < int(world),
             f"the environment has WORLD_SIZE={world!r} RANK={rank!r} MASTER_ADDR={address!r} "
             f"MASTER_PORT={port!r}, which is not torchrun's; unset WORLD_SIZE, or use torchrun")
     return int(world)
@@ -193,6 +193,13 @@ def check_layout(cfg, world):
         cfg.chunks = 2
     cfg.chunks = cfg.chunks or (2 if cfg.schedule == "interleaved" else 1)
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
+    require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
+            f"--resume {cfg.resume}: take one of them")
+    require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
+    require(not cfg.trace or cfg.trace != cfg.metrics, f"--trace {cfg.trace} and --metrics: take "
+            "two files")
+    require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
+            f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
     return ranks
@@ -201,30 +208,47 @@ def check_layout(cfg, world):
 def check_memory(cfg, share):
     """ValueError if this machine cannot hold its share of one copy of the model states, and of one
     activation per block and token of a microbatch."""
-    width = DTYPES[cfg.dtype].itemsize
-    need = 12 * cfg.n_layer * cfg.n_embd**2 * sum(bytes_per_parameter(0, 1, width))
+    width = WIDTHS[cfg.dtype]
+    mlps = cfg.experts / cfg.top_k if cfg.experts else 1  # an expert is 1/top_k as wide as an MLP
+    need = cfg.n_layer * (4 + 8 * mlps) * cfg.n_embd**2 * sum(bytes_per_parameter(0, 1, width))
     tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
     need = (need + tokens * cfg.n_embd * cfg.n_layer * width) * share
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    require(need < have, f"--n-layer {cfg.n_layer} --n-embd {cfg.n_embd} --block-size "
-            f"{cfg.block_size} --batch-size {cfg.batch_size} need {need / 1e9:,.0f} GB of this "
-            f"machine's {have / 1e9:,.0f}; take smaller ones")
+    sizes = ["n_layer", "n_embd", "block_size", "batch_size", *["experts"] * bool(cfg.experts)]
+    require(need < have, f"{' '.join(given(cfg, name) for name in sizes)} need {need / 1e9:,.0f} "
+            f"GB of this machine's {have / 1e9:,.0f}; take smaller ones")
 
 
-def check_writable(name, path):
+def check_writable(name, path, mark=""):
+    """ValueError unless the file can be written and, if it has content, is ours: begins with the
+    mark."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        open(path, "a").close()
+        require(not path.is_fifo(), f"--{name} {path} is a pipe; name a file")
+        with open(path, "a+b") as file:
+            file.seek(0)
+            begin = file.read(len(mark)) if path.is_file() else b""
     except OSError as error:
         raise ValueError(f"--{name} {path} cannot be written ({error.strerror})") from None
+    require(mark.encode().startswith(begin), f"--{name} {path} holds something else than "
+            f"--{name} writes; name another file")
+
+
+def read_command_line(description):
+    """(Config, number of processes, number of ranks) of this command line, or exit in one line."""
+    cfg = parse(sys.argv[1:], description)
+    try:
+        world = world_size()
+        return cfg, world, check_layout(cfg, world)
+    except ValueError as error:
+        fail(error)
 
 
 def check(cfg, world):
     """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
+    import torch  # here, so that run/launch.py does without
+
     ranks = check_layout(cfg, world)
-    require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
-            f"--resume {cfg.resume}: take one of them")
-    require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(cfg.device != "cuda" or gpus >= local,
@@ -236,17 +260,13 @@ def check(cfg, world):
     cuda = cfg.device == "cuda"
     require(not cuda or cfg.dtype != "float64" or cfg.cp_attention != "ring" or cfg.cp == 1,
             f"--dtype float64 --cp {cfg.cp}: no such kernel; try --cp-attention all-to-all")
-    require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
-            f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     if not cuda:
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"
     cfg.pad_vocab = cfg.pad_vocab or (64 if cuda else 1)
     check_writable("out", Path(cfg.out, ".lock"))
-    for name in ("metrics", "trace"):
+    for name, mark in MARKS.items():
         if path := getattr(cfg, name):
-            check_writable(name, Path(path))
-    if cfg.resume not in ("no", "auto"):  # auto: looked up in checkpoint.agree, with --out locked
-        cfg.resume = str(checkpoint.find(cfg.resume))
+            check_writable(name, Path(path), mark)
     return ranks

@@ -13,7 +13,9 @@ from run.weights import CONV1D, load_model
 
 
 def export(folder, to):
-    """Write model.safetensors, in float32, and config.json to the folder `to`. ValueError."""
+    """Write model.safetensors, in float32, and config.json to the new folder `to`. ValueError."""
+    if to.exists() and any(to.iterdir()):
+        raise ValueError(f"--to {to}: has files already; name a new folder")
     model = load_model(folder)
     config = model.config
     if config.n_experts:

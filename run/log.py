@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import takewhile
@@ -43,7 +44,8 @@ def peak_of_process():
 
 
 class Log:
-    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write."""
+    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write. On a
+    terminal, what is not to stay there is one line, written over and over."""
 
     def __init__(self, trainer, data, start, peak_flops):
         cfg, mesh = trainer.cfg, trainer.mesh
@@ -52,21 +54,32 @@ class Log:
         self.silent = mesh.rank != 0
         self.metrics = open_metrics(cfg.metrics, start) if cfg.metrics and not self.silent else None
         self.saved, self.ending = None, ""  # set in end: the last checkpoint, the last lines
-        self.began = self.since = time.perf_counter()  # of the run; of the current step
-        self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
-        self.say(f"{trainer.n_params:,} parameters on {mesh.world.size} ranks; {cfg.microbatches} "
-                 f"microbatches of {cfg.batch_size // cfg.dp // cfg.microbatches} sequences\n"
-                 f"{grid(mesh.sizes)}")
-        for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
-            self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
+        self.since = time.perf_counter()  # when the current step began
+        self.recent = deque(maxlen=50)  # seconds of the last steps
+        self.batch_seconds = 0.0  # of a batch of validation; 0: none yet
+        if cfg.verbose:
+            self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
+        self.say(f"{trainer.n_params:,} parameters, {cfg.dtype} on the "
+                 f"{'GPU' if mesh.device.type == 'cuda' else 'CPU'}; {cfg.steps} steps of "
+                 f"{cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
+                 f"microbatch{'es' * (cfg.microbatches > 1)}")
+        if mesh.world.size > 1:
+            self.say(grid(mesh.sizes))
+        if len(trainer.cuts) > 1:
+            for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
+                self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
 
-    def say(self, text, file=None):
+    def say(self, text, file=None, stays=True):
+        """Print a line. One that does not stay is for a terminal only, until the next line."""
         if text and not self.silent:
+            file = file or sys.stdout
             try:
-                print(text, file=file or sys.stdout, flush=True)
+                over = "\r\x1b[K" if file.isatty() else ""  # write over the current line
+                if stays or over:
+                    print(over + text, file=file, end="\n" if stays else "", flush=True)
             except OSError:  # the terminal or pipe is closed: the run goes on
-                self.silent = self.silent or file is None
-                os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
+                self.silent = self.silent or file is sys.stdout
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
     def write(self, **record):
         if self.metrics:  # JSON has no nan and no infinity
@@ -86,9 +99,11 @@ class Log:
         done = ", nothing left to do" if step == self.cfg.steps else ""
         self.say(f"step {step:6d}  resumed from {folder}{done}")
 
-    def not_finite(self, steps, step, saved):
-        self.say(f"train.py: loss or gradient norm was not finite for {steps} steps up to step "
-                 f"{step}; last good checkpoint: {saved or 'none'}", file=sys.stderr)
+    def not_finite(self, skipped, step, saved):
+        what = f"loss or gradient norm was not finite for {skipped} steps up to" if skipped else (
+            "weights or moments are not finite after")
+        self.say(f"train.py: {what} step {step}; last good checkpoint: {saved or 'none'}; "
+                 "a lower --lr may help", file=sys.stderr)
 
     def checkpoint(self, step, folder):
         self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
@@ -96,21 +111,41 @@ class Log:
 
     def step(self, step, loss, norm, lr):
         cfg, now, routing = self.cfg, time.perf_counter(), self.trainer.routing
-        seconds, left = now - self.since, cfg.steps - step - 1
+        seconds, last = now - self.since, step == cfg.steps - 1
+        self.recent.append(seconds)
         rate = self.trainer.tokens / seconds
         scale = {"scale": self.trainer.scale} if cfg.dtype == "float16" else {}
         experts = {"balance": routing.balance, "busiest": routing.busiest} if cfg.experts else {}
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
                    tokens_per_s=rate, **scale, **experts)
-        if step % cfg.log_interval == 0 or left == 0:
-            experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
-            flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
-            mfu = f"  mfu {flops / self.peak_flops:.1%}" if self.peak_flops else ""
-            wait = round(left * (now - self.began) / (step + 1 - self.start))
-            self.say(f"step {step:6d}  loss {loss:.4f}{experts}  norm {norm:.3f}  lr {lr:.2e}  "
-                     f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}"
-                     f"  {wait // 60} min {wait % 60} s left")
+        experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
+        flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
+        mfu = f"  mfu {flops / self.peak_flops:.1%}" if self.peak_flops else ""
+        wait = round(self.seconds_left(step))
+        self.say(f"step {step:6d}  loss {loss:.4f}{experts}  norm {norm:.3f}  lr {lr:.2e}  "
+                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}  {wait // 60} min "
+                 f"{wait % 60} s left",
+                 stays=step % cfg.log_interval == 0 or step - self.start < 10 or last)
         self.clock()
+
+    def seconds_left(self, step):
+        """After this step: as long as the last steps took, and the validations to come."""
+        cfg, mean = self.cfg, sum(self.recent) / len(self.recent)
+        batches = 0
+        if cfg.eval_interval:
+            all_batches = len(self.data.val) // cfg.block_size / cfg.batch_size
+            on_the_way = (cfg.steps - 1) // cfg.eval_interval - step // cfg.eval_interval
+            batches = on_the_way * min(cfg.eval_batches, all_batches) + all_batches
+        # a batch without backward takes a third of a step's time
+        return (cfg.steps - 1 - step) * mean + batches * (self.batch_seconds or mean / 3)
+
+    def validating(self, done, batches):
+        """So many batches of a validation are done."""
+        self.batch_seconds = (time.perf_counter() - self.since) / done
+        left = round((batches - done) * self.batch_seconds)
+        quarter = (done - 1) * 4 // batches < done * 4 // batches < 4  # without the last
+        self.say(f"validation: {done} of {batches} batches, {left} s left",
+                 stays=quarter and batches > self.cfg.eval_batches and not sys.stdout.isatty())
 
     def validation(self, step, loss, last=False):
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)

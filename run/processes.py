@@ -1,15 +1,12 @@
-"""Starts the ranks, lets them meet at a store, and ends them together when one of them fails.
+"""Lets the ranks meet at a store, and ends them together when one of them fails.
 
 The store is a server of keys and values. Through it torch sets up the communicators, and the ranks
 compare their setup before the first step (checkpoint.agree) and their errors at the end.
 """
 
-import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -131,11 +128,12 @@ def wait_for_start(server, timeout):
         store.set("rank 0 to see all ranks", "")
 
 
-def init(device="cpu", timeout=600, url="env://", rank=-1, size=-1):
-    """Join the process group that torchrun's environment, or a url, describes."""
+def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
+    """Join the process group that a url, run/launch.py or torchrun's environment describes."""
     global place, store, last_words
     cuda, wait = torch.device(device).type == "cuda", timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
+        url = url or os.environ.get(signals.STORE, "env://")
         server, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
         rank, size = place
         attempt = name_attempt(server, size)
@@ -166,35 +164,3 @@ def shutdown(together=True):
                 cuda = dist.get_backend() == "nccl"
                 dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
         dist.destroy_process_group()
-
-
-def launch(size, grace=10):
-    """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
-    highest exit code. Once a rank has failed, the others have `grace` seconds to end. torchrun
-    would kill a rank that still saves 30 s after a signal, and turn exit code 2 into 1."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
-           "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ,  # no warnings of torch beside our line
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "WORLD_SIZE": str(size),
-           "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True",
-           signals.PARENT: str(os.getpid())}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)  # until all ranks exist
-    ranks = [subprocess.Popen([sys.executable, *sys.argv],
-                              env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                              start_new_session=True)  # Ctrl-C reaches a rank once: from here
-             for r in range(size)]
-    signals.on_stop(lambda number, frame: [rank.send_signal(number) for rank in ranks])
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-    deadline = math.inf
-    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
-        if any(codes):
-            deadline = min(deadline, time.monotonic() + grace)
-        time.sleep(0.05)
-    for r, code in enumerate(codes):
-        if code is not None and code < 0:
-            print(f"train.py: rank {r} was ended by signal {-code} ({signal.strsignal(-code)})",
-                  file=sys.stderr)
-    for rank in ranks:
-        rank.kill()
-    codes = [rank.wait() for rank in ranks]
-    return max(1, *codes) if any(codes) else 0  # killed by a signal, a code is negative

@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PARENT = "NANOPARALLEL_PARENT"  # environment variable of a rank: the pid of its launcher
+# Environment variables of a rank that run/launch.py started: its launcher's pid, the store's url
+PARENT, STORE = "NANOPARALLEL_PARENT", "NANOPARALLEL_STORE"
 parent = 0  # the pid of the launcher or of torchrun's agent; 0: this process may outlive its parent
 
 
@@ -28,8 +29,28 @@ def end(code, line):
     os._exit(code)
 
 
+def reopen():
+    """Let a process whose stdout or stderr is closed (>&-) print into nothing: else the next file
+    that it opens would take the closed one's number."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is fd
+            setattr(sys, name, open(fd, "w" if fd else "r"))
+
+
 def end_quietly():
-    """Let `| head` and Ctrl-C end this process without a traceback."""
+    """Let `| head`, Ctrl-C and a full disk end this process without a traceback."""
+    def one_line(kind, error, trace):
+        if not isinstance(error, OSError):
+            return sys.__excepthook__(kind, error, trace)
+        os.write(2, f"{os.path.basename(sys.argv[0])}: {error.strerror or error}\n".encode())
+        os._exit(1)
+
+    reopen()
+    sys.excepthook = one_line
+    sys.stdout.reconfigure(line_buffering=True)  # what cannot be written fails at once
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -49,6 +70,7 @@ def watch_parent():
 def before_training():
     """Until save_on_stop, a signal ends the process with one line. Ranks end with their parent."""
     global parent
+    reopen()
 
     def stop(number, frame):
         end(128 + number, f"stopped by {signal.Signals(number).name} before the first step")

@@ -14,6 +14,7 @@ import zlib
 from collections import namedtuple
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,9 @@ Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 class CheckpointError(ValueError):
     """One line that names the file and, if one is at fault, the tensor."""
+
+    def __init__(self, message):
+        super().__init__(message.replace("\n", "\\n"))  # a tensor may have any name
 
 
 @contextmanager
@@ -72,6 +76,8 @@ def make_header(shapes, code, path=None):
 
 def read_header(path):
     """{name: Entry} of a safetensors file that is as long as its header says. CheckpointError."""
+    if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for ever
+        raise CheckpointError(f"{path}: not a file")
     with about(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")

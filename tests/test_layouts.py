@@ -182,7 +182,7 @@ def _patched(rank, cfg, bug):
         "a wrong norm": (train.Trainer, "update", update_twice),
         "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
         "replicated gradients counted T times": (train.Optimizer, "grad_square", lambda self: sum(
-            grad.square().sum() for b in self.reducer.buckets for _, _, grad in b.owned)),
+            grad.square().sum() for _, grad in self.owned)),
         "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
     }
     return train_with(rank, cfg, *patches[bug])
