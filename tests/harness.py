@@ -71,8 +71,7 @@ def _worker(rank, jobs, results):
 def forkserver():
     """Processes start from one that has imported torch: in a tenth of a second."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "tests.harness",
-                                    "torch.fx.experimental.symbolic_shapes"])  # backward's
+    context.set_forkserver_preload(["tests.harness", "torch.fx.experimental.symbolic_shapes"])
     return context
 
 
