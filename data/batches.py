@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import BYTES, PATTERN, make_encoding, prepare
+from data.prepare import BYTES, PATTERN, make_encoding, prepare, regular
 from model import ABSENT
 
-META = {  # the type of each value in meta.json that is used; the numbers are above 0
+META = {  # the type of each value in meta.json that is used; numbers above 0, no empty text
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
 
@@ -34,7 +34,7 @@ def no_duplicates(pairs):
 def read_meta(path):
     """The values in meta.json. ValueError if a value cannot be used."""
     try:
-        meta = json.loads(path.read_bytes(), object_pairs_hook=no_duplicates)
+        meta = json.loads(regular(path).read_bytes(), object_pairs_hook=no_duplicates)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if type(meta) is not dict or "vocab_size" not in meta:
@@ -42,7 +42,7 @@ def read_meta(path):
     for name, kind in META.items():
         value = meta.get(name, kind(1))
         good = type(value) is kind or kind is float and type(value) is int
-        if not good or kind is not str and not 0 < value < math.inf:
+        if not good or value == "" or kind is not str and not 0 < value < math.inf:
             raise ValueError(f"its {name} is {str(value)[:40]}")
     if meta["vocab_size"] > 2**16:
         raise ValueError(f"its vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
@@ -60,11 +60,14 @@ def load_tokenizer(folder):
         meta = read_meta(path)
     kind = meta.get("tokenizer", "gpt2")
     if kind == "bpe":
-        lines = Path(folder, "vocab.tiktoken").read_text().splitlines()
+        lines = regular(Path(folder, "vocab.tiktoken")).read_text().splitlines()
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
         if not BYTES.keys() <= ranks.keys() or sorted(ranks.values()) != [*range(len(lines))]:
             raise ValueError("vocab.tiktoken does not number all bytes and tokens")
-    return make_encoding(kind, ranks, meta.get("pattern", PATTERN))
+    encoding = make_encoding(kind, ranks, meta.get("pattern", PATTERN))
+    if meta.get("vocab_size", 0) > encoding.n_vocab:
+        raise ValueError(f"its vocab_size is {meta['vocab_size']}, for {encoding.n_vocab} tokens")
+    return encoding
 
 
 class Data:
@@ -85,7 +88,7 @@ class Data:
             time.sleep(0.2)
         self.meta = {"vocab_size": 50257}  # nanoGPT's own folders have no meta.json: GPT-2's
         if (self.folder / "meta.pkl").exists() and not meta.exists():  # its characters: count them
-            ids = [np.fromfile(path, "<u2") for path in self.folder.glob("*.bin")]
+            ids = [np.fromfile(regular(path), "<u2") for path in self.folder.glob("*.bin")]
             self.meta = {"vocab_size": 1 + int(max((x.max() for x in ids if len(x)), default=0))}
         try:
             if meta.exists():
@@ -105,7 +108,7 @@ class Data:
         if not path.exists():
             raise ValueError(f"--data {self.folder}: {path.name} is missing; "
                              f"python data/prepare.py PATH --out {self.folder} makes it")
-        size, told = path.stat().st_size, self.meta.get(f"{split}_tokens")
+        size, told = regular(path).stat().st_size, self.meta.get(f"{split}_tokens")
         if size != 2 * (told or size // 2):
             held = f" for {told} tokens" if told else ", not a whole number of uint16"
             raise ValueError(f"{path} is truncated: {size} bytes{held}; make it anew")
@@ -167,6 +170,8 @@ class Data:
     def batch(self, cfg, tokens, starts, mesh):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
         window is ABSENT, so are its targets, which the loss leaves out."""
+        if tokens.base.size() < tokens.nbytes:  # the file's size by now; to read past it is SIGBUS
+            raise DataError(f"{tokens.filename} was cut off during the run; make it anew")
         (index, number), microbatches = mesh.place("dp", "ep"), []
         for part in np.split(np.split(starts, number)[index], cfg.microbatches):
             rows = np.full((len(part), self.block + 1), ABSENT)

@@ -18,13 +18,16 @@ import heapq
 import json
 import os
 import random
+import re
+import sys
 import sysconfig
 import tempfile
 import time
+from array import array
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
-from itertools import pairwise
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -44,6 +47,23 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} with nothing merged
 MIN_BYTES = 1_000  # less cannot be split into anything to train on
 LEARN_CHARS = 8_000_000  # the vocabulary is learned on this much of train, shuffled, at most
+# A long text is encoded in pieces, cut between a word and a line break: no token has both in it.
+PIECES = re.compile(r"(?s).{100000,}?\w(?=\n)|.+")
+
+
+def show(doing, done=""):
+    """Prints the phase: on a terminal one line that the next print writes over; in a file once."""
+    if sys.stdout.isatty():
+        print(f"\x1b[K{doing}{done}", end="\r", flush=True)
+    elif not done:
+        print(doing, flush=True)
+
+
+def regular(path):
+    """path. ValueError if it is a pipe or a device, of which a read may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    return path
 
 
 def read_source(source):
@@ -58,6 +78,7 @@ def read_source(source):
     root, skip, ending = Path(source), NO_SOURCE, ""
     if source == "stdlib":
         root, skip, ending = Path(sysconfig.get_path("stdlib")), NOT_STDLIB, ".py"
+    show(f"reading {source}")
     paths = [] if root.is_dir() else [root]
     for here, folders, names in os.walk(root):  # of a file, this is nothing
         folders[:] = [name for name in folders if not skip.fullmatch(name)]  # the ones to enter
@@ -66,8 +87,8 @@ def read_source(source):
     docs = []
     for path in paths:
         try:  # names relative to root: the same corpus wherever the folder lies
-            docs.append((path.relative_to(root).as_posix(), path.read_bytes().decode()))
-        except (OSError, UnicodeDecodeError) as e:
+            docs.append((path.relative_to(root).as_posix(), regular(path).read_bytes().decode()))
+        except (OSError, ValueError) as e:
             if path == root:  # asked for by name; in a folder, what is not text is passed over
                 raise ValueError(f"{source}: not readable as UTF-8 text ({e}); give the path of a "
                                  "text file or a folder, or stdlib, or shakespeare") from e
@@ -101,40 +122,53 @@ def train_and_val(docs):
 
 
 def learn_bpe(text, vocab_size):
-    """{token: rank}: 256 bytes, then the most frequent pair, again and again; ties by bytes. Ends
-    below vocab_size once no pair occurs twice. Pairs are counted by what they spell, since that is
-    how tiktoken applies ranks, and recounted only in the words that hold the merged pair."""
+    """{token: rank}: 256 bytes, then the most frequent pair, again and again, while one occurs
+    twice; ties by bytes. Pairs are counted by what they spell, since that is how tiktoken applies
+    ranks. A merge visits the places of its pair, and nothing else."""
+    show(f"learning {vocab_size} tokens")
     words = Counter(regex.findall(PATTERN, text))
-    parts = {word: [bytes([b]) for b in word.encode()] for word in words}
-    count, where, changed = Counter(), defaultdict(set), set()  # by the token that a pair spells
+    # All words in a row, with a byte between them where no token is. The token of bytes a to b:
+    # end[a] = b and start[b] = a; elsewhere end is 0. times[a]: how often the word at a occurs.
+    spelled, times, end = bytearray(1), array("i", [0]), array("i", [0])
+    for word, n in words.items():  # spelled: 0 f o r 0 i n 0, end: 0 2 3 4 0 6 7 0
+        spelled += word.encode() + b"\0"
+        times.extend([n] * (len(spelled) - len(times)))
+        end.extend([*range(len(end) + 1, len(spelled)), 0])
+    spelled, start = bytes(spelled), array("i", range(-1, len(spelled) - 1))
+    count, where, fresh = Counter(), defaultdict(lambda: array("i")), set()  # by what a pair spells
 
-    def tally(word, times):
-        for a, b in pairwise(parts[word]):
-            count[a + b] += times
-            where[a + b].add(word)
-            changed.add(a + b)
+    def add_pair(a, c):
+        count[spelled[a:c]] += times[a]
+        where[spelled[a:c]].append(a)
+        fresh.add(spelled[a:c])
 
-    for word, times in words.items():
-        tally(word, times)
+    for a, b in enumerate(end):
+        if end[b]:
+            add_pair(a, end[b])
     heap, ranks = [], dict(BYTES)
-    while (heap or changed) and len(ranks) < vocab_size:
-        for token in changed:
+    while (heap or fresh) and len(ranks) < vocab_size:
+        for token in fresh:
             heapq.heappush(heap, (-count[token], token))
-        changed.clear()
+        fresh.clear()
         n, token = heapq.heappop(heap)
+        if -n != count[token]:  # fewer by now
+            fresh.add(token)
+            continue
         if -n < 2:
             break
-        if -n != count[token]:
-            continue  # stale: a newer entry was pushed when the count changed
         ranks.setdefault(token, len(ranks))
-        for word in where.pop(token):
-            tally(word, -words[word])
-            old, parts[word] = parts[word], []
-            for part in old:
-                if parts[word] and parts[word][-1] + part == token:
-                    part = parts[word].pop() + part
-                parts[word].append(part)
-            tally(word, words[word])
+        show(f"learning {vocab_size} tokens", f": {len(ranks)}")
+        for a in sorted(where.pop(token)):
+            left, b, c = start[a], end[a], a + len(token)  # the pair: bytes a to b, and b to c
+            if end[b] == c:  # else one of the two was merged with its other neighbour
+                if end[left]:
+                    count[spelled[left:b]] -= times[a]
+                    add_pair(left, c)
+                if end[c]:
+                    count[spelled[b : end[c]]] -= times[a]
+                    add_pair(a, end[c])
+                end[a], end[b], start[c] = c, 0, a
+        del count[token]
     return ranks
 
 
@@ -148,6 +182,16 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
     except (OSError, ValueError) as e:  # requests' errors are OSErrors
         raise ValueError(f"gpt2: tiktoken cannot download its ranks ({type(e).__name__}); use "
                          "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from e
+
+
+def encode(enc, texts, name, pool):
+    """The tokens of all texts, one array. tiktoken releases the GIL: two threads are faster."""
+    show(f"encoding {name}")
+    ids, pieces = [], [piece for text in texts for piece in PIECES.findall(text)]
+    for tokens in pool.map(lambda piece: np.array(enc.encode_ordinary(piece), "<u2"), pieces):
+        ids.append(tokens)
+        show(f"encoding {name}", f": {100 * len(ids) // len(pieces)} %")
+    return np.concatenate(ids)
 
 
 def write_whole(out, files):
@@ -184,17 +228,19 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     parts = train_and_val(docs)
     train_bytes, val_bytes = ("".join(texts).encode() for texts in parts)
     learned = tokenizer == "bpe"
-    ranks = learn_bpe("".join(parts[0])[:LEARN_CHARS], vocab_size) if learned else BYTES
-    enc = make_encoding(tokenizer, ranks)
-    train, val = (np.concatenate([np.array(enc.encode_ordinary(text), "<u2") for text in texts])
-                  for texts in parts)
+    with ThreadPoolExecutor(2) as pool:
+        zipped = pool.submit(gzip.compress, val_bytes, 9)  # meanwhile, the vocabulary is learned
+        ranks = learn_bpe("".join(parts[0])[:LEARN_CHARS], vocab_size) if learned else BYTES
+        enc = make_encoding(tokenizer, ranks)
+        train = encode(enc, parts[0], "train.bin", pool)
+        val = encode(enc, parts[1], "val.bin", pool)
     assert enc.decode_bytes(val.tolist()) == val_bytes, "tokens must spell the text exactly"
 
     meta = {"vocab_size": enc.n_vocab, "tokenizer": tokenizer,
             **({"pattern": PATTERN} if learned else {}),
             "train_tokens": len(train), "val_tokens": len(val),
             "bytes_per_token": len(val_bytes) / len(val), "val_bytes": len(val_bytes),
-            "gzip_bits_per_byte": 8 * len(gzip.compress(val_bytes, 9)) / len(val_bytes),
+            "gzip_bits_per_byte": 8 * len(zipped.result()) / len(val_bytes),
             "source": sources, "source_hash": hashlib.sha256(train_bytes + val_bytes).hexdigest()}
     files = {"train.bin": train.tobytes(), "val.bin": val.tobytes()}
     if learned:

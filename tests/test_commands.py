@@ -2,18 +2,24 @@
 
 import json
 import math
+import os
+import random
 import re
 import shutil
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 import torch
 
 import train
-from data.batches import Data, load_tokenizer
-from data.prepare import prepare
+from data.batches import Data, DataError, load_tokenizer
+from data.prepare import BYTES, PATTERN, encode, learn_bpe, make_encoding, prepare
 from mesh import Mesh
 from run.config import check
 from tests.harness import HERE, VOCAB, config, needs_minutes
@@ -25,7 +31,8 @@ FORGED = {  # meta.json: a text, or what is put into a sound one
     "infinite": {"vocab_size": math.inf}, "negative": {"vocab_size": -5},
     "float": {"vocab_size": 67.0}, "true": {"vocab_size": True}, "tokenizer": {"tokenizer": 7},
     "gone-vocabulary": {"tokenizer": "bpe"}, "zero": {"bytes_per_token": 0},
-    "letters": {"bytes_per_token": "abc"}, "gzip": {"gzip_bits_per_byte": []}}
+    "letters": {"bytes_per_token": "abc"}, "gzip": {"gzip_bits_per_byte": []},
+    "pattern": {"pattern": ""}, "bytes": {"tokenizer": "bytes", "vocab_size": 300}}
 
 
 def damaged(corpus, tmp_path, how):
@@ -39,6 +46,12 @@ def damaged(corpus, tmp_path, how):
         meta = json.loads((folder / "meta.json").read_text())
         text = FORGED[how]
         (folder / "meta.json").write_text(text if type(text) is str else json.dumps(meta | text))
+    elif how == "pipe":
+        (folder / "train.bin").unlink()
+        os.mkfifo(folder / "train.bin")
+    elif how == "device":
+        (folder / "meta.json").unlink()
+        (folder / "meta.json").symlink_to("/dev/null")
     elif how == "vocabulary":
         (folder / "vocab.tiktoken").write_text("AAAA 0\nAAAB x\n")
         (folder / "meta.json").write_text('{"vocab_size": 67, "tokenizer": "bpe"}')
@@ -58,6 +71,8 @@ def damaged(corpus, tmp_path, how):
     ("--block-size 9999", "--block-size 9999 is longer than"),
     ("--data missing", "val.bin is missing"),
     ("--data truncated", "is truncated"),
+    ("--data pipe", "train.bin is not a regular file"),
+    ("--data device", "meta.json is not a regular file"),
     ("--data beyond", "beyond the vocabulary"),
     ("--out /proc/nowhere", "cannot be written"),
     ("--device cuda", "--device cuda"),
@@ -195,6 +210,55 @@ def test_prepare_splits_learns_and_decodes_to_the_same_text(tmp_path):
         assert decoded == text + "\n"
         assert math.isclose(metas[0]["bytes_per_token"],
                             len(load_tokenizer(tmp_path / "a").decode(ids[1])) / len(ids[1]))
+
+
+def test_a_file_that_is_cut_off_during_the_run_is_named(corpus, tmp_path):
+    shutil.copytree(corpus, tmp_path / "data")
+    cfg, path = config(str(tmp_path / "data"), microbatches=1), tmp_path / "data" / "train.bin"
+    data = Data(cfg)
+    data.training(cfg, 0, Mesh(dp=1))
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(DataError, match="train.bin was cut off during the run"):
+        data.training(cfg, 0, Mesh(dp=1))
+
+
+def test_the_phases_of_prepare_are_lines_in_a_file_and_one_line_on_a_terminal(
+        tmp_path, capsys, monkeypatch):
+    (tmp_path / "text").write_text("some of these words come twice\n" * 100)
+    phases = [f"reading {tmp_path}/text", "learning 270 tokens", "encoding train.bin",
+              "encoding val.bin"]
+    prepare([tmp_path / "text"], tmp_path / "file", "bpe", 270)
+    assert capsys.readouterr().out.splitlines()[:-3] == phases
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    prepare([tmp_path / "text"], tmp_path / "terminal", "bpe", 270)
+    shown, last = capsys.readouterr().out.rsplit("\r", 1)
+    assert last.count("\n") == 3 and "\n" not in shown
+    assert shown.split("\r")[:3] == [f"\x1b[K{phases[0]}", f"\x1b[K{phases[1]}",
+                                     f"\x1b[K{phases[1]}: 257"]
+
+
+def test_the_vocabulary_is_that_of_counting_every_pair_anew():
+    rng = random.Random(1)
+    for _ in range(50):
+        text = "".join(rng.choices("aab ", k=400))
+        words = [[bytes([b]) for b in word.encode()] for word in regex.findall(PATTERN, text)]
+        learned, want = learn_bpe(text, 280), dict(BYTES)
+        while len(want) < len(learned):
+            count = Counter(a + b for word in words for a, b in pairwise(word))
+            token = min(count, key=lambda token: (-count[token], token))
+            want.setdefault(token, len(want))
+            for word in words:
+                for i in range(len(word)):
+                    if b"".join(word[i : i + 2]) == token and len(word) > i + 1:
+                        word[i : i + 2] = [token]
+        assert learned == want
+
+
+def test_a_long_text_is_encoded_in_pieces_as_it_is_whole():
+    text = "def f(x):\n\n    return x_\n" * 20_000
+    enc = make_encoding("bpe", learn_bpe(text, 270))
+    with ThreadPoolExecutor(2) as pool:
+        assert encode(enc, [text], "text", pool).tolist() == enc.encode_ordinary(text)
 
 
 def test_run_and_data_import_neither_planner_nor_commands():

@@ -65,6 +65,7 @@ def imported(path):
     ("zero.py -5", "must be above 0"), ("mesh.py 0 1 1 1 1", "give the sizes"),
     ("export.py --out /nowhere --to x", "/nowhere: no complete checkpoint"),
     ("prepare.py README.md --out /proc/x", "/proc/x: cannot be written"),
+    ("prepare.py /dev/null --out /proc/x", "/dev/null is not a regular file"),
     ("prepare.py --vocab-size many", "invalid int value: 'many'")])
 def test_every_command_answers_nonsense_with_one_line(line, says, capsys, monkeypatch):
     mains = {"zero.py": tables.zero_command, "mesh.py": tables.mesh_command,
