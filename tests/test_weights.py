@@ -5,9 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 import sample
+from data.batches import load_tokenizer
+from data.prepare import prepare
+from data.tokenizer import tokenizer_files
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
@@ -102,7 +106,8 @@ def test_weights_of_others_are_taken_or_refused_in_one_line(corpus, trained, tmp
 
 
 def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
-    export_file.export(trained / "step-00000004", tmp_path)
+    said = export_file.export(trained / "step-00000004", tmp_path)
+    assert "without a tokenizer: that of" in said and "256 tokens, the model 67" in said
     model = load_model(trained / "step-00000004")
     shapes = {name: p.shape for name, p in model.canonical_parameters()}
     get = read_weights(tmp_path / "model.safetensors", shapes, model.config)
@@ -111,6 +116,18 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
     ids = torch.arange(8).view(1, 8)
     with torch.no_grad():
         assert (theirs(ids).logits - model(ids)).abs().max() < 1e-5
+
+
+def test_hugging_faces_tokenizers_opens_ours(tmp_path):
+    text = "a = aa + aaa  # 3 + 33\n\n\tif a: 'héß 你好 😀'\n" * 40
+    (tmp_path / "text").write_text(text)
+    prepare([tmp_path / "text"], tmp_path / "data", vocab_size=280)
+    files = tokenizer_files(tmp_path / "data", GPTConfig(280))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(files["tokenizer.json"]))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
+        ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
+        assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
 
 
 @pytest.mark.parametrize("experts", [0, 4])
