@@ -7,7 +7,7 @@ A replica's batch goes through its stages in microbatches.
     python plain.py                                          one process
     torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 1          eight: it starts the other seven
 
-Every layout prints the losses and norms of `python train.py --log-interval 1`. (In float32 the last
+Every layout prints the losses and norms of `python train.py`. (In float32 the last
 digit may differ after some ten steps, as between any two layouts: sums are rounded in another
 order. After step 150 the learning rate depends on --steps.)
 
