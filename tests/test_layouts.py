@@ -55,26 +55,26 @@ def test_layout_equals_one_process(corpus, dp, tp, pp, schedule, m):
     equals_one_process(corpus, dp=dp, tp=tp, pp=pp, schedule=schedule, microbatches=m)
 
 
-SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero, n_layer
-    ("interleaved", 2, 1, 1, 2, 4, 0, 5), ("interleaved", 3, 1, 1, 2, 2, 0, 5),
-    ("interleaved", 2, 1, 1, 3, 9, 0, 5), ("interleaved", 3, 1, 1, 4, 4, 0, 10),
-    ("interleaved", 2, 2, 2, 2, 6, 1, 5), ("interleaved", 2, 2, 1, 2, 2, 3, 5),
-    ("interleaved", 2, 1, 1, 1, 3, 2, 5),
-    *((name, 1, 1, 1, P, m, 0, 5) for name in ("zb-h1", "zb-h2")
+SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero
+    ("interleaved", 2, 1, 1, 2, 4, 0), ("interleaved", 3, 1, 1, 2, 2, 0),
+    ("interleaved", 2, 1, 1, 3, 9, 0), ("interleaved", 3, 1, 1, 4, 4, 0),
+    ("interleaved", 2, 2, 2, 2, 6, 1), ("interleaved", 2, 2, 1, 2, 2, 3),
+    ("interleaved", 2, 1, 1, 1, 3, 2),
+    *((name, 1, 1, 1, P, m, 0) for name in ("zb-h1", "zb-h2")
       for P, m in ((2, 1), (3, 3), (4, 9))),
-    *((name, 1, 2, 2, 2, 3, zero, 5)
+    *((name, 1, 2, 2, 2, 3, zero)
       for name, zero in (("zb-h1", 2), ("zb-h2", 3), *[("zb-h1", 0)] * FULL)),
-    ("zb-h1", 1, 3, 1, 2, 4, 1, 5), ("zb-h1", 1, 1, 1, 1, 4, 0, 5),
-    *(("zb-v", 2, 1, 1, P, m, 0, n) for P, m, n in ((2, 1, 5), (2, 4, 5), (3, 6, 5), (4, 9, 6))),
-    *(("zb-v", 2, 2, T, 2, 3, zero, 5) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
-    ("zb-v", 2, 1, 1, 1, 2, 3, 5),
+    ("zb-h1", 1, 3, 1, 2, 4, 1), ("zb-h1", 1, 1, 1, 1, 4, 0),
+    *(("zb-v", 2, 1, 1, P, m, 0) for P, m in ((2, 1), (2, 4), (3, 6), (4, 9))),
+    *(("zb-v", 2, 2, T, 2, 3, zero) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
+    ("zb-v", 2, 1, 1, 1, 2, 3),
 ]
 
 
-@pytest.mark.parametrize("schedule,chunks,dp,tp,pp,m,zero,n_layer", two_thirds(SCHEDULE_LAYOUTS))
-def test_schedule_equals_one_process(corpus, schedule, chunks, dp, tp, pp, m, zero, n_layer):
+@pytest.mark.parametrize("schedule,chunks,dp,tp,pp,m,zero", two_thirds(SCHEDULE_LAYOUTS))
+def test_schedule_equals_one_process(corpus, schedule, chunks, dp, tp, pp, m, zero):
     equals_one_process(corpus, schedule=schedule, chunks=chunks, dp=dp, tp=tp, pp=pp,
-                       microbatches=m, zero=zero, n_layer=n_layer, recompute=zero == 3)
+                       microbatches=m, zero=zero, recompute=zero == 3)
 
 
 ZERO_LAYOUTS = [  # zero, dp, tp, pp, microbatches, recompute
