@@ -14,7 +14,8 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-from planner.memory import block_parameters, parts_of, tokens_of
+from planner.hardware import Llama
+from planner.memory import block_parameters, end_parameters, matrices, parts_of, tokens_of
 from schedules import make_schedule, placement, simulate
 
 
@@ -25,7 +26,7 @@ def step_flops(job, recompute="none"):
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size
     forwards = 4 if recompute == "full" else 3
     tokens = job.batch_size * S
-    return 24 * tokens * L * h * h * forwards * (1 + S / (6 * h)) + 6 * tokens * h * V
+    return tokens * L * forwards * (2 * sum(matrices(model)) + 4 * h * S) + 6 * tokens * h * V
 
 
 def compute(device, products=0.0, attention=0.0, moved=0.0, kernels=0):
@@ -65,12 +66,13 @@ class Time(NamedTuple):
 
 
 def tensor_messages(job, layout, device, split, products):
-    """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the block's
-    FLOPs; 7/24 of these are in the two column-parallel layers."""
+    """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the FLOPs of the
+    block's forward."""
     nbytes = tokens_of(job, layout) * job.model.n_embd * job.width
     half = ring_time(device, 1, layout.tp, nbytes)
     whole = 2 * half if layout.sp else ring_time(device, 1, layout.tp, nbytes, rounds=2)
-    column = compute(device, 7 / 24 * products)  # either half of backward, in both layers
+    in_columns, in_rows = matrices(job.model)  # of either half of backward, in each of two layers:
+    column = compute(device, in_columns / (in_columns + in_rows) / 2 * products)
     if split:  # only the second all-gather of x (--sp) overlaps with compute
         gather_again = 2 * exposed(device, half, column) if layout.sp else 0.0
         return 2 * whole, 2 * whole + gather_again, 0.0
@@ -84,6 +86,7 @@ def context_messages(job, layout, device, attention, attention_back):
     """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
     attention and attention_back, hides the ring's messages."""
     T, C, w = layout.tp, layout.cp, job.width
+    # Keys and values of all heads, as train.py sends them; of grouped heads fewer could travel
     elements = tokens_of(job, layout) * job.model.n_embd / T
     if C > 1 and layout.cp_attention == "all-to-all":  # q, k, v and the result
         swap = 4 * ring_time(device, T, C, elements * w)
@@ -101,7 +104,7 @@ def block_time(job, layout, device, split):
     """F, I and W of a block, for one microbatch. split: I and W are separate actions."""
     model, w, T, E = job.model, job.width, layout.tp, layout.ep
     n, h, N = tokens_of(job, layout), model.n_embd, model.n_experts
-    products = 24 * n * h * h / T + 2 * n * h * N
+    products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N
     # elements of norms and residuals; of GELU and of reordering the heads
     moved = n * h * w * (10 / (T if layout.sp else 1) + 12 / T)
     if job.attention == "flash":  # the mask halves the scores; backward computes them once more
@@ -117,7 +120,8 @@ def block_time(job, layout, device, split):
     I = compute(device, products, moved=2 * moved, kernels=25) + attention_back  # noqa: E741
     W = compute(device, products, moved=3 * w * (dense + experts), kernels=12)
     if split and N:  # weight gradients of experts are not deferred
-        at_once = compute(device, 16 * n * h * h / T, moved=3 * w * experts)
+        mlp = 3 * h * model.mlp_width if isinstance(model, Llama) else 8 * h * h
+        at_once = compute(device, 2 * n * mlp / T, moved=3 * w * experts)
         I, W = I + at_once, W - at_once  # noqa: E741
 
     tp_F, tp_I, tp_W = tensor_messages(job, layout, device, split, products)
@@ -240,9 +244,10 @@ def data_time(job, layout, device):
     dense, expert = block_parameters(model, T)
     experts = part.blocks * expert * model.n_experts / (layout.ep * T)
     vocabulary = model.vocab_size * model.n_embd / T
-    # ZeRO-3 gathers the tied matrix once for each of its two ends
-    ends = part.embedding + part.head if layout.zero == 3 else max(part.embedding, part.head)
-    numel = part.blocks * dense + ends * vocabulary
+    ends, _ = end_parameters(model, part, T)
+    if layout.zero == 3:  # gathers a tied matrix once for each of its two ends
+        ends = (part.embedding + part.head) * vocabulary
+    numel = part.blocks * dense + ends
 
     half = ring_time(device, stride, ranks, numel * w)  # a reduce-scatter, or an all-gather
     if experts:
@@ -259,7 +264,8 @@ def data_time(job, layout, device):
         sent = m * exposed(device, grads, backward) + half
     else:  # and an all-gather of the weights beside every forward and backward
         sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
-    if layout.pp > 1 and layout.schedule != "zb-v":  # gradient of the tied matrix, at two ends
+    tied = not isinstance(model, Llama)
+    if tied and layout.pp > 1 and layout.schedule != "zb-v":  # the matrix's gradient, of two ends
         sent += ring_time(device, layout.ranks, 2, vocabulary * w, rounds=2)
 
     owned = numel + experts

@@ -44,6 +44,24 @@ def peak_flops(gpu):
     return known[0] if known else 0.0
 
 
+@dataclass(frozen=True)
+class Llama(GPTConfig):
+    """SwiGLU, grouped heads of keys and values (arXiv 2305.13245), RMSNorm, rotary positions, no
+    biases, a head with a matrix of its own. (train.py trains GPT-2's architecture.)"""
+    mlp_width: int = 11008
+    n_kv_head: int = 32
+
+    @property
+    def kv_width(self):
+        return self.n_embd // self.n_head * self.n_kv_head
+
+    def layer_costs(self):
+        C = self.n_embd
+        block = C * (4 * C + 4 * self.kv_width + 6 * self.mlp_width)
+        block += 4 * C * self.block_size + 2 * C * self.n_experts
+        return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
+
+
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
 
@@ -62,8 +80,9 @@ MODELS = {
     "megatron-146b": gpt(80, 96, 12288), "megatron-310b": gpt(96, 128, 16384),
     "megatron-530b": gpt(105, 128, 20480), "megatron-1t": gpt(128, 160, 25600),
     "megatron-22b": gpt(48, 64, 6144),  # arXiv 2205.05198, table 3
-    # Depths and widths of Llama 2 and 3 (arXiv 2307.09288, 2407.21783): a GPT of these has about as
-    # many parameters, and keys and values of its own for each head
-    "llama-7b": gpt(32, 32, 4096, 32000, 4096), "llama-13b": gpt(40, 40, 5120, 32000, 4096),
-    "llama-70b": gpt(80, 64, 8192, 32000, 4096), "llama-405b": gpt(126, 128, 16384, 128256, 8192),
+    # Llama 2 and 3, arXiv 2307.09288, 2407.21783
+    "llama-7b": Llama(32000, 4096, 32, 32, 4096, mlp_width=11008, n_kv_head=32),
+    "llama-13b": Llama(32000, 4096, 40, 40, 5120, mlp_width=13824, n_kv_head=40),
+    "llama-70b": Llama(32000, 4096, 80, 64, 8192, mlp_width=28672, n_kv_head=8),
+    "llama-405b": Llama(128256, 8192, 126, 128, 16384, mlp_width=53248, n_kv_head=8),
 }

@@ -13,6 +13,7 @@ Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen
 from functools import cache
 from typing import NamedTuple
 
+from planner.hardware import Llama
 from schedules import actions_of, cut, placement
 from sizes import GPTConfig, bytes_per_parameter
 
@@ -59,9 +60,23 @@ def tokens_of(job, layout):
     return sequences * job.model.block_size / layout.cp
 
 
+def matrices(model):
+    """Elements of a block's matrices, with one MLP: (column-parallel, row-parallel)."""
+    h = model.n_embd
+    if isinstance(model, Llama):
+        kv, f = model.kv_width, model.mlp_width
+        return h * (h + 2 * kv + 2 * f), h * (h + f)
+    return 7 * h * h, 5 * h * h
+
+
 def block_parameters(model, T=1):
     """Parameters of a block on one of T ranks: (all but experts, one expert)."""
     h = model.n_embd
+    if isinstance(model, Llama):
+        attention, f, norms = 2 * h * (h + model.kv_width) / T, model.mlp_width, 2 * h
+        if not model.n_experts:
+            return attention + 3 * h * f / T + norms, 0
+        return attention + norms + h * model.n_experts, 3 * h * (f // model.top_k)
     attention, mlp, norms = (4 * h * h + 3 * h) / T + h, (8 * h * h + 4 * h) / T + h, 4 * h
     if not model.n_experts:
         return attention + mlp + norms, 0
@@ -72,8 +87,20 @@ def block_parameters(model, T=1):
 def n_parameters(model):
     """Of the whole model; without experts 12 L h^2 (1 + 13/(12 h)) + (V + S) h + 2 h."""
     dense, expert = block_parameters(model)
-    return (model.n_layer * (dense + model.n_experts * expert)
-            + (model.vocab_size + model.block_size + 2) * model.n_embd)
+    ends = 2 * model.vocab_size + 1  # rows of h
+    if not isinstance(model, Llama):
+        ends = model.vocab_size + model.block_size + 2
+    return model.n_layer * (dense + model.n_experts * expert) + ends * model.n_embd
+
+
+def end_parameters(model, part, T):
+    """Parameters of the first and last layer on one of T ranks: (vocabulary, others). Llama's two
+    ends have a matrix each; GPT-2's share one, if both are on one rank."""
+    vocabulary, h = model.vocab_size * model.n_embd / T, model.n_embd
+    if isinstance(model, Llama):
+        return (part.embedding + part.head) * vocabulary, part.head * h
+    return (max(part.embedding, part.head) * vocabulary,
+            part.embedding * model.block_size * h + part.head * 2 * h)
 
 
 class Part(NamedTuple):
@@ -110,6 +137,8 @@ def saved_by_block(job, layout, recompute):
     if recompute == "full":
         return h * w / T_sp
     whole, split = (4 * h + 4) * w, 12 * h * w
+    if isinstance(model, Llama):  # RMSNorm; silu has an output of its own
+        whole, split = (4 * h + 2) * w, (2 * h + 2 * model.kv_width + 4 * model.mlp_width) * w
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
         split += h * w
     if job.attention == "flash":
@@ -127,7 +156,8 @@ def saved_by_block(job, layout, recompute):
 def saved_by_head(job, layout):
     """The same of the head: input and output of its norm, and the softmax over its own words."""
     model, w, T_sp = job.model, job.width, layout.tp if layout.sp else 1
-    return (2 * model.n_embd + 2) * w / T_sp + model.vocab_size / layout.tp * max(w, 4)
+    statistics = 1 if isinstance(model, Llama) else 2  # of the norm, per token
+    return (2 * model.n_embd + statistics) * w / T_sp + model.vocab_size / layout.tp * max(w, 4)
 
 
 class Held(NamedTuple):
@@ -169,9 +199,12 @@ def activations(job, layout, rank):
     saved = saved_by_block(job, layout, layout.recompute)
     # Between I and W: inputs of the matrices and gradients of their outputs, without --sp's split;
     # with experts only those of attention
-    deferred = (4 * h + 12 * h / T) * w
+    kv, mlp = h, 8 * h  # widths of keys; of the MLP's inner input and of its output's gradient
+    if isinstance(model, Llama):
+        kv, mlp = model.kv_width, 3 * model.mlp_width
+    deferred = (4 * h + (2 * h + 2 * kv + mlp) / T) * w
     if model.n_experts:
-        deferred = (2 * h + 4 * h / T) * w
+        deferred = (2 * h + (2 * h + 2 * kv) / T) * w
     each = Held(saved, saved_by_head(job, layout), deferred, (h + model.vocab_size / T) * w,
                 saved_by_block(job, layout, "none") - saved)
     few = layout.microbatches
@@ -187,13 +220,12 @@ def activations(job, layout, rank):
 def memory_of_rank(job, layout, rank):
     """{weights, gradients, optimizer, activations, buffers, total} of one pipeline rank."""
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
-    n, h, vocabulary = tokens_of(job, layout), model.n_embd, model.vocab_size * model.n_embd / T
+    n, h = tokens_of(job, layout), model.n_embd
     part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
     dense, expert = block_parameters(model, T)
     experts = expert * model.n_experts / (layout.ep * T)
-    ends = max(part.embedding, part.head)  # the two share a matrix if on one rank
-    params = (part.blocks * dense + ends * vocabulary + part.embedding * model.block_size * h
-              + part.head * 2 * h)
+    vocabulary, others = end_parameters(model, part, T)
+    params = part.blocks * dense + vocabulary + others
     data = layout.dp * layout.cp
     states = [params * each + part.blocks * experts * of_expert for each, of_expert in zip(
         bytes_per_parameter(layout.zero, data, w, gw),
@@ -202,10 +234,11 @@ def memory_of_rank(job, layout, rank):
 
     # logits in two widths, and their gradient
     logits = part.head * (w + 2 * max(w, 4)) * model.vocab_size / T
-    at_work = n * max(logits, 8 * h * w / T + 2 * h * w)
+    mlp = 3 * model.mlp_width if isinstance(model, Llama) else 8 * h  # inner gradients
+    at_work = n * max(logits, mlp * w / T + 2 * h * w)
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
-    gathered *= max(dense + experts, ends * vocabulary)
+    gathered *= max(dense + experts, model.vocab_size * h / T if vocabulary else 0)
     # the optimizer's 32-bit copy of 16-bit gradients, when activations are freed
     copied = 2 * states[1] if gw == 2 else 0
     parts = dict(zip(("weights", "gradients", "optimizer"), states, strict=True),
