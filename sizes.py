@@ -1,4 +1,7 @@
-"""Sizes of a model, its FLOPs, and bytes per parameter: plain numbers, without importing torch."""
+"""Sizes of a model, its FLOPs, and bytes per parameter: plain numbers, without importing torch.
+
+    python sizes.py 7e9 --gpu-gb 80        model states per rank, by ZeRO stage and number of ranks
+"""
 
 from dataclasses import dataclass
 
@@ -42,3 +45,8 @@ def bytes_per_parameter(zero, ranks, width=2, grad_width=None):
     gradients = grad_width or width
     return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),
             optimizer / (ranks if zero >= 1 else 1))
+
+
+if __name__ == "__main__":
+    from planner.tables import sizes_command
+    sizes_command()

@@ -10,7 +10,7 @@ of D ranks runs the optimizer on 1/D of it. ZeRO-1, 2 and 3 each keep one thing 
 for m microbatches: ZeRO-2 and 3 reduce the gradients of each microbatch, as keeping their sum would
 keep a full gradient. ZeRO, arXiv 1910.02054.
 
-    python zero.py 7e9 --gpu-gb 80         torchrun train.py --dp 4 --zero 3
+    python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
 
 import torch
@@ -185,8 +185,3 @@ class ZeRO3(ZeRO2):
 
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
-
-
-if __name__ == "__main__":
-    from planner.tables import zero_command
-    zero_command()

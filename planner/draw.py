@@ -144,30 +144,6 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, log=False, raw=N
     return str(picture)
 
 
-def bars_svg(bars, title, unit, ticks, limits):
-    """bars: {name: {part: value}}, parts on top of one another on a log scale, their sum below the
-    name. limits: {name: value} of lines across all bars."""
-    picture, down = chart(title, unit, ticks, log=True)
-    for value in limits.values():
-        ends = [(LEFT, down(value)), (RIGHT, down(value))]
-        picture.line(ends, "#c22", 'stroke-dasharray="5 4"')
-    for i, (name, parts) in enumerate(bars.items()):
-        middle = LEFT + (i + 0.5) * (RIGHT - LEFT) / len(bars)
-        bottom, total = BOTTOM, 0
-        for part, color in zip(parts, LINES, strict=False):
-            total += parts[part]
-            picture.box(middle - 20, down(total), 40, bottom - down(total), color)
-            bottom = down(total)
-        picture.text(middle, BOTTOM + 18, name, "middle")
-        picture.text(middle, BOTTOM + 34, f"{total:,.0f} {unit}", "middle",
-                     style='font-weight="bold"')
-    for i, (part, color) in enumerate(zip(parts, LINES, strict=False)):
-        picture.box(130 + 95 * i, 42, 12, 12, color)
-        picture.text(148 + 95 * i, 52, part)
-    label(picture, [(down(value), name, "#c22") for name, value in limits.items()])
-    return str(picture)
-
-
 def schedules_command():
     end_quietly()
     parser = argparse.ArgumentParser(description=schedules.__doc__,

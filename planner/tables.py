@@ -1,19 +1,15 @@
-"""The tables that python mesh.py, zero.py and context_parallel.py print."""
+"""The tables that python mesh.py, sizes.py and context_parallel.py print."""
 
 import argparse
 import sys
 
-import torch
-
-import zero
-from context_parallel import zigzag
-from mesh import grid, lay_out
+import sizes
 from run.signals import end_quietly
-from sizes import bytes_per_parameter
 
 
 def mesh_command():
     """python mesh.py 2 1 2 1 2: the ranks in rows, and every group of the mesh."""
+    from mesh import grid, lay_out  # here, as mesh imports torch: python sizes.py does not
     end_quietly()
     given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
     if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
@@ -25,12 +21,12 @@ def mesh_command():
         print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))
 
 
-def zero_command():
-    """python zero.py 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
+def sizes_command():
+    """python sizes.py 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
     end_quietly()
-    parser = argparse.ArgumentParser(description=zero.__doc__,
+    parser = argparse.ArgumentParser(description=sizes.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"zero.py: {message}\n")
+    parser.error = lambda message: parser.exit(2, f"sizes.py: {message}\n")
     parser.add_argument("parameters", nargs="?", type=float, default=7e9)
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
     parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
@@ -43,7 +39,7 @@ def zero_command():
     for ranks in (2**i for i in range(11)):
         row = f"{ranks:6d}"
         for stage in range(4):
-            gb = args.parameters * sum(bytes_per_parameter(stage, ranks, args.width)) / 1e9
+            gb = args.parameters * sum(sizes.bytes_per_parameter(stage, ranks, args.width)) / 1e9
             row += f"{gb:12.4g} {'*' if gb <= args.gpu_gb else ' '}"
         print(row)
 
@@ -56,6 +52,9 @@ def visible_pairs(queries, keys):
 def zigzag_table(S, C):
     """Which chunk is on which rank, which chunks meet in which hop of ring attention, and how even
     the work is, with zigzag and without."""
+    import torch
+
+    from context_parallel import zigzag
     positions = [zigzag(S, C, c) for c in range(C)]  # of each rank's tokens
     hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two meet
     for c, queries in enumerate(positions):
