@@ -1,7 +1,5 @@
 """Sizes of a model, its FLOPs, and bytes per parameter: plain numbers, without importing torch.
-
-    python sizes.py 7e9 --gpu-gb 80        model states per rank, by ZeRO stage and number of ranks
-"""
+`python sizes.py 7e9 --gpu-gb 80` prints model states per rank, by ZeRO stage and ranks."""
 
 from dataclasses import dataclass
 

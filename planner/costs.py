@@ -120,8 +120,7 @@ def block_time(job, layout, device, split):
     I = compute(device, products, moved=2 * moved, kernels=25) + attention_back  # noqa: E741
     W = compute(device, products, moved=3 * w * (dense + experts), kernels=12)
     if split and N:  # weight gradients of experts are not deferred
-        mlp = 3 * h * model.mlp_width if isinstance(model, Llama) else 8 * h * h
-        at_once = compute(device, 2 * n * mlp / T, moved=3 * w * experts)
+        at_once = compute(device, 2 * n * model.top_k * expert / T, moved=3 * w * experts)
         I, W = I + at_once, W - at_once  # noqa: E741
 
     tp_F, tp_I, tp_W = tensor_messages(job, layout, device, split, products)
@@ -264,8 +263,8 @@ def data_time(job, layout, device):
         sent = m * exposed(device, grads, backward) + half
     else:  # and an all-gather of the weights beside every forward and backward
         sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
-    tied = not isinstance(model, Llama)
-    if tied and layout.pp > 1 and layout.schedule != "zb-v":  # the matrix's gradient, of two ends
+    one_rank = layout.pp == 1 or layout.schedule == "zb-v"
+    if not one_rank and not isinstance(model, Llama):  # gradient of the tied matrix, at two ends
         sent += ring_time(device, layout.ranks, 2, vocabulary * w, rounds=2)
 
     owned = numel + experts

@@ -95,36 +95,20 @@ def schedule_svg(times, title):
     return str(picture)
 
 
-def scale(ticks, low, high, log=False):
+def scale(ticks, low, high):
     """A function from values to pixels: the first tick lies at low, the last at high."""
-    to = math.log10 if log else float
-    first, last = to(ticks[0]), to(ticks[-1])
-    return lambda value: round(low + (to(value) - first) / (last - first) * (high - low), 1)
+    first, last = ticks[0], ticks[-1]
+    return lambda value: round(low + (value - first) / (last - first) * (high - low), 1)
 
 
-def chart(title, y_name, y_ticks, log):
-    """(Picture with horizontal grid lines, function from y values to pixels)."""
-    picture, down = Picture(title), scale(y_ticks, BOTTOM, TOP, log)
+def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
+    """curves: {name: [(x, y)]}; dashed if another curve is below. raw: pale ones behind them."""
+    picture, down = Picture(title), scale(y_ticks, BOTTOM, TOP)
     picture.text(12, 52, y_name)
     for tick in y_ticks:
         picture.line([(LEFT, down(tick)), (RIGHT, down(tick))], "#e4e4e4")
         picture.text(LEFT - 8, down(tick) + 4, f"{tick:,g}", "end")
-    return picture, down
-
-
-def label(picture, entries):
-    """Labels right of the plot. entries: [(y, words, color)], moved apart to a line of text."""
-    y = math.inf
-    for at, words, color in sorted(entries, reverse=True):  # from the lowest up
-        y = min(at, y - 15)
-        picture.line([(RIGHT, at), (RIGHT + 10, y)], color)
-        picture.text(RIGHT + 14, y + 4, words, color=color)
-
-
-def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, log=False, raw=None):
-    """curves: {name: [(x, y)]}; dashed if another curve is below. raw: pale ones behind them."""
-    picture, down = chart(title, y_name, y_ticks, log)
-    across, colors = scale(x_ticks, LEFT, RIGHT, log), dict(zip(curves, LINES, strict=False))
+    across, colors = scale(x_ticks, LEFT, RIGHT), dict(zip(curves, LINES, strict=False))
     for x in x_ticks:
         picture.text(across(x), BOTTOM + 18, x, "middle")
     picture.text((LEFT + RIGHT) / 2, BOTTOM + 42, x_name, "middle")
@@ -140,7 +124,11 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, log=False, raw=N
         picture.line(pixels, colors[name], 'stroke-width="2"' + dashes)
         drawn.append(pixels)
         ends.append((pixels[-1][1], name, colors[name]))
-    label(picture, ends)
+    y = math.inf
+    for at, name, color in sorted(ends, reverse=True):  # from the lowest up, a line of text apart
+        y = min(at, y - 15)
+        picture.line([(RIGHT, at), (RIGHT + 10, y)], color)
+        picture.text(RIGHT + 14, y + 4, name, color=color)
     return str(picture)
 
 

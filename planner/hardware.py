@@ -55,13 +55,6 @@ class Llama(GPTConfig):
     def kv_width(self):
         return self.n_embd // self.n_head * self.n_kv_head
 
-    def layer_costs(self):
-        C = self.n_embd
-        block = C * (4 * C + 4 * self.kv_width + 6 * self.mlp_width)
-        block += 4 * C * self.block_size + 2 * C * self.n_experts
-        return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
-
-
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
 

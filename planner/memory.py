@@ -60,28 +60,28 @@ def tokens_of(job, layout):
     return sequences * job.model.block_size / layout.cp
 
 
+def shape_of(model):
+    """(width of the keys, width inside the MLP, matrices that lead there, parameters / h of a norm
+    and numbers that it saves per token, biases / width of a linear layer)."""
+    if isinstance(model, Llama):
+        return model.kv_width, model.mlp_width, 2, 1, 0
+    return model.n_embd, 4 * model.n_embd, 1, 2, 1
+
+
 def matrices(model):
     """Elements of a block's matrices, with one MLP: (column-parallel, row-parallel)."""
-    h = model.n_embd
-    if isinstance(model, Llama):
-        kv, f = model.kv_width, model.mlp_width
-        return h * (h + 2 * kv + 2 * f), h * (h + f)
-    return 7 * h * h, 5 * h * h
+    h, (kv, inner, up, *_) = model.n_embd, shape_of(model)
+    return h * (h + 2 * kv + up * inner), h * (h + inner)
 
 
 def block_parameters(model, T=1):
     """Parameters of a block on one of T ranks: (all but experts, one expert)."""
-    h = model.n_embd
-    if isinstance(model, Llama):
-        attention, f, norms = 2 * h * (h + model.kv_width) / T, model.mlp_width, 2 * h
-        if not model.n_experts:
-            return attention + 3 * h * f / T + norms, 0
-        return attention + norms + h * model.n_experts, 3 * h * (f // model.top_k)
-    attention, mlp, norms = (4 * h * h + 3 * h) / T + h, (8 * h * h + 4 * h) / T + h, 4 * h
+    h, (kv, inner, up, norm, bias) = model.n_embd, shape_of(model)
+    attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + (bias + 2 * norm) * h
     if not model.n_experts:
-        return attention + mlp + norms, 0
-    inside = 4 * h // model.top_k
-    return attention + norms + h * model.n_experts, 2 * h * inside + inside + h
+        return attention + ((up + 1) * h * inner + bias * inner) / T + bias * h, 0
+    inside = inner // model.top_k
+    return attention + h * model.n_experts, (up + 1) * h * inside + bias * (inside + h)
 
 
 def n_parameters(model):
@@ -134,11 +134,10 @@ def saved_by_block(job, layout, recompute):
     T = 1, two of them for masks of dropout, and 5 S heads of naive attention."""
     model, w, T = job.model, job.width, layout.tp
     h, heads, T_sp = model.n_embd, model.n_head, T if layout.sp else 1
+    kv, inner, up, norm, _ = shape_of(model)
     if recompute == "full":
         return h * w / T_sp
-    whole, split = (4 * h + 4) * w, 12 * h * w
-    if isinstance(model, Llama):  # RMSNorm; silu has an output of its own
-        whole, split = (4 * h + 2) * w, (2 * h + 2 * model.kv_width + 4 * model.mlp_width) * w
+    whole, split = (4 * h + 2 * norm) * w, (2 * h + 2 * kv + 2 * up * inner) * w
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
         split += h * w
     if job.attention == "flash":
@@ -156,8 +155,8 @@ def saved_by_block(job, layout, recompute):
 def saved_by_head(job, layout):
     """The same of the head: input and output of its norm, and the softmax over its own words."""
     model, w, T_sp = job.model, job.width, layout.tp if layout.sp else 1
-    statistics = 1 if isinstance(model, Llama) else 2  # of the norm, per token
-    return (2 * model.n_embd + statistics) * w / T_sp + model.vocab_size / layout.tp * max(w, 4)
+    *_, norm, _ = shape_of(model)
+    return (2 * model.n_embd + norm) * w / T_sp + model.vocab_size / layout.tp * max(w, 4)
 
 
 class Held(NamedTuple):
@@ -199,10 +198,8 @@ def activations(job, layout, rank):
     saved = saved_by_block(job, layout, layout.recompute)
     # Between I and W: inputs of the matrices and gradients of their outputs, without --sp's split;
     # with experts only those of attention
-    kv, mlp = h, 8 * h  # widths of keys; of the MLP's inner input and of its output's gradient
-    if isinstance(model, Llama):
-        kv, mlp = model.kv_width, 3 * model.mlp_width
-    deferred = (4 * h + (2 * h + 2 * kv + mlp) / T) * w
+    kv, inner, up, *_ = shape_of(model)
+    deferred = (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T) * w
     if model.n_experts:
         deferred = (2 * h + (2 * h + 2 * kv) / T) * w
     each = Held(saved, saved_by_head(job, layout), deferred, (h + model.vocab_size / T) * w,
@@ -234,8 +231,8 @@ def memory_of_rank(job, layout, rank):
 
     # logits in two widths, and their gradient
     logits = part.head * (w + 2 * max(w, 4)) * model.vocab_size / T
-    mlp = 3 * model.mlp_width if isinstance(model, Llama) else 8 * h  # inner gradients
-    at_work = n * max(logits, mlp * w / T + 2 * h * w)
+    _, inner, up, *_ = shape_of(model)
+    at_work = n * max(logits, (up + 1) * inner * w / T + 2 * h * w)
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
     gathered *= max(dense + experts, model.vocab_size * h / T if vocabulary else 0)

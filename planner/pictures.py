@@ -1,8 +1,7 @@
-"""Pictures of the README and of docs/: model states under each ZeRO stage, and curves of runs. (The
-schedules: python schedules.py 1f1b 4 8 --svg FILE. All the others are live, in lab.html.)
+"""Curves of runs, as SVG. (Schedules: python schedules.py 1f1b 4 8 --svg FILE. All else is live, in
+lab.html.)
 
-    python -m planner.pictures --svg pictures      prints a table; the folder is for memory.svg
-    python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl    curves of runs
+    python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl
 """
 
 import argparse
@@ -11,23 +10,9 @@ import math
 from pathlib import Path
 from statistics import fmean
 
-from planner.draw import curves_svg, table
+from planner.draw import curves_svg
 from run.config import MARKS
 from run.signals import end_quietly
-from sizes import bytes_per_parameter
-
-
-def zero_memory():
-    """(table, SVG) of model states under each ZeRO stage."""
-    title, ranks = "Model states of 7 billion parameters, 16-bit training with Adam", range(11)
-    names = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-    held = {name: [(2**i, 7 * sum(bytes_per_parameter(stage, 2**i))) for i in ranks]
-            for stage, name in enumerate(names)}
-    rows = [["data ranks", *names]]
-    rows += [[f"{2**i}", *(f"{held[name][i][1]:.3g}" for name in names)] for i in ranks]
-    return (table(f"{title}, GB per rank", rows),
-            curves_svg(held, title, "data ranks", "GB per rank", [4**i for i in range(6)],
-                       [0.1, 1, 10, 100, 200], log=True))
 
 
 def metrics_svg(paths):
@@ -63,23 +48,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"pictures.py: {message}\n")
-    parser.add_argument("--svg", metavar="FOLDER", help="write the pictures there")
-    parser.add_argument("--metrics", nargs="+", metavar="FILE",
-                        help="draw loss.svg or, of runs with experts, balance.svg instead")
+    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write the picture there")
+    parser.add_argument("--metrics", nargs="+", metavar="FILE", required=True,
+                        help="draw loss.svg or, of runs with experts, balance.svg")
     args = parser.parse_args()
-    if args.metrics and not args.svg:
-        parser.error("--metrics needs --svg FOLDER")
     try:
-        if args.metrics:
-            files = metrics_svg(args.metrics)
-        else:
-            text, svg = zero_memory()
-            print(text)
-            files = {"memory.svg": svg}
-        if args.svg:
-            Path(args.svg).mkdir(parents=True, exist_ok=True)
-            for name, svg in files.items():
-                Path(args.svg, name).write_text(svg)
+        Path(args.svg).mkdir(parents=True, exist_ok=True)
+        for name, svg in metrics_svg(args.metrics).items():
+            Path(args.svg, name).write_text(svg)
     except (ValueError, OSError) as error:
         parser.error(error)
 

@@ -7,7 +7,7 @@ statistics; padding. Experts are taken as evenly chosen. A test counts what trai
 from typing import NamedTuple
 
 from planner.hardware import Llama
-from planner.memory import block_parameters, end_parameters, parts_of, tokens_of
+from planner.memory import block_parameters, end_parameters, parts_of, shape_of, tokens_of
 from schedules import placement
 
 
@@ -19,16 +19,13 @@ class Message(NamedTuple):
 
 
 def data_messages(layout, m, w, gw, R, params, gathered, of=""):
-    """The data-parallel messages of `params` parameters that R ranks hold. gathered: weights that
-    ZeRO-3 gathers for a forward and a backward."""
-    half = (R - 1) / R
-    if layout.zero == 0:
-        return [("dp", "all-reduce of gradients" + of, 1, 2 * half * params * gw)]
-    reduced = ("dp", "reduce-scatter of gradients" + of, m if layout.zero > 1 else 1,
-               half * params * gw)
-    if layout.zero < 3:
-        return [reduced, ("dp", "all-gather of new weights" + of, 1, half * params * w)]
-    return [reduced, ("dp", "all-gathers of weights" + of, m, half * gathered * w)]
+    """Messages of `params` parameters that R ranks hold. gathered: weights that ZeRO-3 gathers for
+    a forward and a backward."""
+    half, name = (R - 1) / R, "reduce-scatter" if layout.zero else "all-reduce"
+    return [("dp", f"{name} of gradients{of}", m if layout.zero > 1 else 1,
+             (1 if layout.zero else 2) * half * params * gw),
+            ("dp", f"all-gather of new weights{of}", layout.zero in (1, 2), half * params * w),
+            ("dp", f"all-gathers of weights{of}", m * (layout.zero == 3), half * gathered * w)]
 
 
 def messages(job, layout, rank=0):
@@ -41,6 +38,7 @@ def messages(job, layout, rank=0):
     forwards = blocks + again  # tensor that backward needs: without the reduction behind experts
     skipped = again if model.n_experts else 0
     n, h, llama = tokens_of(job, layout), model.n_embd, isinstance(model, Llama)
+    *_, norm, bias = shape_of(model)
     matrix = model.vocab_size * h / T  # of the embedding, or of the head
     positions = 0 if llama else model.block_size * h
     shards = R if layout.zero else 1
@@ -49,10 +47,10 @@ def messages(job, layout, rank=0):
     if layout.sp:
         regathers = 1 if model.n_experts else 2  # inputs of columns that backward gathers again
         # Each rank sees other tokens: norms, biases of rows and positions sum gradients over tp
-        small = part.blocks * ((2 if llama else 6) * h + max(0, model.n_experts - 1) * h)
-        small += part.embedding * positions + part.head * (1 if llama else 2) * h
-        rows += [("tp", "halves of all-reduces of activations", 4 * forwards - skipped + first + last,
-                  half),
+        small = part.blocks * (2 * norm + 2 * bias + max(0, model.n_experts - 1)) * h
+        small += part.embedding * positions + part.head * norm * h
+        rows += [("tp", "halves of all-reduces of activations",
+                  4 * forwards - skipped + first + last, half),
                  ("tp", "the same of gradients", (4 + regathers) * blocks + first + 2 * last, half),
                  ("tp", "all-reduce of the gradients of norms, biases and positions", 1,
                   2 * (T - 1) / T * small / shards * gw)]
@@ -94,10 +92,3 @@ def messages(job, layout, rank=0):
         rows += data_messages(layout, m, w, gw, R // E, experts, 2 * experts, " of experts")
     return [Message(*row) for row in rows if row[2] * row[3] > 0]
 
-
-def bytes_by_axis(job, layout, rank=0):
-    """{axis: bytes that the rank sends in a step}, of the axes along which it sends."""
-    totals = {}
-    for axis, _, times, nbytes in messages(job, layout, rank):
-        totals[axis] = totals.get(axis, 0) + times * nbytes
-    return totals
