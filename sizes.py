@@ -1,5 +1,4 @@
-"""Sizes of a model, its FLOPs, and bytes per parameter: plain numbers, without importing torch.
-`python sizes.py 7e9 --gpu-gb 80` prints model states per rank, by ZeRO stage and ranks."""
+"""Sizes of a model, FLOPs, bytes per parameter, without torch: python sizes.py 7e9 --gpu-gb 80"""
 
 from dataclasses import dataclass
 

@@ -71,8 +71,8 @@ def tensor_messages(job, layout, device, split, products):
     nbytes = tokens_of(job, layout) * job.model.n_embd * job.width
     half = ring_time(device, 1, layout.tp, nbytes)
     whole = 2 * half if layout.sp else ring_time(device, 1, layout.tp, nbytes, rounds=2)
-    in_columns, in_rows = matrices(job.model)  # of either half of backward, in each of two layers:
-    column = compute(device, in_columns / (in_columns + in_rows) / 2 * products)
+    share = matrices(job.model)[0] / sum(matrices(job.model)) / 2  # in one of two columns
+    column = compute(device, share * products)  # either half of its backward
     if split:  # only the second all-gather of x (--sp) overlaps with compute
         gather_again = 2 * exposed(device, half, column) if layout.sp else 0.0
         return 2 * whole, 2 * whole + gather_again, 0.0
@@ -263,8 +263,7 @@ def data_time(job, layout, device):
         sent = m * exposed(device, grads, backward) + half
     else:  # and an all-gather of the weights beside every forward and backward
         sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
-    one_rank = layout.pp == 1 or layout.schedule == "zb-v"
-    if not one_rank and not isinstance(model, Llama):  # gradient of the tied matrix, at two ends
+    if layout.pp > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
         sent += ring_time(device, layout.ranks, 2, vocabulary * w, rounds=2)
 
     owned = numel + experts

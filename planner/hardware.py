@@ -51,9 +51,6 @@ class Llama(GPTConfig):
     mlp_width: int = 11008
     n_kv_head: int = 32
 
-    @property
-    def kv_width(self):
-        return self.n_embd // self.n_head * self.n_kv_head
 
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)

@@ -64,7 +64,8 @@ def shape_of(model):
     """(width of the keys, width inside the MLP, matrices that lead there, parameters / h of a norm
     and numbers that it saves per token, biases / width of a linear layer)."""
     if isinstance(model, Llama):
-        return model.kv_width, model.mlp_width, 2, 1, 0
+        kv = model.n_embd // model.n_head * model.n_kv_head
+        return kv, model.mlp_width, 2, 1, 0
     return model.n_embd, 4 * model.n_embd, 1, 2, 1
 
 

@@ -52,26 +52,23 @@ def messages(job, layout, rank=0):
         rows += [("tp", "halves of all-reduces of activations",
                   4 * forwards - skipped + first + last, half),
                  ("tp", "the same of gradients", (4 + regathers) * blocks + first + 2 * last, half),
-                 ("tp", "all-reduce of the gradients of norms, biases and positions", 1,
+                 ("tp", "all-reduce of gradients of norms, biases and positions", 1,
                   2 * (T - 1) / T * small / shards * gw)]
     else:
         rows += [("tp", "all-reduces of activations", 2 * forwards - skipped + first,
                   2 * half),
                  ("tp", "all-reduces of gradients", 2 * blocks + last, 2 * half)]
-    rows.append(("tp", "three numbers a token, for the loss", last,
-                 6 * (T - 1) / T * n * max(w, 4)))
-
+    loss = 6 * (T - 1) / T * n * max(w, 4)
+    rows.append(("tp", "three numbers a token, for the loss", last, loss))
     if layout.cp_attention == "ring":
         rows += [("cp", "keys and values to the next rank", (forwards + blocks) * (C - 1),
                   2 * n * h / T * w),
-                 ("cp", "their gradients to the next rank", blocks * (C - 1),
-                  2 * n * h / T * max(w, 4))]
+                 ("cp", "their gradients", blocks * (C - 1), 2 * n * h / T * max(w, 4))]
     else:
         rows.append(("cp", "all-to-all of queries, keys, values and results", forwards + blocks,
                      4 * (C - 1) / C * n * h / T * w))
     rows.append(("ep", "all-to-all of tokens, to experts and back", 2 * (forwards + blocks),
                  (E - 1) / E * model.top_k * n * h / T * w))
-
     where = placement(layout.schedule, layout.pp, layout.chunks)
     borders = [(a, b) for a, b in zip(where, where[1:], strict=False) if a != b]
     one = n * h * w / (T if layout.sp else 1)
@@ -80,7 +77,6 @@ def messages(job, layout, rank=0):
     if where[0] != where[-1] and rank in (where[0], where[-1]) and not llama:
         rows.append(("pp", "gradient of the tied embedding, between its two ends", 1,
                      matrix / shards * gw))
-
     dense, expert = block_parameters(model, T)
     vocabulary, others = end_parameters(model, part, T)
     dense, experts = part.blocks * dense, part.blocks * expert * model.n_experts / (E * T)
