@@ -137,7 +137,7 @@ def test_parts_keep_their_size():
     assert HERE.joinpath("tests/harness.py").read_text().count("\n") <= 300
     assert HERE.joinpath("README.md").stat().st_size <= 12_000
     page = HERE.joinpath("lab.html").read_text()
-    assert page.count("\n") <= 1180 and len(page.encode()) <= 100_000
+    assert page.count("\n") <= 1190 and len(page.encode()) <= 100_000
 
 
 def test_one_name_means_one_thing():

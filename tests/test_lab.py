@@ -40,7 +40,8 @@ const played = (name, P, m, v, costs) => {
 };
 const checked = (cfg, n) => [check_layout(cfg), cfg.microbatches, cfg.chunks, command(cfg, n)];
 const parts = (job, layout) => ({...memory(job, layout), rank: undefined});
-const trace = (text) => (({P, v, m, name, costs}) => [P, v, m, name, costs])(read_trace(text));
+const trace = (text) => (({P, v, m, name, costs, measured}) => [P, v, m, name, costs, measured])(
+  read_trace(text));
 const run = ([name, ...args]) => {
   try { return eval(name)(...args); } catch (error) { return error.message; }
 };
@@ -216,13 +217,17 @@ def test_the_comparison_notices(right, wrong, where):
 
 @needs_node
 @pytest.mark.parametrize("name,v", [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
-def test_a_trace_is_read_as_it_was_written(name, v, tmp_path):
-    t = schedules.simulate(schedules.make_schedule(name, 4, 8, v),
-                           schedules.placement(name, 4, v), (3, 2, 2, 0))
-    timeline.write_chrome(tmp_path / name, [[
-        [a.kind, "main", 1e-3 * start, 1e-3 * end, {**a._asdict(), "step": 2}]
-        for a, start, end in row] for row in t.times])
-    want = [4, v, 8, name, [3.0, 2.0, 2.0, 0]]
+def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
+    where, costs = schedules.placement(name, 4, v), (3, 2, 2, 0)
+    t = schedules.simulate(schedules.make_schedule(name, 4, 8, v), where, costs)
+    every = [[[kind, "main", start, start + span, {**a._asdict(), "step": 2, "group": "tp"}]
+              for a, start, end in row
+              for kind, span in ((a.kind, end - start), ("wait", (end - start) / 4))]
+             for row in t.times]  # a quarter of each action is a wait
+    timeline.write_chrome(tmp_path / name, every)
+    _, mean = timeline.shares(every, lambda rank, stage: rank)
+    f, b, i, w = (1e3 * v * mean.get(kind, 0.0) for kind in "FBIW")
+    want = [4, v, 8, name, [f, i + b / 2, w + b / 2, 0], 1e3 * t.makespan]
     assert not differences([(["trace", (tmp_path / name).read_text()], want)])
 
 
