@@ -145,7 +145,7 @@ def _losses(rank, cfg):
 
 
 @pytest.mark.parametrize("flags", [
-    {"dp": 2, "zero": 3, "tp": 2}, {"pp": 4}, {"cp": 4}, {"tp": 4, "sp": True},
+    {"dp": 2, "zero": 3, "tp": 2}, {"pp": 4, "n_layer": 4}, {"cp": 4}, {"tp": 4, "sp": True},
     *[{"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "zero": 2, "tp": 2}] * FULL], ids=str)
 def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
     """bfloat16 keeps 8 bits: a rounding is off by up to 2^-9 of the value, and layouts round
