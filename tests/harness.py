@@ -40,10 +40,6 @@ TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of 
 IN_ORDER, FULL = (bool(os.environ.get(name)) for name in ("IN_ORDER", "FULL"))
 
 
-def two_thirds(layouts):  # with FULL=1 all
-    return [layout for i, layout in enumerate(layouts) if i % 3 or FULL]
-
-
 needs_minutes = pytest.mark.skipif(not FULL, reason="only with FULL=1")
 
 

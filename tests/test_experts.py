@@ -12,6 +12,7 @@ from data.batches import Data
 from model import build
 from run.config import check
 from sizes import GPTConfig
+from tests.cover import covering, named
 from tests.harness import (
     BATCH,
     FULL,
@@ -24,7 +25,6 @@ from tests.harness import (
     pool,
     reference,
     train_with,
-    two_thirds,
 )
 
 # ---- experts ----
@@ -52,8 +52,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("flags", two_thirds(EXPERTS), ids=lambda flags: " ".join(
-    f"{name} {value}" for name, value in flags.items()))
+@pytest.mark.parametrize("flags", covering(EXPERTS), ids=named)
 def test_experts_equal_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, **flags})
 
