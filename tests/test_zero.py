@@ -157,7 +157,6 @@ def _under_limit(rank, cfg, limit):
     for group in (mesh.group("dp", "ep", "cp"), mesh.group("cp"), mesh.world):
         # its threads have their stacks by now
         c.all_reduce(torch.zeros(1), group, async_op=True).wait()
-    torch.optim.AdamW([torch.zeros(1)])  # imports torch._dynamo, 100 MB, when the first one is made
     idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
