@@ -37,7 +37,6 @@ from tests.harness import (
     mesh_of,
     needs_minutes,
     pool,
-    random_corpus,
 )
 from tests.runs import (
     STORM,
@@ -50,6 +49,7 @@ from tests.runs import (
     launched,
     losses,
     one_line,
+    random_corpus,
 )
 from tests.test_checkpoint import spoil
 
