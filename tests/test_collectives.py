@@ -1,15 +1,19 @@
 """Collectives against their definition, bytes against the formulas; groups of the mesh."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 import collectives as c
+import mesh as mesh_file
+from group import Group, Work
 from mesh import Mesh
 from planner import ring
-from tests.harness import IN_ORDER, pool
+from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 
 # ---- collectives ----
 
@@ -118,6 +122,87 @@ def _behind_a_ring(rank, world):
 
 def test_no_collective_overtakes_earlier_work_of_its_group():
     assert pool(3, _behind_a_ring, 3) == [True] * 3
+
+
+def _behind_a_ring_of_two(rank):
+    g = Mesh(dp=2).group("dp")
+    for _ in range(20):
+        big, small = torch.ones(1 << 20), torch.full((3,), 5.0)
+        works = [c.all_reduce(x, g, async_op=True) for x in (big, small)]
+        works[1].wait()
+        assert small.tolist() == [10.0] * 3
+        works[0].wait()
+        assert big.eq(2).all()
+
+
+def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
+    pool(2, _behind_a_ring_of_two)
+
+
+class LateGroup(Group):
+    """A group whose messages are as late as they may be. What is received is in place only after
+    wait(); what odd ranks send is read 2 ms after the call; what is submitted starts 2 ms late."""
+
+    def exchange(self, send=None, dst=None, recv=None, src=None):
+        waits = []
+        if send is not None:
+            def leave():
+                time.sleep(0.002 * (self.rank % 2))
+                Group.exchange(self, send, dst).wait()
+
+            self.sender = getattr(self, "sender", None) or ThreadPoolExecutor(1)
+            waits.append(self.sender.submit(leave).result)
+        if recv is not None:
+            landing = torch.empty_like(recv)
+            work = super().exchange(recv=landing, src=src)
+
+            def land():
+                work.wait()
+                recv.copy_(landing)
+
+            waits.append(land)
+        return Work(reversed(waits))
+
+    def submit(self, job, name):
+        return super().submit(lambda: (time.sleep(0.002), job()), name)
+
+
+def _late_collectives(rank, world):
+    g = LateGroup(*[getattr(_mesh_group(world), name) for name in (
+        "mesh", "name", "ranks", "rank", "communicator")])
+    for n, async_op in itertools.product((1, 8, 67), (False, True)):
+        every = [_values(r, n, torch.double) for r in range(world)]
+        for reduce in (c.all_reduce, c.reduce_scatter, partial(c.ring, op="sum",
+                                                              hops=range(2 * world - 2))):
+            x = every[rank].clone()
+            if isinstance(reduce, partial):
+                reduce(x, g)
+            elif async_op:
+                reduce(x, g, async_op=True).wait()
+            else:
+                reduce(x, g)
+            part = rank if reduce is c.reduce_scatter else slice(None)
+            got = x.tensor_split(world)[rank] if part == rank else x.clone()
+            want = sum(every).tensor_split(world)[rank] if part == rank else sum(every)
+            assert torch.equal(got, want), (reduce, n)
+            x.fill_(-1)  # what the other ranks get was sent before
+
+
+def test_messages_that_come_late_change_no_collective():
+    pool(4, _late_collectives, 4)
+
+
+def _late_train(rank, cfg):
+    return train_with(rank, cfg, mesh_file, "Group", LateGroup)
+
+
+@pytest.mark.skipif(IN_ORDER, reason="of Group only")
+@pytest.mark.parametrize("flags", [
+    {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"},
+    {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}], ids=str)
+def test_messages_that_come_late_change_nothing(corpus, flags):
+    """Whoever does not wait has the numbers of before; whoever overwrites sends what came after."""
+    equals_one_process(corpus, _late_train, n_layer=3, **{"microbatches": 2, **flags})
 
 
 def _operations(rank, world):

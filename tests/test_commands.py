@@ -180,6 +180,8 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
         assert one.keys() == four.keys()
         for key in {"loss", "grad_norm", "lr", "val_loss", "val_bits_per_byte"} & one.keys():
             assert math.isclose(one[key], four[key], rel_tol=1e-10), (key, one, four)
+        if "ms" in one:
+            assert math.isclose(one["tokens_per_s"] * one["ms"] / 1e3, 8 * 8)
 
 
 def test_the_next_batch_is_read_while_this_one_is_computed(corpus):

@@ -45,7 +45,7 @@ EXPERTS = [
      "microbatches": 3, "zero": 2},
     {"dp": 2, "ep": 2, "experts": 4, "collectives": "native", "recompute": True},
     {"cp": 2, "experts": 4, "cp_attention": "all-to-all", "zero": 1},
-    {"experts": 4, "microbatches": 3}, {"tp": 3, "experts": 3, "top_k": 3},
+    {"experts": 4, "microbatches": 3, "balance": 0.5}, {"tp": 3, "experts": 3, "top_k": 3},
     {"dp": 2, "ep": 2, "tp": 2, "cp": 2, "experts": 4, "top_k": 4},
     *[{"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
       {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3}] * FULL,

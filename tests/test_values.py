@@ -36,7 +36,7 @@ def test_initial_values_are_gpt_2s_and_depend_on_seed_and_name():
                       ("h.0.attn.c_proj.weight", 0.01),  # by sqrt(2 * 8 layers) smaller
                       ("h.7.mlp.c_proj.weight", 0.01)):
         drawn = value("transformer." + name, seed=1)
-        assert abs(drawn.std() / std - 1) < 0.01 and abs(drawn.mean()) < std / 100, name
+        assert abs(drawn.std() / std - 1) < 0.01 and abs(drawn.mean()) < std / 50, name
     assert value("h.0.ln_1.weight", seed=1).eq(1).all()
     assert value("ln_f.bias", seed=1).eq(0).all()
     first = value("h.0.mlp.c_fc.weight", seed=1)
@@ -57,9 +57,8 @@ def logits_by_formula(p, ids, n_head):
         return x * p[name + ".weight"] + p[name + ".bias"]
 
     def attention(name, x):
-        q, k, v = linear(name + ".c_attn", x).chunk(3, 1)
-        heads = []
-        for q, k, v in zip(*(y.chunk(n_head, 1) for y in (q, k, v)), strict=True):
+        parts, heads = linear(name + ".c_attn", x).chunk(3, 1), []
+        for q, k, v in zip(*(part.chunk(n_head, 1) for part in parts), strict=True):
             weights = (q @ k.T / math.sqrt(q.size(1))).exp().tril()  # a token sees no later one
             heads.append(weights @ v / weights.sum(1, keepdim=True))
         return linear(name + ".c_proj", torch.cat(heads, 1))
@@ -156,7 +155,8 @@ def test_a_step_of_16_bits_is_float64s_as_far_as_rounding_allows(corpus, dtype, 
                             rel_tol=2**-5)
     for bucket, other in zip(got.reducer.buckets, want.reducer.buckets, strict=True):
         off = (bucket.full.double() - other.full).norm() / other.full.norm()
-        assert off < 2**-7 and torch.equal(bucket.full, bucket.master.to(bucket.full.dtype))
+        # AdamW's first step is lr, 9% of the weights, times a sign; some signs are rounding's
+        assert off < 2**-6 and torch.equal(bucket.full, bucket.master.to(bucket.full.dtype))
 
 
 def test_the_norm_of_16_bit_gradients_has_32_bits(corpus):
