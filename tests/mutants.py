@@ -86,7 +86,7 @@ MUTANTS = {
         ("remaining[param] == 0", "remaining[param] <= 1", "schedules:twice"),
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
-        ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:nothing"),
+        ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
     "collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
