@@ -202,7 +202,7 @@ def _late_train(rank, cfg):
     {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}], ids=str)
 def test_messages_that_come_late_change_nothing(corpus, flags):
     """Whoever does not wait has the numbers of before; whoever overwrites sends what came after."""
-    equals_one_process(corpus, _late_train, n_layer=3, **{"microbatches": 2, **flags})
+    equals_one_process(corpus, _late_train, **{"microbatches": 2, **flags})
 
 
 def _operations(rank, world):
