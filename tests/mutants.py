@@ -30,11 +30,11 @@ HERE = Path(__file__).resolve().parent.parent
 # {file: [(old text, found once; new text; "ROOM:K" for tests/test_ROOM.py -k K)]}
 MUTANTS = {
     "ddp.py": [
-        ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:equals and 2-1-1"),
+        ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:equals and 2-2-1"),
         ("wait_all(self.works)", "", "collectives:change_nothing"),
         ("where[0]  # a tied", "where[-1]  # a tied", "layouts:zb-v"),
         ("view.zero_()", "view", "zero:unused"),
-        ("missing <= 0", "missing <= 1", "layouts:equals and 2-1-1"),
+        ("missing <= 0", "missing <= 1", "layouts:equals and 2-2-1"),
         ("            bucket.grad.zero_()", " " * 12 + "pass", "zero:sum_its_gradients"),
         ("max(start - self.offset, 0)", "start - self.offset", "layouts:zero_equals")],
     "zero.py": [
@@ -102,7 +102,7 @@ MUTANTS = {
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
     "shard.py": [
-        ("min(group.rank, more)", "more", "layouts:equals and 1-3-1"),
+        ("min(group.rank, more)", "more", "layouts:equals and 1-3-2"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
         ("            if sum_gradients:", "            if True:", "layouts:equals and 1-2-1"),
         ("device=logits.device), -math.inf)", "device=logits.device), 0.0)", "layouts:pad")],

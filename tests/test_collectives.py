@@ -88,17 +88,21 @@ def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
     assert sum(sent["all_reduce"] for sent, _ in got) == 2 * (world - 1) * 4 * n
 
 
-def _plain_and_fast(rank, world, n):
-    g = _mesh_group(world)
+def _plain_and_fast(rank, world, n, piece):
+    g, usual = _mesh_group(world), c.PIECE
     x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
     plain, fast = c.plain_all_reduce(x.clone(), g), x.clone()
+    c.PIECE = piece
     c.ring(fast, g, "sum", range(2 * world - 2))
+    c.PIECE = usual
     return torch.equal(plain, fast)
 
 
-@pytest.mark.parametrize("world,n", [(2, 5), (3, 1000), (4, 3 << 20), (6, 67)])
-def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n):
-    assert pool(world, _plain_and_fast, world, n) == [True] * world
+@pytest.mark.parametrize("world,n,piece", [
+    (2, 5, 1 << 20), (3, 1000, 64), (4, 3 << 20, 1 << 20), (6, 67, 8)])
+def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n, piece):
+    """A chunk travels in 1, 20, 3 and 5 pieces: more than receives are posted ahead, and fewer."""
+    assert pool(world, _plain_and_fast, world, n, piece) == [True] * world
 
 
 def _behind_a_ring(rank, world):
