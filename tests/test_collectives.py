@@ -101,7 +101,7 @@ def _plain_and_fast(rank, world, n, piece):
 @pytest.mark.parametrize("world,n,piece", [
     (2, 5, 1 << 20), (3, 1000, 64), (4, 3 << 20, 1 << 20), (6, 67, 8)])
 def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n, piece):
-    """A chunk travels in 1, 20, 3 and 5 pieces: more than receives are posted ahead, and fewer."""
+    """A chunk travels in 1, 20, 3 and 6 pieces: more than receives are posted ahead, and fewer."""
     assert pool(world, _plain_and_fast, world, n, piece) == [True] * world
 
 
