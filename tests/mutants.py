@@ -30,34 +30,34 @@ HERE = Path(__file__).resolve().parent.parent
 # {file: [(old text, found once; new text; "ROOM:K" for tests/test_ROOM.py -k K)]}
 MUTANTS = {
     "ddp.py": [
-        ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:equals and 2-2-1"),
+        ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
         ("wait_all(self.works)", "", "collectives:change_nothing"),
         ("where[0]  # a tied", "where[-1]  # a tied", "layouts:zb-v"),
         ("view.zero_()", "view", "zero:unused"),
-        ("missing <= 0", "missing <= 1", "layouts:equals and 2-2-1"),
+        ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
         ("            bucket.grad.zero_()", " " * 12 + "pass", "zero:sum_its_gradients"),
-        ("max(start - self.offset, 0)", "start - self.offset", "layouts:zero_equals")],
+        ("max(start - self.offset, 0)", "start - self.offset", "layouts:layout_equals")],
     "zero.py": [
-        ("grad_shard.add_(", "grad_shard.copy_(", "layouts:zero_equals"),
+        ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
         ("bucket.grad is None:  #", "False:  #", "zero:unused"),
-        (" or bucket is self.reducing", "", "layouts:zero_equals"),
-        ("bucket.grad_shard.zero_()", "pass", "layouts:zero_equals"),
+        (" or bucket is self.reducing", "", "layouts:layout_equals"),
+        ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
-        ("return all_gather(", "return (lambda *a, async_op: Work())(", "layouts:zero_equals")],
+        ("return all_gather(", "return (lambda *a, async_op: Work())(", "layouts:layout_equals")],
     "optimizer.py": [
         ("min(1.0, grad_clip / (norm + 1e-6))", "grad_clip / (norm + 1e-6)", "values:clipping"),
-        ("square() / self.copies", "square()", "layouts:equals and 1-2-1"),
-        ("/ bucket.num_shards", "", "layouts:zero_equals"),
+        ("square() / self.copies", "square()", "layouts:layout_equals"),
+        ("/ bucket.num_shards", "", "layouts:layout_equals"),
         ("2, dtype=wide)", "2)", "values:norm"),
         ("wait_all(works)", "", "zero:gathered"),
-        ("eps=1e-8", "eps=1e-6", "layouts:equals and 1-1-1"),
+        ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
         ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
         ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
         ('> 1 and shard.name.endswith("weight")', "> 1", "experts:equal_one"),
         ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits")],
     "tensor_parallel.py": [
-        ("now_or_later, parts=3)", "now_or_later)", "layouts:equals and 1-2-1"),
-        ('all_reduce(wide.amax(-1), group, "max")', "wide.amax(-1)", "layouts:equals and 1-2-1"),
+        ("now_or_later, parts=3)", "now_or_later)", "layouts:layout_equals"),
+        ('all_reduce(wide.amax(-1), group, "max")', "wide.amax(-1)", "layouts:layout_equals"),
         ("logits.float() if logits.element_size() == 2 else", "", "values:in_32"),
         ("- target).masked_fill(absent, 0)", "- target)", "sequences:validation")],
     "sequence_parallel.py": [
@@ -102,9 +102,9 @@ MUTANTS = {
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
     "shard.py": [
-        ("min(group.rank, more)", "more", "layouts:equals and 1-3-2"),
+        ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ("            if sum_gradients:", "            if True:", "layouts:equals and 1-2-1"),
+        ("            if sum_gradients:", "            if True:", "layouts:layout_equals"),
         ("device=logits.device), -math.inf)", "device=logits.device), 0.0)", "layouts:pad")],
     "model.py": [
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
@@ -139,8 +139,8 @@ MUTANTS = {
         ('["step"] < step', '["step"] <= step', "values:bits"),
         ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches")],
     "data/batches.py": [
-        ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:equals and 1-1-1"),
-        ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:1-1-1"),
+        ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
+        ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:layout_equals"),
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
         ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one")],
     "sample.py": [

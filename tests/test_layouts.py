@@ -62,7 +62,7 @@ SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero
     ("zb-h1", 1, 3, 1, 2, 4, 1), ("zb-h1", 1, 1, 1, 1, 4, 0),
     *(("zb-v", 2, 1, 1, P, m, 0) for P, m in ((2, 1), (2, 4), (3, 6), (4, 9))),
     *(("zb-v", 2, 2, T, 2, 3, zero) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
-    ("zb-v", 2, 1, 1, 1, 2, 3),
+    ("zb-v", 2, 1, 1, 1, 2, 3), ("zb-v", 2, 2, 1, 1, 2, 0),  # a rank has both ends of the model
 ]
 
 
