@@ -140,7 +140,7 @@ MUTANTS = {
         ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches")],
     "data/batches.py": [
         ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
-        ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:layout_equals"),
+        ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:equals"),
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
         ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one")],
     "sample.py": [
