@@ -196,7 +196,7 @@ def _late_train(rank, cfg):
 @pytest.mark.skipif(IN_ORDER, reason="of Group only")
 @pytest.mark.parametrize("flags", [
     {"dp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"},
-    {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}], ids=str)
+    {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 3, "block_size": 24}], ids=str)
 def test_messages_that_come_late_change_nothing(corpus, flags):
     """Whoever does not wait has the numbers of before; whoever overwrites sends what came after."""
     equals_one_process(corpus, _late_train, **{"microbatches": 2, **flags})
