@@ -233,7 +233,7 @@ def test_flags_that_are_left_out_are_chosen(flags, world, want):
     assert (cfg.dp, cfg.microbatches) == want and BATCH == 36
 
 
-def test_the_log_has_bits_per_byte_and_tokens_per_second(tmp_path):
+def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_path):
     written, said = [], []
     log = SimpleNamespace(write=lambda **record: written.append(record), say=said.append,
                           clock=lambda: None, data=SimpleNamespace(meta={"bytes_per_token": 4.0}))
