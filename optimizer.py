@@ -41,6 +41,8 @@ class Optimizer:
         self.reducer, self.norm_group = reducer, norm_group
         self.betas, self.weight_decay = betas, weight_decay
         self.owned = []  # (parameter, this rank's piece of its gradient)
+        # With and without weight decay: pieces of the masters, of exp_avg, of exp_avg_sq
+        self.groups = {True: ([], [], []), False: ([], [], [])}
         # How many ranks of norm_group hold the same piece: the tag's copies, times the piece's data
         # ranks in norm_group. Those are 1 under ZeRO and for experts, else E: with --ep norm_group
         # has E data ranks, as only together they hold all experts' gradients.
@@ -54,6 +56,9 @@ class Optimizer:
             for param, grad in bucket.pieces(bucket.grad_shard):
                 self.owned.append((param, grad))
                 copies.append(param.shard.copies * data_ranks)
+            for i, buffer in enumerate((bucket.master, bucket.exp_avg, bucket.exp_avg_sq)):
+                for param, piece in bucket.pieces(buffer):
+                    self.groups[decays(param.shard)][i].append(piece)
         device = reducer.buckets[0].full.device
         self.copies = torch.tensor(copies, dtype=torch.double, device=device)
         self.updates = torch.zeros((), device=device)  # steps so far, skipped ones not counted
@@ -72,21 +77,19 @@ class Optimizer:
         """Step this rank's shards, with gradients times `scale`, and send the new weights. After:
         every rank has the new weights, or gathers them before it uses them (ZeRO-3). The scale is
         applied in place; 16-bit gradients are scaled in a 32-bit copy, freed after the step."""
-        groups = {True: [], False: []}  # with and without weight decay
+        grads = {True: [], False: []}  # of the groups
         for bucket in self.reducer.buckets:
             grad_shard = bucket.grad_shard.to(bucket.master.dtype)  # itself, if as wide
             if scale != 1.0:
                 grad_shard.mul_(scale)
-            buffers = (bucket.master, grad_shard, bucket.exp_avg, bucket.exp_avg_sq)
-            for pieces in zip(*map(bucket.pieces, buffers), strict=True):
-                param, _ = pieces[0]
-                groups[decays(param.shard)].append([piece for _, piece in pieces])
+            for param, grad in bucket.pieces(grad_shard):
+                grads[decays(param.shard)].append(grad)
         self.updates += 1
-        for decay, pieces in groups.items():
-            if pieces:  # torch's fused AdamW: one kernel for many pieces
+        for decay, (masters, exp_avgs, exp_avg_sqs) in self.groups.items():
+            if masters:
                 torch._fused_adamw_(
-                    *map(list, zip(*pieces, strict=True)), [], [self.updates] * len(pieces), lr=lr,
-                    beta1=self.betas[0], beta2=self.betas[1], eps=1e-8, amsgrad=False,
+                    masters, grads[decay], exp_avgs, exp_avg_sqs, [], [self.updates] * len(masters),
+                    lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=1e-8, amsgrad=False,
                     weight_decay=decay * self.weight_decay, maximize=False)
         works = []
         for bucket in self.reducer.buckets:

@@ -316,9 +316,10 @@ def digest(*path):
 
 
 def sources():
-    """The project's files that this process has imported."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    return sorted(file for file in files if Path(__file__).parent.parent in Path(file).parents)
+    """The files of the project, and of its rooms, that this process has imported."""
+    root = Path(__file__).parent.parent
+    files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
+    return sorted(file for file in files if root in (file.parent, file.parent.parent))
 
 
 def agree(cfg, data):

@@ -224,10 +224,11 @@ def check_writable(name, path, mark=""):
     mark."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        require(not path.is_fifo(), f"--{name} {path} is a pipe; name a file")
-        with open(path, "a+b") as file:
-            file.seek(0)
-            begin = file.read(len(mark)) if path.is_file() else b""
+        # /dev/stdout may be a pipe; to open any other one would wait for its reader
+        require(not path.is_fifo() or path.parent == Path("/dev"),
+                f"--{name} {path} is a pipe; name a file")
+        open(path, "ab").close()
+        begin = open(path, "rb").read(len(mark)) if path.is_file() else b""
     except OSError as error:
         raise ValueError(f"--{name} {path} cannot be written ({error.strerror})") from None
     require(mark.encode().startswith(begin), f"--{name} {path} holds something else than "

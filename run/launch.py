@@ -4,6 +4,7 @@ process does without torch, whose import takes 2 s: --help and a wrong flag take
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,11 +37,8 @@ def launch(size, grace=10):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
     highest exit code. Once a rank has failed, the others have `grace` seconds to end. torchrun
     would kill a rank that still saves 30 s after a signal, and turn exit code 2 into 1."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(size, grace, Path(folder, "store").as_uri())
-
-
-def run_ranks(size, grace, store):
+    folder = tempfile.mkdtemp()  # of the store, a file through which the ranks meet
+    store = Path(folder, "store").as_uri()
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
            "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ,  # no warnings of torch beside our line
            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), signals.PARENT: str(os.getpid())}
@@ -63,4 +61,5 @@ def run_ranks(size, grace, store):
     for rank in ranks:
         rank.kill()
     codes = [rank.wait() for rank in ranks]
+    shutil.rmtree(folder, ignore_errors=True)
     return max(1, *codes) if any(codes) else 0  # killed by a signal, a code is negative

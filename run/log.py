@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -75,8 +77,11 @@ class Log:
             file = file or sys.stdout
             try:
                 over = "\r\x1b[K" if file.isatty() else ""  # write over the current line
-                if stays or over:
-                    print(over + text, file=file, end="\n" if stays else "", flush=True)
+                if stays:
+                    print(over + text, file=file, flush=True)
+                elif over:
+                    text = text[: shutil.get_terminal_size().columns - 1]
+                    print(over + text, file=file, end="", flush=True)
             except OSError:  # the terminal or pipe is closed: the run goes on
                 self.silent = self.silent or file is sys.stdout
                 os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
@@ -130,14 +135,13 @@ class Log:
 
     def seconds_left(self, step):
         """After this step: as long as the last steps took, and the validations to come."""
-        cfg, mean = self.cfg, sum(self.recent) / len(self.recent)
-        batches = 0
+        cfg, usual, batches = self.cfg, median(self.recent), 0
         if cfg.eval_interval:
             all_batches = len(self.data.val) // cfg.block_size / cfg.batch_size
             on_the_way = (cfg.steps - 1) // cfg.eval_interval - step // cfg.eval_interval
             batches = on_the_way * min(cfg.eval_batches, all_batches) + all_batches
         # a batch without backward takes a third of a step's time
-        return (cfg.steps - 1 - step) * mean + batches * (self.batch_seconds or mean / 3)
+        return (cfg.steps - 1 - step) * usual + batches * (self.batch_seconds or usual / 3)
 
     def validating(self, done, batches):
         """So many batches of a validation are done."""

@@ -1,7 +1,7 @@
 """Fixtures that several rooms share, and --quick."""
 
-from tests.harness import _stop_pool, corpus, long_corpus  # noqa: F401
-from tests.runs import trained  # noqa: F401
+from tests.harness import _stop_pool  # noqa: F401
+from tests.runs import corpus, long_corpus, trained  # noqa: F401
 
 SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py")
 LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m")  # in a test's name

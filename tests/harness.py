@@ -1,14 +1,14 @@
 """What all tests share: a pool of 8 processes, and equality with one process.
 
 In float64 loss, every raw gradient, the global norm and the weights after three steps equal those
-of `reference`, a one-process loop that shares only model.py, to 1e-10 of the tensor's own norm.
+of `reference`, a one-process loop that shares only model.py (test_values.py says what that file
+computes), to 1e-10 of the tensor's own norm.
 
     equals_one_process(corpus, tp=2, pp=2)      trains a layout in the pool and compares all of it
     pool(4, fn, *args)                          runs fn(rank, *args) on four ranks; fn is top-level
 """
 
 import itertools
-import json
 import math
 import os
 import tempfile
@@ -38,10 +38,6 @@ HERE = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
 # IN_ORDER=1: all groups in NCCL's manner, on gloo. FULL=1: also tests that take long
 IN_ORDER, FULL = (bool(os.environ.get(name)) for name in ("IN_ORDER", "FULL"))
-
-
-def two_thirds(layouts):  # with FULL=1 all
-    return [layout for i, layout in enumerate(layouts) if i % 3 or FULL]
 
 
 needs_minutes = pytest.mark.skipif(not FULL, reason="only with FULL=1")
@@ -131,25 +127,6 @@ VOCAB = 67  # divides by no T
 STEPS, BATCH = 3, 36
 
 
-def random_corpus(folder, **tokens):
-    rng = np.random.default_rng(0)
-    for split, n in tokens.items():
-        rng.integers(0, VOCAB, n).astype("<u2").tofile(folder / f"{split}.bin")
-    meta = {"vocab_size": VOCAB, "tokenizer": "bytes", "bytes_per_token": 1.0}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    return random_corpus(tmp_path_factory.mktemp("corpus"), train=5000, val=700)
-
-
-@pytest.fixture(scope="session")
-def long_corpus(tmp_path_factory):
-    return random_corpus(tmp_path_factory.mktemp("corpus"), train=9000, val=9000)
-
-
 def config(corpus, **flags):
     pp, chunks = flags.get("pp", 1), flags.get("chunks", 1)
     base = dict(SHAPE, n_layer=max(SHAPE["n_layer"], pp, pp * chunks - 2), data=corpus,
@@ -169,7 +146,8 @@ def mesh_of(cfg, in_order=IN_ORDER):
 
 @cache
 def reference(corpus, **flags):
-    """The plain loop: GPT, autograd, clip_grad_norm_, AdamW on whole batches."""
+    """The plain loop: GPT, autograd, clip_grad_norm_, AdamW on whole batches. Learning rate, betas
+    and batches are said again here, so that no mistake in the code is compared with itself."""
     cfg = config(corpus, microbatches=1, **flags)
     shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
                       cfg.top_k)
@@ -178,24 +156,31 @@ def reference(corpus, **flags):
     matrices = [n for n, p in names.items() if p.dim() >= 2 and n.endswith("weight")]
     decay = [{"params": [names[n] for n in matrices], "weight_decay": 0.1},
              {"params": [p for n, p in names.items() if n not in matrices], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decay, betas=(cfg.beta1, cfg.beta2))
-    data, trace = Data(cfg), [{"weights": {n: p.detach().clone() for n, p in names.items()}}]
-    for step in range(STEPS):
-        ((ids, targets),) = data.training(cfg, step, Mesh(dp=1))
+    optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=1e-8)
+    blocks, S = model.layers[1:-1], cfg.block_size
+    for block in blocks if cfg.experts else ():
+        block.mlp.balance_weight = cfg.balance
+    tokens = torch.from_numpy(np.fromfile(f"{corpus}/train.bin", "<u2").astype(np.int64))
+    trace = [{"weights": {n: p.detach().clone() for n, p in names.items()}}]
+    for step, lr in enumerate((5e-3, 1e-2, 5e-3)):  # half the warm-up; its end; half the cosine
+        starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - S, cfg.batch_size)
+        ids, targets = (torch.stack([tokens[i : i + S] for i in starts + at]) for at in (0, 1))
         loss = model(ids, targets) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
-        blocks = model.layers[1:-1]
         loss = loss - (model_file.extra_loss(blocks) or 0.0) / targets.numel()
-        balance = sum(block.mlp.balance.item() for block in blocks) / targets.numel() / len(
-            blocks) if cfg.experts else None
+        balance = busiest = None
+        if cfg.experts:
+            balance = sum(block.mlp.balance.item() for block in blocks) / ids.numel() / len(blocks)
+            busiest = max((b.mlp.load.max() / b.mlp.load.mean()).item() for b in blocks)
         grads = {n: p.grad.clone() for n, p in names.items()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
         assert norm > cfg.grad_clip, "clipping must fire"
         for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(cfg, step)
+            group["lr"] = lr
         optimizer.step()
         trace.append({"loss": loss.item(), "norm": norm, "grads": grads, "balance": balance,
+                      "busiest": busiest,
                       "weights": {n: p.detach().clone() for n, p in names.items()}})
     return trace
 
@@ -227,7 +212,7 @@ def _train(rank, cfg, steps=STEPS, mesh=None):
         grads = local_tensors(trainer, "grads")
         trainer.update(norm, train.learning_rate(cfg, step))
         trace.append({"loss": loss, "norm": norm, "grads": grads,
-                      "balance": trainer.routing.balance,
+                      "balance": trainer.routing.balance, "busiest": trainer.routing.busiest,
                       "weights": local_tensors(trainer, "weights")})
     trace[0]["agree"] = trainer.replicas_agree()
     return trace
@@ -268,14 +253,14 @@ def close(got, want, what, tolerance=TOLERANCE):
 
 
 def same_model(cfg):
-    names = ("n_layer", "n_head", "n_embd", "block_size", "experts", "top_k")
+    names = ("n_layer", "n_head", "n_embd", "block_size", "experts", "top_k", "balance")
     return {name: getattr(cfg, name) for name in names}
 
 
 def matches(cfg, got, step, kinds, want):
     """AssertionError unless what all ranks have of a step is what one process has."""
     for trace in got:
-        for name in ("loss", "norm", *["balance"] * bool(cfg.experts)):
+        for name in ("loss", "norm", *["balance", "busiest"] * bool(cfg.experts)):
             close(trace[step][name], want[step][name], name)
     for kind in kinds:
         full = assemble([trace[step][kind] for trace in got])

@@ -1,4 +1,4 @@
-"""Runs of the commands for tests: in this process, in forked ranks, under a real launcher."""
+"""Corpora for tests; runs of the commands in this process, in forked ranks, under a launcher."""
 
 import json
 import os
@@ -10,12 +10,35 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import train
 from run import tensorfile
-from tests.harness import FULL, HERE, forkserver
+from tests.harness import FULL, HERE, VOCAB, forkserver
+
+# ---- a corpus ----
+
+
+def random_corpus(folder, **tokens):
+    rng = np.random.default_rng(0)
+    for split, n in tokens.items():
+        rng.integers(0, VOCAB, n).astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {"vocab_size": VOCAB, "tokenizer": "bytes", "bytes_per_token": 1.0}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return random_corpus(tmp_path_factory.mktemp("corpus"), train=5000, val=700)
+
+
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory):
+    return random_corpus(tmp_path_factory.mktemp("corpus"), train=9000, val=9000)
+
 
 # ---- the command line ----
 

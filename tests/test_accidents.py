@@ -128,7 +128,7 @@ def test_nodes_with_other_code_are_refused(corpus, tmp_path):
     run = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path, fn=_other_code)
     assert run.wait() == [2, 2]
     assert run.read() == "train.py: rank 1 has other code than rank 0; all need the same\n"
-    assert {Path(train.__file__), HERE / "model.py"} <= {*map(Path, checkpoint.sources())}
+    assert {Path(train.__file__), HERE / "model.py"} <= {*checkpoint.sources()}
 
 
 def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypatch):

@@ -79,7 +79,7 @@ WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp
 def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
     """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
     order = np.random.default_rng(0).permutation(len(walk))
-    flags = dict(dtype=dtype, out=str(tmp_path), n_head=12, steps=len(walk), experts=experts)
+    flags = dict(dtype=dtype, out=str(tmp_path), n_layer=5, steps=len(walk), experts=experts)
     cfg = config(corpus, **flags)
     want = pool(check(cfg, 1), _train, cfg, len(walk))[0][1:]
     folder = last = None

@@ -1,15 +1,19 @@
 """Collectives against their definition, bytes against the formulas; groups of the mesh."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 import collectives as c
+import mesh as mesh_file
+from group import Group, Work
 from mesh import Mesh
 from planner import ring
-from tests.harness import IN_ORDER, pool
+from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 
 # ---- collectives ----
 
@@ -84,17 +88,21 @@ def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
     assert sum(sent["all_reduce"] for sent, _ in got) == 2 * (world - 1) * 4 * n
 
 
-def _plain_and_fast(rank, world, n):
-    g = _mesh_group(world)
+def _plain_and_fast(rank, world, n, piece):
+    g, usual = _mesh_group(world), c.PIECE
     x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
     plain, fast = c.plain_all_reduce(x.clone(), g), x.clone()
+    c.PIECE = piece
     c.ring(fast, g, "sum", range(2 * world - 2))
+    c.PIECE = usual
     return torch.equal(plain, fast)
 
 
-@pytest.mark.parametrize("world,n", [(2, 5), (3, 1000), (4, 3 << 20), (6, 67)])
-def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n):
-    assert pool(world, _plain_and_fast, world, n) == [True] * world
+@pytest.mark.parametrize("world,n,piece", [
+    (2, 5, 1 << 20), (3, 1000, 64), (4, 3 << 20, 1 << 20), (6, 67, 8)])
+def test_the_fast_ring_has_the_bits_of_the_plain_one(world, n, piece):
+    """A chunk travels in 1, 20, 3 and 6 pieces: more than receives are posted ahead, and fewer."""
+    assert pool(world, _plain_and_fast, world, n, piece) == [True] * world
 
 
 def _behind_a_ring(rank, world):
@@ -118,6 +126,80 @@ def _behind_a_ring(rank, world):
 
 def test_no_collective_overtakes_earlier_work_of_its_group():
     assert pool(3, _behind_a_ring, 3) == [True] * 3
+
+
+def _behind_a_ring_of_two(rank):
+    g = Mesh(dp=2).group("dp")
+    for _ in range(20):
+        big, small = torch.ones(1 << 20), torch.full((3,), 5.0)
+        works = [c.all_reduce(x, g, async_op=True) for x in (big, small)]
+        works[1].wait()
+        assert small.tolist() == [10.0] * 3
+        works[0].wait()
+        assert big.eq(2).all()
+
+
+def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
+    pool(2, _behind_a_ring_of_two)
+
+
+class LateGroup(Group):
+    """A group whose messages are as late as they may be. What is received is in place only after
+    wait(); what odd ranks send is read 2 ms after the call; what is submitted starts 2 ms late."""
+
+    def exchange(self, send=None, dst=None, recv=None, src=None):
+        waits = []
+        if send is not None:
+            def leave():
+                time.sleep(0.002 * (self.rank % 2))
+                Group.exchange(self, send, dst).wait()
+
+            self.sender = getattr(self, "sender", None) or ThreadPoolExecutor(1)
+            waits.append(self.sender.submit(leave).result)
+        if recv is not None:
+            landing = torch.empty_like(recv)
+            work = super().exchange(recv=landing, src=src)
+
+            def land():
+                work.wait()
+                recv.copy_(landing)
+
+            waits.append(land)
+        return Work(reversed(waits))
+
+    def submit(self, job, name):
+        return super().submit(lambda: (time.sleep(0.002), job()), name)
+
+
+def _late_collectives(rank, world):
+    g = _mesh_group(world)
+    g = LateGroup(g.mesh, g.name, g.ranks, g.rank, g.communicator)
+    for n, reduce in itertools.product((1, 8, 67), (
+            c.plain_all_reduce, c.all_reduce, lambda x, g: c.all_reduce(x, g, async_op=True).wait(),
+            lambda x, g: c.ring(x, g, "sum", range(2 * world - 2)))):
+        every = [_values(r, n, torch.double) for r in range(world)]
+        x = every[rank].clone()
+        reduce(x, g)
+        got = x.clone()
+        x.fill_(-1)  # the other ranks must have been sent what was here before
+        assert torch.equal(got, sum(every)), n
+
+
+def test_messages_that_come_late_change_no_collective():
+    pool(4, _late_collectives, 4)
+
+
+def _late_train(rank, cfg):
+    return train_with(rank, cfg, mesh_file, "Group", LateGroup)
+
+
+@pytest.mark.skipif(IN_ORDER, reason="of Group only")
+@pytest.mark.parametrize("flags", [
+    {"dp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"},
+    {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 3, "block_size": 24}], ids=str)
+def test_messages_that_come_late_change_nothing(corpus, flags):
+    """Whoever does not wait has the numbers of before; whoever overwrites sends what came after."""
+    equals_one_process(corpus, _late_train, **{"microbatches": 2, **flags})
 
 
 def _operations(rank, world):

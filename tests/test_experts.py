@@ -12,6 +12,7 @@ from data.batches import Data
 from model import build
 from run.config import check
 from sizes import GPTConfig
+from tests.cover import covering, named
 from tests.harness import (
     BATCH,
     FULL,
@@ -22,8 +23,8 @@ from tests.harness import (
     equals_one_process,
     mesh_of,
     pool,
+    reference,
     train_with,
-    two_thirds,
 )
 
 # ---- experts ----
@@ -44,15 +45,14 @@ EXPERTS = [
      "microbatches": 3, "zero": 2},
     {"dp": 2, "ep": 2, "experts": 4, "collectives": "native", "recompute": True},
     {"cp": 2, "experts": 4, "cp_attention": "all-to-all", "zero": 1},
-    {"experts": 4, "microbatches": 3}, {"tp": 3, "experts": 3, "top_k": 3},
+    {"experts": 4, "microbatches": 3, "balance": 0.5}, {"tp": 3, "experts": 3, "top_k": 3},
     {"dp": 2, "ep": 2, "tp": 2, "cp": 2, "experts": 4, "top_k": 4},
     *[{"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
       {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3}] * FULL,
 ]
 
 
-@pytest.mark.parametrize("flags", two_thirds(EXPERTS), ids=lambda flags: " ".join(
-    f"{name} {value}" for name, value in flags.items()))
+@pytest.mark.parametrize("flags", covering(EXPERTS), ids=named)
 def test_experts_equal_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, **flags})
 
@@ -79,7 +79,7 @@ def _lopsided(rank, cfg):
     {"dp": 2, "ep": 2, "tp": 2, "microbatches": 2}], ids=str)
 def test_an_expert_without_tokens_and_one_with_all(corpus, flags, monkeypatch):
     monkeypatch.setattr(model_file, "initial_value", lopsided)
-    monkeypatch.setattr("tests.harness._reference", {})  # of other initial values
+    monkeypatch.setattr("tests.harness.reference", reference.__wrapped__)  # not from the cache
     equals_one_process(corpus, _lopsided, experts=4, **{"microbatches": 1, **flags})
 
 

@@ -37,7 +37,6 @@ from tests.harness import (
     mesh_of,
     needs_minutes,
     pool,
-    random_corpus,
 )
 from tests.runs import (
     STORM,
@@ -50,6 +49,7 @@ from tests.runs import (
     launched,
     losses,
     one_line,
+    random_corpus,
 )
 from tests.test_checkpoint import spoil
 
@@ -215,7 +215,7 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
     run = Run(2, argv, tmp_path, fn=_main_with_nan)
     assert run.wait() == [1, 1]
     assert "not finite for 5 steps up to step 7; last good checkpoint: " in run.read()
-    assert run.read().endswith("/out/step-00000006\n") and run.read().count("\n") == 1
+    assert "/out/step-00000006; a lower --lr" in run.read() and run.read().count("\n") == 1
     four, six = (tmp_path / f"out/step-{step:08d}" for step in (4, 6))
     assert [checkpoint.read_manifest(f)["updates"] for f in (four, six)] == [3, 3]
     for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
@@ -591,8 +591,8 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path, capsys, mon
                        (["--seed", -1], "--seed -1 must be at least 0, and below 2^63"),
                        (["--device", "xyz"], "argument --device: invalid choice: 'xyz' "),
                        (["--data", "typo"], "typo: no such folder of prepared data"),
-                       (["--samples", 0], "--samples 0 must be at least 1"),
-                       (["--temperature", "nan"], "--temperature nan must be at least 0")):
+                       (["--samples", 0], "--samples 0 must be from 1 to 1000"),
+                       (["--temperature", "nan"], "--temperature nan must be from 0 to 1e+308")):
         error = one_line(sample.main, ["sample.py", "--out", tmp_path / "out", *argv], capsys,
                          monkeypatch)
         assert error.startswith(f"sample.py: {says}"), error

@@ -12,6 +12,7 @@ from data.batches import Data
 from model import initial_value
 from run.config import check
 from sizes import GPTConfig
+from tests.cover import covering, named
 from tests.harness import (
     BATCH,
     FULL,
@@ -24,7 +25,6 @@ from tests.harness import (
     needs_minutes,
     pool,
     train_with,
-    two_thirds,
 )
 
 
@@ -40,7 +40,7 @@ def test_initial_values_do_not_depend_on_torchs_default_dtype(name):
     assert single.dtype == double.dtype == torch.float and torch.equal(single, double)
 
 
-LAYOUTS = [  # dp, tp, pp, schedule, microbatches
+LAYOUTS = [  # dp, tp, pp, schedule, m
     (1, 1, 1, "gpipe", 1), (1, 1, 1, "1f1b", 4), (3, 1, 1, "1f1b", 2), (2, 1, 1, "gpipe", 1),
     (2, 2, 1, "1f1b", 3), (1, 2, 1, "gpipe", 1), (1, 3, 1, "1f1b", 1), (1, 4, 1, "1f1b", 2),
     (1, 1, 2, "1f1b", 1), (1, 3, 2, "1f1b", 4), (1, 3, 2, "gpipe", 2), (1, 1, 4, "1f1b", 2),
@@ -48,11 +48,6 @@ LAYOUTS = [  # dp, tp, pp, schedule, microbatches
     (2, 2, 2, "gpipe", 2), (1, 2, 4, "1f1b", 6), (1, 2, 4, "gpipe", 9), (2, 1, 4, "1f1b", 2),
     (4, 1, 2, "1f1b", 9), (8, 1, 1, "1f1b", 1) if BATCH % 8 == 0 else (6, 1, 1, "1f1b", 2),
 ]
-
-
-@pytest.mark.parametrize("dp,tp,pp,schedule,m", two_thirds(LAYOUTS))
-def test_layout_equals_one_process(corpus, dp, tp, pp, schedule, m):
-    equals_one_process(corpus, dp=dp, tp=tp, pp=pp, schedule=schedule, microbatches=m)
 
 
 SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero
@@ -67,14 +62,8 @@ SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero
     ("zb-h1", 1, 3, 1, 2, 4, 1), ("zb-h1", 1, 1, 1, 1, 4, 0),
     *(("zb-v", 2, 1, 1, P, m, 0) for P, m in ((2, 1), (2, 4), (3, 6), (4, 9))),
     *(("zb-v", 2, 2, T, 2, 3, zero) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
-    ("zb-v", 2, 1, 1, 1, 2, 3),
+    ("zb-v", 2, 1, 1, 1, 2, 3), ("zb-v", 2, 2, 1, 1, 2, 0),  # a rank has both ends of the model
 ]
-
-
-@pytest.mark.parametrize("schedule,chunks,dp,tp,pp,m,zero", two_thirds(SCHEDULE_LAYOUTS))
-def test_schedule_equals_one_process(corpus, schedule, chunks, dp, tp, pp, m, zero):
-    equals_one_process(corpus, schedule=schedule, chunks=chunks, dp=dp, tp=tp, pp=pp,
-                       microbatches=m, zero=zero, recompute=zero == 3)
 
 
 ZERO_LAYOUTS = [  # zero, dp, tp, pp, microbatches, recompute
@@ -87,11 +76,19 @@ ZERO_LAYOUTS = [  # zero, dp, tp, pp, microbatches, recompute
 ]
 
 
-@pytest.mark.parametrize("zero,dp,tp,pp,m,recompute", two_thirds(ZERO_LAYOUTS))
-def test_zero_equals_one_process(corpus, zero, dp, tp, pp, m, recompute):
-    odd = {"n_embd": 25, "n_head": 5} if tp == 1 else {}  # D divides few of these layers' sizes
-    equals_one_process(corpus, zero=zero, dp=dp, tp=tp, pp=pp, microbatches=m,
-                       recompute=recompute, **odd)
+def dicts(names, rows):
+    return [dict(zip(names.split(), row, strict=True)) for row in rows]
+
+
+EVERY = [*dicts("dp tp pp schedule microbatches", LAYOUTS),
+         *dicts("schedule chunks dp tp pp microbatches zero", SCHEDULE_LAYOUTS),
+         *dicts("zero dp tp pp microbatches recompute", ZERO_LAYOUTS)]
+
+
+@pytest.mark.parametrize("flags", covering(EVERY), ids=named)
+def test_layout_equals_one_process(corpus, flags):
+    odd = {"n_embd": 25, "n_head": 5}  # D divides few of these layers' sizes
+    equals_one_process(corpus, **flags, **odd if "recompute" in flags and flags["tp"] == 1 else {})
 
 
 @pytest.mark.parametrize("flags", [{"dp": 3}, {"dp": 2, "zero": 3, "tp": 2}], ids=str)
@@ -145,7 +142,7 @@ def _losses(rank, cfg):
 
 
 @pytest.mark.parametrize("flags", [
-    {"dp": 2, "zero": 3, "tp": 2}, {"pp": 4}, {"cp": 4}, {"tp": 4, "sp": True},
+    {"dp": 2, "zero": 3, "tp": 2}, {"pp": 4, "n_layer": 4}, {"cp": 4}, {"tp": 4, "sp": True},
     *[{"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "zero": 2, "tp": 2}] * FULL], ids=str)
 def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
     """bfloat16 keeps 8 bits: a rounding is off by up to 2^-9 of the value, and layouts round

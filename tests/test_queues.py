@@ -165,7 +165,8 @@ def _step(rank, cfg, mesh):
     if cfg.zero == 3:
         trainer.validation_loss(data, 1)
     assert trainer.replicas_agree()
-    return [{}, {"loss": loss, "norm": norm, "grads": grads, "balance": trainer.routing.balance}]
+    return [{}, {"loss": loss, "norm": norm, "grads": grads, "balance": trainer.routing.balance,
+                 "busiest": trainer.routing.busiest}]
 
 
 AXES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 1, "pp": 2, "cp": 2, "tp": 2, "sp": True},

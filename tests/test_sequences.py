@@ -18,6 +18,7 @@ from model import build, causal_attention
 from planner import memory
 from run.config import check
 from sizes import GPTConfig
+from tests.cover import covering, named
 from tests.harness import (
     BATCH,
     FULL,
@@ -30,7 +31,6 @@ from tests.harness import (
     mesh_of,
     pool,
     train_with,
-    two_thirds,
 )
 from tests.test_layouts import _bytes
 from tests.test_schedules import _live
@@ -64,8 +64,7 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize("flags", two_thirds(SEQUENCES), ids=lambda flags: " ".join(
-    f"{name} {value}" for name, value in flags.items()))
+@pytest.mark.parametrize("flags", covering(SEQUENCES), ids=named)
 def test_split_sequences_equal_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, **flags})
 

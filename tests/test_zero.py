@@ -3,6 +3,7 @@
 import itertools
 import math
 import resource
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import sizes
 import train
 import zero
 from data.batches import Data
+from group import Group
 from mesh import Mesh
-from run import timeline
+from run import checkpoint, timeline
 from run.config import check
 from shard import Shard
 from tests.harness import (
@@ -157,7 +159,6 @@ def _under_limit(rank, cfg, limit):
     for group in (mesh.group("dp", "ep", "cp"), mesh.group("cp"), mesh.world):
         # its threads have their stacks by now
         c.all_reduce(torch.zeros(1), group, async_op=True).wait()
-    torch.optim.AdamW([torch.zeros(1)])  # imports torch._dynamo, 100 MB, when the first one is made
     idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
@@ -303,7 +304,8 @@ def test_18_bytes_per_parameter():
 
 
 def _unused(rank, world, stage, n):
-    """A layer with a parameter that the loss does not depend on, and one that only rank 0 uses."""
+    """A layer with a parameter that the loss does not depend on, and one that only rank 0 uses; and
+    a layer of which other ranks use nothing."""
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -315,14 +317,23 @@ def _unused(rank, world, stage, n):
         def forward(self, x):
             return x * self.used + (self.sometimes if rank == 0 else 0)
 
+    class Lonely(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(n, device="meta"))
+            self.weight.shard = Shard("", self.weight.shape, 0, ((0, n),), sum_over=(group,))
+
+        def forward(self, x):
+            return x + (3 * self.weight if rank == 0 else 0)
+
     group = Mesh(dp=world).group("dp")
-    layer = Layer()
-    reducer = zero.REDUCERS[stage]({0: [layer]}, torch.float64, "cpu", lambda shard: torch.ones(n))
+    layers = [Layer(), Lonely()]
+    reducer = zero.REDUCERS[stage]({0: layers}, torch.float64, "cpu", lambda shard: torch.ones(n))
     for bucket in reducer.buckets:
         bucket.grad_shard.fill_(7.0)  # as a step before might have left it
     reducer.zero_grad()
     for last in (False, True):
-        y = layer(torch.full((n,), rank + 1.0)).sum()
+        y = layers[1](layers[0](torch.full((n,), rank + 1.0))).sum()
         reducer.release_weights()
         if last or reducer.every_microbatch:
             reducer.expect(0)
@@ -330,11 +341,14 @@ def _unused(rank, world, stage, n):
         reducer.flush()
         reducer.release_weights()
     reducer.finish()
-    bucket = reducer.buckets[0]
-    full = torch.zeros(bucket.numel, dtype=torch.float64)
-    full[bucket.offset : bucket.offset + len(bucket.grad_shard)] = bucket.grad_shard
-    c.all_gather(full, group) if stage else None
-    return [bucket.view(full, p).tolist() for p in layer.parameters()]
+    found = []
+    for layer in layers:
+        bucket = reducer.home[next(layer.parameters())]
+        full = torch.zeros(bucket.numel, dtype=torch.float64)
+        full[bucket.offset : bucket.offset + len(bucket.grad_shard)] = bucket.grad_shard
+        c.all_gather(full, group) if stage else None
+        found += [bucket.view(full, p).tolist() for p in layer.parameters()]
+    return found
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -342,4 +356,66 @@ def _unused(rank, world, stage, n):
 def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
     total = 2.0 * sum(range(1, world + 1))
     for got in pool(world, _unused, world, stage, n):
-        assert got == [[total] * n, [0.0] * n, [2.0] * n]
+        assert got == [[total] * n, [0.0] * n, [2.0] * n, [6.0] * n]
+
+
+def _whole(rank, cfg):
+    """Whether this rank has all new weights when a step, and when a load, is over."""
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    group, submit, whole = trainer.reducer.buckets[0].group, Group.submit, []
+
+    def late(job, name):
+        return submit(group, lambda: (time.sleep(0.02), job()), name)
+
+    group.submit = late
+
+    def now():
+        return [bucket.full.clone() for bucket in trainer.reducer.buckets]
+
+    def end(got):  # of a step or load: `got` is what was there at once
+        group.last.wait()
+        whole.append(all(map(torch.equal, got, now())))
+
+    batches = Data(cfg).training(cfg, 0, trainer.mesh)
+    _, norm = trainer.gradients(batches)
+    before = now()
+    trainer.update(norm, 1e-2)
+    end(now())
+    assert not any(map(torch.equal, before, now()))
+    folder = checkpoint.save(trainer, 1)
+    saved = now()
+    for bucket in trainer.reducer.buckets:
+        bucket.full.zero_()
+    checkpoint.load(trainer, folder)
+    end(now())
+    assert all(map(torch.equal, saved, now()))
+    return whole
+
+
+def test_a_step_and_a_load_end_when_the_weights_are_gathered(corpus, tmp_path):
+    cfg = config(corpus, dp=2, zero=1, n_layer=2, microbatches=1, out=str(tmp_path))
+    assert pool(2, _whole, cfg) == [[True, True]] * 2
+
+
+def _disagree(rank, cfg, where):
+    """replicas_agree() before and after rank 1 changes one bit of a weight."""
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    before = trainer.replicas_agree()
+    for bucket in trainer.reducer.buckets if rank == 1 else ():
+        for param in bucket.params:
+            if where in param.shard.name:
+                piece = bucket.full.narrow(0, bucket.starts[param], param.numel())
+                piece[-1] = math.nextafter(piece[-1], 1)
+    return before, trainer.replicas_agree()
+
+
+@pytest.mark.parametrize("flags,where", [
+    ({"dp": 2}, "h.1.mlp.c_fc.bias"), ({"dp": 2, "zero": 1}, "h.1.mlp.c_fc.bias"),
+    ({"cp": 2}, "h.0.ln_1.bias"), ({"tp": 2}, "h.0.attn.c_proj.bias"), ({"pp": 2}, "wte"),
+    ({"tp": 2}, "h.1.mlp.c_fc.bias")], ids=str)
+def test_replicas_that_differ_in_one_bit_do_not_agree(corpus, flags, where):
+    """Data ranks, tensor ranks where they are replicated, both ends of the tied embedding; what a
+    tensor rank holds alone, the last case, may differ."""
+    cfg = config(corpus, n_layer=2, microbatches=1, **flags)
+    alone = "tp" in flags and "c_fc" in where
+    assert pool(2, _disagree, cfg, where) == [(True, alone)] * 2

@@ -1,0 +1,200 @@
+"""Wrong changes of one line each, and the tests that should notice them: does your fork still test?
+
+    python tests/mutants.py              all of them, each against the tests named beside it
+    python tests/mutants.py zero.py      those with "zero.py" in `FILE: OLD -> NEW`
+    python tests/mutants.py --all        where those tests notice nothing: the whole suite
+
+Each is put into a copy of the tracked files, and is killed if a test fails there or hangs; else it
+lives, and a test is missing. Takes an hour or more; neither pytest nor CI runs this file. Left out,
+as equivalent (no test can tell them from the code, or only by the time they take):
+    ddp.py `bucket.sum_at_end[:1]`: no parameter has two sums at the end
+    group.py, a send posted before its receive: on gloo they do not block each other
+    checkpoint.py, every replica saves its slices: the same bytes to the same places
+    sample.py, caches dropped a token early; schedules.py `event[:1]`: the same from other ways
+    expert_parallel.py, loads that T ranks count T times: `busiest` is a ratio of loads
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+
+# {file: [(old text, found once; new text; "ROOM:K" for tests/test_ROOM.py -k K)]}
+MUTANTS = {
+    "ddp.py": [
+        ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
+        ("wait_all(self.works)", "", "collectives:change_nothing"),
+        ("where[0]  # a tied", "where[-1]  # a tied", "layouts:zb-v"),
+        ("view.zero_()", "view", "zero:unused"),
+        ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
+        ("            bucket.grad.zero_()", " " * 12 + "pass", "zero:sum_its_gradients"),
+        ("max(start - self.offset, 0)", "start - self.offset", "layouts:layout_equals")],
+    "zero.py": [
+        ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
+        ("bucket.grad is None:  #", "False:  #", "zero:unused"),
+        (" or bucket is self.reducing", "", "layouts:layout_equals"),
+        ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
+        ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
+        ("return all_gather(", "return (lambda *a, async_op: Work())(", "layouts:layout_equals")],
+    "optimizer.py": [
+        ("min(1.0, grad_clip / (norm + 1e-6))", "grad_clip / (norm + 1e-6)", "values:clipping"),
+        ("square() / self.copies", "square()", "layouts:layout_equals"),
+        ("/ bucket.num_shards", "", "layouts:layout_equals"),
+        ("2, dtype=wide)", "2)", "values:norm"),
+        ("wait_all(works)", "", "zero:gathered"),
+        ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
+        ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
+        ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
+        ('> 1 and shard.name.endswith("weight")', "> 1", "experts:equal_one"),
+        ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits")],
+    "tensor_parallel.py": [
+        ("now_or_later, parts=3)", "now_or_later)", "layouts:layout_equals"),
+        ('all_reduce(wide.amax(-1), group, "max")', "wide.amax(-1)", "layouts:layout_equals"),
+        ("logits.float() if logits.element_size() == 2 else", "", "values:in_32"),
+        ("- target).masked_fill(absent, 0)", "- target)", "sequences:validation")],
+    "sequence_parallel.py": [
+        ("work.wait()\n        return x", "pass\n        return x", "collectives:change_nothing"),
+        ("ctx.region.enter(grad), None", "grad, None", "sequences:equal_one")],
+    "context_parallel.py": [
+        ("if key_rank < rank", "if key_rank > rank", "sequences:cp"),
+        ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
+        ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "sequences:cp"),
+        ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
+        ("[*early, *reversed(late)]", "[*early, *late]", "sequences:cp")],
+    "expert_parallel.py": [
+        ("mean(1)).max()", "mean(1)).mean()", "experts:equal_one"),
+        ("sum() * self.copies", "sum()", "experts:equal_one"),
+        ("(cp, tp) if sp else (cp,)", "(cp,)", "experts:equal_one"),
+        ("sum_over=(same_experts,)", "sum_over=full.shard.sum_over", "experts:equal_one"),
+        ("layer.mlp.balance_weight = cfg.balance", "pass", "experts:equal_one")],
+    "schedules.py": [
+        ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
+        ("+ 2 * (P - 1 - rank)", "+ (P - 1 - rank)", "schedules:published"),
+        ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
+        ("(end, 0, start, rank, m", "(end, 2, start, rank, m", "schedules:deadlock"),
+        ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged")],
+    "pipeline.py": [
+        ("in_flight.popleft()", "in_flight.pop()", "plain:pipelines"),
+        ("remaining[param] == 0", "remaining[param] <= 1", "schedules:twice"),
+        ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
+        ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
+        ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
+        ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
+    "collectives.py": [
+        ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
+        ("finish(i)\n    wait_all(sends)", "finish(i)", "collectives:change_no_collective"),
+        (" and not group.last.waits", "", "collectives:overtake"),
+        ("else AHEAD, num_reduce)", "else AHEAD // 2, num_reduce)", "collectives:fast_ring"),
+        ("power_of_two = ", "power_of_two = group.size % 2 == 0 or ", "collectives:definition")],
+    "group.py": [
+        ("future.result()", "pass", "collectives:change_nothing"),
+        ("group.last.wait()", "pass", "collectives:overtake"),
+        ("send.numel() * send.element_size()", "send.numel()", "collectives:formula")],
+    "mesh.py": [
+        ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
+        ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
+    "shard.py": [
+        ("min(group.rank, more)", "more", "layouts:layout_equals"),
+        ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
+        ("            if sum_gradients:", "            if True:", "layouts:layout_equals"),
+        ("device=logits.device), -math.inf)", "device=logits.device), 0.0)", "layouts:pad")],
+    "model.py": [
+        ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
+        ("k, v, is_causal=True)", "k, v, is_causal=False)", "values:formulas"),
+        ("math.sqrt(2 * config.n_layer)", "math.sqrt(config.n_layer)", "values:initial"),
+        ('f"{seed} {name}"', 'f"{name}"', "values:initial"),
+        ("torch.promote_types(x.dtype, torch.float)", "x.dtype", "values:in_32"),
+        ("logits.float() if logits.element_size() == 2 else", "", "values:in_32")],
+    "train.py": [
+        ("math.sqrt(square) / self.scale", "math.sqrt(square)", "values:of_16_bits"),
+        ("coefficient / self.scale", "coefficient", "values:of_16_bits"),
+        ("(2.0 if self.good_steps else 0.5)", "0.5 ** (not self.good_steps)", "values:scale"),
+        ("max(1.0, self.scale * ", "(self.scale * ", "values:scale"),
+        ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
+        ("== [0]", "!= []", "zero:one_bit"),
+        ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
+        ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "experts:equal_one"),
+        ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm")],
+    "run/checkpoint.py": [
+        ("> trainer.cfg.steps:", "> trainer.cfg.steps + 1:", "values:past_the_last"),
+        ('manifest["scale"], manifest["good_steps"]', 'manifest["scale"], 0', "values:keeps"),
+        ('fill_(manifest["updates"])', "zero_()", "checkpoint:float64"),
+        ("wait_all([trainer.reducer", "list([trainer.reducer", "zero:gathered"),
+        ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
+        ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file")],
+    "run/config.py": [
+        ("math.lcm(2 * cfg.cp if", "math.lcm(cfg.cp if", "commands:one_line and cp"),
+        ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
+        ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out")],
+    "run/log.py": [
+        ("loss / math.log(2) / self", "loss / self", "values:bits"),
+        ('["step"] < step', '["step"] <= step', "values:bits"),
+        ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches")],
+    "data/batches.py": [
+        ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
+        ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:equals"),
+        ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
+        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one")],
+    "sample.py": [
+        ("out.size(1) > window  #", "out.size(1) > window + 1  #", "weights:sampling"),
+        (".double() / temperature", ".double()", "weights:sampling")],
+    "plain.py": [("flat.grad.zero_()", "pass", "plain:train_py")],
+}
+
+
+def killer(file, old, new, tests, limit):
+    """The test that notices: run pytest in a copy of the tracked files; "" if all tests pass."""
+    listed = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for path in listed.stdout.splitlines():
+            Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(HERE / path, Path(folder, path))
+        text = Path(folder, file).read_text()
+        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
+        compile(text.replace(old, new), file, "exec")
+        Path(folder, file).write_text(text.replace(old, new))
+        run = subprocess.Popen([sys.executable, "-m", "pytest", "-x", "-q", *tests], cwd=folder,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+        try:
+            out, _ = run.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return f"a hang of {limit} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)  # ranks that outlive their test
+    assert run.returncode in (0, 1, 2), out  # 5: there are no such tests
+    failed = re.search(r"^(?:FAILED|ERROR) \S*?([\w.]+(?:\[.*\])?)(?: - .*)?$", out, re.MULTILINE)
+    return (failed[1] if failed else out[-300:]) if run.returncode else ""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="", help="part of `FILE: OLD -> NEW`")
+    parser.add_argument("--all", action="store_true", help="the suite, where those notice nothing")
+    args = parser.parse_args()
+    verdicts = {}
+    for file, old, new, tests in ((file, *row) for file, rows in MUTANTS.items() for row in rows):
+        name = re.sub(r"\s+", " ", f"{file}: {old} -> {new or 'nothing'}")
+        if args.name in name:
+            room, expression = tests.split(":")
+            found = killer(file, old, new, [f"tests/test_{room}.py", "-k", expression], 300)
+            if args.all and not found:
+                found = killer(file, old, new, [], 3600)
+            verdicts[name] = f"killed by {found}" if found else "LIVES"
+            print(f"{name}    {verdicts[name]}", flush=True)
+    living = [name for name, verdict in verdicts.items() if verdict == "LIVES"]
+    print(f"{len(verdicts) - len(living)} of {len(verdicts)} killed; living: {living or 'none'}")
+    sys.exit(bool(living))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Known values of what `reference` in harness.py shares with the code, and of 16-bit training:
+initial values, the model's formulas, learning rate, clipping, loss scale, defaults, the log."""
+
+import json
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from data.batches import Data
+from group import Group
+from mesh import Mesh
+from model import CrossEntropy, MixtureOfExperts, build, initial_value
+from optimizer import clip_coefficient, learning_rate
+from run import checkpoint
+from run.config import check_layout
+from run.log import Log, open_metrics
+from sizes import GPTConfig
+from tensor_parallel import VocabCrossEntropyFunction
+from tests.harness import BATCH, SHAPE, VOCAB, close, config, mesh_of
+from tests.runs import random_corpus
+
+# ---- the model ----
+
+
+def test_initial_values_are_gpt_2s_and_depend_on_seed_and_name():
+    shape = GPTConfig(n_layer=8, n_embd=192)  # a quarter of GPT-2's width: twice its 0.02
+    value = partial(initial_value, shape=torch.Size((500, 192)), config=shape)
+    for name, std in (("wte.weight", 0.04), ("wpe.weight", 0.04), ("h.0.attn.c_attn.weight", 0.04),
+                      ("h.0.mlp.c_fc.weight", 0.04), ("h.0.mlp.router.weight", 0.04),
+                      ("h.0.attn.c_proj.weight", 0.01),  # by sqrt(2 * 8 layers) smaller
+                      ("h.7.mlp.c_proj.weight", 0.01)):
+        drawn = value("transformer." + name, seed=1)
+        assert abs(drawn.std() / std - 1) < 0.01 and abs(drawn.mean()) < std / 50, name
+    assert value("h.0.ln_1.weight", seed=1).eq(1).all()
+    assert value("ln_f.bias", seed=1).eq(0).all()
+    first = value("h.0.mlp.c_fc.weight", seed=1)
+    assert torch.equal(first, value("h.0.mlp.c_fc.weight", seed=1))
+    for name, seed in (("h.0.mlp.c_fc.weight", 2), ("h.1.mlp.c_fc.weight", 1)):
+        assert not torch.equal(first, value(name, seed=seed))
+
+
+def logits_by_formula(p, ids, n_head):
+    """GPT-2's logits (S, V) of one sequence, from {nanoGPT's name: parameter}, by matrix products
+    and exponentials alone."""
+    def linear(name, x):
+        return x @ p[name + ".weight"].T + p[name + ".bias"]
+
+    def layer_norm(name, x):
+        x = x - x.mean(1, keepdim=True)
+        x = x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        return x * p[name + ".weight"] + p[name + ".bias"]
+
+    def attention(name, x):
+        parts, heads = linear(name + ".c_attn", x).chunk(3, 1), []
+        for q, k, v in zip(*(part.chunk(n_head, 1) for part in parts), strict=True):
+            weights = (q @ k.T / math.sqrt(q.size(1))).exp().tril()  # a token sees no later one
+            heads.append(weights @ v / weights.sum(1, keepdim=True))
+        return linear(name + ".c_proj", torch.cat(heads, 1))
+
+    def gelu(x):
+        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    x = p["transformer.wte.weight"][ids] + p["transformer.wpe.weight"][: len(ids)]
+    for i in range(sum(name.endswith("ln_1.bias") for name in p)):
+        block = f"transformer.h.{i}"
+        x = x + attention(block + ".attn", layer_norm(block + ".ln_1", x))
+        hidden = gelu(linear(block + ".mlp.c_fc", layer_norm(block + ".ln_2", x)))
+        x = x + linear(block + ".mlp.c_proj", hidden)
+    return layer_norm("transformer.ln_f", x) @ p["transformer.wte.weight"].T
+
+
+def test_the_model_is_gpt_2_by_its_formulas():
+    model = build(GPTConfig(VOCAB, **SHAPE), dtype=torch.double)
+    p, rng = {name: x.detach() for name, x in model.canonical_parameters()}, torch.Generator()
+    for x in p.values():  # so that no bias is 0 and no LayerNorm is 1
+        x.add_(0.3 * torch.randn(x.shape, dtype=torch.double, generator=rng.manual_seed(len(x))))
+    ids = torch.arange(8) * 5 % VOCAB
+    logits, targets = logits_by_formula(p, ids, SHAPE["n_head"]), ids + 1
+    close(model(ids.view(1, 8)).detach()[0], logits, "logits")
+    loss = sum(row.exp().sum().log() - row[i] for row, i in zip(logits, targets, strict=True))
+    close(model(ids.view(1, 8), targets.view(1, 8)).detach(), loss, "summed loss")
+
+
+def test_routers_and_losses_of_16_bit_models_compute_in_32():
+    """In 16 bits neighbouring scores are equal, and a loss has two or three digits."""
+    generator = torch.Generator().manual_seed(0)
+    layer = MixtureOfExperts(GPTConfig(VOCAB, 8, 1, 1, 64, n_experts=16)).bfloat16()
+    seen, layer.core = [], lambda x, gates, chosen: seen.append((gates, chosen))
+    x = torch.randn(64, 8, 64, generator=generator).bfloat16()
+    layer(x)
+    (gates, chosen), = seen
+    scores, want = (x.float() @ layer.router.weight.float().T).topk(2)
+    assert torch.equal(chosen, want) and gates.dtype == torch.bfloat16
+    assert (gates - scores.softmax(-1)).abs().max() < 2**-8
+    assert layer.balance.dtype == torch.float
+    logits = torch.randn(4, 8, VOCAB, generator=generator).bfloat16()
+    targets = torch.randint(VOCAB, (4, 8), generator=generator)
+    want = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
+    solo = Group(Mesh(dp=1), "solo", [0], 0)
+    for loss in (CrossEntropy(VOCAB)(logits, targets),
+                 VocabCrossEntropyFunction.apply(logits, targets, 0, VOCAB, solo)):
+        close(loss, want, "loss", 1e-6)
+
+
+# ---- a step ----
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine():
+    cfg = config("", lr=1.0, min_lr=0.1, warmup_steps=4, steps=12)
+    want = {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 6: 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 8: 0.55,
+            10: 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 12: 0.1}
+    for step, lr in want.items():
+        close(learning_rate(cfg, step), lr, f"learning rate of step {step}")
+
+
+def test_clipping_shortens_long_gradients_and_leaves_short_ones():
+    assert clip_coefficient(0.5, 1.0) == clip_coefficient(1e-9, 1.0) == 1.0
+    assert math.isclose(clip_coefficient(4.0, 1.0), 0.25, rel_tol=1e-6)
+    assert clip_coefficient(4.0, 0.0) == 1.0  # 0: no clipping
+
+
+def after_one_step(corpus, **flags):
+    """A one-process trainer after one step, and the step's loss and norm."""
+    cfg = config(corpus, microbatches=2, **flags)
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    loss, norm = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    trainer.update(norm, 1e-2)
+    return trainer, loss, norm
+
+
+def norm_of(trainer, name):
+    return math.hypot(*(getattr(b, name).double().norm() for b in trainer.reducer.buckets))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("grad_clip", [0.2, 0.0])
+def test_a_step_of_16_bits_is_float64s_as_far_as_rounding_allows(corpus, dtype, grad_clip):
+    """Loss, norm, what AdamW got of the gradients (its mean has 1 - 0.9 of the first ones), and
+    what became of the weights: no trace of float16's loss scale of 65536."""
+    got, *numbers = after_one_step(corpus, dtype=dtype, grad_clip=grad_clip)
+    want, *exact = after_one_step(corpus, dtype="float64", grad_clip=grad_clip)
+    assert exact[1] > 0.2, "clipping must fire"
+    for a, b in zip(numbers, exact, strict=True):
+        assert math.isclose(a, b, rel_tol=2**-6), (numbers, exact)
+    clipped = grad_clip or exact[1]
+    for trainer in (got, want):
+        assert math.isclose(norm_of(trainer, "exp_avg"), 0.1 * clipped, rel_tol=2**-6)
+        assert math.isclose(norm_of(trainer, "exp_avg_sq"), norm_of(want, "exp_avg_sq"),
+                            rel_tol=2**-5)
+    for bucket, other in zip(got.reducer.buckets, want.reducer.buckets, strict=True):
+        off = (bucket.full.double() - other.full).norm() / other.full.norm()
+        # AdamW's first step is lr, 9% of the weights, times a sign; some signs are rounding's
+        assert off < 2**-6 and torch.equal(bucket.full, bucket.master.to(bucket.full.dtype))
+
+
+def test_the_norm_of_16_bit_gradients_has_32_bits(corpus):
+    trainer, _, norm = after_one_step(corpus, dtype="bfloat16", grad_clip=0.0)
+    assert math.isclose(norm, norm_of(trainer, "grad_shard"), rel_tol=1e-6)
+
+
+def test_the_loss_scale_grows_after_1000_good_steps_and_halves_at_an_overflow(corpus):
+    trainer = train.Trainer(config(corpus, dtype="float16", n_layer=1, microbatches=1),
+                            Mesh(dp=1), VOCAB)
+    trainer.optimizer.step = lambda lr, scale: None
+
+    def after(*norms):
+        for norm in norms:
+            trainer.update(norm, 0.0)
+        return trainer.scale
+
+    assert after(*[1.0] * 999) == 2.0**16 and after(1.0) == 2.0**17 and after(1.0) == 2.0**17
+    assert after(*[1.0] * 998) == 2.0**17 and after(math.inf) == 2.0**16
+    assert after(*[1.0] * 999) == 2.0**16 and after(1.0) == 2.0**17
+    assert after(*[math.nan] * 20) == 1.0  # no less
+    trainer.cfg.dtype = "bfloat16"
+    assert after(*[1.0] * 1000) == 1.0
+
+
+def test_a_checkpoint_keeps_the_loss_scale(corpus, tmp_path):
+    flags = dict(dtype="float16", n_layer=1, microbatches=1, out=str(tmp_path))
+    saved, loaded = (train.Trainer(config(corpus, **flags), Mesh(dp=1), VOCAB) for _ in range(2))
+    saved.scale, saved.good_steps = 4096.0, 7
+    checkpoint.load(loaded, checkpoint.save(saved, 3))
+    assert (loaded.scale, loaded.good_steps) == (4096.0, 7)
+
+
+def test_a_checkpoint_past_the_last_step_is_refused_and_the_newest_was_written_last(
+        corpus, tmp_path):
+    cfg = config(corpus, n_layer=1, microbatches=1, out=str(tmp_path), steps=3)
+    trainer = train.Trainer(cfg, Mesh(dp=1), VOCAB)
+    folder = checkpoint.save(trainer, 3)
+    assert checkpoint.load(trainer, folder) == 3
+    checkpoint.save(trainer, 2)
+    assert checkpoint.newest(tmp_path).name == "step-00000002"
+    cfg.steps = 2
+    with pytest.raises(checkpoint.CheckpointError, match="is at step 3, past --steps 2"):
+        checkpoint.load(trainer, folder)
+
+
+# ---- batches, defaults, the log ----
+
+
+def test_windows_reach_the_last_token_and_no_further(tmp_path):
+    """9 tokens have one window of 8 and its targets; 64 tokens of val.bin have 7, 65 have 8."""
+    for n, windows in ((64, 7), (65, 8)):
+        cfg = config(random_corpus(tmp_path, train=9, val=n), microbatches=1, batch_size=4)
+        data = Data(cfg)
+        tokens = np.fromfile(tmp_path / "train.bin", "<u2").tolist()
+        (ids, targets), = data.training(cfg, 5, Mesh(dp=1))
+        assert ids.tolist() == [tokens[:8]] * 4 and targets.tolist() == [tokens[1:]] * 4
+        found, batches = data.validation(cfg, Mesh(dp=1))
+        targets = torch.cat([targets for (_, targets), in batches])
+        tokens = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
+        assert found == windows and targets.tolist() == [
+            *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)), *[[-1] * 8] * (8 - windows)]
+
+
+@pytest.mark.parametrize("flags,world,want", [
+    ({}, 1, (1, 1)), ({"pp": 2}, 1, (1, 4)), ({"tp": 2, "pp": 2}, 8, (2, 3)),
+    ({"pp": 3, "schedule": "interleaved"}, 3, (1, 6)), ({"pp": 2, "cp": 2}, 12, (3, 4)),
+    ({"ep": 2, "experts": 4}, 1, (2, 1)), ({"dp": 4, "pp": 2}, 8, (4, 3))], ids=str)
+def test_flags_that_are_left_out_are_chosen(flags, world, want):
+    """Data ranks: all that the model does not need. Microbatches: the most that divide 36 sequences
+    per data rank, up to 2 P; for interleaved, of the multiples of P."""
+    cfg = config("", **{"dp": 0, "microbatches": 0, **flags})
+    check_layout(cfg, world)
+    assert (cfg.dp, cfg.microbatches) == want and BATCH == 36
+
+
+def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_path):
+    written, said = [], []
+    log = SimpleNamespace(write=lambda **record: written.append(record), say=said.append,
+                          clock=lambda: None, data=SimpleNamespace(meta={"bytes_per_token": 4.0}))
+    Log.validation(log, 7, 6 * math.log(2))
+    assert math.isclose(written[0]["val_bits_per_byte"], 1.5) and "1.5000 bits" in said[0]
+    path = tmp_path / "log"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"step": 1')
+    open_metrics(path, 2).close()
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
