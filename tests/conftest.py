@@ -3,7 +3,8 @@
 from tests.harness import _stop_pool  # noqa: F401
 from tests.runs import corpus, long_corpus, trained  # noqa: F401
 
-SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py")
+SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py",
+        "test_accidents.py", "test_lab.py")
 LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m")  # in a test's name
 
 
