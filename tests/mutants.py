@@ -32,6 +32,7 @@ MUTANTS = {
     "ddp.py": [
         ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
         ("wait_all(self.works)", "", "collectives:change_nothing"),
+        ("wait_all(self.works)\n", "\n", "streams:tp_ddp"),
         ("where[0]  # a tied", "where[-1]  # a tied", "layouts:zb-v"),
         ("view.zero_()", "view", "zero:unused"),
         ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
@@ -98,6 +99,12 @@ MUTANTS = {
         ("future.result()", "pass", "collectives:change_nothing"),
         ("group.last.wait()", "pass", "collectives:overtake"),
         ("send.numel() * send.element_size()", "send.numel()", "collectives:formula")],
+    "nccl_group.py": [
+        ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:tp_ddp"),
+        ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:tp_ddp"),
+        ("return job  #", "#", "streams:ring_1f1b"),
+        ("[work.wait, use]", "[work.wait]", "streams:1f1b"),
+        ("[work.wait, use]", "[use]", "streams:1f1b")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
