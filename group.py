@@ -118,12 +118,13 @@ class Group:
         what = f"rank {self.ranks[self.rank]}: operation {self.sequence} of group {self.name}, " \
                f"{what}"
         with naming(what):
-            works = post()
-        self.track(what, works)
-        return Work([work.wait for work in works], what)
+            posted = post()
+        work = Work([part.wait for part in posted], what)
+        self.track(work, posted)
+        return work
 
-    def track(self, what, works):
-        """Remember pending works for read(). Needed by NCCL only: see CudaGroup.track."""
+    def track(self, work, posted):
+        """Remember a pending Work for read(). Needed by NCCL only: see CudaGroup.track."""
 
     def send(self, tensor, dst):
         return self.exchange(send=tensor, dst=dst)

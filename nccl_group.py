@@ -30,9 +30,10 @@ class InOrderGroup(Group):
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-def is_done(work):
-    """Has the device finished? Re-raises the error of the work."""
-    done = work.is_completed()
+def is_done(work, posted):
+    """Has the device finished the library's works of a Work? Re-raises their error. (By the Work,
+    which waits for each of them once: a second wait would hang on gloo.)"""
+    done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
     return done
@@ -48,24 +49,25 @@ class CudaGroup(InOrderGroup):
         self.side_stream = None  # of submit(); made when first used
         self.receive_stream = None  # of recv_new(); made when first used
 
-    def track(self, what, works):
-        """Append the works to mesh.pending, for read() to poll; drop those that are done."""
+    def track(self, work, posted):
+        """Append a Work to mesh.pending, for read() to poll; drop those that are done."""
         pending = self.mesh.pending
-        while pending and pending[0][1]():
+        while pending and is_done(*pending[0]):
             pending.popleft()
-        pending.extend((what, partial(is_done, work)) for work in works)
+        pending.append((work, posted))
 
     def read(self, tensor):
         """Wait until all pending operations are done, then return tensor.tolist(). The host waits
         for no message elsewhere, so a rank that died or hangs is noticed here."""
         pending, deadline = self.mesh.pending, time.monotonic() + self.mesh.timeout
         while pending:
-            what, done = pending[0]
-            with naming(what):
-                if done():
+            work, posted = pending[0]
+            with naming(work.what):
+                if is_done(work, posted):
                     pending.popleft()
                 elif time.monotonic() > deadline:
-                    raise CommunicationError(f"{what}: not done within {self.mesh.timeout:g} s")
+                    raise CommunicationError(
+                        f"{work.what}: not done within {self.mesh.timeout:g} s")
                 else:
                     time.sleep(0.0002)
         return tensor.tolist()
