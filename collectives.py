@@ -299,11 +299,12 @@ def reduce(tensor, group, root=0, op="sum"):
 @queued
 def _all_to_all(outputs, group, inputs):  # in the order of arguments that @queued wants
     r, N = group.rank, group.size
-    works = []
+    parts = []
     for distance in range(1, N):
         to, source = (r + distance) % N, (r - distance) % N
-        works.append(group.exchange(inputs[to], to, outputs[source], source))
-    wait_all(works)
+        parts.append((inputs[to], to, outputs[source], source))
+    batches = [parts] if group.in_order else [[part] for part in parts]
+    wait_all([group.exchange_all(batch) for batch in batches])
 
 
 def all_to_all(outputs, inputs, group, async_op=False):

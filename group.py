@@ -96,14 +96,19 @@ class Group:
         """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
         Return their Work. The two directions cannot block each other: gloo gets the receive first,
         NCCL gets both as one operation."""
+        return self.exchange_all([(send, dst, recv, src)])
+
+    def exchange_all(self, parts):
+        """Post several exchanges (send, dst, recv, src), on NCCL as one operation."""
         ends, names = [], []  # dist.irecv and isend mark the direction here: see post
-        if recv is not None and recv.numel() > 0:
-            ends.append((dist.irecv, recv, src))
-            names.append(f"receive from rank {self.ranks[src]}")
-        if send is not None and send.numel() > 0:
-            ends.append((dist.isend, send, dst))
-            names.append(f"send to rank {self.ranks[dst]}")
-            self.bytes_sent += send.numel() * send.element_size()
+        for send, dst, recv, src in parts:
+            if recv is not None and recv.numel() > 0:
+                ends.append((dist.irecv, recv, src))
+                names.append(f"receive from rank {self.ranks[src]}")
+            if send is not None and send.numel() > 0:
+                ends.append((dist.isend, send, dst))
+                names.append(f"send to rank {self.ranks[dst]}")
+                self.bytes_sent += send.numel() * send.element_size()
         return self.start(", ".join(names), lambda: self.post(ends))
 
     def post(self, ends):
