@@ -33,7 +33,7 @@ def naming(what):
     """Re-raise a RuntimeError of the library as a CommunicationError that names `what`."""
     try:
         yield
-    except CommunicationError:
+    except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
         raise
     except RuntimeError as error:
         # strip the C++ location and hints

@@ -40,8 +40,9 @@ DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
 
 def peak_flops(gpu):
     """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
-    known = [1e12 * d.tflops for name, d in DEVICES.items() if name.split("-")[0] in gpu.lower()]
-    return known[0] if known else 0.0
+    known = {"h100 pcie": 756, "nvl": 835}  # cards that are slower than SXM: their own data sheets
+    known.update((name.split("-")[0], device.tflops) for name, device in DEVICES.items())
+    return next((1e12 * tflops for name, tflops in known.items() if name in gpu.lower()), 0.0)
 
 
 @dataclass(frozen=True)
