@@ -42,19 +42,12 @@ class SendRows(torch.autograd.Function):
         return SendRows.apply(grad, ctx.of, ctx.to, ctx.group), None, None, None
 
 
-def read_counts(to_send, group):
-    """In: to_send (E, n), rows that this rank has for each [rank][its expert]. Out: to_send and
-    to_run (E, n), rows that each rank has for each expert of this rank, as lists of lists."""
-    counts = torch.stack([to_send, to_send])
-    all_to_all(list(counts[1]), list(to_send), group)
-    return group.read(counts)  # the one time that the host waits for the device in a layer
-
-
 def run_at_owners(experts, group, rows, to_send, to_run):
     """Run rows on the experts of all ranks of the group, n experts on each. In: rows (R, C), sorted
-    by rank and its expert; their numbers (read_counts). Out: (R, C), in the same order. Two ranks
-    with two experts each, to_send on rank 0 [[3, 0], [1, 2]]: rank 0 keeps 3 rows, and sends 3 to
-    rank 1, of which 1 is for rank 1's first expert."""
+    by rank and its expert; to_send[rank][its expert], how many; to_run[rank][expert of this rank],
+    how many come from there. Out: (R, C), in the same order. Two ranks with two experts each,
+    to_send on rank 0 [[3, 0], [1, 2]]: rank 0 keeps 3 rows, and sends 3 to rank 1, of which 1 is
+    for rank 1's first expert."""
     E, n = group.size, len(to_run[0])
     if E == 1:
         return torch.cat(experts(rows.split(to_run[0])))
@@ -94,13 +87,15 @@ class SpreadExperts:
         # An assignment is a token and one of its k experts: number a is of token a // k
         place = self.place[chosen.flatten()]  # (B * S * k,)
         counts = place.new_zeros(self.n_reached + 1).scatter_add_(0, place, torch.ones_like(place))
-        to_send, to_run = read_counts(
-            counts[: self.n_reached].view(self.group.size, -1), self.group)
+        to_send = counts[: self.n_reached].view(self.group.size, -1)  # (E, n)
+        counts = torch.stack([to_send, to_send])  # [1] becomes to_run, of run_at_owners
+        all_to_all(list(counts[1]), list(to_send), self.group)
+        to_send, to_run = self.group.read(counts)  # the layer's one wait for the device
         # Sorted by expert; the assignments that other ranks serve come last, and are left out
         assignments = place.argsort(stable=True)[: sum(map(sum, to_send))]
         tokens, token = x.flatten(0, 1), assignments // k  # (B * S, C); index of each row's token
-        rows = run_at_owners(self.experts, self.group, tokens.index_select(0, token), to_send,
-                             to_run)
+        rows = tokens.index_select(0, token)
+        rows = run_at_owners(self.experts, self.group, rows, to_send, to_run)
         y = torch.zeros_like(tokens)
         y.index_add_(0, token, gates.flatten()[assignments].unsqueeze(1) * rows)
         return Leave.apply(y.view_as(x), self.region)  # until here y is partial over tp
@@ -111,8 +106,7 @@ def spread_experts(model, mesh, sp=False):
 
     In: a whole, tagged model, after parallelize (whose tags say that all T ranks hold the experts).
     After: parameters of experts are this rank's slices, tagged as such; fewer ranks hold the same
-    slice, so gradients are summed over fewer. Where E = T = 1 the experts stay as is; here, too,
-    the host reads once a layer, and the plain form once for each expert."""
+    slice, so gradients are summed over fewer. Where E = T = 1 the experts stay as is."""
     ep, cp, tp = (mesh.group(axis) for axis in ("ep", "cp", "tp"))
     same_experts = mesh.group("dp", "cp")  # the mesh axis dp has D/E ranks
     sp = sp and tp.size > 1

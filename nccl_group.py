@@ -31,8 +31,8 @@ class InOrderGroup(Group):
 
 
 def is_done(work, posted):
-    """Has the device finished the library's works of a Work? Re-raises their error. (By the Work,
-    which waits for each of them once: a second wait would hang on gloo.)"""
+    """Has the device finished a Work, of these works of the library? Re-raises their error; through
+    the Work, which waits for each of them once."""
     done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
@@ -66,8 +66,8 @@ class CudaGroup(InOrderGroup):
                 if is_done(work, posted):
                     pending.popleft()
                 elif time.monotonic() > deadline:
-                    raise CommunicationError(
-                        f"{work.what}: not done within {self.mesh.timeout:g} s")
+                    raise CommunicationError(f"{work.what}: not done within "
+                                             f"{self.mesh.timeout:g} s")
                 else:
                     time.sleep(0.0002)
         return tensor.tolist()

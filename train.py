@@ -302,8 +302,8 @@ def main():
     except checkpoint.CheckpointError as error:
         shutdown(together=False)
         fail(error)
-    except torch.OutOfMemoryError as error:
-        give_up(out_of_memory(error, cfg), cfg.timeout)
+    except torch.OutOfMemoryError:
+        give_up(out_of_memory(cfg), cfg.timeout)
     except (CommunicationError, DataError) as error:
         give_up(error, cfg.timeout)
     if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:

@@ -262,9 +262,8 @@ def check(cfg, world):
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":  # what context_parallel.kernel takes
         size, part = cfg.n_embd // cfg.n_head, 16 // WIDTHS[cfg.dtype]
         require(part > 2 and size % part == 0 and (size <= 256 or part < 8),
-                f"--cp {cfg.cp} --dtype {cfg.dtype} with heads of {size}: the ring's GPU kernels "
-                "take multiples of 8 up to 256 in 16 bits, of 4 in 32; try --cp-attention "
-                "all-to-all")
+                f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the ring's GPU kernels take 16 "
+                "bits and 8, 16, .. 256, or 32 and 4, 8, ..; try --cp-attention all-to-all")
     if not cuda:
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
