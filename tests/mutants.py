@@ -32,7 +32,6 @@ MUTANTS = {
     "ddp.py": [
         ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
         ("wait_all(self.works)", "", "collectives:change_nothing"),
-        ("wait_all(self.works)\n", "\n", "streams:tp_ddp"),
         ("where[0]  # a tied", "where[-1]  # a tied", "layouts:zb-v"),
         ("view.zero_()", "view", "zero:unused"),
         ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
@@ -44,6 +43,7 @@ MUTANTS = {
         (" or bucket is self.reducing", "", "layouts:layout_equals"),
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
+        ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
         ("return all_gather(", "return (lambda *a, async_op: Work())(", "layouts:layout_equals")],
     "optimizer.py": [
         ("min(1.0, grad_clip / (norm + 1e-6))", "grad_clip / (norm + 1e-6)", "values:clipping"),
@@ -73,6 +73,9 @@ MUTANTS = {
     "context_parallel.py": [
         ("if key_rank < rank", "if key_rank > rank", "sequences:cp"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
+        ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
+        ("passing.wait()\n                kv = next_kv\n        out", "kv = next_kv\n        out",
+         "streams:ring"),
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "sequences:cp"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("[*early, *reversed(late)]", "[*early, *late]", "sequences:cp")],
@@ -94,9 +97,11 @@ MUTANTS = {
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
         ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
+        ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
     "collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
+        ("receives[i].wait()", "pass", "streams:zb_v"),
         ("finish(i)\n    wait_all(sends)", "finish(i)", "collectives:change_no_collective"),
         (" and not group.last.waits", "", "collectives:overtake"),
         ("else AHEAD, num_reduce)", "else AHEAD // 2, num_reduce)", "collectives:fast_ring"),
@@ -106,11 +111,11 @@ MUTANTS = {
         ("group.last.wait()", "pass", "collectives:overtake"),
         ("send.numel() * send.element_size()", "send.numel()", "collectives:formula")],
     "nccl_group.py": [
-        ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:tp_ddp"),
-        ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:tp_ddp"),
-        ("return job  #", "#", "streams:ring_1f1b"),
-        ("[work.wait, use]", "[work.wait]", "streams:1f1b"),
-        ("[work.wait, use]", "[use]", "streams:1f1b")],
+        ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
+        ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
+        ("return job  #", "#", "streams:ring"),
+        ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
+        ("[work.wait, use]", "[use]", "streams:zb_v")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],

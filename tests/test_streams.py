@@ -1,7 +1,7 @@
 """The streams of nccl_group.py without a GPU: every technique with real numbers, over gloo.
 
 Stand-ins for CUDA's streams and events run everything at once, on CPU tensors, and record which
-stream has waited for which. Two uses of the same bytes, one of them a write, must be ordered by
+stream has waited for which. Two uses of the same memory, one of them a write, must be ordered by
 such waits. Freed memory goes at once to what comes next on the stream that allocated it: that
 stream, or one told by record_stream, must be behind every use. tests/mutants.py removes waits.
 """
@@ -29,7 +29,7 @@ class Stream:
     """A stream, or an event, which is a stream that stands still. behind: {stream: how many of its
     operations come before the next one here}, a vector clock."""
 
-    polled = False  # True: the host polls events, and finds that they have happened
+    polled = False  # True: the host has polled, and slept, until the device is done
 
     def __init__(self, behind=()):
         self.behind = dict(behind)
@@ -63,16 +63,15 @@ class Device(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.current, self.recording = Stream(), True
-        self.memory = {}  # storage -> streams that may use it after it is freed; its uses
-        # NCCL's own stream, and a tensor that stands for the order of operations
+        self.memory = {}  # storage -> (streams that may have it once it is freed, its uses)
+        # NCCL's own stream, and a tensor that stands for the order of its operations
         self.communicators = defaultdict(lambda: (Stream(), torch.empty(1)))
-        self.works = []  # gloo's
         self.errors = []  # what a GPU might have done in another order
 
     def of(self, tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in self.memory:
-            self.memory[storage._cdata] = ([self.current], {})
+            self.memory[storage._cdata] = [self.current], {}
             finalize(storage, self.free, storage._cdata).atexit = False
         return self.memory[storage._cdata]
 
@@ -81,11 +80,10 @@ class Device(TorchDispatchMode):
             self.errors.append(f"{what}\n{''.join(traceback.format_stack(limit=12))}")
 
     def free(self, storage):
-        streams, uses = self.memory.pop(storage, ((), {}))
-        behind = Stream()
+        (streams, uses), behind = self.memory.pop(storage, ((), {})), Stream()
         for stream in streams:
             behind.wait_stream(stream)
-        self.check("freed in use", behind, [(s, n) for (s, _), n in uses.items()])
+        self.check("freed in use", behind, [(stream, n) for (stream, _), n in uses.items()])
 
     def resize(self, storage, size):
         if size == 0:
@@ -96,48 +94,45 @@ class Device(TorchDispatchMode):
         """One operation on a stream."""
         stream.behind[stream] = stream.behind.get(stream, 0) + 1
         for write, x in [(False, x) for x in tensors(reads)] + [(True, x) for x in tensors(writes)]:
-            _, uses = self.of(x)
-            # two reads need no order; what is behind a write is behind all that the write is behind
-            self.check(name, stream, [(s, n) for (s, w), n in uses.items() if write or w])
+            _, uses = self.of(x)  # {(stream, is it a write?): the last one}; reads need no order
+            self.check(name, stream, [(s, n) for (s, wrote), n in uses.items() if write or wrote])
             if write:
-                uses.clear()
+                uses.clear()  # a stream that is behind this write is behind them
             uses[stream, write] = stream.behind[stream]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         if self.recording and not func.is_view:
             writes = [x for x, to in zip(args, func._schema.arguments, strict=False)
-                      if to.alias_info and to.alias_info.is_write] + [kwargs.get("out")]
+                      if to.alias_info and to.alias_info.is_write] + [(kwargs or {}).get("out")]
             held = {x.untyped_storage()._cdata for x in tensors([args, writes])}
             new = [x for x in tensors([result]) if x.untyped_storage()._cdata not in held]
             if new or [*tensors(writes)] or not isinstance(result, torch.Tensor):  # else: a view
-                self.operate(func.__name__, self.current, [args], [writes, new])
+                self.operate(func.__name__, self.current, args, [writes, new])
         return result
 
     def batch(self, operations, real=dist.batch_isend_irecv):
-        """On NCCL's own stream for this communicator, behind the current stream."""
+        """On NCCL's own stream for this communicator, behind the current one."""
         nccl, order = self.communicators[operations[0].group]
         nccl.wait_stream(self.current)
-        sends, receives = ([op.tensor for op in operations if op.op is kind]
-                           for kind in (dist.isend, dist.irecv))
-        self.operate("message", nccl, sends, [receives, order])
+        reads, writes = ([x.tensor for x in operations if x.op is kind]
+                         for kind in (dist.isend, dist.irecv))
+        self.operate("message", nccl, reads, [writes, order])
         event, Stream.polled = nccl.record_event(), False
         with patch.multiple(self, recording=False):
             works = real(operations)
-        self.works.append(works)
 
         def wait():
             while works:
                 works.pop().wait()  # gloo's: once
             self.current.wait_event(event)
-            for held in (sends, receives, operations):  # NCCL's Work holds them until wait()
+            for held in (reads, writes, operations):  # by NCCL's Work, until wait()
                 held.clear()
 
         return [SimpleNamespace(wait=wait, is_completed=event.query)]
 
     def native(self, real):
-        """A collective of NCCL's without async_op: on the current stream."""
+        """One of NCCL's collectives without async_op: on the current stream."""
         def run(out, *inputs, group):
             with patch.multiple(self, recording=False):
                 real(out, *inputs, group=group)
@@ -145,11 +140,11 @@ class Device(TorchDispatchMode):
 
         return run
 
-    def look(self, flat, group):
-        """The test's own all_gather: waits for nothing, so that no missing wait is hidden."""
+    def look(self, flat, group, all_gather=group.LIBRARY["all_gather"]):
+        """The tests' own all_gather. It waits for no stream: that would hide a missing wait."""
         with patch.multiple(self, recording=False):
             own = collectives.own_chunk(flat, group).clone()
-            dist.all_gather_into_tensor(flat, own, group=group.communicator)
+            all_gather(flat, own, group=group.communicator)
 
 
 def _on_streams(rank, cfg):
@@ -165,26 +160,22 @@ def _on_streams(rank, cfg):
           patch.dict(group.LIBRARY, {name: device.native(real) for name, real in library}),
           patch.object(collectives, "all_gather", device.look), device):
         trace = _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
-    for work in (work for works in device.works for work in works):
-        work.wait()  # not waited for so far
     assert not device.errors, "\n".join(device.errors[:3])
     return trace
 
 
-LAYOUTS = {
-    "tp_ddp": {"tp": 2, "dp": 2, "microbatches": 3, "bucket_mb": 0.01},
-    "ring_zero2": {"cp": 2, "dp": 2, "zero": 2, "microbatches": 3, "recompute": True},
-    "ring_1f1b": {"cp": 4, "pp": 2, "schedule": "1f1b", "microbatches": 3},
+LAYOUTS = {  # of four ranks
+    "experts_tp": {"dp": 2, "tp": 2, "experts": 4, "microbatches": 2, "bucket_mb": 0.01},
+    "experts_swap": {"dp": 2, "ep": 2, "experts": 4, "cp": 2, "cp_attention": "all-to-all",
+                     "zero": 3},
+    "experts_1f1b": {"dp": 2, "ep": 2, "experts": 4, "pp": 2, "collectives": "native"},
+    "ring_zero2": {"cp": 4, "zero": 2, "microbatches": 2, "recompute": True},
+    "ring_1f1b": {"cp": 2, "pp": 2, "microbatches": 3},
     "sp_zero3": {"tp": 2, "sp": True, "dp": 2, "zero": 3, "collectives": "native"},
-    "swap_experts_zero3": {"cp": 2, "cp_attention": "all-to-all", "dp": 2, "ep": 2, "experts": 4,
-                           "zero": 3},
-    "experts_tp_1f1b": {"dp": 2, "ep": 2, "experts": 4, "tp": 2, "pp": 2, "collectives": "native"},
     "interleaved_zero1": {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2,
                           "dp": 2, "zero": 1, "collectives": "native"},
-    "zb_h1_tp_zero2": {"pp": 2, "schedule": "zb-h1", "tp": 2, "dp": 2, "zero": 2,
-                       "microbatches": 3},
-    "zb_v_zero3": {"pp": 2, "schedule": "zb-v", "chunks": 2, "microbatches": 3, "dp": 2, "zero": 3},
-}
+    "zb_h1_tp": {"pp": 2, "schedule": "zb-h1", "tp": 2, "microbatches": 2},
+    "zb_v_zero3": {"pp": 2, "schedule": "zb-v", "chunks": 2, "microbatches": 3, "dp": 2, "zero": 3}}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
