@@ -22,7 +22,9 @@ import collectives
 import group
 import mesh
 from nccl_group import CudaGroup
-from tests.harness import _train, equals_one_process, mesh_of
+from tests.harness import _train, equals_one_process, local_tensors, mesh_of
+
+LIBRARY = {**group.LIBRARY}  # gloo's
 
 
 class Stream:
@@ -45,6 +47,8 @@ class Stream:
 
     def query(self):
         return Stream.polled
+
+    synchronize = query
 
 
 def tensors(values):
@@ -140,15 +144,18 @@ class Device(TorchDispatchMode):
 
         return run
 
-    def look(self, flat, group, all_gather=group.LIBRARY["all_gather"]):
-        """The tests' own all_gather. It waits for no stream: that would hide a missing wait."""
-        with patch.multiple(self, recording=False):
-            own = collectives.own_chunk(flat, group).clone()
-            all_gather(flat, own, group=group.communicator)
+    def look(self, trainer, kind):
+        """What only the tests look at. They wait for no stream: that would hide a missing wait."""
+        def gather(flat, members, all_gather=LIBRARY["all_gather"]):
+            own = collectives.own_chunk(flat, members).clone()
+            all_gather(flat, own, group=members.communicator)
+
+        with patch.multiple(self, recording=False), patch.object(collectives, "all_gather", gather):
+            return local_tensors(trainer, kind)
 
 
 def _on_streams(rank, cfg):
-    device, library = Device(), group.LIBRARY.items()
+    device = Device()
     with (patch.multiple(torch.cuda, Stream=lambda *args, **kwargs: Stream(),
                          current_stream=lambda: device.current,
                          stream=lambda stream: patch.multiple(device, current=stream)),
@@ -157,8 +164,8 @@ def _on_streams(rank, cfg):
           patch.object(dist, "batch_isend_irecv", device.batch),
           patch.object(time, "sleep", lambda seconds: setattr(Stream, "polled", True)),
           patch.object(mesh, "InOrderGroup", CudaGroup),
-          patch.dict(group.LIBRARY, {name: device.native(real) for name, real in library}),
-          patch.object(collectives, "all_gather", device.look), device):
+          patch.dict(group.LIBRARY, {name: device.native(real) for name, real in LIBRARY.items()}),
+          patch("tests.harness.local_tensors", device.look), device):
         trace = _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
     assert not device.errors, "\n".join(device.errors[:3])
     return trace
