@@ -43,7 +43,7 @@ MUTANTS = {
         (" or bucket is self.reducing", "", "layouts:layout_equals"),
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
-        ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def gather_weights(self, layers):\n", "= Work()\n\n    def gather_weights(self, layers):\n",
+        ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def", "= Work()\n\n    def",
          "layouts:layout_equals"),
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
     "optimizer.py": [
