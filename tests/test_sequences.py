@@ -306,7 +306,7 @@ def test_a_columns_messages_overlap_with_its_backward(corpus):
         assert 4 == sum(e[0] == "reduce_scatter" and e[1].startswith("ring-tp")
                         and start < e[2] < end for e in events)
         start, end = next(e[2:4] for e in events if e[0] == "B")
-        for name, waiting in (("all_gather", columns + 1), ("reduce_scatter", 0)):  # rows, embedding
+        for name, waiting in (("all_gather", columns + 1), ("reduce_scatter", 0)):  # rows, wte
             lanes = [e[1].startswith("ring-tp") for e in events
                      if e[0] == name and e[4]["group"] == "tp" and start < e[2] < end]
             assert lanes.count(True) == columns and lanes.count(False) == waiting, name
