@@ -44,8 +44,7 @@ MUTANTS = {
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
         ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
-        ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def gather_weights(self, "
-         "layers):\n", "= Work()\n\n    def gather_weights(self, layers):\n",
+        ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def", "= Work()\n\n    def",
          "layouts:layout_equals"),
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
     "optimizer.py": [

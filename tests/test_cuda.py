@@ -74,11 +74,12 @@ def test_cuda_in_32_and_16_bits_is_near_float64(corpus, dtype, tolerance, flags)
 
 def _scale(rank, cfg):
     trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
-    trainer.scale, seen = 2.0**40, []  # float16 has no such number: steps are skipped
+    trainer.scale.fill_(2.0**40)  # float16 has no such number: steps are skipped
+    seen = []
     for step in range(30):
-        loss, norm = trainer.gradients(data.training(cfg, step, trainer.mesh))
+        _, norm = trainer.gradients(data.training(cfg, step, trainer.mesh))
         trainer.update(norm, 1e-3)
-        seen.append((loss, norm, trainer.scale))
+        seen.append(trainer.read())
     return seen
 
 
@@ -89,7 +90,7 @@ def test_cuda_float16_halves_the_scale_until_gradients_are_finite(corpus):
         losses, norms, scales = zip(*seen, strict=True)
         finite = [math.isfinite(norm) for norm in norms]
         assert not finite[0] and finite[-1] and finite == sorted(finite)
-        assert scales[-1] == 2.0**40 / 2 ** finite.count(False)
+        assert scales[0] == 2.0**40 and scales[-1] == 2.0**40 / 2 ** finite.count(False)
         assert all(map(math.isfinite, losses))
 
 
@@ -102,8 +103,8 @@ def _saved(rank, cfg, folder, load):
         _, norm = trainer.gradients(data.training(cfg, 0, trainer.mesh))
         trainer.update(norm, 0.01)
         folder = checkpoint.save(trainer, 1)
-    loss, norm = trainer.gradients(data.training(cfg, 1, trainer.mesh))
-    return str(folder), loss, norm
+    trainer.gradients(data.training(cfg, 1, trainer.mesh))
+    return str(folder), *trainer.read()[:2]
 
 
 @needs_gpu
