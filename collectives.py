@@ -303,8 +303,10 @@ def _all_to_all(outputs, group, inputs):  # in the order of arguments that @queu
     for distance in range(1, N):
         to, source = (r + distance) % N, (r - distance) % N
         parts.append((inputs[to], to, outputs[source], source))
-    batches = [parts] if group.in_order else [[part] for part in parts]
-    wait_all([group.exchange_all(batch) for batch in batches])
+    if group.in_order:
+        group.exchange(*parts[0], more=parts[1:]).wait()
+    else:
+        wait_all([group.exchange(*part) for part in parts])
 
 
 def all_to_all(outputs, inputs, group, async_op=False):

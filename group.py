@@ -93,16 +93,12 @@ class Group:
         self.thread = None  # runs submitted work; started by the first submit()
         self.span = no_span
 
-    def exchange(self, send=None, dst=None, recv=None, src=None):
+    def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
         """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
         Return their Work. The two directions cannot block each other: gloo gets the receive first,
-        NCCL gets both as one operation."""
-        return self.exchange_all([(send, dst, recv, src)])
-
-    def exchange_all(self, parts):
-        """Post several exchanges (send, dst, recv, src), on NCCL as one operation."""
+        NCCL gets both as one operation. more: further (send, dst, recv, src) of this operation."""
         ends, names = [], []  # dist.irecv and isend mark the direction here: see post
-        for send, dst, recv, src in parts:
+        for send, dst, recv, src in [(send, dst, recv, src), *more]:
             if recv is not None and recv.numel() > 0:
                 ends.append((dist.irecv, recv, src))
                 names.append(f"receive from rank {self.ranks[src]}")

@@ -32,8 +32,8 @@ class InOrderGroup(Group):
 
 
 def is_done(work, posted):
-    """Has the device finished a Work, of these works of the library? Re-raises their error; through
-    the Work, which waits for each of them once."""
+    """Has the device finished? posted: the library's works, which `work` waits for once, not twice.
+    Re-raises their error."""
     done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
