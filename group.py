@@ -98,14 +98,14 @@ class Group:
         Return their Work. The two directions cannot block each other: gloo gets the receive first,
         NCCL gets both as one operation. more: further (send, dst, recv, src) of this operation."""
         ends, names = [], []  # dist.irecv and isend mark the direction here: see post
-        for send, dst, recv, src in [(send, dst, recv, src), *more]:
-            if recv is not None and recv.numel() > 0:
-                ends.append((dist.irecv, recv, src))
-                names.append(f"receive from rank {self.ranks[src]}")
-            if send is not None and send.numel() > 0:
-                ends.append((dist.isend, send, dst))
-                names.append(f"send to rank {self.ranks[dst]}")
-                self.bytes_sent += send.numel() * send.element_size()
+        for out, to, into, source in [(send, dst, recv, src), *more]:
+            if into is not None and into.numel() > 0:
+                ends.append((dist.irecv, into, source))
+                names.append(f"receive from rank {self.ranks[source]}")
+            if out is not None and out.numel() > 0:
+                ends.append((dist.isend, out, to))
+                names.append(f"send to rank {self.ranks[to]}")
+                self.bytes_sent += out.numel() * out.element_size()
         return self.start(", ".join(names), lambda: self.post(ends))
 
     def post(self, ends):

@@ -113,13 +113,15 @@ MUTANTS = {
     "group.py": [
         ("future.result()", "pass", "collectives:change_nothing"),
         ("group.last.wait()", "pass", "collectives:overtake"),
-        ("send.numel() * send.element_size()", "send.numel()", "collectives:formula")],
+        ("out.numel() * out.element_size()", "out.numel()", "collectives:formula")],
     "nccl_group.py": [
         ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
         ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
         ("return job  #", "#", "streams:ring"),
         ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
-        ("[work.wait, use]", "[use]", "streams:zb_v")],
+        ("[work.wait, use]", "[use]", "streams:zb_v"),
+        ("        work.wait()\n    return", "        [part.wait() for part in posted]\n    return",
+         "collectives:waited_for")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],

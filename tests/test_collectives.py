@@ -4,7 +4,7 @@ import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -236,12 +236,13 @@ def test_groups_vary_one_coordinate_t_innermost():
 
 
 def _polled(rank):
-    with patch("mesh.InOrderGroup", CudaGroup):
+    with (patch("mesh.InOrderGroup", CudaGroup),
+          patch.object(CudaGroup, "record_event", lambda self: Mock())):
         group = Mesh("cpu", in_order=True, timeout=10, dp=2).world
-    x, received = torch.full((3,), rank + 1.0), torch.zeros(3)
-    for _ in range(2):
-        group.exchange(x, group.next, received, group.prev).wait()
-    return group.read(received)
+        x, received = torch.full((3,), rank + 1.0), torch.zeros(3)
+        for _ in range(2):
+            group.exchange(x, group.next, received, group.prev).wait()
+        return group.read(received)
 
 
 def test_a_message_that_was_waited_for_is_done():
