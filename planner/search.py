@@ -1,11 +1,12 @@
-"""Finds the layouts of a job on a cluster that fit and are fastest.
+"""Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
 All that train.py takes counts, but tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe
 (1f1b is as fast and holds less) and over 16 sequences in a microbatch only if given as a flag.
-Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
-layout with the lowest bound is refined first: by what its ZeRO stage adds, then by memory and the
-simulator. Once the lowest time is exact, no other layout is faster: all count, few are simulated.
-For models other than a row of equal blocks this is an open problem (Alpa, arXiv 2201.12023).
+Each layout gets a lower bound of its time: first without a schedule, then with the bubble by its
+formula, then with what its ZeRO stage adds. The one with the lowest bound is refined next, at last
+by memory and the simulator. Once the lowest time is exact, no other layout is faster: all count,
+few are simulated. For models other than a row of equal blocks this is an open problem (Alpa, arXiv
+2201.12023).
 """
 
 import heapq
@@ -14,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from itertools import product
 
-from planner.costs import data_time, lower_bound, step_time
+from planner.costs import Costs
 from planner.memory import Layout, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
@@ -23,7 +24,7 @@ from schedules import SCHEDULES
 def as_config(job, named):
     """train.py's flags for a job and the named fields of a layout."""
     model = job.model
-    named = {**named, "recompute": named.get("recompute") == "full"}  # selective: fused attention
+    named = {**named, "recompute": named.get("recompute") == "full"}
     return Config(**named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
                   n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
                   top_k=model.top_k, dtype="bfloat16",
@@ -32,11 +33,21 @@ def as_config(job, named):
 
 @cache
 def schedule_exists(schedule, P, m, v):
-    """Asks for one rank's list only: all P lists of all candidates would take minutes."""
+    """Asks for one rank's list only: all P lists of all candidates would take minutes. Beyond 4 P
+    microbatches what matters is how many are left over."""
     try:
-        return bool(SCHEDULES[schedule](P, m, v, 0))
+        return bool(SCHEDULES[schedule](P, m if m < 8 * P else 4 * P + m % P, v, 0))
     except ValueError:
         return False
+
+
+def effort(layout):
+    """How much of a layout has to be set up and can go wrong: the axes that split a model, and each
+    departure from the plainest schedule, states and activations."""
+    plainest = Layout()
+    return (sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
+            + sum(getattr(layout, name) != getattr(plainest, name)
+                  for name in ("sp", "zero", "schedule", "recompute", "cp_attention")))
 
 
 class Search:
@@ -44,8 +55,10 @@ class Search:
 
     def __init__(self, job, gpus, device, fixed):
         self.job, self.gpus, self.device, self.fixed = job, gpus, device, fixed
+        self.costs = Costs(job, device)
+        self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
-        self.misfits = self.slower = 0  # layouts that do not fit; slower ones, most of them pruned
+        self.misfits = 0  # layouts that do not fit
 
     def options(self, **options):
         """All {field: value}; a fixed field has one value."""
@@ -75,17 +88,26 @@ class Search:
                     yield way
 
     def layouts(self):
-        """All, with ZeRO stage 0."""
-        recomputes = ["none", "full"] + ["selective"] * (self.job.attention == "naive")
+        """All, with ZeRO stage 0 and one schedule of each kind: 1f1b or, with W apart, zb-h1."""
         for axes in self.axes():
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
-            pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
-            names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
-            for more in self.options(microbatches=counts, schedule=names, recompute=recomputes):
-                m, schedule = more["microbatches"], more["schedule"]
-                for chunks in self.chunks(schedule, pp):
-                    if share % m == 0 and schedule_exists(schedule, pp, m, chunks):
-                        yield Layout(**axes, **more, chunks=chunks)
+            counts = [share // b for b in range(1, 17) if share % b == 0]
+            for more in self.options(microbatches=counts, recompute=["none", "full"]):
+                if share % more["microbatches"] == 0:
+                    for schedule in ("1f1b", "zb-h1")[:axes["pp"]]:
+                        yield Layout(**axes, **more, schedule=schedule)
+
+    def scheduled(self, layout):
+        """A layout with each schedule of its kind."""
+        apart = layout.schedule == "zb-h1"
+        names = [name for name in SCHEDULES if name.startswith("zb") == apart and name != "gpipe"]
+        if self.fixed.get("schedule") == "gpipe" and not apart:
+            names = ["gpipe"]
+        for name in names if layout.pp > 1 else ["1f1b"]:
+            for v in self.chunks(name, layout.pp):
+                exists = schedule_exists(name, layout.pp, layout.microbatches, v)
+                if exists and name == self.fixed.get("schedule", name):
+                    yield layout._replace(schedule=name, chunks=v)
 
     def chunks(self, schedule, pp):
         """Chunks that leave no stage empty; of many, those that share the blocks evenly."""
@@ -105,26 +127,45 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
-    def best(self, top):
-        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest."""
-        job, device = self.job, self.device
-        queue = [(lower_bound(job, layout, device), "bound", layout) for layout in self.layouts()]
+    def refined(self, kind, layout):
+        """[(seconds, kind, layout)] of a layout whose lowest bound is due."""
+        costs = self.costs
+        if kind == "no schedule":
+            return [(costs.lower_bound(each), "bound", each) for each in self.scheduled(layout)]
+        if kind == "bound":
+            stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
+            staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
+            return [(costs.lower_bound(each) + sum(costs.data_time(each)), "with data", each)
+                    for each in staged]
+        if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
+            return [(costs.step_time(layout), "exact", layout)]
+        return []
+
+    def best(self, top, band=0.0):
+        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest. Up to
+        `band` behind the fastest, the layout of least effort is best; then the fastest."""
+        queue = [(self.costs.least_time(layout), "no schedule", layout)
+                 for layout in self.layouts()]
         heapq.heapify(queue)
-        found = {}  # (dp, tp, pp, cp, ep, sp) -> (seconds, layout)
-        while queue and len(found) < top:
+        found, limit = {}, math.inf  # found: (dp, tp, pp, cp, ep, sp) -> (rank, layout)
+
+        def rank(seconds, layout):
+            return effort(layout) if band and seconds <= limit else math.inf, seconds
+
+        while queue:
             seconds, kind, layout = heapq.heappop(queue)
-            if layout[:6] in found:
-                self.slower += 1
-            elif kind == "bound":
-                stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
-                for zero in self.options(zero=stages):
-                    staged = layout._replace(**zero)
-                    more = sum(data_time(job, staged, device))
-                    heapq.heappush(queue, (seconds + more, "bound with data", staged))
-            elif kind == "bound with data":
-                if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
-                    heapq.heappush(queue, (step_time(job, layout, device), "exact", layout))
+            last = sorted(key for key, _ in found.values())[top - 1:top]
+            if seconds > limit and last:
+                break
+            worst = found[layout[:6]][:1] if layout[:6] in found else last
+            if worst and worst[0] <= rank(seconds, layout):
+                continue  # nothing that it leads to is better
+            if kind != "exact":
+                for entry in self.refined(kind, layout):
+                    heapq.heappush(queue, entry)
             elif self.fits(layout):
-                found[layout[:6]] = seconds, layout
-        self.slower += len(queue)
-        return list(found.values())
+                if self.fastest is None:
+                    self.fastest, limit = (seconds, layout), seconds * (1 + band)
+                found[layout[:6]] = rank(seconds, layout), layout
+        best = sorted(found.values())[:top]
+        return [(seconds, layout) for (_, seconds), layout in best]
