@@ -11,13 +11,15 @@ Left out: LEFT_OUT in plan.py; also data loading and checkpoints.
 """
 
 import math
+from collections import deque
 from functools import cache
+from operator import mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
 from planner.memory import (block_parameters, end_parameters, matrices, parts_of, shape_of,
                             tokens_of)
-from schedules import make_schedule, placement, simulate
+from schedules import make_schedule, needs, placement
 
 
 def step_flops(job, recompute="none"):
@@ -79,15 +81,48 @@ def closed_form(name, P, m, v, costs):
 
 
 @cache
+def in_order(schedule, P, m, v):
+    """[(rank, kind, those that it needs on its rank, those on others)] of all actions of a schedule,
+    each behind what it needs; those are indices. Whatever the costs are: lists are static."""
+    where = placement(schedule, P, v)
+    queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
+    index, rows = {}, []
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                action = queue[0]
+                needed = needs(action, where, False)
+                if not all(need in index for need in needed):
+                    break
+                own = [index[need] for need in needed if where[need.stage] == rank]
+                others = [index[need] for need in needed if where[need.stage] != rank]
+                index[action._replace(kind="B") if action.kind == "I" else action] = len(rows)
+                rows.append((rank, queue.popleft().kind, own, others))
+    return rows
+
+
+@cache
 def makespan(schedule, P, m, v, costs):
-    """Makespan for costs F, I, W, comm, by the formula if there is one, else by the simulator.
+    """Makespan for costs F, I, W, comm, by the formula if there is one, else as simulate() has it.
     Beyond 3 P microbatches each P more add the same time, so two short runs predict a long one."""
     rate = closed_form(schedule, P, m, v, costs)
     if rate is not None:
         return m * sum(costs[:3]) / (1 - rate)
 
     def simulated(m):
-        return simulate(make_schedule(schedule, P, m, v), placement(schedule, P, v), costs).makespan
+        f, i, w, comm = costs
+        cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
+        first, free, ends = {}, [0.0] * P, []
+        for rank, kind, own, others in in_order(schedule, P, m, v):
+            start = free[rank]
+            for need in own:
+                start = max(start, ends[need])
+            for need in others:
+                start = max(start, ends[need] + comm)
+            first.setdefault(rank, start)
+            free[rank] = start + cost[kind]
+            ends.append(free[rank])
+        return max(free[rank] - start for rank, start in first.items())
 
     few = 2 * P + m % P
     if m <= few + P:
@@ -228,24 +263,29 @@ class Costs:
         return self.known[key]
 
     def busiest_rank(self, layout):
-        """(F, I, W) of a microbatch through all stages of the slowest pipeline rank, its Part."""
-        layers = self.layers(layout)
-        times = [sum(sum(time) for time in layer) for layer in layers]
-        part = max(self.parts(layout), key=lambda part: sum(
-            number * time for number, time in zip(part, times, strict=True)))
-        return [Time().plus(e, part.embedding).plus(b, part.blocks).plus(h, part.head)
-                for e, b, h in zip(*layers, strict=True)], part
+        """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
+        its Part)."""
+        apart = layout.schedule.startswith("zb")
+        key = ("rank", *layout._replace(dp=0, zero=0, schedule="", microbatches=0), apart,
+               layout.schedule == "zb-v", tokens_of(self.job, layout))
+        if key not in self.known:
+            layers = self.layers(layout)
+            times = [sum(map(sum, layer)) for layer in layers]
+            part = max(self.parts(layout), key=lambda part: sum(map(mul, part, times)))
+            actions = [sum(map(mul, part, map(sum, action))) for action in zip(*layers, strict=True)]
+            self.known[key] = actions, part
+        return self.known[key]
 
     def action_costs(self, layout):
         """F, I, W of the busiest rank, and the latency between ranks: what simulate() takes."""
-        times, _ = self.busiest_rank(layout)
+        actions, _ = self.busiest_rank(layout)
         T, C, P, comm = layout.tp, layout.cp, layout.pp, 0.0
         if P > 1:  # each rank to its neighbour, through a port of its own
             nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
             near = self.device.node % (T * C * P) == 0
             comm = nbytes / (T if layout.sp else 1) / link(self.device, P if near else 1, P)
             comm += self.device.latency
-        return *(sum(time) for time in times), comm
+        return *actions, comm
 
     def pipeline_time(self, layout, messages=True):
         """Seconds from the first forward to the last backward, on the slowest rank."""
@@ -256,21 +296,21 @@ class Costs:
     def least_time(self, layout):
         """Fewest seconds that the schedules of this kind (with W apart from I, or not) can take:
         the layers are shared evenly, and nobody idles."""
-        embedding, block, head = (sum(sum(time) for time in layer) for layer in self.layers(layout))
+        embedding, block, head = (sum(map(sum, layer)) for layer in self.layers(layout))
         work = embedding + self.job.model.n_layer * block + head
         return layout.microbatches * max(work / layout.pp, block, head)
 
     def lower_bound(self, layout):
         """Fewest seconds that a step can take: messages between stages cost nothing, the bubble is
         the formula's."""
-        actions, m = self.action_costs(layout)[:3], layout.microbatches
+        (actions, _), m = self.busiest_rank(layout), layout.microbatches
         rate = closed_form(layout.schedule, layout.pp, m, layout.chunks, (*actions, 0.0))
         return m * sum(actions) / (1 - (rate or 0.0))
 
     def data_time(self, layout):
         """(exposed time of data-parallel messages, time of the optimizer)."""
-        times, part = self.busiest_rank(layout)
-        forward, backward = sum(times[0]), sum(times[1]) + sum(times[2])  # of a microbatch
+        (forward, *backward), part = self.busiest_rank(layout)  # of a microbatch
+        backward = sum(backward)
         job, device = self.job, self.device
         model, w, m = job.model, job.width, layout.microbatches
         D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
@@ -316,8 +356,10 @@ class Costs:
     def time_by_part(self, layout):
         """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's.
         tp, cp, ep, pp, dp: exposed messages of that axis."""
-        (F, I, W), _ = self.busiest_rank(layout)  # noqa: E741
-        busy = Time().plus(F.plus(I).plus(W), layout.microbatches)
+        busy, (_, part) = Time(), self.busiest_rank(layout)
+        for number, layer in zip(part, self.layers(layout), strict=True):
+            for time in layer:
+                busy = busy.plus(time, number * layout.microbatches)
         without_messages = self.pipeline_time(layout, messages=False)
         sent, optimizer = self.data_time(layout)
         bubble = max(0.0, without_messages - sum(busy))  # not -1e-18

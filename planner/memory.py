@@ -181,8 +181,11 @@ def occupancy(schedule, P, m, v, rank, parts):
         now = now.plus(before * part.blocks, before * part.head, behind * part.blocks,
                        behind * part.head, 0)
         moments.add(now)
-    return [x for x in moments if not any(
-        x != y and all(a <= b for a, b in zip(x, y, strict=True)) for y in moments)]
+    front = []  # one that has as much of everything as another has a higher sum
+    for x in sorted(moments, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(x, y, strict=True)) for y in front):
+            front.append(x)
+    return front
 
 
 @cache

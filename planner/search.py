@@ -16,7 +16,7 @@ from functools import cache
 from itertools import product
 
 from planner.costs import Costs
-from planner.memory import Layout, memory
+from planner.memory import Layout, memory, memory_of_rank
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 
@@ -127,12 +127,21 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
+    def least_memory(self, layout):
+        """Bytes of the first pipeline rank that no ZeRO stage saves."""
+        parts = memory_of_rank(self.job, layout._replace(zero=1), 0)
+        return parts["activations"] + (parts["weights"] + parts["gradients"]) / (
+            layout.dp * layout.cp) 
+
     def refined(self, kind, layout):
         """[(seconds, kind, layout)] of a layout whose lowest bound is due."""
         costs = self.costs
         if kind == "no schedule":
             return [(costs.lower_bound(each), "bound", each) for each in self.scheduled(layout)]
         if kind == "bound":
+            if self.least_memory(layout) > self.device.gb * 1e9:
+                self.misfits += 1
+                return []
             stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
             staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
             return [(costs.lower_bound(each) + sum(costs.data_time(each)), "with data", each)
@@ -142,30 +151,31 @@ class Search:
         return []
 
     def best(self, top, band=0.0):
-        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest. Up to
-        `band` behind the fastest, the layout of least effort is best; then the fastest."""
-        queue = [(self.costs.least_time(layout), "no schedule", layout)
+        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest: the
+        fastest or, with a band, first those of least effort that are at most so much slower."""
+        limit, found = -math.inf, {}  # found: (dp, tp, pp, cp, ep, sp) -> (seconds, layout)
+
+        def entry(seconds, kind, layout):
+            return effort(layout) if seconds <= limit else math.inf, seconds, kind, layout
+
+        queue = [entry(self.costs.least_time(layout), "no schedule", layout)
                  for layout in self.layouts()]
         heapq.heapify(queue)
-        found, limit = {}, math.inf  # found: (dp, tp, pp, cp, ep, sp) -> (rank, layout)
-
-        def rank(seconds, layout):
-            return effort(layout) if band and seconds <= limit else math.inf, seconds
-
-        while queue:
-            seconds, kind, layout = heapq.heappop(queue)
-            last = sorted(key for key, _ in found.values())[top - 1:top]
-            if seconds > limit and last:
-                break
-            worst = found[layout[:6]][:1] if layout[:6] in found else last
-            if worst and worst[0] <= rank(seconds, layout):
-                continue  # nothing that it leads to is better
+        while queue and len(found) < top:
+            _, seconds, kind, layout = heapq.heappop(queue)
+            if layout[:6] in found:
+                continue
             if kind != "exact":
-                for entry in self.refined(kind, layout):
-                    heapq.heappush(queue, entry)
+                for each in self.refined(kind, layout):
+                    heapq.heappush(queue, entry(*each))
             elif self.fits(layout):
                 if self.fastest is None:
-                    self.fastest, limit = (seconds, layout), seconds * (1 + band)
-                found[layout[:6]] = rank(seconds, layout), layout
-        best = sorted(found.values())[:top]
-        return [(seconds, layout) for (_, seconds), layout in best]
+                    self.fastest = seconds, layout
+                    if band:  # from here on by effort
+                        limit = seconds * (1 + band)
+                        queue = [entry(*each) for _, *each in queue]
+                        heapq.heapify(queue)
+                        heapq.heappush(queue, entry(seconds, kind, layout))
+                        continue
+                found[layout[:6]] = seconds, layout
+        return list(found.values())
