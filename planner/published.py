@@ -14,21 +14,19 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.costs import Costs, Time, step_flops
-from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of
 from sizes import GPTConfig
 
 FLASH1 = 0.64  # fitted: speed of fused attention before July 2023 to that of FlashAttention-2's
 SLOW = 0.093  # fitted: what 2021's ZeRO-3 reaches of a node's ports; one is an eighth
-NEAR = 0.08  # the median error of the held out
 
 
 class Source(NamedTuple):
     name: str
     year: str
     fitted: bool
-    traits: list[str]  # naive or flash attention; fused or eager kernels; slow
+    traits: tuple[str, ...]  # of its software, as published.txt explains them
 
 
 class Run(NamedTuple):
@@ -41,6 +39,7 @@ class Run(NamedTuple):
     recompute: str  # "selective": the S x S scores, which Layout does not know
     value: float
     unit: str
+    reason: str  # why the prediction is off by more than 15%
 
     @property
     def tokens(self):
@@ -70,6 +69,7 @@ def model_of(words, S):
 
 def read(source, line):
     """A Run from a line of the table."""
+    line, _, reason = line.partition("|")
     model, gpus, device, batch, S, tp, *numbers, recompute, grads, value, unit = line.split()
     pp, cp, zero, chunks, b = (int(n.replace("?", "0")) for n in numbers)
     gpus, batch, T = int(gpus), int(batch), int(tp.rstrip("s"))
@@ -79,14 +79,14 @@ def read(source, line):
                     microbatches=b and batch // dp // b,
                     recompute="full" if recompute == "full" else "none")
     job = Job(model_of(model, int(S)), batch, wide=grads == "32")
-    return Run(source, model, device, gpus, job, layout, recompute, float(value), unit)
+    return Run(source, model, device, gpus, job, layout, recompute, float(value), unit, reason.strip())
 
 
 def read_all(lines):
     for line in lines:
         if line.startswith("="):
             name, year, fitted, traits = line.strip("= ").split(" | ")
-            source = Source(name, year, fitted == "fitted", traits.split())
+            source = Source(name, year, fitted == "fitted", tuple(traits.split()))
         elif line.strip() and not line.startswith("#"):
             yield read(source, line)
 
@@ -168,3 +168,69 @@ def predict(run, device=None):
         if bound < seconds:
             seconds, layout = min((seconds, layout), (costs.step_time(candidate), candidate))
     return seconds, layout
+
+
+def mfu(run, seconds):
+    """Of a step: FLOPs of the model, without those computed again, over the device's peak."""
+    peak = DEVICES[run.device.split("@")[0]].tflops
+    return step_flops(run.job) / run.gpus / seconds / 1e12 / peak
+
+
+def baselines(runs):
+    """{kind of GPU: the median MFU of its fitted runs}."""
+    kinds = {kind_of(run) for run in runs}
+    return {kind: median(mfu(run, run.in_unit(run.value)) for run in runs
+                         if run.source.fitted and kind_of(run) == kind) for kind in kinds}
+
+
+def kind_of(run):
+    return run.device.split("-")[0].split("@")[0]
+
+
+def errors(runs):
+    """[(run, layout, error of the prediction, error of the baseline)]: predicted speed over the
+    published, less 1, so above 0 is too fast."""
+    constant = baselines(RUNS)
+    for run in runs:
+        seconds, layout = predict(run)
+        published = run.in_unit(run.value)
+        yield (run, layout, published / seconds - 1,
+               constant[kind_of(run)] / mfu(run, published) - 1)
+
+
+def line(run, layout, error, baseline):
+    """A row of the table, below HEAD."""
+    predicted = run.value * (1 / (1 + error) if run.unit == "s" else 1 + error)
+    b = run.job.batch_size / layout.dp / layout.microbatches
+    return (f"  {run.model:33}{run.gpus:5} {run.device:13}{run.job.model.block_size:6}{layout.dp:5}"
+            f"{layout.tp:3}{layout.pp:3}{layout.cp:3}{layout.zero:5}{layout.chunks:7}{b:4g} "
+            f"{run.recompute:10}{run.value:9g}{predicted:10.4g} {run.unit:3}{error:+8.1%}"
+            f"{baseline:+8.0%}")
+
+
+HEAD = ("  model                             GPUs device            S   dp tp pp cp zero chunks   b "
+        "recompute published predicted      error baseline")
+
+
+def summed_up(found):
+    """Lines of text about fitted or held-out rows."""
+    for name, fitted in (("fitted", True), ("held out", False)):
+        chosen = [row for row in found if row[0].source.fitted == fitted]
+        sizes, baseline = ([abs(row[i]) for row in chosen] for i in (2, 3))
+        near = sum(size <= 0.15 for size in sizes)
+        yield (f"{name}: {len(chosen)} rows of {len({row[0].source for row in chosen})} sources, "
+               f"median error {median(sizes):.1%}, {near} within 15%, largest {max(sizes):.0%}; "
+               f"baseline {median(baseline):.1%}")
+
+
+def main():
+    found, source = list(errors(RUNS)), None
+    for row in found:
+        if row[0].source != source:
+            source = row[0].source
+            print(f"{source.name}, {source.year}: {'fitted' if source.fitted else 'held out'}", HEAD,
+                  sep="\n")
+        print(line(*row))
+        if abs(row[2]) > 0.15:
+            print(f"    {row[0].reason or 'no reason is known'}")
+    print(*summed_up(found), sep="\n")

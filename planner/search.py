@@ -58,7 +58,7 @@ class Search:
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
-        self.misfits = 0  # layouts that do not fit
+        self.misfits = self.slower = 0  # layouts that do not fit; others, most of them pruned
 
     def options(self, **options):
         """All {field: value}; a fixed field has one value."""
@@ -164,6 +164,7 @@ class Search:
         while queue and len(found) < top:
             _, seconds, kind, layout = heapq.heappop(queue)
             if layout[:6] in found:
+                self.slower += 1
                 continue
             if kind != "exact":
                 for each in self.refined(kind, layout):
@@ -178,4 +179,5 @@ class Search:
                         heapq.heappush(queue, entry(seconds, kind, layout))
                         continue
                 found[layout[:6]] = seconds, layout
+        self.slower += len(queue)
         return list(found.values())
