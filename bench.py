@@ -38,7 +38,7 @@ import train
 from ddp import plain_data_parallel
 from group import Group
 from mesh import Mesh
-from model import build
+from model import build, cross_entropy
 from pipeline import Stage, plain_1f1b
 from planner.hardware import DEVICES, MODELS
 from run import checkpoint
@@ -275,7 +275,7 @@ def pipelining(job):
     cfg, model, last = job.cfg, plain(job), job.rank == job.n - 1
     tokens = cfg.batch_size * cfg.block_size
     a, b = cut(model.config.layer_costs(), job.n)[job.rank]
-    part, loss_fn = nn.Sequential(*model.layers[a:b]), model.layers[-1].loss
+    part, loss_fn = nn.Sequential(*model.layers[a:b]), cross_entropy
     stage = PipelineStage(part, job.rank, job.n, torch.device("cpu"), group=job.pg)
     schedule = Schedule1F1B(stage, cfg.microbatches, lambda y, t: loss_fn(y, t) / tokens,
                             scale_grads=False)

@@ -190,26 +190,30 @@ def extra_loss(layers):
 ABSENT = -1  # the target of a padding token: adds nothing to the loss or to a gradient
 
 
-class CrossEntropy(nn.Module):
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.vocab_size = vocab_size  # read where tensor parallelism splits the vocabulary
-
-    def forward(self, logits, targets):  # (B, S, V), (B, S) -> the sum over all tokens
-        wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in fp32
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum",
-                               ignore_index=ABSENT)
+def cross_entropy(logits, targets):  # (B, S, V), (B, S)
+    """Sum over all tokens of log(sum(exp(logits))) - logits[target]."""
+    wide = logits.float() if logits.element_size() == 2 else logits  # exp and sum in fp32
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum",
+                           ignore_index=ABSENT)
 
 
 class Head(nn.Module):
+    uncompiled = ("loss",)
+
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss = CrossEntropy(config.vocab_size)  # called after forward, by GPT and Stage
+        # (x, targets) -> summed loss. Replaced in tensor_parallel.parallelize.
+        self.loss = self.plain_loss
 
-    def forward(self, x):  # (B, S, C)
-        return self.lm_head(self.ln_f(x))  # (B, S, V) logits
+    def plain_loss(self, x, targets):
+        return cross_entropy(self.lm_head(x), targets)
+
+    def forward(self, x, targets=None):
+        """x (B, S, C) -> logits (B, S, V); or, given targets (B, S), the loss summed over tokens"""
+        x = self.ln_f(x)
+        return self.lm_head(x) if targets is None else self.loss(x, targets)
 
 
 class GPT(nn.Module):
@@ -223,12 +227,13 @@ class GPT(nn.Module):
         self.layers[-1].lm_head.weight = self.layers[0].wte.weight  # tied: one parameter, two uses
 
     def forward(self, idx, targets=None):  # (B, S) each
+        *layers, head = self.layers
         x = idx
-        for layer in self.layers:
+        for layer in layers:
             x = layer(x)
         if targets is None:
-            return x
-        loss, extra = self.layers[-1].loss(x, targets), extra_loss(self.layers)
+            return head(x)
+        loss, extra = head(x, targets), extra_loss(layers)
         return loss if extra is None else loss + extra
 
     def canonical_parameters(self):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from group import Work, no_span, wait_all
-from model import extra_loss
+from model import Head, extra_loss
 from schedules import cut, lower, make_schedule, placement
 
 
@@ -96,12 +96,11 @@ class Stage(torch.nn.Module):
 
     def forward(self, x, targets):  # x: token ids (b, S) on the first stage, else (b, S, C)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, targets) if isinstance(layer, Head) else layer(x)
         extra = extra_loss(self.layers)
-        if not hasattr(self.layers[-1], "loss"):  # only model.Head, the last layer, has a loss
+        if not isinstance(self.layers[-1], Head):
             return x, extra
-        loss = self.layers[-1].loss(x, targets)
-        return None, loss if extra is None else loss + extra
+        return None, x if extra is None else x + extra  # the head returns the loss
 
 
 def tie_ends(layers, group):

@@ -117,8 +117,9 @@ def tag_replicated(model, group, sum_gradients):
 
 def pad_vocabulary(model, multiple):
     """Pad the rows of the tied embedding with zeros up to a multiple, as GPUs are slow at products
-    of odd sizes. No token has a padded id and padded logits are minus infinity. The tag does not
-    describe the padding, so norm, parameter count and checkpoints leave it out."""
+    of odd sizes. No token has a padded id, and ChunkedLoss (tensor_parallel.py) sets the padded
+    logits to minus infinity. The tag does not describe the padding, so norm, parameter count and
+    checkpoints leave it out."""
     head, embedding = model.layers[-1].lm_head, model.layers[0].wte
     weight = embedding.weight
     rows = weight.size(0)
@@ -127,5 +128,3 @@ def pad_vocabulary(model, multiple):
         padded = weight.new_empty(rows + -rows % multiple, weight.size(1))
         embedding.weight = head.weight = torch.nn.Parameter(padded)
         head.weight.shard = weight.shard
-        head.register_forward_hook(lambda module, x, logits: logits.index_fill_(
-            -1, torch.arange(rows, logits.size(-1), device=logits.device), -math.inf))

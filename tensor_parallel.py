@@ -5,24 +5,26 @@
     wte, lm_head   by rows of the vocabulary, any size; logits are never gathered   (V/T, C)
     LayerNorm, wpe and the biases of c_proj are replicated.
 
-Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements. The embedding
-adds one in forward and the head one in backward, the loss two, of 3 b S elements in all. --sp adds
-half an all-reduce per column. For backward each rank keeps, per block and token, 4 C + 4 elements
-(of the LayerNorms), and 1/T of 12 C elements and of nh logsumexps (attention's, 32 bits at least);
-with --sp 1/T of all of it; with --recompute the block's input, C.
+Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements; --sp adds half
+an all-reduce per column. Embedding and head send one all-reduce each, the loss (T-1) b S elements.
+For backward each rank keeps, per block and token, 4 C + 4 elements (of the LayerNorms), and 1/T of
+12 C elements and of nh logsumexps (attention's, 32 bits at least); with --sp 1/T of all of it; with
+--recompute the block's input, C. For the head: 2 C + 2 per token, and V C/T, its gradient.
 Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
 """
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from collectives import all_reduce, own_chunk, plain_all_reduce
+from collectives import all_gather, all_reduce, own_chunk, plain_all_reduce
 from model import ABSENT, MLP
 from sequence_parallel import Leave, Region
-from shard import bounds, split, tag_replicated, tag_whole
+from shard import split, tag_replicated, tag_whole
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
 #
@@ -208,43 +210,75 @@ class VocabEmbedding(nn.Module):
         return Leave.apply(x, self.region)  # (B, S, C), under --sp (B, S/T, C)
 
 
-class VocabCrossEntropyFunction(torch.autograd.Function):
-    """Cross-entropy of logits that are split along the vocabulary. Ranks exchange three numbers per
-    token: the largest logit, the sum of the exponentials, and the target's logit. Gathering the
-    logits would exchange V."""
+def log_share(logits, log_probs, group):
+    """log of the part that this rank's words have of the softmax over all words, (c, 1). In: this
+    rank's logits (c, V/T), and the log of their softmax among themselves."""
+    largest, word = logits.max(-1, keepdim=True)
+    own = largest - log_probs.gather(-1, word)  # log(sum(exp(logits))) of this rank's words
+    of_ranks = own.new_empty(group.size, len(own))
+    of_ranks[group.rank] = own.squeeze(-1)
+    all_gather(of_ranks, group)
+    return own - of_ranks.logsumexp(0).unsqueeze(-1)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Product with lm_head and cross-entropy, over chunks of tokens: for each chunk its logits,
+    then at once their loss and gradient. So the logits of all tokens, mostly the largest tensor of
+    a model, never exist at the same time. A chunk has as many tokens as the model is wide, so its
+    logits are as large as the gradient of the matrix (but no fewer than 256: chunks cost time).
+
+    In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
+    loss, summed over tokens and words, the same on all ranks. Ranks exchange one number per token,
+    log(sum(exp(logits))) of their words. Saves for backward the gradients of x and weight."""
 
     @staticmethod
-    def forward(ctx, logits, targets, start, stop, group):
-        local, outside = to_local(targets, start, stop)
-        wide = logits.float() if logits.element_size() == 2 else logits
-        largest = all_reduce(wide.amax(-1), group, "max")  # (B, S)
-        shifted = wide - largest.unsqueeze(-1)  # (B, S, V/T)
-        target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
-        exp = shifted.exp_()
-        sums, target = all_reduce(torch.stack([exp.sum(-1), target]), group)  # (B, S) each
-        ctx.dtype, absent = logits.dtype, targets == ABSENT  # no loss and no gradient there
-        softmax = exp.div_(sums.masked_fill(absent, torch.inf).unsqueeze(-1))
-        ctx.save_for_backward(softmax, local, outside)
-        return (sums.log() - target).masked_fill(absent, 0).sum()
+    def forward(ctx, x, weight, targets, region, training):
+        group, (start, stop) = region.group, weight.shard.ranges[0]  # this rank's words
+        wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
+        parts = group.size if region.sp else 1
+        targets = targets.unflatten(1, (parts, -1))  # (B, parts, S/parts), one part per rank
+        ctx.dtype, loss = x.dtype, x.new_zeros(1, dtype=wide)
+        grad_x, leaving = torch.empty_like(x), []
+        grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
+        positions = max(1, max(weight.size(1), 256) // (len(x) * parts))  # of a chunk, on this rank
+        for i in range(0, x.size(1), positions):
+            words = targets[:, :, i : i + positions].flatten()  # (c,)
+            present = (words != ABSENT).unsqueeze(-1)  # padding: no loss and no gradient
+            inputs = region.enter(x[:, i : i + positions]).flatten(0, 1) * present  # (c, C)
+            logits = inputs @ weight.t()  # (c, V/T)
+            logits[:, stop - start :] = -torch.inf  # rows of --pad-vocab are no words
+            log_probs = F.log_softmax(logits, -1, dtype=wide)
+            if group.size > 1:
+                log_probs += log_share(logits, log_probs, group)
+            local, outside = (column.unsqueeze(-1) for column in to_local(words, start, stop))
+            of_target = log_probs.gather(-1, local)  # (c, 1)
+            loss -= of_target.masked_fill(outside, 0).sum()
+            if training:  # softmax - onehot(target); the difference is rounded, not the softmax
+                grad = torch.exp(log_probs, out=logits)  # (c, V/T)
+                del log_probs
+                of_target = torch.where(outside, of_target.exp(), of_target.expm1())
+                grad.scatter_(-1, local, of_target.to(grad.dtype))
+                grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
+                leaving.append(region.start_leave(grad_inputs.view(len(x), -1, x.size(-1))))
+                # overlaps with the reduction of grad_inputs
+                if wide == x.dtype:
+                    grad_weight.addmm_(grad.t(), inputs)
+                else:
+                    grad_weight += grad.t() @ inputs
+        for i, finish in enumerate(leaving):
+            grad_x[:, i * positions : (i + 1) * positions] = finish()
+        ctx.save_for_backward(grad_x, grad_weight)
+        return all_reduce(loss, group)[0]
 
     @staticmethod
-    def backward(ctx, grad):  # softmax - onehot(target)
-        softmax, local, outside = ctx.saved_tensors
-        onehot = (~outside).to(softmax.dtype).unsqueeze(-1)  # 1 if the target is on this rank
-        grad_logits = softmax.scatter_add_(-1, local.unsqueeze(-1), -onehot).mul_(grad)
-        return grad_logits.to(ctx.dtype), None, None, None, None
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x.mul_(grad), grad_weight.mul_(grad).to(ctx.dtype), None, None, None
 
 
-class VocabCrossEntropy(nn.Module):
-    """Sum over tokens of log(sum(exp(logits))) - logits[target], from each rank's (B, S, V/T)."""
-
-    def __init__(self, loss, region):
-        super().__init__()
-        self.group = region.group
-        self.bounds = bounds(loss.vocab_size, self.group)
-
-    def forward(self, logits, targets):
-        return VocabCrossEntropyFunction.apply(logits, targets, *self.bounds, self.group)
+def chunked_loss(lm_head, region, x, targets):
+    return ChunkedLoss.apply(
+        x, lm_head.weight, targets, region, torch.is_grad_enabled())
 
 
 def parallelize(model, group, sp=False, defer=None):
@@ -270,8 +304,8 @@ def parallelize(model, group, sp=False, defer=None):
             if isinstance(block.mlp, MLP):  # experts: see expert_parallel.py
                 block.mlp.c_fc = Column(block.mlp.c_fc, region, now_or_later)
                 block.mlp.c_proj = Row(block.mlp.c_proj, region, now_or_later)
-        head.lm_head = Column(head.lm_head, region, now_or_later)
-        head.loss = VocabCrossEntropy(head.loss, region)
+        head.lm_head.weight = split(head.lm_head.weight, 0, group)  # the embedding's slice
+    head.loss = partial(chunked_loss, head.lm_head, region)
     tag_replicated(model, group, sum_gradients=sp)
     if sp:
         positions = embedding.positions

@@ -5,7 +5,7 @@
                    bits; with --sp 1/T of all; with --recompute only its input, h, and all of the
                    block under way (a test measures what autograd saves)
                    (arXiv 2205.05198); the peak is along the rank's list of actions
-    buffers        logits, pipeline messages, layers that ZeRO-2 and 3 gather
+    buffers        a chunk's logits, pipeline messages, layers that ZeRO-2 and 3 gather
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 """
@@ -147,18 +147,19 @@ def saved_by_block(job, layout, recompute):
 
 
 def saved_by_head(job, layout):
-    """The same of the head: input and output of its norm, and the softmax over its own words."""
+    """Bytes that the head saves for backward, for a microbatch: the input of its norm and the
+    gradient of its output, per token; and the gradient of its matrix."""
     model, w, T_sp = job.model, job.width, layout.tp if layout.sp else 1
     *_, norm, _ = shape_of(model)
-    return (2 * model.n_embd + norm) * w / T_sp + model.vocab_size / layout.tp * max(w, 4)
+    matrix = model.vocab_size * model.n_embd / layout.tp
+    return tokens_of(job, layout) * (2 * model.n_embd + norm) * w / T_sp + matrix * max(w, 4)
 
 
 class Held(NamedTuple):
     """Activations at one moment, as counts of blocks and heads."""
     blocks: int = 0  # between F and B or I
     heads: int = 0
-    deferred_blocks: int = 0  # between I and W
-    deferred_heads: int = 0
+    deferred_blocks: int = 0  # between I and W; a head defers nothing
     recomputed: int = 0  # blocks that are being recomputed
 
     def plus(self, *others):
@@ -177,9 +178,8 @@ def occupancy(schedule, P, m, v, rank, parts):
             # The head is through when a block is recomputed. B frees blocks, so the first is the
             # peak. I leaves more behind than a block's input, so the last is.
             done = behind * (part.blocks - 1)
-            moments.add(now.plus(-done, -part.head, done, behind * part.head, 1))
-        now = now.plus(before * part.blocks, before * part.head, behind * part.blocks,
-                       behind * part.head, 0)
+            moments.add(now.plus(-done, -part.head, done, 1))
+        now = now.plus(before * part.blocks, before * part.head, behind * part.blocks, 0)
         moments.add(now)
     front = []  # one that has as much of everything as another has a higher sum
     for x in sorted(moments, key=sum, reverse=True):
@@ -199,16 +199,17 @@ def activations(job, layout, rank):
     deferred = (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T) * w
     if model.n_experts:
         deferred = (2 * h + (2 * h + 2 * kv) / T) * w
-    each = Held(saved, saved_by_head(job, layout), deferred, (h + model.vocab_size / T) * w,
-                saved_by_block(job, layout, "none") - saved)
+    n = tokens_of(job, layout)
+    each = Held(n * saved, saved_by_head(job, layout), n * deferred,
+                n * (saved_by_block(job, layout, "none") - saved))
     few = layout.microbatches
     if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
         few = min(few, 2 * layout.pp + few % layout.pp)
     stages = stages_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
     moments = occupancy(layout.schedule, layout.pp, few, layout.chunks, rank,
                         tuple(stages.items()))
-    peak = max(sum(n * size for n, size in zip(held, each, strict=True)) for held in moments)
-    return tokens_of(job, layout) * peak
+    return max(sum(count * size for count, size in zip(held, each, strict=True))
+               for held in moments)
 
 
 def memory_of_rank(job, layout, rank):
@@ -226,10 +227,11 @@ def memory_of_rank(job, layout, rank):
         bytes_per_parameter(layout.zero, data / layout.ep, w, gw), strict=True)]
     saved = activations(job, layout._replace(zero=0), rank)
 
-    # logits in two widths, and their gradient
-    logits = part.head * (w + 2 * max(w, 4)) * model.vocab_size / T
+    # The head's logits of a chunk of tokens, and the log of their softmax
+    chunk = min(n, max(h, 256)) * part.head
+    logits = chunk * (w + max(w, 4)) * model.vocab_size / T
     _, inner, up, *_ = shape_of(model)
-    at_work = n * max(logits, (up + 1) * inner * w / T + 2 * h * w)
+    at_work = max(logits, n * ((up + 1) * inner * w / T + 2 * h * w))
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
     gathered *= max(dense + experts, model.vocab_size * h / T if vocabulary else 0)

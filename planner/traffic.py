@@ -51,15 +51,15 @@ def messages(job, layout, rank=0):
         small += part.embedding * positions + part.head * norm * h
         rows += [("tp", "halves of all-reduces of activations",
                   4 * forwards - skipped + first + last, half),
-                 ("tp", "the same of gradients", (4 + regathers) * blocks + first + 2 * last, half),
+                 ("tp", "the same of gradients", (4 + regathers) * blocks + first + last, half),
                  ("tp", "all-reduce of gradients of norms, biases and positions", 1,
                   2 * (T - 1) / T * small / shards * gw)]
     else:
         rows += [("tp", "all-reduces of activations", 2 * forwards - skipped + first,
                   2 * half),
                  ("tp", "all-reduces of gradients", 2 * blocks + last, 2 * half)]
-    loss = 6 * (T - 1) / T * n * max(w, 4)
-    rows.append(("tp", "three numbers a token, for the loss", last, loss))
+    loss = (T - 1) * (n + 2 / T) * max(w, 4)
+    rows.append(("tp", "a number for each token, and the loss", last, loss))
     if layout.cp_attention == "ring":
         rows += [("cp", "keys and values to the next rank", (forwards + blocks) * (C - 1),
                   2 * n * kv / T * w),

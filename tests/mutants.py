@@ -57,9 +57,15 @@ MUTANTS = {
         ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits")],
     "tensor_parallel.py": [
         ("now_or_later, parts=3)", "now_or_later)", "layouts:layout_equals"),
-        ('all_reduce(wide.amax(-1), group, "max")', "wide.amax(-1)", "layouts:layout_equals"),
-        ("logits.float() if logits.element_size() == 2 else", "", "values:in_32"),
-        ("- target).masked_fill(absent, 0)", "- target)", "sequences:validation")],
+        ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
+        ("-1, dtype=wide)\n", "-1)\n", "values:in_32"),
+        ("torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()",
+         "layouts:layout_equals"),
+        ("masked_fill(outside, 0).sum()", "sum()", "layouts:layout_equals"),
+        ("(0, 1) * present", "(0, 1)", "values:chunks"),
+        ("(grad @ weight) * present", "(grad @ weight)", "values:chunks"),
+        ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad"),
+        ("i * positions : (i + 1) * positions", "0 : positions", "values:chunks")],
     "sequence_parallel.py": [
         ("work.wait()\n        return x", "pass\n        return x", "collectives:change_nothing"),
         ("ctx.region.enter(grad), None", "grad, None", "sequences:equal_one")],
@@ -104,8 +110,7 @@ MUTANTS = {
     "shard.py": [
         ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ("            if sum_gradients:", "            if True:", "layouts:layout_equals"),
-        ("device=logits.device), -math.inf)", "device=logits.device), 0.0)", "layouts:pad")],
+        ("            if sum_gradients:", "            if True:", "layouts:layout_equals")],
     "model.py": [
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
         ("k, v, is_causal=True)", "k, v, is_causal=False)", "values:formulas"),

@@ -214,8 +214,10 @@ def test_bytes_sent_equal_the_formulas(corpus):
     for rank, (sent, numels) in enumerate(got):
         stage = rank // T % P
         assert sent["pp"] == m * boundary  # stage 0 sends activations, stage 1 their gradients
-        ends = boundary + (3 * b * S * width if stage == 1 else 0)  # embedding; head and loss
-        assert sent["tp"] == m * (4 * numels["blocks"] * boundary + ends) * 2 * (T - 1) // T
+        # an all-reduce at each end; the head also gathers a number per token, and sums the loss
+        reduced = (4 * numels["blocks"] + 1) * boundary + (width if stage == 1 else 0)
+        gathered = b * S * width if stage == 1 else 0
+        assert sent["tp"] == m * (reduced * 2 * (T - 1) // T + gathered * (T - 1))
         # one all-reduce a step, whatever m: a rank of two sends each bucket once
         assert sent["dp_ep_cp"] == numels["all"] * width * 2 * (D - 1) // D
         assert sent["pp_ends"] == numels["tied"] * width

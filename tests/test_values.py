@@ -15,13 +15,14 @@ import train
 from data.batches import Data
 from group import Group
 from mesh import Mesh
-from model import CrossEntropy, MixtureOfExperts, build, initial_value
+from model import ABSENT, Head, MixtureOfExperts, build, initial_value
 from optimizer import clip_coefficient, learning_rate
 from run import checkpoint
 from run.config import check_layout
 from run.log import Log, open_metrics
+from sequence_parallel import Region
 from sizes import GPTConfig
-from tensor_parallel import VocabCrossEntropyFunction
+from tensor_parallel import chunked_loss
 from tests.harness import BATCH, SHAPE, VOCAB, close, config, mesh_of
 from tests.runs import random_corpus
 
@@ -99,13 +100,44 @@ def test_routers_and_losses_of_16_bit_models_compute_in_32():
     assert torch.equal(chosen, want) and gates.dtype == torch.bfloat16
     assert (gates - scores.softmax(-1)).abs().max() < 2**-8
     assert layer.balance.dtype == torch.float
-    logits = torch.randn(4, 8, VOCAB, generator=generator).bfloat16()
-    targets = torch.randint(VOCAB, (4, 8), generator=generator)
-    want = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
-    solo = Group(Mesh(dp=1), "solo", [0], 0)
-    for loss in (CrossEntropy(VOCAB)(logits, targets),
-                 VocabCrossEntropyFunction.apply(logits, targets, 0, VOCAB, solo)):
-        close(loss, want, "loss", 1e-6)
+    head = Head(GPTConfig(VOCAB, 8, n_embd=64)).bfloat16()
+    targets = torch.randint(VOCAB, (64, 8), generator=generator)
+    logits = head(x).double()  # rounded to 16 bits, as in both forms of the loss
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    close(head(x, targets), want, "plain loss", 1e-6)
+    close(chunked(head, x, targets), want, "loss in chunks", 1e-6)
+
+
+def chunked(head, x, targets):
+    """The loss of a head as train.py computes it: in chunks of at least 256 tokens."""
+    head.lm_head.weight.shard = SimpleNamespace(ranges=((0, VOCAB),))
+    region = Region(Group(Mesh(dp=1), "solo", [0], 0))
+    return chunked_loss(head.lm_head, region, head.ln_f(x), targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16, torch.float16], ids=str)
+def test_the_loss_in_chunks_is_the_plain_loss(dtype):
+    """Also with padding tokens, a last chunk that is smaller, and targets that are almost certain:
+    of a probability near 1 the gradient p - 1 keeps few digits if p is rounded to 16 bits first."""
+    generator = torch.Generator().manual_seed(0)
+    head = Head(GPTConfig(VOCAB, 100, n_embd=24)).double()
+    torch.nn.init.normal_(head.lm_head.weight, std=1.0, generator=generator)
+    head.to(dtype)
+    x = torch.randn(3, 100, 24, generator=generator).to(dtype).requires_grad_()
+    targets = head(x).argmax(-1)  # likely ones
+    targets[1] = torch.randint(VOCAB, (100,), generator=generator)
+    targets[:, 90:] = ABSENT
+    results = {}
+    for name, loss in (("plain", head), ("chunks", partial(chunked, head))):
+        head.zero_grad()
+        x.grad = None
+        value = loss(x, targets)
+        (value / 300).backward()
+        results[name] = [value, x.grad, head.lm_head.weight.grad, head.ln_f.weight.grad]
+    tolerance = 1e-14 if dtype == torch.double else 1e-2
+    for name, got, want in zip(("loss", "x", "lm_head", "ln_f"), *results.values(), strict=True):
+        close(got, want, f"gradient of {name}", tolerance)
+    assert x.grad[:, 90:].eq(0).all()
 
 
 # ---- a step ----
