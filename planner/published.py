@@ -3,7 +3,7 @@
 published.txt has the runs and their sources. The fractions in hardware.py were fitted on whole
 sources; the others are held out. Beside each prediction stands that of a baseline: one constant MFU
 for each kind of GPU, the median of the fitted runs. What a source leaves open (?) is what predicts
-the fastest step. What only these runs do, and train.py does not, is here.
+the fastest step that fits. What only these runs do, and train.py does not, is here.
 """
 
 import math
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from planner.costs import Costs, Time, step_flops
 from planner.hardware import DEVICES, MODELS, Llama, gpt
-from planner.memory import Job, Layout, Part, shape_of
+from planner.memory import (Job, Layout, Part, memory_of_rank, parts_of, saved_by_block, shape_of,
+                            tokens_of)
 from sizes import GPTConfig
 
 FLASH1 = 0.64  # fitted: speed of fused attention before July 2023 to that of FlashAttention-2's
@@ -139,6 +140,26 @@ def saved_by_naive(model, layout, recompute):
     return masks + model.n_head * (scores - 4) / T
 
 
+def held(run, layout):
+    """Bytes on the fullest rank. Published programs hold other things than train.py: the logits of
+    all tokens and not of a chunk, in 16 bits, in 32, and a gradient ("inplace": the first only); no
+    32-bit copy of all gradients; under ZeRO-3 no 16-bit copy of the master weights."""
+    model, n, most = run.job.model, tokens_of(run.job, layout), 0
+    of_logit = 2 if "inplace" in run.source.traits else 2 + 4 + 4
+    for rank in (0, layout.pp - 1):
+        parts = memory_of_rank(run.job._replace(wide=True), layout, rank)  # makes no such copy
+        head = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank].head
+        need = parts["total"] + head * n * model.vocab_size / layout.tp * of_logit
+        need -= parts["weights"] * (layout.zero == 3) + parts["gradients"] / 2 * (not run.job.wide)
+        if "naive" in run.source.traits:
+            saved = saved_by_block(run.job, layout, layout.recompute)
+            more = saved_by_naive(model, layout, run.recompute) / saved
+            need += n * saved_by_naive(model, layout, "none")  # of a block under way
+            need += (run.recompute != "full") * parts["activations"] * more
+        most = max(most, need)
+    return most
+
+
 def candidates(run):
     """All layouts that agree with the source."""
     layout, layers = run.layout, run.job.model.n_layer + 2
@@ -146,25 +167,31 @@ def candidates(run):
     counts, chunks = [layout.microbatches], [layout.chunks]
     if not layout.microbatches:
         counts = [share // b for b in (1, 2, 4, 8, 16) if share % b == 0]
-    if not layout.chunks:
-        chunks = [v for v in (1, 2, 3, 4, 5, 8) if v * layout.pp <= layers]
+    if not layout.chunks:  # of blocks, without its ends in "counted"
+        blocks = layers - 2 * ("counted" not in run.source.traits)
+        chunks = [v for v in range(1, 9) if blocks % (v * layout.pp) == 0]
     for m, v, how in product(counts, chunks, ("ring", "all-to-all")[:layout.cp]):
         schedule = "1f1b" if v == 1 else "interleaved"
         if v == 1 or m % layout.pp == 0:
             yield layout._replace(microbatches=m, chunks=v, schedule=schedule, cp_attention=how)
 
 
-def predict(run, device=None):
-    """(seconds of a step, layout)."""
+def device_of(run):
     name, _, network = run.device.partition("@")
-    device = device or DEVICES[name]
-    if network:
-        device = replace(device, network=float(network))
+    device = DEVICES[name]
+    return replace(device, network=float(network)) if network else device
+
+
+def predict(run):
+    """(seconds of a step, layout)."""
+    device = device_of(run)
     if "slow" in run.source.traits:
         device = replace(device, f_network=device.f_network * SLOW)
     costs = PublishedCosts(run, device)
     seconds, layout = math.inf, None
-    for bound, candidate in sorted((costs.lower_bound(c), c) for c in candidates(run)):
+    agree = list(candidates(run))
+    fit = [c for c in agree if held(run, c) <= 1e9 * device.gb]
+    for bound, candidate in sorted((costs.lower_bound(c), c) for c in fit or agree):
         if bound < seconds:
             seconds, layout = min((seconds, layout), (costs.step_time(candidate), candidate))
     return seconds, layout

@@ -8,6 +8,7 @@ import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -35,18 +36,25 @@ SVG = "{http://www.w3.org/2000/svg}"
 # ---- the planner ----
 
 
-def test_published_runs_are_predicted_within_10_percent():
+def test_held_out_runs_are_predicted_within_the_band_in_the_median():
+    """None of these sources was fitted; half the error of one constant MFU for each kind of GPU."""
+    found = list(published.errors(run for run in published.RUNS if not run.source.fitted))
+    errors, baseline = ([abs(row[i]) for row in found] for i in (2, 3))
+    assert len({row[0].source for row in found}) >= 8 and len(found) >= 30
+    assert median(errors) < plan.BAND and median(errors) < median(baseline) / 2
+    assert sum(error <= 0.15 for error in errors) >= 2 / 3 * len(errors)
+
+
+def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
+    slow = {run for run in published.RUNS if run.gpus > 2000 and run.layout.pp > 16}  # seconds each
+    for run, _, error, _ in published.errors(set(published.RUNS) - (set() if FULL else slow)):
+        assert (abs(error) > 0.15) == bool(run.reason), (run, error)
+
+
+def test_published_runs_fit_into_their_memory():
     for run in published.RUNS:
-        if run.gpus > 2000 and run.layout.pp > 16 and not FULL:
-            continue  # seconds each: plan.py --published has all
-        value, _ = published.predict(run)
-        assert abs(value / run.value - 1) < 0.1, run
-
-
-def test_most_published_runs_are_predictions():
-    for device in ("a100-80", "h100"):
-        runs = [run for run in published.RUNS if run.device == device]
-        assert sum(run.fitted for run in runs) <= len(runs) / 2
+        _, layout = published.predict(run)
+        assert published.held(run, layout) <= 1e9 * published.device_of(run).gb, run
 
 
 class Watch:
@@ -150,15 +158,17 @@ def test_the_planner_counts_parameters_as_the_model_has_them(experts):
 def test_activations_are_those_of_korthikanti_et_al():
     """arXiv 2205.05198, per token and layer, with dropout: ours are 8 bytes more, LayerNorm's."""
     model, T = GPTConfig(51200, 2048, 48, 64, 6144), 8
-    job, h, five = memory.Job(model, 4, "naive"), 6144, 5 * 64 * 2048
+    job, h, five = memory.Job(model, 4), 6144, 5 * 64 * 2048
     for layout, want in {
             memory.Layout(): 34 * h + five,
             memory.Layout(tp=T): 10 * h + 24 * h / T + five / T,
             memory.Layout(tp=T, sp=True): (34 * h + five) / T,
-            memory.Layout(tp=T, sp=True, recompute="selective"): 34 * h / T,
-            memory.Layout(recompute="full"): 2 * h}.items():
-        norms = 0 if layout.recompute == "full" else 8 / (T if layout.sp else 1)
-        assert memory.saved_by_block(job, layout, layout.recompute) == want + norms
+            }.items():
+        norms = 8 / (T if layout.sp else 1)
+        saved = memory.saved_by_block(job, layout, "none")
+        assert saved + published.saved_by_naive(model, layout, "none") == want + norms
+    assert saved + published.saved_by_naive(model, layout, "selective") == 34 * h / T + norms
+    assert memory.saved_by_block(job, memory.Layout(), "full") == 2 * h
 
 
 def _sent(rank, cfg):
@@ -222,8 +232,9 @@ def test_the_search_finds_the_fastest_that_fits():
     job = memory.Job(GPTConfig(51200, 1024, 10, 12, 3072), 48)
     device = replace(hardware.DEVICES["a100-80"], gb=4, node=4)
     search = search_file.Search(job, 12, device, {})
-    every = [layout._replace(zero=zero) for layout in search.layouts() for zero in range(4)]
-    fit = [(costs.step_time(job, layout, device), layout) for layout in every
+    every = [layout._replace(zero=zero) for kind in search.layouts()
+             for layout in search.scheduled(kind) for zero in range(4)]
+    fit = [(search.costs.step_time(layout), layout) for layout in every
            if memory.memory(job, layout)["total"] <= 4e9 and (layout.dp * layout.cp > 1
                                                                or layout.zero == 0)]
     best = {}
@@ -232,19 +243,28 @@ def test_the_search_finds_the_fastest_that_fits():
     found = search.best(8)
     assert len(fit) < len(every) / 2 and len(every) > 1000
     assert [seconds for seconds, _ in found] == sorted(best.values())[:8]
+    banded = search_file.Search(job, 12, device, {}).best(4, 0.1)
+    near = {}
+    for seconds, layout in fit:
+        if seconds <= 1.1 * found[0][0]:
+            key = search_file.effort(layout), seconds
+            near[layout[:6]] = min(near.get(layout[:6], key), key)
+    assert [seconds for seconds, _ in banded] == [key[1] for key in sorted(near.values())[:4]]
 
 
 @pytest.mark.parametrize("flags", [
     "--model gpt3-1.3b --gpus 32 --batch-size 64", "--model gpt3-1.3b --gpus 8 --tp 4 --cp 2",
     "--model gpt3-1.3b --gpus 16 --experts 8 --pp 2 --ep 2 --batch-size 64",
-    "--model megatron-7.5b --gpus 16 --pp 4 --schedule interleaved --gpu h100 --attention naive",
+    "--model megatron-7.5b --gpus 16 --pp 4 --schedule interleaved --gpu h100",
     "--n-layer 6 --n-head 8 --n-embd 512 --gpus 6 --tp 1 --dp 3 --zero 2 --recompute",
     "--model gpt3-1.3b --chunks 2 --pp 4 --no-sp"])
 def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split(), "--json", "--top", "4"])
     plan.main()
     layouts = json.loads(capsys.readouterr().out)["layouts"]
-    assert layouts == sorted(layouts, key=lambda row: row["step_s"])
+    near = [row["step_s"] <= (1 + plan.BAND) * min(row["step_s"] for row in layouts)
+            for row in layouts]
+    assert near == sorted(near, reverse=True)
     named = dict(re.findall(r"--(dp|tp|pp|cp|ep|zero|schedule) (\S+)", flags))
     for row in layouts:
         cfg = parse(row["command"].split("train.py ")[1].split())
@@ -267,7 +287,13 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--gpus 8 --pp 2 --dp 3 --layout", "does not match"), ("--gpus 0", "--gpus 0"),
     ("--gpus 12", "--node 8"), ("--ep 2", "--ep 2"), ("--n-embd 100", "--n-embd 100"),
     ("--gpus 1 --tp 2", "--gpus 1"), ("--tp 0", "--tp 0"), ("--tflops 0", "--tflops 0"),
-    ("--batch-size -3", "--batch-size -3")])
+    ("--batch-size -3", "--batch-size -3"), ("--latency nan", "--latency nan"),
+    ("--latency -1e-6", "--latency -1e-06"), ("--launch -1", "--launch -1"),
+    ("--late 1", "--late"), ("--cores -2", "--cores"), ("--tokens -1", "--tokens -1"),
+    ("--tokens nan", "--tokens nan"), ("--vocab-size -5", "--vocab-size -5"),
+    ("--f-hbm 1.5", "--f-hbm 1.5"), ("--unhidden 2", "--unhidden 2"), ("--hbm inf", "--hbm inf"),
+    ("--n-layer 100000 --pp 8", "--n-layer 100000"), ("--attention naive", "--attention"),
+    ("--pp 8 --microbatches 1000000 --batch-size 1000000", "at most a million")])
 def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
     with pytest.raises(SystemExit) as end:
