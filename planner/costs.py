@@ -82,8 +82,8 @@ def closed_form(name, P, m, v, costs):
 
 @cache
 def in_order(schedule, P, m, v):
-    """[(rank, kind, those that it needs on its rank, those on others)] of all actions of a schedule,
-    each behind what it needs; those are indices. Whatever the costs are: lists are static."""
+    """[(rank, kind, [(index of an action that it needs, is that on another rank?)])] of all actions
+    of a schedule, each behind what it needs. Whatever the costs are: lists are static."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     index, rows = {}, []
@@ -94,10 +94,9 @@ def in_order(schedule, P, m, v):
                 needed = needs(action, where, False)
                 if not all(need in index for need in needed):
                     break
-                own = [index[need] for need in needed if where[need.stage] == rank]
-                others = [index[need] for need in needed if where[need.stage] != rank]
                 index[action._replace(kind="B") if action.kind == "I" else action] = len(rows)
-                rows.append((rank, queue.popleft().kind, own, others))
+                rows.append((rank, queue.popleft().kind, [
+                    (index[need], where[need.stage] != rank) for need in needed]))
     return rows
 
 
@@ -113,12 +112,10 @@ def makespan(schedule, P, m, v, costs):
         f, i, w, comm = costs
         cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
         first, free, ends = {}, [0.0] * P, []
-        for rank, kind, own, others in in_order(schedule, P, m, v):
+        for rank, kind, needed in in_order(schedule, P, m, v):
             start = free[rank]
-            for need in own:
-                start = max(start, ends[need])
-            for need in others:
-                start = max(start, ends[need] + comm)
+            for need, far in needed:
+                start = max(start, ends[need] + comm * far)
             first.setdefault(rank, start)
             free[rank] = start + cost[kind]
             ends.append(free[rank])
@@ -166,11 +163,10 @@ class Costs:
         whole = 2 * half
         share = matrices(model)[0] / sum(matrices(model)) / 2  # in one of two columns
         column = self.compute(share * products)  # either half of its backward
+        waits = 2 * exposed(device, half, column) if layout.sp else 0.0
         if split:  # only the second all-gather of x (--sp) overlaps with compute
-            again = 2 * exposed(device, half, column) if layout.sp else 0.0
-            return 2 * whole, 2 * whole + again, 0.0
+            return 2 * whole, 2 * whole + waits, 0.0
         if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
-            waits = 2 * exposed(device, half, column)
             return 2 * whole, whole + waits, waits
         return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
 
@@ -189,16 +185,8 @@ class Costs:
         backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + device.latency
         return (C - 1) * forward, (C - 1) * backward
 
-    def block(self, layout, split):
-        """F, I and W of a block, for one microbatch. split: I and W are separate actions."""
-        n, T, C, E = tokens_of(self.job, layout), layout.tp, layout.cp, layout.ep
-        key = ("block", n, T, C, E, E > 1 and layout.pp, layout.sp, layout.cp_attention,
-               layout.recompute, split)
-        if key not in self.known:
-            self.known[key] = self.new_block(n, layout, split)
-        return self.known[key]
-
-    def new_block(self, n, layout, split):
+    def block(self, n, layout, split):
+        """F, I and W of a block, for a microbatch of n tokens. split: I and W are separate."""
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
         h, N, (kv, inner, up, *_) = model.n_embd, model.n_experts, shape_of(model)
         products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N
@@ -223,36 +211,34 @@ class Costs:
         # tokens to the experts and back; rank e and e + 1 are one data rank apart
         ep = 2 * self.ring(T * layout.cp * layout.pp, E, model.top_k * n * h * w / T)
         forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
-        return self.recomputed(layout, forward, backward, attention), Time(W, tp_W)
+        again = self.recomputed(layout, forward, attention)
+        return forward, backward.plus(again), Time(W, tp_W)
 
-    def recomputed(self, layout, forward, backward, attention):
-        """(F, I) with what is computed again in backward. attention: seconds of its forward."""
-        if layout.recompute == "full":
-            backward = backward.plus(forward)
-        return forward, backward
+    def recomputed(self, layout, forward, attention):
+        """What is computed again in backward. attention: seconds of its forward."""
+        return forward if layout.recompute == "full" else Time()
 
-    def ends(self, layout):
+    def ends(self, n, T):
         """(F, I, W) of the embedding and of the head. The softmax is in at least 32 bits."""
-        n, h, w, T = tokens_of(self.job, layout), self.job.model.n_embd, self.job.width, layout.tp
-        if (key := ("ends", n, T)) in self.known:
-            return self.known[key]
-        words = self.job.model.vocab_size / T
+        h, w, words = self.job.model.n_embd, self.job.width, self.job.model.vocab_size / T
         # of the embedding's rows forward; of the head's input gradient backward
         reduce = self.ring(1, T, n * h * w, rounds=2)
-        embedding = (Time(self.compute(moved=2 * n * h * w), reduce),
-                     Time(self.compute(moved=3 * n * h * w)), Time())
         products = 2 * n * h * words
         logits = self.compute(products, moved=n * words * (w + 3 * max(w, 4)), kernels=10)
-        head = (Time(logits), Time(logits, reduce),
-                Time(self.compute(products, moved=3 * w * h * words)))
-        self.known[key] = embedding, head
-        return embedding, head
+        return ((Time(self.compute(moved=2 * n * h * w), reduce),
+                 Time(self.compute(moved=3 * n * h * w)), Time()),
+                (Time(logits), Time(logits, reduce),
+                 Time(self.compute(products, moved=3 * w * h * words))))
 
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head."""
-        embedding, head = self.ends(layout)
-        (F, I), W = self.block(layout, layout.schedule.startswith("zb"))  # noqa: E741
-        return embedding, (F, I, W), head
+        n, split = tokens_of(self.job, layout), layout.schedule.startswith("zb")
+        key = (n, split, layout.ep > 1 and layout.pp, layout._replace(
+            dp=0, pp=0, zero=0, schedule="", chunks=0, microbatches=0))
+        if key not in self.known:
+            embedding, head = self.ends(n, layout.tp)
+            self.known[key] = embedding, self.block(n, layout, split), head
+        return self.known[key]
 
     def parts(self, layout):
         """The different Parts that pipeline ranks have."""
@@ -276,22 +262,15 @@ class Costs:
             self.known[key] = actions, part
         return self.known[key]
 
-    def action_costs(self, layout):
-        """F, I, W of the busiest rank, and the latency between ranks: what simulate() takes."""
-        actions, _ = self.busiest_rank(layout)
-        T, C, P, comm = layout.tp, layout.cp, layout.pp, 0.0
-        if P > 1:  # each rank to its neighbour, through a port of its own
-            nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
-            near = self.device.node % (T * C * P) == 0
-            comm = nbytes / (T if layout.sp else 1) / link(self.device, P if near else 1, P)
-            comm += self.device.latency
-        return *actions, comm
-
     def pipeline_time(self, layout, messages=True):
         """Seconds from the first forward to the last backward, on the slowest rank."""
-        *actions, comm = self.action_costs(layout)
-        return makespan(layout.schedule, layout.pp, layout.microbatches, layout.chunks,
-                        (*actions, comm if messages else 0.0))
+        (actions, _), P, comm = self.busiest_rank(layout), layout.pp, 0.0
+        if messages and P > 1:  # each rank to its neighbour, through a port of its own
+            nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
+            members = P if self.device.node % (layout.tp * layout.cp * P) == 0 else 1
+            comm = nbytes / (layout.tp if layout.sp else 1) / link(self.device, members, P)
+            comm += self.device.latency
+        return makespan(layout.schedule, P, layout.microbatches, layout.chunks, (*actions, comm))
 
     def least_time(self, layout):
         """Fewest seconds that the schedules of this kind (with W apart from I, or not) can take:
