@@ -74,7 +74,7 @@ ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; of the others th
 COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
            "recompute", "cp_attention")
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
-gpipe, more than 16 sequences in a microbatch
+gpipe, more than 16 chunks, more than 16 sequences in a microbatch
 left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
 kernels dislike, memory of CUDA and NCCL, fragmentation; the vocabulary is that of --data in
 train.py"""

@@ -233,8 +233,7 @@ class Costs:
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head."""
         n, split = tokens_of(self.job, layout), layout.schedule.startswith("zb")
-        key = (n, split, layout.ep > 1 and layout.pp, layout._replace(
-            dp=0, pp=0, zero=0, schedule="", chunks=0, microbatches=0))
+        key = (n, split, layout.tp, layout.ep > 1 and layout.pp, layout[3:6], layout[10:])
         if key not in self.known:
             embedding, head = self.ends(n, layout.tp)
             self.known[key] = embedding, self.block(n, layout, split), head
@@ -251,9 +250,8 @@ class Costs:
     def busiest_rank(self, layout):
         """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
         its Part)."""
-        apart = layout.schedule.startswith("zb")
-        key = ("rank", *layout._replace(dp=0, zero=0, schedule="", microbatches=0), apart,
-               layout.schedule == "zb-v", tokens_of(self.job, layout))
+        kind = layout.schedule.startswith("zb") + (layout.schedule == "zb-v")
+        key = (tokens_of(self.job, layout), kind, layout[1:6], layout.chunks, layout[10:])
         if key not in self.known:
             layers = self.layers(layout)
             times = [sum(map(sum, layer)) for layer in layers]
@@ -271,13 +269,6 @@ class Costs:
             comm = nbytes / (layout.tp if layout.sp else 1) / link(self.device, members, P)
             comm += self.device.latency
         return makespan(layout.schedule, P, layout.microbatches, layout.chunks, (*actions, comm))
-
-    def least_time(self, layout):
-        """Fewest seconds that the schedules of this kind (with W apart from I, or not) can take:
-        the layers are shared evenly, and nobody idles."""
-        embedding, block, head = (sum(map(sum, layer)) for layer in self.layers(layout))
-        work = embedding + self.job.model.n_layer * block + head
-        return layout.microbatches * max(work / layout.pp, block, head)
 
     def lower_bound(self, layout):
         """Fewest seconds that a step can take: messages between stages cost nothing, the bubble is

@@ -1,10 +1,10 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
 All that train.py takes counts, but tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe
-(1f1b is as fast and holds less) and over 16 sequences in a microbatch only if given as a flag.
-Each layout gets a lower bound of its time: first without a schedule, then with the bubble by its
-formula, then with what its ZeRO stage adds. The one with the lowest bound is refined next, at last
-by memory and the simulator. Once the lowest time is exact, no other layout is faster: all count,
+(1f1b is as fast and holds less), over 16 chunks and over 16 sequences in a microbatch only if
+given as a flag.
+Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The one
+with the lowest bound is refined: by what its ZeRO stage adds, then by memory and the simulator. Once the lowest time is exact, no other layout is faster: all count,
 few are simulated. For models other than a row of equal blocks this is an open problem (Alpa, arXiv
 2201.12023).
 """
@@ -16,7 +16,7 @@ from functools import cache
 from itertools import product
 
 from planner.costs import Costs
-from planner.memory import Layout, memory, memory_of_rank
+from planner.memory import Layout, activations, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 
@@ -88,33 +88,24 @@ class Search:
                     yield way
 
     def layouts(self):
-        """All, with ZeRO stage 0 and one schedule of each kind: 1f1b or, with W apart, zb-h1."""
+        """All, with ZeRO stage 0."""
         for axes in self.axes():
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
-            counts = [share // b for b in range(1, 17) if share % b == 0]
-            for more in self.options(microbatches=counts, recompute=["none", "full"]):
-                if share % more["microbatches"] == 0:
-                    for schedule in ("1f1b", "zb-h1")[:axes["pp"]]:
-                        yield Layout(**axes, **more, schedule=schedule)
-
-    def scheduled(self, layout):
-        """A layout with each schedule of its kind."""
-        apart = layout.schedule == "zb-h1"
-        names = [name for name in SCHEDULES if name.startswith("zb") == apart and name != "gpipe"]
-        if self.fixed.get("schedule") == "gpipe" and not apart:
-            names = ["gpipe"]
-        for name in names if layout.pp > 1 else ["1f1b"]:
-            for v in self.chunks(name, layout.pp):
-                exists = schedule_exists(name, layout.pp, layout.microbatches, v)
-                if exists and name == self.fixed.get("schedule", name):
-                    yield layout._replace(schedule=name, chunks=v)
+            pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
+            names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
+            for more in self.options(microbatches=counts, schedule=names,
+                                     recompute=["none", "full"]):
+                m, schedule = more["microbatches"], more["schedule"]
+                for chunks in self.chunks(schedule, pp):
+                    if share % m == 0 and schedule_exists(schedule, pp, m, chunks):
+                        yield Layout(**axes, **more, chunks=chunks)
 
     def chunks(self, schedule, pp):
         """Chunks that leave no stage empty; of many, those that share the blocks evenly."""
         L = self.job.model.n_layer
         values = [2] if schedule == "zb-v" else [1]
         if schedule == "interleaved" and pp > 1:
-            values = [v for v in range(2, L // pp + 3) if v <= 8 or L % (v * pp) == 0]
+            values = [v for v in range(2, min(16, L // pp + 2) + 1) if v <= 8 or L % (v * pp) == 0]
         if "chunks" in self.fixed and schedule == "interleaved":
             values = [self.fixed["chunks"]]
         return [v for v in values if v * pp <= L + 2 and v == self.fixed.get("chunks", v)]
@@ -127,27 +118,17 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
-    def least_memory(self, layout):
-        """Bytes of the first pipeline rank that no ZeRO stage saves."""
-        parts = memory_of_rank(self.job, layout._replace(zero=1), 0)
-        return parts["activations"] + (parts["weights"] + parts["gradients"]) / (
-            layout.dp * layout.cp) 
-
     def refined(self, kind, layout):
         """[(seconds, kind, layout)] of a layout whose lowest bound is due."""
-        costs = self.costs
-        if kind == "no schedule":
-            return [(costs.lower_bound(each), "bound", each) for each in self.scheduled(layout)]
         if kind == "bound":
-            if self.least_memory(layout) > self.device.gb * 1e9:
-                self.misfits += 1
-                return []
             stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
             staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
-            return [(costs.lower_bound(each) + sum(costs.data_time(each)), "with data", each)
-                    for each in staged]
+            if activations(self.job, layout._replace(zero=0), 0) > self.device.gb * 1e9:
+                staged = staged[-1:]  # of those that do not fit, the one that holds least
+            return [(self.costs.lower_bound(each) + sum(self.costs.data_time(each)), "with data",
+                     each) for each in staged]
         if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
-            return [(costs.step_time(layout), "exact", layout)]
+            return [(self.costs.step_time(layout), "exact", layout)]
         return []
 
     def best(self, top, band=0.0):
@@ -158,7 +139,7 @@ class Search:
         def entry(seconds, kind, layout):
             return effort(layout) if seconds <= limit else math.inf, seconds, kind, layout
 
-        queue = [entry(self.costs.least_time(layout), "no schedule", layout)
+        queue = [entry(self.costs.lower_bound(layout), "bound", layout)
                  for layout in self.layouts()]
         heapq.heapify(queue)
         while queue and len(found) < top:
