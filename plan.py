@@ -188,8 +188,8 @@ def described(args):
         config.require(least <= value <= most, f"--{name.replace('_', '-')} {value} must be from "
                        f"{least:g} to {most:g}")
     config.require(0 < args.tokens < 1e18, f"--tokens {args.tokens} must be above 0, below 1e18")
-    config.require(1 <= model.vocab_size <= 2**31, f"--vocab-size {model.vocab_size} must be from 1 "
-                   f"to {2**31:,}")
+    config.require(1 <= model.vocab_size <= 2**31, f"--vocab-size {model.vocab_size} must be from "
+                   f"1 to {2**31:,}")
     config.require(model.n_layer <= MOST_LAYERS, f"--n-layer {model.n_layer} must be at most "
                    f"{MOST_LAYERS:,} for a plan")
     config.require(args.gpus <= device.node or args.gpus % device.node == 0, f"--gpus {args.gpus} "
@@ -256,8 +256,8 @@ def main():
     if not args.layout:
         seconds, fastest = search.fastest
         near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
-        print(f"the first {near}: within {BAND:.0%} of the fastest, which is this planner's own error, "
-              f"the simplest first\nthe fastest, {seconds:.4g} s: {described_layout(fastest)}")
+        print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; the "
+              f"simplest first\nthe fastest, {seconds:.4g} s: {described_layout(fastest)}")
     print("", *explain(rows[0], device), sep="\n")
     if args.layout and len(rows) > 1:
         print("the fastest of all is", why(rows[1], rows[0]))

@@ -5,21 +5,17 @@
                Of n members of a group on each node, all n have a port of their own ("rails")
     overlap    what travels longer than compute lasts, and at least the fraction `unhidden` of it
     step       the makespan of the schedule by the simulator, with F, I, W of the busiest rank;
-               then data-parallel messages and the optimizer
-
-Left out: LEFT_OUT in plan.py; also data loading and checkpoints.
+               then data-parallel messages and the optimizer (left out: LEFT_OUT in plan.py)
 """
 
 import math
-from collections import deque
 from functools import cache
 from operator import mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
-from planner.memory import (block_parameters, end_parameters, matrices, parts_of, shape_of,
-                            tokens_of)
-from schedules import make_schedule, needs, placement
+from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
+from schedules import make_schedule, needs, placement, play
 
 
 def step_flops(job, recompute="none"):
@@ -84,19 +80,11 @@ def closed_form(name, P, m, v, costs):
 def in_order(schedule, P, m, v):
     """[(rank, kind, [(index of an action that it needs, is that on another rank?)])] of all actions
     of a schedule, each behind what it needs. Whatever the costs are: lists are static."""
-    where = placement(schedule, P, v)
-    queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
-    index, rows = {}, []
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            while queue:
-                action = queue[0]
-                needed = needs(action, where, False)
-                if not all(need in index for need in needed):
-                    break
-                index[action._replace(kind="B") if action.kind == "I" else action] = len(rows)
-                rows.append((rank, queue.popleft().kind, [
-                    (index[need], where[need.stage] != rank) for need in needed]))
+    lists, where, index, rows = make_schedule(schedule, P, m, v), placement(schedule, P, v), {}, []
+    for rank, action, *_ in play(lists, where):
+        rows.append((rank, action.kind, [(index[need], where[need.stage] != rank)
+                                         for need in needs(action, where, False)]))
+        index[action._replace(kind="B") if action.kind == "I" else action] = len(rows) - 1
     return rows
 
 
@@ -190,9 +178,8 @@ class Costs:
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
         h, N, (kv, inner, up, *_) = model.n_embd, model.n_experts, shape_of(model)
         products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N
-        # bytes of inputs and outputs of the products, which each of them reads and writes
-        outside, inside = 4 * h, 2 * h + 2 * kv + (up + 1) * inner
-        operands = n * w * (outside + inside / T)
+        # bytes of the products' inputs and outputs, outside and inside of what T splits
+        operands = n * w * (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T)
         moved = n * w * (self.moved[0] / (T if layout.sp else 1) + self.moved[1] / T)
         dense, expert = block_parameters(model, T)
         weights = w * (dense + expert * N / (E * T))
@@ -205,7 +192,6 @@ class Costs:
             at_once = self.compute(2 * n * model.top_k * expert / T,
                                    moved=2 * w * expert * N / (E * T))
             I, W = I + at_once, W - at_once  # noqa: E741
-
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
         # tokens to the experts and back; rank e and e + 1 are one data rank apart
@@ -221,8 +207,7 @@ class Costs:
     def ends(self, n, T):
         """(F, I, W) of the embedding and of the head. The softmax is in at least 32 bits."""
         h, w, words = self.job.model.n_embd, self.job.width, self.job.model.vocab_size / T
-        # of the embedding's rows forward; of the head's input gradient backward
-        reduce = self.ring(1, T, n * h * w, rounds=2)
+        reduce = self.ring(1, T, n * h * w, rounds=2)  # of rows forward, of a gradient backward
         products = 2 * n * h * words
         logits = self.compute(products, moved=n * words * (w + 3 * max(w, 4)), kernels=10)
         return ((Time(self.compute(moved=2 * n * h * w), reduce),
@@ -240,12 +225,8 @@ class Costs:
         return self.known[key]
 
     def parts(self, layout):
-        """The different Parts that pipeline ranks have."""
-        key = "parts", layout.schedule == "zb-v", layout.pp, layout.chunks
-        if key not in self.known:
-            self.known[key] = set(parts_of(self.job.model, layout.schedule, layout.pp,
-                                           layout.chunks))
-        return self.known[key]
+        """The Parts of the pipeline ranks."""
+        return parts_of(self.job.model, layout.schedule, layout.pp, layout.chunks)
 
     def busiest_rank(self, layout):
         """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
@@ -255,9 +236,9 @@ class Costs:
         if key not in self.known:
             layers = self.layers(layout)
             times = [sum(map(sum, layer)) for layer in layers]
-            part = max(self.parts(layout), key=lambda part: sum(map(mul, part, times)))
-            actions = [sum(map(mul, part, map(sum, action))) for action in zip(*layers, strict=True)]
-            self.known[key] = actions, part
+            part = max(set(self.parts(layout)), key=lambda part: sum(map(mul, part, times)))
+            self.known[key] = [sum(map(mul, part, map(sum, action)))
+                               for action in zip(*layers, strict=True)], part
         return self.known[key]
 
     def pipeline_time(self, layout, messages=True):
@@ -280,8 +261,7 @@ class Costs:
     def data_time(self, layout):
         """(exposed time of data-parallel messages, time of the optimizer)."""
         (forward, *backward), part = self.busiest_rank(layout)  # of a microbatch
-        backward = sum(backward)
-        job, device = self.job, self.device
+        job, device, backward = self.job, self.device, sum(backward)
         model, w, m = job.model, job.width, layout.microbatches
         D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
         ranks, outer = D * C, T * C * P
@@ -310,17 +290,13 @@ class Costs:
         else:  # and an all-gather of the weights beside every forward and backward
             sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
         if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
-            near = device.node % outer == 0
-            sent += ring_time(device, 2 if near else 1, 2, vocabulary * w, rounds=2)
-
-        owned = numel + experts
-        if layout.zero:
-            owned = numel / ranks + experts / (ranks // E)
+            members = 2 if device.node % outer == 0 else 1
+            sent += ring_time(device, members, 2, vocabulary * w, rounds=2)
+        owned = numel / ranks + experts * E / ranks if layout.zero else numel + experts
         bytes_moved = 28 if w == 2 else 7 * w  # per parameter, by AdamW
         return sent, self.compute(moved=owned * bytes_moved, kernels=8 * part.blocks)
 
     def step_time(self, layout):
-        """Seconds of a step."""
         return self.pipeline_time(layout) + sum(self.data_time(layout))
 
     def time_by_part(self, layout):
@@ -332,6 +308,5 @@ class Costs:
                 busy = busy.plus(time, number * layout.microbatches)
         without_messages = self.pipeline_time(layout, messages=False)
         sent, optimizer = self.data_time(layout)
-        bubble = max(0.0, without_messages - sum(busy))  # not -1e-18
-        return {**busy._asdict(), "pp": self.pipeline_time(layout) - without_messages,
-                "dp": sent, "optimizer": optimizer, "bubble": bubble}
+        return {**busy._asdict(), "pp": self.pipeline_time(layout) - without_messages, "dp": sent,
+                "optimizer": optimizer, "bubble": max(0.0, without_messages - sum(busy))}

@@ -1,14 +1,9 @@
 """Measures this node and prints the flags to plan with: python plan.py --measure
 
-    tflops       a square matrix product, in bfloat16 on GPUs, in float32 on processors
-    attention    fused, forward and backward: f_attention is its fraction of tflops
-    hbm          a sum of two long tensors
-    nvlink       a long all-reduce over all ranks, less the time of a short one
-    latency      that short one, by its hops
-    unhidden     the part of an all-reduce that the product beside it does not hide
-    launch       a product of nothing much, on processors; a GPU hides it behind the kernel before
-
-Each rank does all of it at the same time, as in training."""
+tflops is a square matrix product, in bfloat16 on GPUs and float32 on processors; f_attention fused
+attention, forward and backward; hbm a sum of long tensors; nvlink a long all-reduce less a short
+one, which is latency; launch a tiny product, on processors (a GPU hides it behind the kernel
+before). Each rank does all of it at the same time, as in training."""
 
 import os
 import tempfile
@@ -21,12 +16,13 @@ from collectives import all_reduce, barrier
 from mesh import Mesh
 from run.processes import init, shutdown
 
+
 def seconds(mesh, work, times=1):
     """Seconds of work() on the slowest rank, the least of five rounds."""
     rounds = []
     for _ in range(6):  # the first is to warm up
         barrier(mesh.world)
-        mesh.world.read(torch.zeros(1, device=mesh.device))  # the device is done with what came before
+        mesh.world.read(torch.zeros(1, device=mesh.device))  # the device has done all before
         start = time.perf_counter()
         for _ in range(times):
             out = work()
@@ -48,40 +44,29 @@ def measure(mesh):
         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         return torch.autograd.grad(out, q, out)[0]
 
-    product = seconds(mesh, lambda: a @ a)
-    rate = 2 * size**3 / product
-    memory = (torch.cuda.mem_get_info()[1] if cuda else
-              os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n)
+    rate = 2 * size**3 / seconds(mesh, lambda: a @ a)
+    main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flags = {  # the mask halves attention's FLOPs
         "tflops": rate / 1e12, "f-products": 1,
         "f-attention": min(1, 7 * S * S * 16 * 128 / seconds(mesh, attention) / rate),
         "hbm": 3 * long.nbytes / seconds(mesh, lambda: long.add_(long)) / 1e9, "f-hbm": 1,
         "launch": 0 if cuda else seconds(mesh, lambda: tiny @ tiny, 200), "node": n,
-        "gb": memory / 1e9}
+        "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}
     if n > 1:
         short = seconds(mesh, lambda: all_reduce(tiny, world), 10)
-        alone = seconds(mesh, lambda: all_reduce(long, world))
-        times = max(1, round(alone / product))
-
-        def both():
-            work = all_reduce(long, world, async_op=True)
-            for _ in range(times):
-                out = a @ a
-            work.wait()
-            return out
-
-        flags["nvlink"] = 2 * (n - 1) / n * long.nbytes / max(1e-9, alone - short) / 1e9
-        flags |= {"f-nvlink": 1, "latency": short / (2 * (n - 1)), "unhidden": min(1, max(
-            0, (seconds(mesh, both) - times * product) / alone))}
+        more = max(1e-9, seconds(mesh, lambda: all_reduce(long, world)) - short)
+        flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / more / 1e9, "f-nvlink": 1,
+                  "latency": short / (2 * (n - 1))}
     return flags
 
 
-def worker(rank, folder, device, n):
+def worker(rank, folder, gpus, n):
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
-    if device == "cuda":
+    device = f"cuda:{rank}" if gpus else "cpu"
+    if gpus:
         torch.cuda.set_device(rank)
     init(device, url=f"file://{folder}/store", rank=rank, size=n)
-    flags = measure(Mesh(f"cuda:{rank}" if device == "cuda" else device, device == "cuda", dp=n))
+    flags = measure(Mesh(device, native=gpus > 0, dp=n))
     if rank == 0:
         print(" ".join(f"--{name} {value:.4g}" for name, value in flags.items()))
     shutdown()
@@ -93,4 +78,4 @@ def main():
     print(f"plan with these flags, measured on {n} {'GPUs' if gpus else 'processors'}"
           f"{'' if n > 1 else '; one sends no messages'}; for several nodes add --network:")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (folder, "cuda" if gpus else "cpu", n), n)
+        torch.multiprocessing.spawn(worker, (folder, gpus, n), n)

@@ -7,11 +7,13 @@ the fastest step that fits. What only these runs do, and train.py does not, is h
 """
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from planner.costs import Costs, Time, step_flops
+from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of
 
@@ -20,8 +22,7 @@ SLOW = 0.093  # fitted: what 2021's ZeRO-3 reaches of a node's ports; one is an 
 
 
 class Run(NamedTuple):
-    source: str
-    year: str
+    source: str  # with its year
     fitted: bool
     traits: tuple  # of its software, as published.txt explains them
     model: str
@@ -46,10 +47,9 @@ class Run(NamedTuple):
         if self.unit in ("s", "t/s"):
             tokens = self.job.batch_size * self.job.model.block_size
             return self.value if self.unit == "s" else tokens / self.value / self.gpus
-        peak = self.machine.tflops / 100 if self.unit == "MFU" else 1
-        again = self.unit == "TF" and self.recompute == "full"
-        return step_flops(self.job, "full" if again else "none") / self.gpus / (
-            1e12 * self.value * peak)
+        rate = self.value * 1e12 * (self.machine.tflops / 100 if self.unit == "MFU" else 1)
+        again = "full" if self.unit == "TF" and self.recompute == "full" else "none"
+        return step_flops(self.job, again) / self.gpus / rate
 
     @property
     def mfu(self):
@@ -59,10 +59,9 @@ class Run(NamedTuple):
 
 def model_of(words, S):
     """The model of a name, or of gpt:layers,heads,width,vocabulary[,MLP,key-value heads]."""
-    kind, _, numbers = words.partition(":")
-    if not numbers:
-        return replace(MODELS[kind], block_size=S)
-    L, heads, h, V, *more = map(int, numbers.split(","))
+    if words in MODELS:
+        return replace(MODELS[words], block_size=S)
+    L, heads, h, V, *more = map(int, words.split(":")[1].split(","))
     return Llama(V, S, L, heads, h, 0, 2, *more) if more else gpt(L, heads, h, V, S)
 
 
@@ -70,7 +69,7 @@ def read(lines):
     """The Runs of the table."""
     for line in lines:
         if line.startswith("="):
-            source, year, fitted, traits = line.strip("= ").split(" | ")
+            source, fitted, traits = line.strip("= ").rsplit(" | ", 2)
         elif line.strip() and not line.startswith("#"):
             row, _, reason = line.partition("|")
             model, gpus, device, batch, S, tp, *more, recompute, grads, value, unit = row.split()
@@ -82,8 +81,8 @@ def read(lines):
                             microbatches=int(batch) // dp // b,
                             recompute="full" if recompute == "full" else "none")
             job = Job(model_of(model, int(S)), int(batch), wide=grads == "32")
-            yield Run(source, year, fitted == "fitted", tuple(traits.split()), model, device,
-                      int(gpus), job, layout, recompute, float(value), unit, reason.strip())
+            yield Run(source, fitted == "fitted", tuple(traits.split()), model, device, int(gpus),
+                      job, layout, recompute, float(value), unit, reason.strip())
 
 
 RUNS = list(read(Path(__file__).with_suffix(".txt").read_text().splitlines()))
@@ -118,7 +117,7 @@ class PublishedCosts(Costs):
         model = self.job.model  # S x S scores are moved 5.5 times forward, 9 times backward
         flops = 4 * n * model.block_size * model.n_embd / T
         moved = n * model.block_size * model.n_head / T * self.job.width
-        return (self.compute(flops, moved=5.5 * moved), self.compute(2 * flops, moved=9 * moved))
+        return self.compute(flops, moved=5.5 * moved), self.compute(2 * flops, moved=9 * moved)
 
     def recomputed(self, layout, forward, attention):
         selective = self.run.recompute == "selective"
@@ -136,21 +135,19 @@ def errors(runs):
 
 
 def main():
-    found, source = errors(RUNS), None
-    for run, error, baseline in found:
-        if run.source != source:
-            source = run.source
-            print(f"{source}, {run.year}: {'fitted' if run.fitted else 'held out'}\n  {'model':31} "
-                  "GPUs device            S   dp tp pp cp zero chunks  b recompute published "
-                  "predicted      error baseline")
-        predicted, layout = run.value * (1 + error) ** (1 - 2 * (run.unit == "s")), run.layout
-        b = run.job.batch_size // layout.dp // layout.microbatches
-        print(f"  {run.model:31}{run.gpus:5} {run.device:12}{run.job.model.block_size:7}"
-              f"{layout.dp:5}{layout.tp:3}{layout.pp:3}{layout.cp:3}{layout.zero:5}"
-              f"{layout.chunks:7}{b:3} {run.recompute:9}{run.value:10g}{predicted:10.4g} "
-              f"{run.unit:3}{error:+8.1%}{baseline:+9.0%}")
-        if run.reason:
-            print("    " + run.reason)
+    found = errors(RUNS)
+    for (source, fitted), group in groupby(found, lambda row: row[0][:2]):
+        why, rows = [], ["model GPUs device S dp tp pp cp zero chunks b recompute published "
+                         "predicted in error baseline".split()]
+        for run, error, baseline in group:
+            to, layout = run.value * (1 + error) ** (1 - 2 * (run.unit == "s")), run.layout
+            rows.append([*map(str, (
+                run.model, run.gpus, run.device, run.job.model.block_size, *layout[:4], layout.zero,
+                layout.chunks, run.job.batch_size // layout.dp // layout.microbatches,
+                run.recompute, f"{run.value:g}", f"{to:.4g}", run.unit, f"{error:+.1%}",
+                f"{baseline:+.0%}"))])
+            why += [f"  {error:+.1%}: {run.reason}"] * bool(run.reason)
+        print(table(f"{source}: {'fitted' if fitted else 'held out'}", rows), *why, sep="\n")
     for name, fitted in (("fitted", True), ("held out", False)):
         rows = [row for row in found if row[0].fitted == fitted]
         sizes, baseline = ([abs(row[i]) for row in rows] for i in (1, 2))

@@ -1,13 +1,10 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-All that train.py takes counts, but tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe
-(1f1b is as fast and holds less), over 16 chunks and over 16 sequences in a microbatch only if
-given as a flag.
-Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The one
-with the lowest bound is refined: by what its ZeRO stage adds, then by memory and the simulator. Once the lowest time is exact, no other layout is faster: all count,
-few are simulated. For models other than a row of equal blocks this is an open problem (Alpa, arXiv
-2201.12023).
-"""
+All that train.py takes counts, but only if given as flags: tp beyond a node, cp with fewer than 512
+tokens on a rank, gpipe (1f1b is as fast and holds less), over 16 chunks, or 16 sequences at once.
+Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. That
+with the lowest bound is refined: by what its ZeRO stage adds, then by memory and the simulator. So
+all count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -33,8 +30,7 @@ def as_config(job, named):
 
 @cache
 def schedule_exists(schedule, P, m, v):
-    """Asks for one rank's list only: all P lists of all candidates would take minutes. Beyond 4 P
-    microbatches what matters is how many are left over."""
+    """Asks for one rank's list, and of many microbatches for those left over: that is quicker."""
     try:
         return bool(SCHEDULES[schedule](P, m if m < 8 * P else 4 * P + m % P, v, 0))
     except ValueError:
@@ -44,10 +40,8 @@ def schedule_exists(schedule, P, m, v):
 def effort(layout):
     """How much of a layout has to be set up and can go wrong: the axes that split a model, and each
     departure from the plainest schedule, states and activations."""
-    plainest = Layout()
-    return (sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
-            + sum(getattr(layout, name) != getattr(plainest, name)
-                  for name in ("sp", "zero", "schedule", "recompute", "cp_attention")))
+    return sum(getattr(layout, name) != plain for name, plain in Layout()._asdict().items()
+               if name not in ("dp", "chunks", "microbatches"))
 
 
 class Search:
@@ -75,9 +69,8 @@ class Search:
             dp = self.gpus // ranks
             if dp * ranks != self.gpus or dp != self.fixed.get("dp", dp):
                 continue
-            if tp > self.device.node and "tp" not in self.fixed:
-                continue
-            if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
+            if (tp > self.device.node and "tp" not in self.fixed
+                    or cp > 1 and S // cp < 512 and "cp" not in self.fixed):
                 continue
             for more in self.options(ep=[d for d in divisors if dp % d == 0] if experts else [1],
                                      sp=[False, True] if tp > 1 else [False],
@@ -118,18 +111,14 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
-    def refined(self, kind, layout):
-        """[(seconds, kind, layout)] of a layout whose lowest bound is due."""
-        if kind == "bound":
-            stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
-            staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
-            if activations(self.job, layout._replace(zero=0), 0) > self.device.gb * 1e9:
-                staged = staged[-1:]  # of those that do not fit, the one that holds least
-            return [(self.costs.lower_bound(each) + sum(self.costs.data_time(each)), "with data",
-                     each) for each in staged]
-        if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
-            return [(self.costs.step_time(layout), "exact", layout)]
-        return []
+    def staged(self, layout):
+        """[(seconds at least, layout)] of a layout under each ZeRO stage."""
+        stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
+        staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
+        if activations(self.job, layout._replace(zero=0), 0) > self.device.gb * 1e9:
+            staged = staged[-1:]  # of those that do not fit, the one that holds least
+        bound = self.costs.lower_bound(layout)
+        return [(bound + sum(self.costs.data_time(each)), each) for each in staged]
 
     def best(self, top, band=0.0):
         """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest: the
@@ -147,9 +136,12 @@ class Search:
             if layout[:6] in found:
                 self.slower += 1
                 continue
-            if kind != "exact":
-                for each in self.refined(kind, layout):
-                    heapq.heappush(queue, entry(*each))
+            if kind == "bound":
+                for least, each in self.staged(layout):
+                    heapq.heappush(queue, entry(least, "with data", each))
+            elif kind == "with data":
+                if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
+                    heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
                 if self.fastest is None:
                     self.fastest = seconds, layout

@@ -28,7 +28,7 @@ from planner import costs, draw, hardware, memory, pictures, published, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from sizes import GPTConfig
-from tests.harness import FULL, config, mesh_of, pool
+from tests.harness import config, mesh_of, pool
 from train import Trainer
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,26 +38,58 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_held_out_runs_are_predicted_within_the_band_in_the_median():
     """None of these sources was fitted; half the error of one constant MFU for each kind of GPU."""
-    found = list(published.errors(run for run in published.RUNS if not run.source.fitted))
-    errors, baseline = ([abs(row[i]) for row in found] for i in (2, 3))
-    assert len({row[0].source for row in found}) >= 8 and len(found) >= 30
+    found = published.errors([run for run in published.RUNS if not run.fitted])
+    errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
+    assert len({row[0].source for row in found}) >= 9 and len(found) >= 35
     assert median(errors) < plan.BAND and median(errors) < median(baseline) / 2
     assert sum(error <= 0.15 for error in errors) >= 2 / 3 * len(errors)
 
 
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
-    slow = {run for run in published.RUNS if run.gpus > 2000 and run.layout.pp > 16}  # seconds each
-    for run, _, error, _ in published.errors(set(published.RUNS) - (set() if FULL else slow)):
+    for run, error, _ in published.errors(published.RUNS):
         assert (abs(error) > 0.15) == bool(run.reason), (run, error)
 
 
+def test_no_source_is_fitted_and_held_out():
+    sources = {(run.source.split(",")[0], run.fitted) for run in published.RUNS}
+    assert len(sources) == len({name for name, _ in sources}) > 12
+
+
+def saved_by_naive(model, layout, recompute):
+    """Bytes per token that a block of 2021 saves beyond memory.saved_by_block: masks of dropout
+    and, unless they are recomputed, scores; not the logsumexp (arXiv 2205.05198: 34 h + 5 S heads
+    at T = 1)."""
+    T, scores = layout.tp, 0 if recompute == "selective" else 5 * model.block_size
+    masks = 2 * model.n_embd / (T if layout.sp else 1)
+    return masks + model.n_head * (scores - 4) / T
+
+
+def held(run):
+    """Bytes on the fullest rank. Published programs hold other things than train.py: the logits of
+    all tokens and not of a chunk, in 16 bits, in 32, and a gradient ("inplace": the first only); no
+    32-bit copy of all gradients; under ZeRO-3 no 16-bit copy of the master weights."""
+    model, layout, most = run.job.model, run.layout, 0
+    n, of_logit = memory.tokens_of(run.job, layout), 2 if "inplace" in run.traits else 2 + 4 + 4
+    for rank in (0, layout.pp - 1):
+        parts = memory.memory_of_rank(run.job._replace(wide=True), layout, rank)  # without a copy
+        head = memory.parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank].head
+        need = parts["total"] + head * n * model.vocab_size / layout.tp * of_logit
+        need -= parts["weights"] * (layout.zero == 3) + parts["gradients"] / 2 * (not run.job.wide)
+        if "naive" in run.traits:
+            saved = memory.saved_by_block(run.job, layout, layout.recompute)
+            more = saved_by_naive(model, layout, run.recompute) / saved
+            need += n * saved_by_naive(model, layout, "none")  # of a block under way
+            need += (run.recompute != "full") * parts["activations"] * more
+        most = max(most, need)
+    return most
+
+
 def test_published_runs_fit_into_their_memory():
-    """But for 530 billion under 2021's ZeRO-3, which gathers a matrix and not a layer at a time, and
+    """But for 530 billion under 2021's ZeRO-3, which gathers a matrix and not a layer at once, and
     Llama 3, which frees outputs of stages early (arXiv 2407.21783, section 3.3)."""
-    full = {run for run in published.RUNS if published.held(run, published.predict(run)[1])
-            > 1e9 * published.device_of(run).gb}
+    full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
     assert {run.model for run in full} <= {"megatron-530b", "llama-405b"} and len(full) == 6
-    assert all("slow" in run.source.traits for run in full if run.model == "megatron-530b")
+    assert all("slow" in run.traits for run in full if run.model == "megatron-530b")
 
 
 def test_a_group_on_n_gpus_of_a_node_has_n_ports():
@@ -226,8 +258,8 @@ def test_activations_are_those_of_korthikanti_et_al():
             }.items():
         norms = 8 / (T if layout.sp else 1)
         saved = memory.saved_by_block(job, layout, "none")
-        assert saved + published.saved_by_naive(model, layout, "none") == want + norms
-    assert saved + published.saved_by_naive(model, layout, "selective") == 34 * h / T + norms
+        assert saved + saved_by_naive(model, layout, "none") == want + norms
+    assert saved + saved_by_naive(model, layout, "selective") == 34 * h / T + norms
     assert memory.saved_by_block(job, memory.Layout(), "full") == 2 * h
 
 
@@ -292,8 +324,7 @@ def test_the_search_finds_the_fastest_that_fits():
     job = memory.Job(GPTConfig(51200, 1024, 10, 12, 3072), 48)
     device = replace(hardware.DEVICES["a100-80"], gb=4, node=4)
     search = search_file.Search(job, 12, device, {})
-    every = [layout._replace(zero=zero) for kind in search.layouts()
-             for layout in search.scheduled(kind) for zero in range(4)]
+    every = [layout._replace(zero=zero) for layout in search.layouts() for zero in range(4)]
     fit = [(search.costs.step_time(layout), layout) for layout in every
            if memory.memory(job, layout)["total"] <= 4e9 and (layout.dp * layout.cp > 1
                                                                or layout.zero == 0)]
@@ -348,7 +379,7 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--gpus 12", "--node 8"), ("--ep 2", "--ep 2"), ("--n-embd 100", "--n-embd 100"),
     ("--gpus 1 --tp 2", "--gpus 1"), ("--tp 0", "--tp 0"), ("--tflops 0", "--tflops 0"),
     ("--batch-size -3", "--batch-size -3"), ("--latency nan", "--latency nan"),
-    ("--latency -1e-6", "--latency -1e-06"), ("--launch -1", "--launch -1"),
+    ("--latency=-1e-6", "--latency -1e-06"), ("--launch -1", "--launch -1"),
     ("--late 1", "--late"), ("--cores -2", "--cores"), ("--tokens -1", "--tokens -1"),
     ("--tokens nan", "--tokens nan"), ("--vocab-size -5", "--vocab-size -5"),
     ("--f-hbm 1.5", "--f-hbm 1.5"), ("--unhidden 2", "--unhidden 2"), ("--hbm inf", "--hbm inf"),
