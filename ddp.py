@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import torch
 
 from collectives import all_reduce, plain_all_reduce
-from group import Work, wait_all
+from group import wait_all
 from shard import tag_whole
 
 
@@ -54,7 +54,9 @@ class Bucket:
         self.offset = self.group.rank * shard_numel if split else 0  # of this rank's shard
         self.own = slice(self.offset, self.offset + shard_numel)
         self.full = torch.zeros(self.numel, dtype=dtype, device=device)  # weights
-        self.grad = None  # gradients in the same layout; ZeRO-2 has them during a backward only
+        # Gradients in the same layout. ZeRO-2 has them during a backward only; without other ranks
+        # to sum over there are none, and the gradients stay in param.grad.
+        self.grad = None
         self.views = {}  # parameter -> its view into `grad`, where `grad` lives from step to step
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
         self.grad_shard = None  # the summed gradients of weight_shard: see allocate_gradients
@@ -140,10 +142,14 @@ class DDP:
         return found
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradients: here whole, for the whole run."""
+        """Allocate a bucket's gradients: here whole, for the whole run. Without other ranks to sum
+        them over, they stay in param.grad, and no copy is made."""
+        same_dtype = bucket.grad_dtype == bucket.full.dtype
+        if same_dtype and bucket.group.size == 1 and not bucket.sum_at_end:
+            return
         bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
         bucket.grad_shard = bucket.grad[bucket.own]
-        if bucket.grad_dtype == bucket.full.dtype:  # else param.grad cannot be a view of it
+        if same_dtype:  # else param.grad cannot be a view of it
             bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
@@ -160,6 +166,7 @@ class DDP:
         self.filling = list(self.stages[stage])
         for bucket in self.filling:
             bucket.missing = sum(params is None or param in params for param in bucket.params)
+        self.launch_full()
 
     def grad_added(self, param):
         """Called when autograd is done with this parameter, or the pipeline with its deferred
@@ -168,12 +175,17 @@ class DDP:
         if param.grad is not None:
             self.collect(param, bucket)
         bucket.missing -= 1
-        # A full bucket waits for the buckets before it, so that all ranks reduce in one order
+        self.launch_full()
+
+    def launch_full(self):
+        """A full bucket waits for the buckets before it, so that all ranks reduce in one order."""
         while self.filling and self.filling[0].missing <= 0:
             self.launch(self.filling.pop(0))
 
     def collect(self, param, bucket):
         """Move param.grad into its bucket, or add it there if the bucket's gradients are wider."""
+        if bucket.grad is None:  # see allocate_gradients
+            return
         if not bucket.views:
             bucket.view(bucket.grad, param).add_(param.grad)
             param.grad = None
@@ -187,6 +199,8 @@ class DDP:
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""
+        if bucket.grad is None:  # see allocate_gradients
+            return
         for param, view in bucket.views.items():
             if param.grad is None:  # unused in this step: its gradient is zero
                 param.grad = view.zero_()
@@ -200,6 +214,13 @@ class DDP:
             for group in bucket.sum_at_end:
                 all_reduce(bucket.grad_shard, group)
 
+    def grad_pieces(self, bucket):
+        """(parameter, this rank's piece of its summed gradient) for a bucket, after finish()."""
+        if bucket.grad_shard is not None:
+            return bucket.pieces(bucket.grad_shard)
+        return [(param, torch.zeros_like(piece) if param.grad is None else param.grad.flatten())
+                for param, piece in bucket.pieces(bucket.full)]
+
     # For ZeRO, where a rank does not hold all weights all the time. Here it does.
 
     def gather_weights(self, layers):
@@ -211,9 +232,8 @@ class DDP:
         self.gather_weights([])
 
     def publish(self, bucket):
-        """Start to send this rank's new weight_shard to the data ranks; return the Work. ZeRO1
-        overrides it; Optimizer.step and checkpoint.load call it."""
-        return Work()
+        """Start to send this rank's new weight_shard to the data ranks. ZeRO1 overrides it;
+        Optimizer.step and checkpoint.load call it."""
 
 
 def demo(mesh):

@@ -79,6 +79,7 @@ class Group:
     # ranks post their sends and receives in the same order, both directions of an exchange as one
     # operation (nccl_group.py).
     in_order = False
+    late = 0  # by how many steps train.py reads losses late; nccl_group.py
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
         self.mesh, self.name, self.device = mesh, name, mesh.device
@@ -141,9 +142,13 @@ class Group:
         self.start(f"native {name}", lambda: [
             LIBRARY[name](*args, group=self.communicator, async_op=True)]).wait()
 
+    def start_read(self, tensor):
+        """Returns a function that waits and returns tensor.tolist(), of the values of now. On CUDA
+        the host waits for the device here, and nowhere else."""
+        return tensor.tolist
+
     def read(self, tensor):
-        """tensor.tolist(). On CUDA the host waits for the device here, and nowhere else."""
-        return tensor.tolist()
+        return self.start_read(tensor)()
 
     def submit(self, job, name):
         """Run job(), which sends and receives, after all earlier work of this group, on a thread of

@@ -23,6 +23,7 @@ class InOrderGroup(Group):
     """Posts both directions of an exchange as one operation."""
 
     in_order = True
+    late = 1  # so the host posts the next step while the device still computes this one
 
     def post(self, ends):
         operations = [dist.P2POp(operation, tensor, group=self.communicator, group_peer=peer)
@@ -55,20 +56,30 @@ class CudaGroup(InOrderGroup):
             pending.popleft()
         pending.extend((what, partial(is_done, work)) for work in works)
 
-    def read(self, tensor):
-        """Wait until all pending operations are done, then return tensor.tolist(). The host waits
-        for no message elsewhere, so a rank that died or hangs is noticed here."""
-        pending, deadline = self.mesh.pending, time.monotonic() + self.mesh.timeout
-        while pending:
-            what, done = pending[0]
-            with naming(what):
-                if done():
-                    pending.popleft()
-                elif time.monotonic() > deadline:
-                    raise CommunicationError(f"{what}: not done within {self.mesh.timeout:g} s")
-                else:
-                    time.sleep(0.0002)
-        return tensor.tolist()
+    def start_read(self, tensor):
+        """Start to copy a tensor to the host. The function returned waits for the operations posted
+        until now, and returns the numbers. The host waits for no message elsewhere, so a rank that
+        died or hangs is noticed there."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host.copy_(tensor, non_blocking=True)
+        copied, before = self.record_event(), [*self.mesh.pending]
+
+        def finish():
+            deadline = time.monotonic() + self.mesh.timeout
+            for what, done in before:
+                with naming(what):
+                    while not done():
+                        if time.monotonic() > deadline:
+                            raise CommunicationError(
+                                f"{what}: not done within {self.mesh.timeout:g} s")
+                        time.sleep(0.0002)
+            copied.synchronize()
+            return host.tolist()
+
+        return finish
+
+    def record_event(self):
+        return torch.cuda.current_stream().record_event()
 
     def recv_new(self, shape, dtype, src):
         self.receive_stream = self.receive_stream or torch.cuda.Stream(self.device, priority=-1)

@@ -4,14 +4,14 @@ and the learning rate.
 AdamW (plain.py spells it out) is torch's own fused kernel, one call for many pieces; torch.optim
 would import 2 s of torch.compile first. 16-bit weights have a 32-bit master copy: the step changes
 the master and rounds it to the weights. Wider weights are their own master. Held per parameter:
-sizes.bytes_per_parameter.
+sizes.bytes_per_parameter. Norm, clipping and the decision to skip a step stay on the device: the
+host waits for none of them.
 """
 
 import math
 
 import torch
 
-from group import wait_all
 from sizes import bytes_per_parameter
 
 
@@ -30,8 +30,8 @@ def decays(shard):
 
 
 def clip_coefficient(norm, grad_clip):
-    """The factor that brings gradients of this norm to at most grad_clip; 0: no clipping."""
-    return min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
+    """The factor that brings gradients of this norm, a tensor, to at most grad_clip; 0: no clip."""
+    return (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
 
 
 class Optimizer:
@@ -40,9 +40,7 @@ class Optimizer:
     def __init__(self, reducer, norm_group, betas, weight_decay):
         self.reducer, self.norm_group = reducer, norm_group
         self.betas, self.weight_decay = betas, weight_decay
-        self.owned = []  # (parameter, this rank's piece of its gradient)
-        # With and without weight decay: pieces of the masters, of exp_avg, of exp_avg_sq
-        self.groups = {True: ([], [], []), False: ([], [], [])}
+        self.groups = {}  # bucket -> its pieces with and without weight decay: see below
         # How many ranks of norm_group hold the same piece: the tag's copies, times the piece's data
         # ranks in norm_group. Those are 1 under ZeRO and for experts, else E: with --ep norm_group
         # has E data ranks, as only together they hold all experts' gradients.
@@ -53,12 +51,12 @@ class Optimizer:
             bucket.exp_avg = torch.zeros_like(bucket.master)  # mean of the gradients so far
             bucket.exp_avg_sq = torch.zeros_like(bucket.master)  # of their squares
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards
-            for param, grad in bucket.pieces(bucket.grad_shard):
-                self.owned.append((param, grad))
-                copies.append(param.shard.copies * data_ranks)
+            # Lists of pieces of the masters, of exp_avg and of exp_avg_sq
+            self.groups[bucket] = {True: ([], [], []), False: ([], [], [])}
             for i, buffer in enumerate((bucket.master, bucket.exp_avg, bucket.exp_avg_sq)):
                 for param, piece in bucket.pieces(buffer):
-                    self.groups[decays(param.shard)][i].append(piece)
+                    self.groups[bucket][decays(param.shard)][i].append(piece)
+            copies += [param.shard.copies * data_ranks for param, _ in bucket.pieces(bucket.master)]
         device = reducer.buckets[0].full.device
         self.copies = torch.tensor(copies, dtype=torch.double, device=device)
         self.updates = torch.zeros((), device=device)  # steps so far, skipped ones not counted
@@ -67,36 +65,42 @@ class Optimizer:
         """This rank's part of the squared global norm, to be summed over norm_group. Ranks that
         hold the same piece each add an equal part of its square: so each element counts once, and
         an overflow on any rank reaches the sum."""
-        if not self.owned:  # fewer parameters than ranks
+        grads = [grad for bucket in self.reducer.buckets
+                 for _, grad in self.reducer.grad_pieces(bucket)]
+        if not grads:  # fewer parameters than ranks
             return torch.zeros((), dtype=torch.double, device=self.copies.device)
         wide = self.reducer.buckets[0].master.dtype  # 32 bits at least
-        norms = torch._foreach_norm([grad for _, grad in self.owned], 2, dtype=wide)  # one kernel
+        norms = torch._foreach_norm(grads, 2, dtype=wide)  # one kernel
         return (torch.stack(norms).double().square() / self.copies).sum()
 
-    def step(self, lr, scale=1.0):
-        """Step this rank's shards, with gradients times `scale`, and send the new weights. After:
-        every rank has the new weights, or gathers them before it uses them (ZeRO-3). The scale is
-        applied in place; 16-bit gradients are scaled in a 32-bit copy, freed after the step."""
-        grads = {True: [], False: []}  # of the groups
-        for bucket in self.reducer.buckets:
-            grad_shard = bucket.grad_shard.to(bucket.master.dtype)  # itself, if as wide
-            if scale != 1.0:
-                grad_shard.mul_(scale)
-            for param, grad in bucket.pieces(grad_shard):
+    def step(self, lr, scale, finite):
+        """Step this rank's shards, with gradients times `scale`, and start to send the new weights,
+        bucket by bucket, those first that forward uses first. Nothing changes if not `finite`. Both
+        are tensors of no dimension on the device. After: every rank has the new weights, or gathers
+        them before it uses them (ZeRO). The scaled gradients of a bucket live until it has stepped:
+        so on a GPU they mostly stay in the cache."""
+        self.updates += finite
+        skip = (~finite).float()
+        # with a dimension, so that its product with gradients is as wide as the masters
+        scale = scale.to(self.reducer.buckets[0].master.dtype).view(1)
+        for bucket in reversed(self.reducer.buckets):
+            if bucket.grad_shard is None:
+                scaled = [(p, grad * scale) for p, grad in self.reducer.grad_pieces(bucket)]
+            else:
+                scaled = bucket.pieces(bucket.grad_shard * scale)
+            grads = {True: [], False: []}  # with and without weight decay
+            for param, grad in scaled:
                 grads[decays(param.shard)].append(grad)
-        self.updates += 1
-        for decay, (masters, exp_avgs, exp_avg_sqs) in self.groups.items():
-            if masters:
-                torch._fused_adamw_(
-                    masters, grads[decay], exp_avgs, exp_avg_sqs, [], [self.updates] * len(masters),
-                    lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=1e-8, amsgrad=False,
-                    weight_decay=decay * self.weight_decay, maximize=False)
-        works = []
-        for bucket in self.reducer.buckets:
+            for decay, (masters, exp_avgs, exp_avg_sqs) in self.groups[bucket].items():
+                if masters:
+                    torch._fused_adamw_(
+                        masters, grads[decay], exp_avgs, exp_avg_sqs, [],
+                        [self.updates] * len(masters), lr=lr, beta1=self.betas[0],
+                        beta2=self.betas[1], eps=1e-8, amsgrad=False, maximize=False,
+                        weight_decay=decay * self.weight_decay, found_inf=skip)
             if bucket.master is not bucket.weight_shard:
                 bucket.weight_shard.copy_(bucket.master)
-            works.append(self.reducer.publish(bucket))
-        wait_all(works)
+            self.reducer.publish(bucket)
 
     def finite(self):
         """Are all weights and moments of this rank finite?"""
@@ -114,7 +118,8 @@ class Optimizer:
             formula += bucket.numel * sum(bytes_per_parameter(
                 self.reducer.zero, bucket.num_shards, width, grad_width))
             for x in (bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard,
-                      bucket.master, bucket.exp_avg, bucket.exp_avg_sq):
+                      bucket.master, bucket.exp_avg, bucket.exp_avg_sq,
+                      *(param.grad for param in bucket.params)):
                 if x is not None:
                     live[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return round(formula), sum(live.values())

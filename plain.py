@@ -19,7 +19,6 @@ experts are left out.
 """
 
 import argparse
-import math
 import os
 import sys
 
@@ -99,7 +98,7 @@ class AdamW:
     def step(self, weights, grad):
         """One step, in place. Returns the global gradient norm, the same on every rank."""
         norm_square = (grad.double().square() * self.share).sum().view(1)
-        norm = math.sqrt(plain_all_reduce(norm_square, self.norm_group).item())
+        norm = plain_all_reduce(norm_square, self.norm_group)[0].sqrt()
         grad *= clip_coefficient(norm, self.cfg.grad_clip)
         beta1, beta2, lr = self.cfg.beta1, self.cfg.beta2, learning_rate(self.cfg, self.num_steps)
         self.num_steps += 1
@@ -108,7 +107,7 @@ class AdamW:
         mean = self.mean / (1 - beta1**self.num_steps)  # both means began at 0
         square = self.square / (1 - beta2**self.num_steps)
         weights -= lr * (self.decay * weights + mean / (square.sqrt() + 1e-8))
-        return norm
+        return norm.item()
 
 
 # ---- 3. the steps ----

@@ -13,6 +13,7 @@ only ever summed, and so the same losses. `python train.py --help` lists the fla
 import hashlib
 import math
 import sys
+from collections import deque
 from functools import partial
 
 from run.launch import start
@@ -129,9 +130,12 @@ class Trainer:
                                  deferred)
         self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
         self.span = no_span  # times the optimizer; replaced in trace
-        self.scale = 2.0**16 if cfg.dtype == "float16" else 1.0
-        self.good_steps = 0  # steps with finite gradients since the last change of the scale
+        # On the device: the loss's factor, and steps with finite gradients since its last change
+        self.scale = torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0, device=mesh.device)
+        self.good_steps = torch.zeros((), dtype=torch.long, device=mesh.device)
         self.stop_asked = self.stopping = False  # by a signal to this rank; to any rank
+        # A function that waits for the last step; returns loss, norm and scale, and sets stopping
+        self.read = None
 
     def initial_values(self):
         """A function from a tag to the values of its slice: random, or from --init-from."""
@@ -149,8 +153,9 @@ class Trainer:
         return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
 
     def gradients(self, batches):
-        """Forward and backward of all microbatches. Returns loss and global gradient norm, the same
-        on every rank. After: each bucket's grad_shard has gradients, summed as the tags say."""
+        """Forward and backward of all microbatches. Returns loss and global gradient norm, tensors
+        on the device, the same on every rank; the norm is nan if the loss is not finite. After:
+        reducer.grad_pieces has the gradients, summed as the tags say."""
         self.reducer.zero_grad()
         loss = self.loss(self.actions, batches, self.scale)
         # Sum the loss and the requests to stop while the gradients are reduced. All T ranks of a
@@ -161,10 +166,17 @@ class Trainer:
         self.reducer.finish()
         square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)
         work.wait()
-        # Here the host waits for the device, once per step
-        square, loss, self.stopping, *sums = self.mesh.world.read(torch.cat([square.view(1), sums]))
+        loss, norm = sums[0], square.sqrt() / self.scale
+        norm = torch.where(loss.isfinite(), norm, math.nan)
+        read = self.mesh.world.start_read(torch.cat([torch.stack([norm, self.scale]), sums]))
+        self.read = partial(self.finish_read, read)
+        return loss, norm
+
+    def finish_read(self, read):
+        """The host waits for the device here, once per step, or once and one step late (GPUs)."""
+        norm, scale, loss, self.stopping, *sums = read()
         self.routing.read(sums, self.tokens)
-        return loss, math.sqrt(square) / self.scale
+        return loss, norm, scale
 
     def loss(self, actions, batches, scale=1.0):
         """This rank's part of the mean loss, without the experts' balance loss."""
@@ -174,14 +186,15 @@ class Trainer:
 
     def update(self, norm, lr):
         """Clip and step; skip it if the norm is not finite. All ranks have the same norm."""
-        if math.isfinite(norm):
+        finite = norm.isfinite()
+        with self.span("optimizer"):
             coefficient = clip_coefficient(norm, self.cfg.grad_clip)
-            with self.span("optimizer"):
-                self.optimizer.step(lr, coefficient / self.scale)
+            self.optimizer.step(lr, coefficient / self.scale, finite)
         if self.cfg.dtype == "float16":  # dynamic loss scaling
-            self.good_steps = self.good_steps + 1 if math.isfinite(norm) else 0
-            if self.good_steps % 1000 == 0:  # 0: an overflow, so halve; else double
-                self.scale = max(1.0, self.scale * (2.0 if self.good_steps else 0.5))
+            self.good_steps = (self.good_steps + 1) * finite
+            grow = torch.where(self.good_steps % 1000 == 0, 2.0, 1.0)
+            factor = torch.where(finite, grow, 0.5)
+            self.scale = (self.scale * factor).clamp(min=1.0)
 
     def validation_loss(self, data, batches=None, show=lambda done, batches: None):
         """Mean loss over the windows (pieces of block_size tokens) of val.bin, all of them or the
@@ -245,29 +258,42 @@ def train(cfg, data, mesh):
 
     tracer = Tracer(mesh) if cfg.trace else None
     batches_of, done, skipped = data.ahead(cfg, mesh, start), start, 0
+    unread = deque()  # (step, learning rate, its Trainer.read) of steps whose losses are not read
+
+    def catch_up(late=0):
+        """Read and log all steps but the last `late`."""
+        nonlocal skipped
+        while len(unread) > late:
+            step, lr, read = unread.popleft()
+            loss, norm, scale = read()
+            skipped = 0 if math.isfinite(norm) or scale > 1 else skipped + 1
+            log.step(step, loss, norm, scale, lr)
+
     log.clock()
     for step in range(start, cfg.steps):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
+            catch_up()
             log.validation(step, trainer.validation_loss(data, cfg.eval_batches, log.validating))
         lr = learning_rate(cfg, step)
         batches = batches_of(step)
         if tracer:
             trainer.trace(tracer, step, on=2 <= step - start < 5)
-        loss, norm = trainer.gradients(batches)
-        norm = norm if math.isfinite(loss) else math.nan
-        skipped = 0 if math.isfinite(norm) or trainer.scale > 1 else skipped + 1
+        _, norm = trainer.gradients(batches)
         trainer.update(norm, lr)
+        unread.append((step, lr, trainer.read))
         if tracer:
             trainer.trace(tracer, None, on=False)
         done = step + 1
-        log.step(step, loss, norm, lr)
-        if skipped == MAX_SKIPPED:
-            log.not_finite(skipped, step, saved)
+        saving = cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps
+        catch_up(0 if saving or done == cfg.steps else mesh.world.late)
+        if skipped >= MAX_SKIPPED:
+            log.not_finite(skipped, step - len(unread), saved)
             return False, log
         if trainer.stopping:
             break
-        if cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps:
+        if saving:
             save(done)
+    catch_up()
     last = save(done) if done > start or not saved else saved
     if skipped or not last:
         log.not_finite(skipped, done - 1, saved)

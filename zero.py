@@ -44,9 +44,21 @@ def plain_zero_step(weights, grad, group, step):
 
 
 class ZeRO1(DDP):
-    """Shards optimizer states: reduce-scatters gradients, all-gathers new weights."""
+    """Shards optimizer states: reduce-scatters gradients, and all-gathers new weights while the
+    next forward begins."""
 
     zero = 1
+
+    def __init__(self, stages, *args):
+        self.gathered = {}  # bucket -> Work of its all_gather
+        super().__init__(stages, *args)
+        self.watch(stages)
+
+    def watch(self, stages):
+        """Have each layer wait for its new weights, which travel while the layers before it run."""
+        for layers in stages.values():
+            for layer in layers:
+                layer.register_forward_pre_hook(lambda layer, args: self.gather_weights([layer]))
 
     def partition(self, users):
         """Make one bucket of what the same layers use: one layer's parameters, or a weight that two
@@ -64,7 +76,12 @@ class ZeRO1(DDP):
         super().launch(bucket, reduce_scatter)
 
     def publish(self, bucket):
-        return all_gather(bucket.full, bucket.group, async_op=True)
+        self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
+
+    def gather_weights(self, layers):
+        for layer in layers:
+            for param in layer.parameters():
+                self.gathered.pop(self.home[param], Work()).wait()
 
 
 class ZeRO2(ZeRO1):
@@ -130,22 +147,20 @@ class ZeRO3(ZeRO2):
 
     zero = 3
 
-    def __init__(self, stages, *args):
-        self.gathered = {}  # bucket -> Work of its all_gather
-        super().__init__(stages, *args)
-        for stage, layers in stages.items():
-            for i, layer in enumerate(layers):
-                first = 1 if stage == 0 else 0  # the embedding's backward reads no weights
-                self.watch(layer, next_layers=layers[i + 1 : i + 2],
-                           previous_layers=layers[max(i - 1, first) : i],
-                           backward_reads_weights=i >= first)
-
     def allocate_gradients(self, bucket):
         super().allocate_gradients(bucket)
         bucket.weight_shard = bucket.weight_shard.clone()
         bucket.full.untyped_storage().resize_(0)
 
-    def watch(self, layer, next_layers, previous_layers, backward_reads_weights):
+    def watch(self, stages):
+        for stage, layers in stages.items():
+            for i, layer in enumerate(layers):
+                first = 1 if stage == 0 else 0  # the embedding's backward reads no weights
+                self.watch_layer(layer, next_layers=layers[i + 1 : i + 2],
+                                 previous_layers=layers[max(i - 1, first) : i],
+                                 backward_reads_weights=i >= first)
+
+    def watch_layer(self, layer, next_layers, previous_layers, backward_reads_weights):
         """Gather the layer's weights before its forward and its backward, and start to gather those
         of the layer that runs next: the next one in forward, the previous one in backward."""
         def before_forward(module, args):
@@ -181,7 +196,7 @@ class ZeRO3(ZeRO2):
             self.gathered[bucket].wait()
 
     def publish(self, bucket):
-        return Work()  # nothing to send: gather_weights gathers the new weights
+        """Nothing to send: gather_weights gathers the new weights."""
 
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage

@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 
 from collectives import all_reduce
-from group import wait_all
 from model import ALIASES
 from run import processes, tensorfile
 from run.processes import hear, tell
@@ -250,7 +249,7 @@ def save(trainer, step, data_folder=""):
                 put_in_place(folder, final, {
                     "number": 1 + max(complete(cfg.out), default=(0,))[0], "step": step,
                     "updates": int(trainer.optimizer.updates),
-                    "scale": trainer.scale, "good_steps": trainer.good_steps,
+                    "scale": trainer.scale.item(), "good_steps": trainer.good_steps.item(),
                     "model": asdict(trainer.model_config), "config": asdict(cfg),
                     "data": str(Path(data_folder).resolve()),
                     "checksums": {path.name: {name: next(sums) for name in shapes}
@@ -283,8 +282,10 @@ def load(trainer, folder):
     with together(world):
         transfer(trainer, entries, saving=False)
     trainer.optimizer.updates.fill_(manifest["updates"])
-    wait_all([trainer.reducer.publish(bucket) for bucket in trainer.reducer.buckets])
-    trainer.scale, trainer.good_steps = manifest["scale"], manifest["good_steps"]
+    for bucket in trainer.reducer.buckets:
+        trainer.reducer.publish(bucket)
+    trainer.scale.fill_(manifest["scale"])
+    trainer.good_steps.fill_(manifest["good_steps"])
     return manifest["step"]
 
 

@@ -114,12 +114,12 @@ class Log:
         self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
         self.clock()
 
-    def step(self, step, loss, norm, lr):
+    def step(self, step, loss, norm, scale, lr):
         cfg, now, routing = self.cfg, time.perf_counter(), self.trainer.routing
         seconds, last = now - self.since, step == cfg.steps - 1
         self.recent.append(seconds)
         rate = self.trainer.tokens / seconds
-        scale = {"scale": self.trainer.scale} if cfg.dtype == "float16" else {}
+        scale = {"scale": scale} if cfg.dtype == "float16" else {}
         experts = {"balance": routing.balance, "busiest": routing.busiest} if cfg.experts else {}
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
                    tokens_per_s=rate, **scale, **experts)

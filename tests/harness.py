@@ -194,9 +194,13 @@ def local_tensors(trainer, kind):
     """[(tag, this rank's whole tensor)] of weights or gradients, gathered over ZeRO's shards."""
     found = []
     for bucket in trainer.reducer.buckets:
-        shard = bucket.weight_shard if kind == "weights" else bucket.grad_shard
-        flat = shard.new_zeros(bucket.numel)
-        flat[bucket.offset : bucket.offset + shard.numel()] = shard
+        if kind == "weights":
+            pieces = bucket.pieces(bucket.weight_shard)
+        else:
+            pieces = trainer.reducer.grad_pieces(bucket)
+        flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=bucket.full.device)
+        for param, piece in pieces:
+            flat[max(bucket.starts[param], bucket.offset) :][: piece.numel()] = piece
         if bucket.num_shards > 1:
             c.all_gather(flat, bucket.group)
         found += [(bare(p.shard), bucket.view(flat.cpu(), p)) for p in bucket.params]
@@ -208,9 +212,10 @@ def _train(rank, cfg, steps=STEPS, mesh=None):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     trace = [{"weights": local_tensors(trainer, "weights")}]
     for step in range(steps):
-        loss, norm = trainer.gradients(data.training(cfg, step, mesh))
+        _, norm = trainer.gradients(data.training(cfg, step, mesh))
         grads = local_tensors(trainer, "grads")
         trainer.update(norm, train.learning_rate(cfg, step))
+        loss, norm, _ = trainer.read()
         trace.append({"loss": loss, "norm": norm, "grads": grads,
                       "balance": trainer.routing.balance, "busiest": trainer.routing.busiest,
                       "weights": local_tensors(trainer, "weights")})

@@ -146,7 +146,8 @@ def _bug_of_experts(rank, cfg, bug):
         finish(self)
         for bucket in self.buckets:
             if any("experts" in p.shard.name for p in bucket.params):
-                bucket.grad_shard.div_(cfg.dp)
+                for _, grad in self.grad_pieces(bucket):
+                    grad.div_(cfg.dp)
 
     def fixed_gates(self, x, gates, chosen, call=expert_parallel.SpreadExperts.__call__):
         return call(self, x, gates.detach(), chosen)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ import schedules
 import train
 from data.batches import Data
 from data.prepare import prepare
-from group import CommunicationError
+from group import CommunicationError, Group
 from run import checkpoint, processes, signals
 from run.config import Config, check, parse
 from run.tensorfile import CheckpointError
@@ -200,8 +201,9 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, train
     assert again.wait() == [0, 0] and "resumed from" in again.read("stdout")
 
 
-def _main_with_nan(rank, *args):
+def _main_with_nan(rank, *args, late):
     """From its fourth step on, rank 1 has a loss, and so gradients, that are not finite."""
+    Group.late = late
     def execute(self, *args, execute=pipeline.Pipeline.execute, calls=[0]):  # noqa: B006
         calls[0] += 1
         return execute(self, *args) * (math.nan if rank == 1 and calls[0] > 3 else 1)
@@ -210,9 +212,10 @@ def _main_with_nan(rank, *args):
     _main(rank, *args)
 
 
-def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
+@pytest.mark.parametrize("late", [0, 1])
+def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
     argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
-    run = Run(2, argv, tmp_path, fn=_main_with_nan)
+    run = Run(2, argv, tmp_path, fn=partial(_main_with_nan, late=late))
     assert run.wait() == [1, 1]
     assert "not finite for 5 steps up to step 7; last good checkpoint: " in run.read()
     assert run.read().endswith("/out/step-00000006; a lower --lr may help\n")

@@ -179,7 +179,8 @@ def _patched(rank, cfg, bug):
         "a wrong norm": (train.Trainer, "update", update_twice),
         "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
         "replicated gradients counted T times": (train.Optimizer, "grad_square", lambda self: sum(
-            grad.square().sum() for _, grad in self.owned)),
+            grad.square().sum() for bucket in self.reducer.buckets
+            for _, grad in self.reducer.grad_pieces(bucket))),
         "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
     }
     return train_with(rank, cfg, *patches[bug])

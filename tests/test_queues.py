@@ -159,9 +159,10 @@ def one_order(queues):
 
 def _step(rank, cfg, mesh):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-    loss, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    _, norm = trainer.gradients(data.training(cfg, 0, mesh))
     grads = local_tensors(trainer, "grads")
     trainer.update(norm, cfg.lr)
+    loss, norm, _ = trainer.read()
     if cfg.zero == 3:
         trainer.validation_loss(data, 1)
     assert trainer.replicas_agree()
@@ -206,6 +207,9 @@ def test_a_receive_posted_ahead_would_deadlock_on_nccl(corpus, schedule):
 class OnAStream(QueueGroup, CudaGroup):
     """A wait holds the stream: this thread goes on, and polls in read()."""
 
+    def record_event(self):
+        return SimpleNamespace(synchronize=lambda: None)
+
     def post(self, ends):
         return [SimpleNamespace(wait=lambda: None, is_completed=work.is_completed)
                 for work in super().post(ends)]
@@ -222,7 +226,7 @@ def test_a_dead_peer_is_noticed_where_the_host_waits_for_the_device():
     x, world = torch.zeros(4), [mesh.world for mesh in meshes]
     for group in world:
         c.reduce_scatter(x, group)
-    assert world[0].read(torch.arange(3)) == [0, 1, 2] and not meshes[0].pending
+    assert world[0].read(torch.arange(3)) == [0, 1, 2]
     for group in world[:2]:  # rank 2 has died
         c.reduce_scatter(x, group)
     for rank in range(2):

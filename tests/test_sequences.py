@@ -209,6 +209,7 @@ def test_split_sequences_send_the_formulas(corpus, flags):
     C, T, m, S, L = cfg.cp, cfg.tp, cfg.microbatches, cfg.block_size, cfg.n_layer
     bSC = BATCH // m * S // C * cfg.n_embd  # elements of a microbatch's activation, on all of T
     h = cfg.n_embd // T  # the width of this rank's heads
+    by_tp = want_tp = 0  # of all ranks: between four, some send more of the loss, a single number
     for rank, (sent, numels) in enumerate(got):
         if C > 1:
             forward, backward = 2 * (C - 1) * bSC // T, 4 * (C - 1) * bSC // T
@@ -221,12 +222,15 @@ def test_split_sequences_send_the_formulas(corpus, flags):
             stage = rank // (C * T)
             first, last = stage == 0, stage == cfg.pp - 1
             tokens = bSC // cfg.n_embd
-            alone = (4 * numels["blocks"] + first + last) * bSC + last * 3 * tokens  # all-reduces
-            gathered_again = (2 * numels["blocks"] + last) * bSC  # half an all-reduce each
-            assert sent["tp"] * T == (T - 1) * width * (
-                m * (2 * alone + gathered_again) + 2 * numels["over_tp"])
+            reduced = (4 * numels["blocks"] + first + last) * bSC + last  # last: the loss
+            gathered_again = 2 * numels["blocks"] * bSC  # half an all-reduce each
+            for_loss = last * T * tokens  # a number per token of each rank
+            by_tp += sent["tp"] * T
+            want_tp += (T - 1) * width * (
+                m * (2 * reduced + gathered_again + for_loss) + 2 * numels["over_tp"])
         if cfg.pp > 1:
             assert sent["pp"] == m * bSC // T * width
+    assert by_tp == want_tp
 
 
 def _saved_by_a_block(rank, cfg):
@@ -293,12 +297,16 @@ def test_a_sequence_too_long_for_one_rank_trains_on_four(long_corpus, C, outcome
 
 def test_a_columns_messages_overlap_with_its_backward(corpus):
     """x is gathered beside the input gradient, that is scattered beside the weight gradient: both
-    on the group's own lane, and once in each of 2 L + 1 columns. What waits stays in the main."""
+    on the group's own lane, and once in each of 2 L columns. What waits stays in the main. The head
+    does so in forward, per chunk: 4, as 256 tokens are 2 positions of 36 sequences x 3 ranks."""
     cfg = config(corpus, tp=3, sp=True, block_size=24, microbatches=1)
-    columns = 2 * cfg.n_layer + 1
+    columns = 2 * cfg.n_layer
     for events, *_ in pool(3, _overlap, cfg):
+        start, end = next(e[2:4] for e in events if e[0] == "F")
+        assert 4 == sum(e[0] == "reduce_scatter" and e[1].startswith("ring-tp")
+                        and start < e[2] < end for e in events)
         start, end = next(e[2:4] for e in events if e[0] == "B")
-        for name, waiting in (("all_gather", columns), ("reduce_scatter", 0)):  # rows, embedding
+        for name, waiting in (("all_gather", columns + 1), ("reduce_scatter", 0)):  # rows, wte
             lanes = [e[1].startswith("ring-tp") for e in events
                      if e[0] == name and e[4]["group"] == "tp" and start < e[2] < end]
             assert lanes.count(True) == columns and lanes.count(False) == waiting, name
