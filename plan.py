@@ -263,8 +263,8 @@ def main():
         slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
         where = "this is the fastest of all" if slower <= 0 else (
             "the fastest of all is " + why(rows[1], rows[0]))
-        print(f"{where}\n{slower:.1%} slower: {'within' if slower <= BAND else 'outside'} the band of "
-              f"{BAND:.0%}, the planner's own median error")
+        print(f"{where}\n{slower:.1%} slower: {'within' if slower <= BAND else 'outside'} the band "
+              f"of {BAND:.0%}, the planner's own median error")
     print("", "not shown:", *fell_out(search), LEFT_OUT, sep="\n")
 
 

@@ -269,6 +269,9 @@ def _sent(rank, cfg):
     trainer = Trainer(cfg, mesh, data.vocab_size)
     _, norm = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, cfg.lr)
+    if cfg.zero in (1, 2):  # new weights are still on their way
+        for stage in trainer.stages.values():
+            trainer.reducer.gather_weights(stage.layers)
     groups = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp", "pp_ends"), "dp": ("dp_ep_cp", "dp_cp")}
     sent = {name: group.bytes_sent for name, group in mesh.groups.items()}
     return {axis: sum(sent.get(name, 0) for name in names) for axis, names in groups.items()}
