@@ -10,6 +10,7 @@ seconds in costs.py, devices in hardware.py, the search in search.py.
 """
 
 import argparse
+import gc
 import json
 from dataclasses import fields, replace
 
@@ -234,6 +235,7 @@ def searched(args):
 
 
 def main():
+    gc.disable()  # a plan makes no cycles, and much that a collection would look at
     parser = flags()
     args = parser.parse_args()
     try:

@@ -91,7 +91,7 @@ def in_order(schedule, P, m, v):
 @cache
 def makespan(schedule, P, m, v, costs):
     """Makespan for costs F, I, W, comm, by the formula if there is one, else as simulate() has it.
-    Beyond 3 P microbatches each P more add the same time, so two short runs predict a long one."""
+    Beyond some P microbatches each P more add the same time: two short runs predict a long one."""
     rate = closed_form(schedule, P, m, v, costs)
     if rate is not None:
         return m * sum(costs[:3]) / (1 - rate)
@@ -109,7 +109,7 @@ def makespan(schedule, P, m, v, costs):
             ends.append(free[rank])
         return max(free[rank] - start for rank, start in first.items())
 
-    few = 2 * P + m % P
+    few = (1 + schedule.startswith("zb")) * P + m % P
     if m <= few + P:
         return simulated(m)
     start, later = simulated(few), simulated(few + P)
