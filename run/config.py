@@ -222,7 +222,8 @@ def check_memory(cfg, share):
     activation per block and token of a microbatch."""
     width = WIDTHS[cfg.dtype]
     mlps = cfg.experts / cfg.top_k if cfg.experts else 1  # an expert is 1/top_k as wide as an MLP
-    need = cfg.n_layer * (4 + 8 * mlps) * cfg.n_embd**2 * sum(bytes_per_parameter(0, 1, width))
+    need = cfg.n_layer * (4 + 8 * mlps) * cfg.n_embd**2 * sum(
+        bytes_per_parameter(0, 1, width, moments=len(MOMENTS[cfg.optimizer])))
     tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
     need = (need + tokens * cfg.n_embd * cfg.n_layer * width) * share
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
