@@ -143,10 +143,10 @@ class Optimizer:
         """SGD, LARS, LAMB. gradient(bucket): a new flat tensor, zeros if not finite."""
         go = finite.double()  # 0: skip
         for bucket in self.reducer.buckets if self.kind == "lamb" else ():
-            grad = gradient(bucket)
-            terms = zip(bucket.moments.values(), (grad, grad.square()), self.betas, strict=True)
-            for moment, term, beta in terms:
-                moment.lerp_(term, ((1 - beta) * go).to(term.dtype))
+            grad, (mean, square) = gradient(bucket), bucket.moments.values()
+            news = [((1 - beta) * go).to(grad.dtype) for beta in self.betas]  # their share
+            mean.lerp_(grad, news[0])
+            square.lerp_(grad.square_(), news[1])
         self.ratios = self.trust_ratios(gradient)
         rates = lr * go * self.ratios
         for bucket in reversed(self.reducer.buckets):
@@ -156,14 +156,14 @@ class Optimizer:
             if self.kind != "lamb":
                 velocity, = bucket.moments.values()
                 change = velocity.mul_(1 - (1 - self.betas[0]) * go).add_(change)
-            bucket.master.sub_(change * go)
+            bucket.master.addcmul_(change, go, value=-1)
             self.publish(bucket)
 
     def gradient(self, scale, finite, bucket):
         grad = bucket.grad_shard
         if grad is None:
             grad = torch.cat([piece for _, piece in self.reducer.grad_pieces(bucket)])
-        return torch.where(finite, grad * scale, 0.0)
+        return (grad * scale).masked_fill_(~finite, 0.0)
 
     def change(self, bucket, gradient):
         """What to subtract at a rate of 1, flat. LAMB computes it twice: its norm comes first."""
@@ -171,7 +171,7 @@ class Optimizer:
             steps = self.updates.double().clamp(min=1)  # the first step may be skipped
             mean, square = (moment / (1 - beta**steps) for moment, beta in zip(
                 bucket.moments.values(), self.betas, strict=True))
-            change = mean / (square.sqrt() + 1e-6)
+            change = mean.div_(square.sqrt_().add_(1e-6))  # in place: of new tensors
         else:
             change = gradient(bucket)
         for (param, piece), (_, weight) in zip(
@@ -186,13 +186,13 @@ class Optimizer:
         squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.copies.device)
         if self.kind == "sgd":
             return torch.ones_like(squares[0])
-        decay, norms = self.weight_decay if self.kind == "lars" else 0.0, []
+        decay, norms = self.weight_decay if self.kind == "lars" else 0.0, [[], []]
         for bucket in self.reducer.buckets:
             flat = gradient(bucket) if self.kind == "lars" else self.change(bucket, gradient)
-            norms += [torch.stack([w.norm(), u.norm()]) for (_, w), (_, u) in zip(
-                bucket.pieces(bucket.master), bucket.pieces(flat), strict=True)]
-        if norms:  # else there are fewer parameters than ranks
-            terms = torch.stack(norms, 1).double().square() / self.copies  # (2, pieces)
+            for found, x in zip(norms, (bucket.master, flat), strict=True):
+                found += [piece.norm() for _, piece in bucket.pieces(x)]
+        if norms[0]:  # else there are fewer parameters than ranks
+            terms = torch.stack(sum(norms, [])).view(2, -1).double().square() / self.copies
             squares.index_add_(1, self.tensor, terms)
         weight, change = all_reduce(squares, self.norm_group).sqrt()
         ratios = weight / (change + decay * weight)

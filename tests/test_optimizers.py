@@ -327,13 +327,13 @@ def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path, capsys, 
 
 
 def test_the_noise_scale_is_the_variance_over_the_squared_mean():
-    """Gradients of one sequence: 3 in all coordinates, and noise of variance 2, in 40,000 of them:
-    a scale of 2/9. Of means over b sequences the variance is 2/b."""
+    """Gradients of one sequence: 1 in each of 40,000 coordinates, and noise of variance 2: a scale
+    of 2. Of means over b sequences the variance is 2/b. Random: 2% off at 400,000 numbers."""
     rng, squares = torch.Generator().manual_seed(0), {}
     for batch in (4, 16):
         noise = torch.randn(10, 40_000, dtype=torch.double, generator=rng) * math.sqrt(2 / batch)
-        squares[batch] = (3 + noise).square().sum(1).mean().item()
-    close(noise_scale(squares[4], squares[16], 4, 16), 2 / 9, "scale", 0.02)
+        squares[batch] = (1 + noise).square().sum(1).mean().item()
+    close(noise_scale(squares[4], squares[16], 4, 16), 2, "scale", 0.02)
 
 
 def test_a_curve_has_means_in_bits_of_all_steps():
