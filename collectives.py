@@ -299,11 +299,14 @@ def reduce(tensor, group, root=0, op="sum"):
 @queued
 def _all_to_all(outputs, group, inputs):  # in the order of arguments that @queued wants
     r, N = group.rank, group.size
-    works = []
+    parts = []
     for distance in range(1, N):
         to, source = (r + distance) % N, (r - distance) % N
-        works.append(group.exchange(inputs[to], to, outputs[source], source))
-    wait_all(works)
+        parts.append((inputs[to], to, outputs[source], source))
+    if group.in_order:
+        group.exchange(*parts[0], more=parts[1:]).wait()
+    else:
+        wait_all([group.exchange(*part) for part in parts])
 
 
 def all_to_all(outputs, inputs, group, async_op=False):

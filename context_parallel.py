@@ -89,11 +89,19 @@ def plain_ring_attention(q, k, v, positions, group):
 #   skip      chunks of keys that the mask hides entirely are left out
 
 
+def takes_flash(q):
+    """FlashAttention takes 16 bits, on GPUs since the A100."""
+    return q.is_cuda and q.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def kernel(q, k, v, causal):
     """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs). Returns out (B, nh, Sq, hs), the
     logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout, unused."""
     aten = torch.ops.aten
-    if q.is_cuda:  # 32 or 16 bits. Has been read, never run: no GPU was at hand
+    if takes_flash(q):  # both GPU kernels have been read, never run: no GPU was at hand
+        out, lse, _, _, _, _, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse, rest[:2]
+    if q.is_cuda:
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal)
         return out, lse[..., : q.size(2)], rest
@@ -106,6 +114,10 @@ def kernel_backward(grad, q, k, v, out, lse, rest, causal):
     their keys: given out and lse over all keys, the kernel recomputes the right weights,
     exp(score - lse), and returns these keys' terms of the gradients."""
     aten = torch.ops.aten
+    if takes_flash(q):  # None: all sequences of a batch are of one length
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
+            *rest)
     if q.is_cuda:  # the kernel wants its rows padded to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
         return aten._scaled_dot_product_efficient_attention_backward(

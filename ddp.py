@@ -184,7 +184,7 @@ class DDP:
 
     def collect(self, param, bucket):
         """Move param.grad into its bucket, or add it there if the bucket's gradients are wider."""
-        if bucket.grad is None:
+        if bucket.grad is None:  # see allocate_gradients
             return
         if not bucket.views:
             bucket.view(bucket.grad, param).add_(param.grad)
@@ -199,12 +199,12 @@ class DDP:
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""
-        for param in bucket.params:
-            if param.grad is None and bucket.grad_dtype == param.dtype:  # unused in this step: zero
-                view = bucket.views.get(param)
-                param.grad = torch.zeros_like(param) if view is None else view.zero_()
-        if bucket.grad is not None:
-            self.works.append(reduction(bucket.grad, bucket.group, async_op=True))
+        if bucket.grad is None:  # see allocate_gradients
+            return
+        for param, view in bucket.views.items():
+            if param.grad is None:  # unused in this step: its gradient is zero
+                param.grad = view.zero_()
+        self.works.append(reduction(bucket.grad, bucket.group, async_op=True))
 
     def finish(self):
         """Wait for the reductions; then sum over the groups other than the data ranks."""
@@ -216,9 +216,10 @@ class DDP:
 
     def grad_pieces(self, bucket):
         """(parameter, this rank's piece of its summed gradient) for a bucket, after finish()."""
-        if bucket.grad_shard is None:
-            return [(param, param.grad.flatten()) for param, _ in bucket.pieces(bucket.full)]
-        return bucket.pieces(bucket.grad_shard)
+        if bucket.grad_shard is not None:
+            return bucket.pieces(bucket.grad_shard)
+        return [(param, torch.zeros_like(piece) if param.grad is None else param.grad.flatten())
+                for param, piece in bucket.pieces(bucket.full)]
 
     # For ZeRO, where a rank does not hold all weights all the time. Here it does.
 

@@ -42,18 +42,16 @@ class SendRows(torch.autograd.Function):
         return SendRows.apply(grad, ctx.of, ctx.to, ctx.group), None, None, None
 
 
-def run_at_owners(experts, group, rows, counts):
+def run_at_owners(experts, group, rows, to_send, to_run):
     """Run rows on the experts of all ranks of the group, n experts on each. In: rows (R, C), sorted
-    by expert: counts[0] for the first expert of rank 0, counts[1] for its second, ... Out: (R, C),
-    in the same order. Two ranks with two experts each, counts on rank 0 [3, 0, 1, 2]: rank 0 keeps
-    3 rows, and sends 3 to rank 1, of which 1 is for rank 1's first expert."""
-    E = group.size
-    to_send = torch.tensor(counts, device=rows.device).view(E, -1)  # (E, n): [rank][its expert]
-    to_run = torch.empty_like(to_send)  # (E, n): rows from each rank, for each expert of this rank
-    all_to_all(list(to_run), list(to_send), group)
-    to_run = group.read(to_run)  # a list of lists
-    n = len(counts) // E
-    sent = [sum(counts[i * n : (i + 1) * n]) for i in range(E)]  # to each rank
+    by rank and its expert; to_send[rank][its expert], how many; to_run[rank][expert of this rank],
+    how many come from there. Out: (R, C), in the same order. Two ranks with two experts each,
+    to_send on rank 0 [[3, 0], [1, 2]]: rank 0 keeps 3 rows, and sends 3 to rank 1, of which 1 is
+    for rank 1's first expert."""
+    E, n = group.size, len(to_run[0])
+    if E == 1:
+        return torch.cat(experts(rows.split(to_run[0])))
+    sent = [sum(for_rank) for for_rank in to_send]  # to each rank
     received = [sum(of_rank) for of_rank in to_run]  # from each rank
     rows = SendRows.apply(rows, sent, received, group)  # dispatch: sorted by rank, then by expert
     # Run: collect the rows of each expert from all ranks, run it, and restore the received order
@@ -89,11 +87,15 @@ class SpreadExperts:
         # An assignment is a token and one of its k experts: number a is of token a // k
         place = self.place[chosen.flatten()]  # (B * S * k,)
         counts = place.new_zeros(self.n_reached + 1).scatter_add_(0, place, torch.ones_like(place))
-        counts = self.group.read(counts[: self.n_reached])
+        to_send = counts[: self.n_reached].view(self.group.size, -1)  # (E, n)
+        counts = torch.stack([to_send, to_send])  # [1] becomes to_run, of run_at_owners
+        all_to_all(list(counts[1]), list(to_send), self.group)
+        to_send, to_run = self.group.read(counts)  # the layer's one wait for the device
         # Sorted by expert; the assignments that other ranks serve come last, and are left out
-        assignments = place.argsort(stable=True)[: sum(counts)]
+        assignments = place.argsort(stable=True)[: sum(map(sum, to_send))]
         tokens, token = x.flatten(0, 1), assignments // k  # (B * S, C); index of each row's token
-        rows = run_at_owners(self.experts, self.group, tokens.index_select(0, token), counts)
+        rows = tokens.index_select(0, token)
+        rows = run_at_owners(self.experts, self.group, rows, to_send, to_run)
         y = torch.zeros_like(tokens)
         y.index_add_(0, token, gates.flatten()[assignments].unsqueeze(1) * rows)
         return Leave.apply(y.view_as(x), self.region)  # until here y is partial over tp
@@ -117,9 +119,9 @@ def spread_experts(model, mesh, sp=False):
 
     for layer in (block.mlp for block in model.layers[1:-1]):
         layer.all_tokens = all_tokens
+        layer.core = SpreadExperts(layer, ep, Region(tp, sp))
         if ep.size * tp.size == 1:
             continue
-        layer.core = SpreadExperts(layer, ep, Region(tp, sp))
         own = layer.core.own.tolist()
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):

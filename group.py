@@ -33,7 +33,7 @@ def naming(what):
     """Re-raise a RuntimeError of the library as a CommunicationError that names `what`."""
     try:
         yield
-    except CommunicationError:
+    except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
         raise
     except RuntimeError as error:
         # strip the C++ location and hints
@@ -93,18 +93,19 @@ class Group:
         self.thread = None  # runs submitted work; started by the first submit()
         self.span = no_span
 
-    def exchange(self, send=None, dst=None, recv=None, src=None):
+    def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
         """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
         Return their Work. The two directions cannot block each other: gloo gets the receive first,
-        NCCL gets both as one operation."""
+        NCCL gets both as one operation. more: further (send, dst, recv, src) of this operation."""
         ends, names = [], []  # dist.irecv and isend mark the direction here: see post
-        if recv is not None and recv.numel() > 0:
-            ends.append((dist.irecv, recv, src))
-            names.append(f"receive from rank {self.ranks[src]}")
-        if send is not None and send.numel() > 0:
-            ends.append((dist.isend, send, dst))
-            names.append(f"send to rank {self.ranks[dst]}")
-            self.bytes_sent += send.numel() * send.element_size()
+        for out, to, into, source in [(send, dst, recv, src), *more]:
+            if into is not None and into.numel() > 0:
+                ends.append((dist.irecv, into, source))
+                names.append(f"receive from rank {self.ranks[source]}")
+            if out is not None and out.numel() > 0:
+                ends.append((dist.isend, out, to))
+                names.append(f"send to rank {self.ranks[to]}")
+                self.bytes_sent += out.numel() * out.element_size()
         return self.start(", ".join(names), lambda: self.post(ends))
 
     def post(self, ends):
@@ -119,12 +120,13 @@ class Group:
         what = f"rank {self.ranks[self.rank]}: operation {self.sequence} of group {self.name}, " \
                f"{what}"
         with naming(what):
-            works = post()
-        self.track(what, works)
-        return Work([work.wait for work in works], what)
+            posted = post()
+        work = Work([part.wait for part in posted], what)
+        self.track(work, posted)
+        return work
 
-    def track(self, what, works):
-        """Remember pending works for read(). Needed by NCCL only: see CudaGroup.track."""
+    def track(self, work, posted):
+        """Remember a pending Work for read(). Needed by NCCL only: see CudaGroup.track."""
 
     def send(self, tensor, dst):
         return self.exchange(send=tensor, dst=dst)

@@ -31,9 +31,10 @@ class InOrderGroup(Group):
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-def is_done(work):
-    """Has the device finished? Re-raises the error of the work."""
-    done = work.is_completed()
+def is_done(work, posted):
+    """Has the device finished? posted: the library's works, which `work` waits for once, not twice.
+    Re-raises their error."""
+    done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
     return done
@@ -49,12 +50,12 @@ class CudaGroup(InOrderGroup):
         self.side_stream = None  # of submit(); made when first used
         self.receive_stream = None  # of recv_new(); made when first used
 
-    def track(self, what, works):
-        """Append the works to mesh.pending, for read() to poll; drop those that are done."""
+    def track(self, work, posted):
+        """Append a Work to mesh.pending, for read() to poll; drop those that are done."""
         pending = self.mesh.pending
-        while pending and pending[0][1]():
+        while pending and is_done(*pending[0]):
             pending.popleft()
-        pending.extend((what, partial(is_done, work)) for work in works)
+        pending.append((work, posted))
 
     def start_read(self, tensor):
         """Start to copy a tensor to the host. The function returned waits for the operations posted
@@ -66,12 +67,12 @@ class CudaGroup(InOrderGroup):
 
         def finish():
             deadline = time.monotonic() + self.mesh.timeout
-            for what, done in before:
-                with naming(what):
-                    while not done():
+            for work, posted in before:
+                with naming(work.what):
+                    while not is_done(work, posted):
                         if time.monotonic() > deadline:
                             raise CommunicationError(
-                                f"{what}: not done within {self.mesh.timeout:g} s")
+                                f"{work.what}: not done within {self.mesh.timeout:g} s")
                         time.sleep(0.0002)
             copied.synchronize()
             return host.tolist()

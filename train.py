@@ -37,7 +37,7 @@ from planner.hardware import peak_flops
 from run import checkpoint, signals
 from run.config import check, fail, read_command_line
 from run.log import Log
-from run.processes import choose_device, give_up, init, shutdown
+from run.processes import choose_device, give_up, init, out_of_memory, shutdown
 from run.timeline import Tracer, report
 from run.weights import read_weights
 from sample import sample_text
@@ -327,6 +327,8 @@ def main():
     except checkpoint.CheckpointError as error:
         shutdown(together=False)
         fail(error)
+    except torch.OutOfMemoryError:
+        give_up(out_of_memory(cfg), cfg.timeout)
     except (CommunicationError, DataError) as error:
         give_up(error, cfg.timeout)
     if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:

@@ -44,7 +44,8 @@ def plain_zero_step(weights, grad, group, step):
 
 
 class ZeRO1(DDP):
-    """Shards optimizer states: reduce-scatters gradients, all-gathers new weights."""
+    """Shards optimizer states: reduce-scatters gradients, and all-gathers new weights while the
+    next forward begins."""
 
     zero = 1
 

@@ -1,22 +1,21 @@
 """Seconds that a training step takes in a layout, on a device that need not be here.
 
-    kernel     FLOPs / rate, or bytes / bandwidth (as elements read and written), and a launch
-    ring       rounds (N-1) (n/N / slowest link + latency); rounds: 2 for an all-reduce, 1 for
-               either half. Ranks stand in order: one link of each ring leaves a node
-    overlap    hypot(messages, compute): the longer if they differ much, 1.4 times if not
+    kernel     FLOPs / rate, or bytes / bandwidth (of elements read and written), and a launch
+    ring       rounds (N-1) (n/N / link + latency); rounds: 2 for an all-reduce, 1 for either half.
+               Of n members of a group on each node, all n have a port of their own ("rails")
+    overlap    what travels longer than compute lasts, and at least the fraction `unhidden` of it
     step       the makespan of the schedule by the simulator, with F, I, W of the busiest rank;
-               then data-parallel messages and the optimizer
-
-Left out: LEFT_OUT in plan.py; also data loading and checkpoints.
+               then data-parallel messages and the optimizer (left out: LEFT_OUT in plan.py)
 """
 
 import math
 from functools import cache
+from operator import mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
-from planner.memory import block_parameters, end_parameters, matrices, parts_of, tokens_of
-from schedules import make_schedule, placement, simulate
+from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
+from schedules import make_schedule, needs, placement, play
 
 
 def step_flops(job, recompute="none"):
@@ -29,29 +28,27 @@ def step_flops(job, recompute="none"):
     return tokens * L * forwards * (2 * sum(matrices(model)) + 4 * h * S) + 6 * tokens * h * V
 
 
-def compute(device, products=0.0, attention=0.0, moved=0.0, kernels=0):
-    """Seconds for FLOPs of matrix products, FLOPs of fused attention, bytes read and written."""
-    return (products / (1e12 * device.tflops * device.f_products)
-            + attention / (1e12 * device.tflops * device.f_attention)
-            + moved / (1e9 * device.hbm * device.f_hbm) + kernels * device.launch)
+def on_node(device, stride, size):
+    """How many of the ranks of a group, `stride` apart, share a node: all, or each node's share."""
+    return max(1, math.gcd(device.node, stride * size) // stride)
 
 
-def link(device, stride, size):
-    """Bytes per second of the slowest link in a ring of `size` ranks, `stride` ranks apart."""
-    inside_nodes = device.node % (stride * size) == 0
-    return 1e9 * (device.nvlink * device.f_nvlink if inside_nodes
-                  else device.network * device.f_network)
+def link(device, members, size):
+    """Bytes per second between neighbours in a ring of `size` ranks, `members` on each node."""
+    inside = device.nvlink * device.f_nvlink
+    if members >= size:
+        return 1e9 * inside
+    return 1e9 * min(inside, members * device.network * device.f_network)
 
 
-def ring_time(device, stride, size, nbytes, rounds=1):
+def ring_time(device, members, size, nbytes, rounds=1):
     """Seconds of a collective on `nbytes`: rounds 2 for an all-reduce, 1 for either half."""
-    hop = nbytes / size / link(device, stride, size) + device.latency
-    return rounds * (size - 1) * hop + device.late * (size > 1 and nbytes > 0)
+    return rounds * (size - 1) * (nbytes / size / link(device, members, size) + device.latency)
 
 
 def exposed(device, messages, computing):
-    """Communication time not hidden by compute. A CPU hides none: it copies messages itself."""
-    return messages if device.cores else math.hypot(messages, computing) - computing
+    """Seconds of communication that compute does not hide."""
+    return max(messages - computing, device.unhidden * messages)
 
 
 class Time(NamedTuple):
@@ -63,116 +60,6 @@ class Time(NamedTuple):
 
     def plus(self, other, times=1):
         return Time(*(a + times * b for a, b in zip(self, other, strict=True)))
-
-
-def tensor_messages(job, layout, device, split, products):
-    """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the FLOPs of the
-    block's forward."""
-    nbytes = tokens_of(job, layout) * job.model.n_embd * job.width
-    half = ring_time(device, 1, layout.tp, nbytes)
-    whole = 2 * half if layout.sp else ring_time(device, 1, layout.tp, nbytes, rounds=2)
-    share = matrices(job.model)[0] / sum(matrices(job.model)) / 2  # in one of two columns
-    column = compute(device, share * products)  # either half of its backward
-    if split:  # only the second all-gather of x (--sp) overlaps with compute
-        gather_again = 2 * exposed(device, half, column) if layout.sp else 0.0
-        return 2 * whole, 2 * whole + gather_again, 0.0
-    if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
-        waits = 2 * exposed(device, half, column)
-        return 2 * whole, whole + waits, waits
-    return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
-
-
-def context_messages(job, layout, device, attention, attention_back):
-    """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
-    attention and attention_back, hides the ring's messages."""
-    T, C, w = layout.tp, layout.cp, job.width
-    # Keys and values of all heads, as train.py sends them; of grouped heads fewer could travel
-    elements = tokens_of(job, layout) * job.model.n_embd / T
-    if C > 1 and layout.cp_attention == "all-to-all":  # q, k, v and the result
-        swap = 4 * ring_time(device, T, C, elements * w)
-        return swap, swap
-    hop = 2 * elements / link(device, T, C)  # seconds for a byte each of keys and values
-    start = device.latency + device.late
-    forward = exposed(device, hop * w, attention / C) + start
-    # keys and values, and their gradients in at least 32 bits
-    backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + start
-    return (C - 1) * forward, (C - 1) * backward
-
-
-@cache
-def block_time(job, layout, device, split):
-    """F, I and W of a block, for one microbatch. split: I and W are separate actions."""
-    model, w, T, E = job.model, job.width, layout.tp, layout.ep
-    n, h, N = tokens_of(job, layout), model.n_embd, model.n_experts
-    products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N
-    # elements of norms and residuals; of GELU and of reordering the heads
-    moved = n * h * w * (10 / (T if layout.sp else 1) + 12 / T)
-    if job.attention == "flash":  # the mask halves the scores; backward computes them once more
-        attention = compute(device, attention=2 * n * model.block_size * h / T)
-        attention_back = 2.5 * attention
-    else:  # S x S scores are moved 5.5 times forward, 9 times backward
-        flops, scores = 4 * n * model.block_size * h / T, n * model.block_size * model.n_head / T
-        attention = compute(device, flops, moved=5.5 * scores * w)
-        attention_back = compute(device, 2 * flops, moved=9 * scores * w)
-    dense, expert = block_parameters(model, T)
-    experts = expert * N / (E * T)
-    F = compute(device, products, moved=moved, kernels=20) + attention
-    I = compute(device, products, moved=2 * moved, kernels=25) + attention_back  # noqa: E741
-    W = compute(device, products, moved=3 * w * (dense + experts), kernels=12)
-    if split and N:  # weight gradients of experts are not deferred
-        at_once = compute(device, 2 * n * model.top_k * expert / T, moved=3 * w * experts)
-        I, W = I + at_once, W - at_once  # noqa: E741
-
-    tp_F, tp_I, tp_W = tensor_messages(job, layout, device, split, products)
-    cp_F, cp_I = context_messages(job, layout, device, attention, attention_back)
-    # tokens to the experts and back; rank e and e + 1 are one data rank apart
-    ep = 2 * ring_time(device, T * layout.cp * layout.pp, E, model.top_k * n * h * w / T)
-    forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
-    if layout.recompute == "full":
-        backward = backward.plus(forward)
-    elif layout.recompute == "selective" and job.attention == "naive":
-        backward = backward.plus(Time(attention))
-    return forward, backward, Time(W, tp_W)
-
-
-@cache
-def ends_time(job, layout, device):
-    """(F, I, W) of the embedding and of the head. The softmax is in at least 32 bits."""
-    n, h, w = tokens_of(job, layout), job.model.n_embd, job.width
-    words = job.model.vocab_size / layout.tp
-    # of the embedding's rows forward; of the head's input gradient backward
-    reduce = ring_time(device, 1, layout.tp, n * h * w, rounds=2)
-    embedding = (Time(compute(device, moved=2 * n * h * w), reduce),
-                 Time(compute(device, moved=3 * n * h * w)), Time())
-    products = 2 * n * h * words
-    logits = compute(device, products, moved=n * words * (w + 3 * max(w, 4)), kernels=10)
-    head = (Time(logits), Time(logits, reduce),
-            Time(compute(device, products, moved=3 * w * h * words)))
-    return embedding, head
-
-
-@cache
-def kinds_of_ranks(model, schedule, P, v):
-    return set(parts_of(model, schedule, P, v))
-
-
-@cache
-def busiest_rank(job, layout, device):
-    """(F, I, W) of a microbatch through all stages of the slowest pipeline rank, and its Part."""
-    split = layout.schedule.startswith("zb")
-    alike = layout._replace(zero=0, schedule="", chunks=1)  # layers take as long under each of them
-    embedding, head = ends_time(job, alike, device)
-    block = block_time(job, alike, device, split)
-    in_embedding, in_block, in_head = (
-        sum(sum(time) for time in times) for times in (embedding, block, head))
-
-    def seconds(part):
-        return part.embedding * in_embedding + part.blocks * in_block + part.head * in_head
-
-    part = max(kinds_of_ranks(job.model, layout.schedule, layout.pp, layout.chunks), key=seconds)
-    times = [Time().plus(e, part.embedding).plus(b, part.blocks).plus(h, part.head)
-             for e, b, h in zip(embedding, block, head, strict=True)]
-    return times, part
 
 
 def closed_form(name, P, m, v, costs):
@@ -190,109 +77,236 @@ def closed_form(name, P, m, v, costs):
 
 
 @cache
+def in_order(schedule, P, m, v):
+    """[(rank, kind, [(index of an action that it needs, is that on another rank?)])] of all actions
+    of a schedule, each behind what it needs. Whatever the costs are: lists are static."""
+    lists, where, index, rows = make_schedule(schedule, P, m, v), placement(schedule, P, v), {}, []
+    for rank, action, *_ in play(lists, where):
+        rows.append((rank, action.kind, [(index[need], where[need.stage] != rank)
+                                         for need in needs(action, where, False)]))
+        index[action._replace(kind="B") if action.kind == "I" else action] = len(rows) - 1
+    return rows
+
+
+@cache
 def makespan(schedule, P, m, v, costs):
-    """Makespan for costs F, I, W, comm, by the formula if there is one, else by the simulator.
-    Beyond 3 P microbatches each P more add the same time, so two short runs predict a long one."""
+    """Makespan for costs F, I, W, comm, by the formula if there is one, else as simulate() has it.
+    Beyond some P microbatches each P more add the same time: two short runs predict a long one."""
     rate = closed_form(schedule, P, m, v, costs)
     if rate is not None:
         return m * sum(costs[:3]) / (1 - rate)
 
     def simulated(m):
-        return simulate(make_schedule(schedule, P, m, v), placement(schedule, P, v), costs).makespan
+        f, i, w, comm = costs
+        cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
+        first, free, ends = {}, [0.0] * P, []
+        for rank, kind, needed in in_order(schedule, P, m, v):
+            start = free[rank]
+            for need, far in needed:
+                start = max(start, ends[need] + comm * far)
+            first.setdefault(rank, start)
+            free[rank] = start + cost[kind]
+            ends.append(free[rank])
+        return max(free[rank] - start for rank, start in first.items())
 
-    few = 2 * P + m % P
+    few = (1 + schedule.startswith("zb")) * P + m % P
     if m <= few + P:
         return simulated(m)
     start, later = simulated(few), simulated(few + P)
     return later + (m - few - P) * (later - start) / P
 
 
-def action_costs(job, layout, device):
-    """F, I, W of the busiest rank, and the latency between ranks: what simulate() takes."""
-    times, _ = busiest_rank(job, layout, device)
-    comm = 0.0
-    if layout.pp > 1:
-        elements = tokens_of(job, layout) * job.model.n_embd / (layout.tp if layout.sp else 1)
-        comm = elements * job.width / link(device, layout.tp * layout.cp, layout.pp)
-        comm += device.latency + device.late
-    return *(sum(time) for time in times), comm
+class Costs:
+    """Seconds of a job on a device. Remembers what layouts share, by what it depends on."""
 
+    def __init__(self, job, device):
+        self.job, self.device, self.known = job, device, {}
+        # elements that the forward kernels of a block read and write, per token, beside products:
+        # (norms and residuals, of which --sp leaves each rank 1/T; MLP and heads)
+        kv, inner, up, *_ = shape_of(job.model)
+        self.moved = 10 * job.model.n_embd, (1 + up) * inner + 2 * (job.model.n_embd + kv)
 
-def pipeline_time(job, layout, device, messages=True):
-    """Seconds from the first forward to the last backward, on the slowest rank."""
-    F, I, W, comm = action_costs(job, layout, device)  # noqa: E741
-    return makespan(layout.schedule, layout.pp, layout.microbatches, layout.chunks,
-                    (F, I, W, comm if messages else 0.0))
+    def compute(self, products=0.0, attention=0.0, moved=0.0, kernels=0):
+        """Seconds for FLOPs of matrix products, FLOPs of fused attention, bytes moved."""
+        device = self.device
+        return (products / (1e12 * device.tflops * device.f_products)
+                + attention / (1e12 * device.tflops * device.f_attention)
+                + moved / (1e9 * device.hbm * device.f_hbm) + kernels * device.launch)
 
+    def ring(self, stride, size, nbytes, rounds=1):
+        return ring_time(self.device, on_node(self.device, stride, size), size, nbytes, rounds)
 
-def lower_bound(job, layout, device):
-    """Fewest seconds that a step can take: no message is exposed, the bubble is the formula's."""
-    F, I, W, _ = action_costs(job, layout, device)  # noqa: E741
-    m = layout.microbatches
-    rate = closed_form(layout.schedule, layout.pp, m, layout.chunks, (F, I, W, 0.0))
-    return m * (F + I + W) / (1 - (rate or 0.0))
+    def attention(self, n, T):
+        """(forward, backward) seconds of attention for n tokens. The mask halves the scores;
+        backward computes them once more."""
+        model = self.job.model
+        forward = self.compute(attention=2 * n * model.block_size * model.n_embd / T)
+        return forward, 2.5 * forward
 
+    def tensor_messages(self, n, layout, split, products):
+        """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the FLOPs of
+        the block's forward."""
+        model, device = self.job.model, self.device
+        half = self.ring(1, layout.tp, n * model.n_embd * self.job.width)
+        whole = 2 * half
+        share = matrices(model)[0] / sum(matrices(model)) / 2  # in one of two columns
+        column = self.compute(share * products)  # either half of its backward
+        waits = 2 * exposed(device, half, column) if layout.sp else 0.0
+        if split:  # only the second all-gather of x (--sp) overlaps with compute
+            return 2 * whole, 2 * whole + waits, 0.0
+        if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
+            return 2 * whole, whole + waits, waits
+        return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
 
-def data_time(job, layout, device):
-    """(exposed time of data-parallel messages, time of the optimizer)."""
-    times, part = busiest_rank(job, layout._replace(zero=0), device)
-    forward, backward = sum(times[0]), sum(times[1]) + sum(times[2])  # of a microbatch
-    model, w, m, T = job.model, job.width, layout.microbatches, layout.tp
-    ranks = layout.dp * layout.cp
-    stride = T if layout.dp == 1 else layout.ranks // ranks  # the axes: dp, pp, cp, tp
-    dense, expert = block_parameters(model, T)
-    experts = part.blocks * expert * model.n_experts / (layout.ep * T)
-    vocabulary = model.vocab_size * model.n_embd / T
-    ends, _ = end_parameters(model, part, T)
-    if layout.zero == 3:  # gathers a tied matrix once for each of its two ends
-        ends = (part.embedding + part.head) * vocabulary
-    numel = part.blocks * dense + ends
+    def context_messages(self, n, layout, attention, attention_back):
+        """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
+        attention and attention_back, hides the ring's messages."""
+        T, C, w, device = layout.tp, layout.cp, self.job.width, self.device
+        h, (kv, *_) = self.job.model.n_embd, shape_of(self.job.model)
+        if C > 1 and layout.cp_attention == "all-to-all":  # q, k, v and the result
+            swap = self.ring(T, C, 2 * n * (h + kv) / T * w)
+            return swap, swap
+        # seconds for a byte of each key and value
+        hop = 2 * n * kv / T / link(device, on_node(device, T, C), C)
+        forward = exposed(device, hop * w, attention / C) + device.latency
+        # keys and values, and their gradients in at least 32 bits
+        backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + device.latency
+        return (C - 1) * forward, (C - 1) * backward
 
-    half = ring_time(device, stride, ranks, numel * w)  # a reduce-scatter, or an all-gather
-    if experts:
-        half += ring_time(device, stride * layout.ep, ranks // layout.ep, experts * w)
-    if ranks > 1:  # in one message for each layer or, DDP, for each bucket of 25 MiB
+    def block(self, n, layout, split):
+        """F, I and W of a block, for a microbatch of n tokens. split: I and W are separate."""
+        model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
+        h, N, (kv, inner, up, *_) = model.n_embd, model.n_experts, shape_of(model)
+        products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N
+        # bytes of the products' inputs and outputs, outside and inside of what T splits
+        operands = n * w * (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T)
+        moved = n * w * (self.moved[0] / (T if layout.sp else 1) + self.moved[1] / T)
+        dense, expert = block_parameters(model, T)
+        weights = w * (dense + expert * N / (E * T))
+        attention, attention_back = self.attention(n, T)
+        F = self.compute(products, moved=operands + moved + weights, kernels=20) + attention
+        I = attention_back + self.compute(  # noqa: E741
+            products, moved=operands + 2 * moved + weights, kernels=25)
+        W = self.compute(products, moved=operands + 2 * weights, kernels=12)
+        if split and N:  # weight gradients of experts are not deferred
+            at_once = self.compute(2 * n * model.top_k * expert / T,
+                                   moved=2 * w * expert * N / (E * T))
+            I, W = I + at_once, W - at_once  # noqa: E741
+        tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
+        cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
+        # tokens to the experts and back; rank e and e + 1 are one data rank apart
+        ep = 2 * self.ring(T * layout.cp * layout.pp, E, model.top_k * n * h * w / T)
+        forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
+        again = self.recomputed(layout, forward, attention)
+        return forward, backward.plus(again), Time(W, tp_W)
+
+    def recomputed(self, layout, forward, attention):
+        """What is computed again in backward. attention: seconds of its forward."""
+        return forward if layout.recompute == "full" else Time()
+
+    def ends(self, n, T):
+        """(F, I, W) of the embedding and of the head. The softmax is in at least 32 bits."""
+        h, w, words = self.job.model.n_embd, self.job.width, self.job.model.vocab_size / T
+        reduce = self.ring(1, T, n * h * w, rounds=2)  # of rows forward, of a gradient backward
+        products = 2 * n * h * words
+        logits = self.compute(products, moved=n * words * (w + 3 * max(w, 4)), kernels=10)
+        return ((Time(self.compute(moved=2 * n * h * w), reduce),
+                 Time(self.compute(moved=3 * n * h * w)), Time()),
+                (Time(logits), Time(logits, reduce),
+                 Time(self.compute(products, moved=3 * w * h * words))))
+
+    def layers(self, layout):
+        """(F, I, W) of the embedding, of a block, of the head."""
+        n, split = tokens_of(self.job, layout), layout.schedule.startswith("zb")
+        key = (n, split, layout.tp, layout.ep > 1 and layout.pp, layout[3:6], layout[10:])
+        if key not in self.known:
+            embedding, head = self.ends(n, layout.tp)
+            self.known[key] = embedding, self.block(n, layout, split), head
+        return self.known[key]
+
+    def parts(self, layout):
+        """The Parts of the pipeline ranks."""
+        return parts_of(self.job.model, layout.schedule, layout.pp, layout.chunks)
+
+    def busiest_rank(self, layout):
+        """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
+        its Part)."""
+        kind = layout.schedule.startswith("zb") + (layout.schedule == "zb-v")
+        key = (tokens_of(self.job, layout), kind, layout[1:6], layout.chunks, layout[10:])
+        if key not in self.known:
+            layers = self.layers(layout)
+            times = [sum(map(sum, layer)) for layer in layers]
+            part = max(set(self.parts(layout)), key=lambda part: sum(map(mul, part, times)))
+            self.known[key] = [sum(map(mul, part, map(sum, action)))
+                               for action in zip(*layers, strict=True)], part
+        return self.known[key]
+
+    def pipeline_time(self, layout, messages=True):
+        """Seconds from the first forward to the last backward, on the slowest rank."""
+        (actions, _), P, comm = self.busiest_rank(layout), layout.pp, 0.0
+        if messages and P > 1:  # each rank to its neighbour, through a port of its own
+            nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
+            members = P if self.device.node % (layout.tp * layout.cp * P) == 0 else 1
+            comm = nbytes / (layout.tp if layout.sp else 1) / link(self.device, members, P)
+            comm += self.device.latency
+        return makespan(layout.schedule, P, layout.microbatches, layout.chunks, (*actions, comm))
+
+    def lower_bound(self, layout):
+        """Fewest seconds that a step can take: messages between stages cost nothing, the bubble is
+        the formula's."""
+        (actions, _), m = self.busiest_rank(layout), layout.microbatches
+        rate = closed_form(layout.schedule, layout.pp, m, layout.chunks, (*actions, 0.0))
+        return m * sum(actions) / (1 - (rate or 0.0))
+
+    def data_time(self, layout):
+        """(exposed time of data-parallel messages, time of the optimizer)."""
+        (forward, *backward), part = self.busiest_rank(layout)  # of a microbatch
+        job, device, backward = self.job, self.device, sum(backward)
+        model, w, m = job.model, job.width, layout.microbatches
+        D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
+        ranks, outer = D * C, T * C * P
+        members = on_node(device, T, C) * on_node(device, outer, D)
+        dense, expert = block_parameters(model, T)
+        experts = part.blocks * expert * model.n_experts / (E * T)
+        vocabulary = model.vocab_size * model.n_embd / T
+        ends, _ = end_parameters(model, part, T)
+        if layout.zero == 3:  # gathers a tied matrix once for each of its two ends
+            ends = (part.embedding + part.head) * vocabulary
+        numel = part.blocks * dense + ends
+
+        half = ring_time(device, members, ranks, numel * w)  # a reduce-scatter, or an all-gather
+        if experts:
+            half += self.ring(outer * E, ranks // E, experts * w)
+        # one message for each layer or, DDP, for each bucket of 25 MiB
         count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
-        half += (count - 1) * ((ranks - 1) * device.latency + device.late)
-    grads = job.grad_width / w * half
-    if layout.zero == 0:  # an all-reduce beside the last backward
-        sent = exposed(device, 2 * grads, backward)
-    elif layout.zero == 1:  # a reduce-scatter there, then an all-gather of new weights
-        sent = exposed(device, grads, backward) + half
-    elif layout.zero == 2:  # a reduce-scatter beside every backward
-        sent = m * exposed(device, grads, backward) + half
-    else:  # and an all-gather of the weights beside every forward and backward
-        sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
-    if layout.pp > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
-        sent += ring_time(device, layout.ranks, 2, vocabulary * w, rounds=2)
+        half += (count - 1) * (ranks - 1) * device.latency
+        grads = job.grad_width / w * half
+        if layout.zero == 0:  # an all-reduce beside the last backward
+            sent = exposed(device, 2 * grads, backward)
+        elif layout.zero == 1:  # a reduce-scatter there, then an all-gather of new weights
+            sent = exposed(device, grads, backward) + half
+        elif layout.zero == 2:  # a reduce-scatter beside every backward
+            sent = m * exposed(device, grads, backward) + half
+        else:  # and an all-gather of the weights beside every forward and backward
+            sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
+        if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
+            members = 2 if device.node % outer == 0 else 1
+            sent += ring_time(device, members, 2, vocabulary * w, rounds=2)
+        owned = numel / ranks + experts * E / ranks if layout.zero else numel + experts
+        bytes_moved = 28 if w == 2 else 7 * w  # per parameter, by AdamW
+        return sent, self.compute(moved=owned * bytes_moved, kernels=8 * part.blocks)
 
-    owned = numel + experts
-    if layout.zero:
-        owned = numel / ranks + experts / (ranks // layout.ep)
-    bytes_moved = 28 if w == 2 else 7 * w  # per parameter, by AdamW
-    return sent, compute(device, moved=owned * bytes_moved, kernels=8 * part.blocks)
+    def step_time(self, layout):
+        return self.pipeline_time(layout) + sum(self.data_time(layout))
 
-
-def step_time(job, layout, device):
-    """Seconds of a step."""
-    data = sum(data_time(job, layout, device))
-    step = pipeline_time(job, layout, device) + data
-    if device.cores:  # shared by all ranks: while one waits, another computes
-        P, m = layout.pp, layout.microbatches
-        all_stages, _ = busiest_rank(job, layout._replace(pp=1, chunks=1), device)
-        boundaries = P * layout.chunks - 1
-        work = m * sum(sum(time) for time in all_stages) + P * data  # of P ranks
-        work += 2 * m * boundaries * action_costs(job, layout, device)[-1]
-        step = max(step, work * layout.ranks / P / device.cores)
-    return step
-
-
-def time_by_part(job, layout, device):
-    """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's if each
-    rank has a device of its own. tp, cp, ep, pp, dp: exposed messages of that axis."""
-    (F, I, W), _ = busiest_rank(job, layout, device)  # noqa: E741
-    busy = Time().plus(F.plus(I).plus(W), layout.microbatches)
-    without_messages = pipeline_time(job, layout, device, messages=False)
-    sent, optimizer = data_time(job, layout, device)
-    return {**busy._asdict(), "pp": pipeline_time(job, layout, device) - without_messages,
-            "dp": sent, "optimizer": optimizer, "bubble": without_messages - sum(busy)}
+    def time_by_part(self, layout):
+        """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's.
+        tp, cp, ep, pp, dp: exposed messages of that axis."""
+        busy, (_, part) = Time(), self.busiest_rank(layout)
+        for number, layer in zip(part, self.layers(layout), strict=True):
+            for time in layer:
+                busy = busy.plus(time, number * layout.microbatches)
+        without_messages = self.pipeline_time(layout, messages=False)
+        sent, optimizer = self.data_time(layout)
+        return {**busy._asdict(), "pp": self.pipeline_time(layout) - without_messages, "dp": sent,
+                "optimizer": optimizer, "bubble": max(0.0, without_messages - sum(busy))}

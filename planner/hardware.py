@@ -15,20 +15,18 @@ class Device:
     nvlink: float  # to another device of the node, each way, 10^9 bytes per second
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices in one
-    # fractions of these that programs reach
-    f_products: float = 0.74  # of tflops, in the matrix products of a GPT
+    # fractions of these that programs reach: fitted, but for f_attention of A100s
+    f_products: float = 0.8  # of tflops, in matrix products once their operands are there
     f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
-    f_hbm: float = 0.7
-    f_nvlink: float = 0.6  # in a ring around which all wait
-    f_network: float = 0.72
-    latency: float = 1e-5  # seconds for a message to get going
-    late: float = 0.0  # seconds until all ranks have reached a message or collective
+    f_hbm: float = 0.65
+    f_nvlink: float = 0.54  # in a ring around which all wait
+    f_network: float = 0.87
+    unhidden: float = 0.41  # of messages beside compute: messages also slow the compute down
+    latency: float = 3.4e-6  # seconds for a message to get going
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
-    cores: int = 0  # of a CPU that all ranks share; 0: a device for each rank
 
 
-# Fused attention on an H100: arXiv 2307.08691, figure 7
-HOPPER = {"f_products": 0.6, "f_attention": 0.34}
+HOPPER = {"f_products": 0.71, "f_attention": 0.25}
 DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
     "v100": Device(125, 32, 900, 150, 12.5),  # SXM, NVLink 2, EDR InfiniBand
     "a100-40": Device(312, 40, 1555, 300, 25),  # SXM, NVLink 3, HDR
@@ -40,8 +38,9 @@ DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
 
 def peak_flops(gpu):
     """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
-    known = [1e12 * d.tflops for name, d in DEVICES.items() if name.split("-")[0] in gpu.lower()]
-    return known[0] if known else 0.0
+    known = {"h100 pcie": 756, "nvl": 835}  # cards that are slower than SXM: their own data sheets
+    known.update((name.split("-")[0], device.tflops) for name, device in DEVICES.items())
+    return next((1e12 * tflops for name, tflops in known.items() if name in gpu.lower()), 0.0)
 
 
 @dataclass(frozen=True)

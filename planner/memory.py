@@ -21,7 +21,7 @@ cut_once = cache(cut)  # into stages, as train.py does
 
 
 class Layout(NamedTuple):
-    """train.py's flags of these names, all resolved; recompute can be "selective"."""
+    """train.py's flags of these names, all resolved."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -44,8 +44,6 @@ class Job(NamedTuple):
     """A training, independent of its layout."""
     model: GPTConfig
     batch_size: int  # sequences of a step, on all ranks
-    # flash: one kernel; naive, as in 2021: S x S scores in memory, and dropout
-    attention: str = "flash"
     width: int = 2  # bytes of a weight
     wide: bool = False  # gradients of 16-bit weights are summed in 32 bits
     moments: int = 2  # numbers of the optimizer per parameter
@@ -132,21 +130,16 @@ def parts_of(model, schedule, P, v):
 
 
 def saved_by_block(job, layout, recompute):
-    """Bytes that a block saves for backward, per token of the rank. arXiv 2205.05198 counts 34 h at
-    T = 1, two of them for masks of dropout, and 5 S heads of naive attention."""
+    """Bytes that a block saves for backward, per token of the rank."""
     model, w, T = job.model, job.width, layout.tp
     h, heads, T_sp = model.n_embd, model.n_head, T if layout.sp else 1
     kv, inner, up, norm, _ = shape_of(model)
     if recompute == "full":
         return h * w / T_sp
     whole, split = (4 * h + 2 * norm) * w, (2 * h + 2 * kv + 2 * up * inner) * w
+    split += heads * max(w, 4)  # the logsumexp of each row
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
         split += h * w
-    if job.attention == "flash":
-        split += heads * max(w, 4)  # the logsumexp of each row
-    else:
-        whole += 2 * h
-        split += (2 * w + 1) * model.block_size * heads if recompute == "none" else 0
     if model.n_experts:  # for each chosen expert: input, output, and output times the gate
         split += 3 * model.top_k * h * w
         whole += h * (max(w, 4) - w) + model.n_experts * max(w, 4)  # the router is in 32 bits
@@ -189,8 +182,11 @@ def occupancy(schedule, P, m, v, rank, parts):
             moments.add(now.plus(-done, -part.head, done, 1))
         now = now.plus(before * part.blocks, before * part.head, behind * part.blocks, 0)
         moments.add(now)
-    return [x for x in moments if not any(
-        x != y and all(a <= b for a, b in zip(x, y, strict=True)) for y in moments)]
+    front = []  # one that has as much of everything as another has a higher sum
+    for x in sorted(moments, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(x, y, strict=True)) for y in front):
+            front.append(x)
+    return front
 
 
 @cache

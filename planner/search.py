@@ -1,12 +1,10 @@
-"""Finds the layouts of a job on a cluster that fit and are fastest.
+"""Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-All that train.py takes counts, but tp beyond a node, cp with fewer than 512 tokens on a rank, gpipe
-(1f1b is as fast and holds less) and over 16 sequences in a microbatch only if given as a flag.
-Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
-layout with the lowest bound is refined first: by what its ZeRO stage adds, then by memory and the
-simulator. Once the lowest time is exact, no other layout is faster: all count, few are simulated.
-For models other than a row of equal blocks this is an open problem (Alpa, arXiv 2201.12023).
-"""
+All that train.py takes counts, but only if given as flags: tp beyond a node, cp with fewer than 512
+tokens on a rank, gpipe (1f1b is as fast and holds less), over 16 chunks, or 16 sequences at once.
+Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. That
+with the lowest bound is refined: by what its ZeRO stage adds, then by memory and the simulator. So
+all count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -14,8 +12,8 @@ from contextlib import suppress
 from functools import cache
 from itertools import product
 
-from planner.costs import data_time, lower_bound, step_time
-from planner.memory import Layout, memory
+from planner.costs import Costs
+from planner.memory import Layout, activations, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 
@@ -23,7 +21,7 @@ from schedules import SCHEDULES
 def as_config(job, named):
     """train.py's flags for a job and the named fields of a layout."""
     model = job.model
-    named = {**named, "recompute": named.get("recompute") == "full"}  # selective: fused attention
+    named = {**named, "recompute": named.get("recompute") == "full"}
     return Config(**named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
                   n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
                   top_k=model.top_k, dtype="bfloat16",
@@ -32,11 +30,18 @@ def as_config(job, named):
 
 @cache
 def schedule_exists(schedule, P, m, v):
-    """Asks for one rank's list only: all P lists of all candidates would take minutes."""
+    """Asks for one rank's list, and of many microbatches for those left over: that is quicker."""
     try:
-        return bool(SCHEDULES[schedule](P, m, v, 0))
+        return bool(SCHEDULES[schedule](P, m if m < 8 * P else 4 * P + m % P, v, 0))
     except ValueError:
         return False
+
+
+def effort(layout):
+    """How much of a layout has to be set up and can go wrong: the axes that split a model, and each
+    departure from the plainest schedule, states and activations."""
+    return sum(getattr(layout, name) != plain for name, plain in Layout()._asdict().items()
+               if name not in ("dp", "chunks", "microbatches"))
 
 
 class Search:
@@ -44,8 +49,10 @@ class Search:
 
     def __init__(self, job, gpus, device, fixed):
         self.job, self.gpus, self.device, self.fixed = job, gpus, device, fixed
+        self.costs = Costs(job, device)
+        self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
-        self.misfits = self.slower = 0  # layouts that do not fit; slower ones, most of them pruned
+        self.misfits = self.slower = 0  # layouts that do not fit; others, most of them pruned
 
     def options(self, **options):
         """All {field: value}; a fixed field has one value."""
@@ -62,9 +69,8 @@ class Search:
             dp = self.gpus // ranks
             if dp * ranks != self.gpus or dp != self.fixed.get("dp", dp):
                 continue
-            if tp > self.device.node and "tp" not in self.fixed:
-                continue
-            if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
+            if (tp > self.device.node and "tp" not in self.fixed
+                    or cp > 1 and S // cp < 512 and "cp" not in self.fixed):
                 continue
             for more in self.options(ep=[d for d in divisors if dp % d == 0] if experts else [1],
                                      sp=[False, True] if tp > 1 else [False],
@@ -76,12 +82,12 @@ class Search:
 
     def layouts(self):
         """All, with ZeRO stage 0."""
-        recomputes = ["none", "full"] + ["selective"] * (self.job.attention == "naive")
         for axes in self.axes():
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
             pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
             names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
-            for more in self.options(microbatches=counts, schedule=names, recompute=recomputes):
+            for more in self.options(microbatches=counts, schedule=names,
+                                     recompute=["none", "full"]):
                 m, schedule = more["microbatches"], more["schedule"]
                 for chunks in self.chunks(schedule, pp):
                     if share % m == 0 and schedule_exists(schedule, pp, m, chunks):
@@ -92,7 +98,7 @@ class Search:
         L = self.job.model.n_layer
         values = [2] if schedule == "zb-v" else [1]
         if schedule == "interleaved" and pp > 1:
-            values = [v for v in range(2, L // pp + 3) if v <= 8 or L % (v * pp) == 0]
+            values = [v for v in range(2, min(16, L // pp + 2) + 1) if v <= 8 or L % (v * pp) == 0]
         if "chunks" in self.fixed and schedule == "interleaved":
             values = [self.fixed["chunks"]]
         return [v for v in values if v * pp <= L + 2 and v == self.fixed.get("chunks", v)]
@@ -105,26 +111,46 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
-    def best(self, top):
-        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest."""
-        job, device = self.job, self.device
-        queue = [(lower_bound(job, layout, device), "bound", layout) for layout in self.layouts()]
+    def staged(self, layout):
+        """[(seconds at least, layout)] of a layout under each ZeRO stage."""
+        stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
+        staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
+        if activations(self.job, layout._replace(zero=0), 0) > self.device.gb * 1e9:
+            staged = staged[-1:]  # of those that do not fit, the one that holds least
+        bound = self.costs.lower_bound(layout)
+        return [(bound + sum(self.costs.data_time(each)), each) for each in staged]
+
+    def best(self, top, band=0.0):
+        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest: the
+        fastest or, with a band, first those of least effort that are at most so much slower."""
+        limit, found = -math.inf, {}  # found: (dp, tp, pp, cp, ep, sp) -> (seconds, layout)
+
+        def entry(seconds, kind, layout):
+            return effort(layout) if seconds <= limit else math.inf, seconds, kind, layout
+
+        queue = [entry(self.costs.lower_bound(layout), "bound", layout)
+                 for layout in self.layouts()]
         heapq.heapify(queue)
-        found = {}  # (dp, tp, pp, cp, ep, sp) -> (seconds, layout)
         while queue and len(found) < top:
-            seconds, kind, layout = heapq.heappop(queue)
+            _, seconds, kind, layout = heapq.heappop(queue)
             if layout[:6] in found:
                 self.slower += 1
-            elif kind == "bound":
-                stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
-                for zero in self.options(zero=stages):
-                    staged = layout._replace(**zero)
-                    more = sum(data_time(job, staged, device))
-                    heapq.heappush(queue, (seconds + more, "bound with data", staged))
-            elif kind == "bound with data":
+                continue
+            if kind == "bound":
+                for least, each in self.staged(layout):
+                    heapq.heappush(queue, entry(least, "with data", each))
+            elif kind == "with data":
                 if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
-                    heapq.heappush(queue, (step_time(job, layout, device), "exact", layout))
+                    heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
+                if self.fastest is None:
+                    self.fastest = seconds, layout
+                    if band:  # from here on by effort
+                        limit = seconds * (1 + band)
+                        queue = [entry(*each) for _, *each in queue]
+                        heapq.heapify(queue)
+                        heapq.heappush(queue, entry(seconds, kind, layout))
+                        continue
                 found[layout[:6]] = seconds, layout
         self.slower += len(queue)
         return list(found.values())

@@ -38,7 +38,7 @@ def messages(job, layout, rank=0):
     forwards = blocks + again  # tensor that backward needs: without the reduction behind experts
     skipped = again if model.n_experts else 0
     n, h, llama = tokens_of(job, layout), model.n_embd, isinstance(model, Llama)
-    *_, norm, bias = shape_of(model)
+    kv, _, _, norm, bias = shape_of(model)
     matrix = model.vocab_size * h / T  # of the embedding, or of the head
     positions = 0 if llama else model.block_size * h
     shards = R if layout.zero else 1
@@ -62,11 +62,11 @@ def messages(job, layout, rank=0):
     rows.append(("tp", "a number for each token, and the loss", last, loss))
     if layout.cp_attention == "ring":
         rows += [("cp", "keys and values to the next rank", (forwards + blocks) * (C - 1),
-                  2 * n * h / T * w),
-                 ("cp", "their gradients", blocks * (C - 1), 2 * n * h / T * max(w, 4))]
+                  2 * n * kv / T * w),
+                 ("cp", "their gradients", blocks * (C - 1), 2 * n * kv / T * max(w, 4))]
     else:
         rows.append(("cp", "all-to-all of queries, keys, values and results", forwards + blocks,
-                     4 * (C - 1) / C * n * h / T * w))
+                     2 * (C - 1) / C * n * (h + kv) / T * w))
     rows.append(("ep", "all-to-all of tokens, to experts and back", 2 * (forwards + blocks),
                  (E - 1) / E * model.top_k * n * h / T * w))
     where = placement(layout.schedule, layout.pp, layout.chunks)

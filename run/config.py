@@ -272,8 +272,11 @@ def check(cfg, world):
             print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
         cfg.device = "cuda" if gpus >= local else "cpu"
     cuda = cfg.device == "cuda"
-    require(not cuda or cfg.dtype != "float64" or cfg.cp_attention != "ring" or cfg.cp == 1,
-            f"--dtype float64 --cp {cfg.cp}: no such kernel; try --cp-attention all-to-all")
+    if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":  # what context_parallel.kernel takes
+        size, part = cfg.n_embd // cfg.n_head, 16 // WIDTHS[cfg.dtype]
+        require(part > 2 and size % part == 0 and (size <= 256 or part < 8),
+                f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the ring's GPU kernels take 16 "
+                "bits and 8, 16, .. 256, or 32 and 4, 8, ..; try --cp-attention all-to-all")
     if not cuda:
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":

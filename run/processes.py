@@ -83,6 +83,16 @@ def give_up(error, timeout):
     os._exit(1)
 
 
+def out_of_memory(cfg):
+    """The line of a rank whose GPU is full: its peak, and flags that take less."""
+    m, peak = 2 * cfg.microbatches, torch.cuda.max_memory_allocated() / 1e9
+    tries = ["--recompute"] * (not cfg.recompute)
+    tries += [f"--microbatches {m}"] * (cfg.batch_size // cfg.dp % m == 0)
+    tries += [f"--zero {cfg.zero + 1}"] * (cfg.dp > 1 and cfg.zero < 3)
+    return (f"rank {place[0]}: out of memory on the GPU; peak so far {peak:.1f} GB; "
+            f"try {' or '.join(tries) or 'a smaller --batch-size'}")
+
+
 @contextmanager
 def in_time(seconds, what):
     """End this process with one line if the block, in which torch retries, takes longer."""

@@ -43,6 +43,7 @@ MUTANTS = {
         (" or bucket is self.reducing", "", "layouts:layout_equals"),
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
+        ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
         ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def", "= Work()\n\n    def",
          "layouts:layout_equals"),
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
@@ -85,6 +86,9 @@ MUTANTS = {
     "context_parallel.py": [
         ("if key_rank < rank", "if key_rank > rank", "sequences:cp"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
+        ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
+        ("passing.wait()\n                kv = next_kv\n        out", "kv = next_kv\n        out",
+         "streams:ring"),
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "sequences:cp"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("[*early, *reversed(late)]", "[*early, *late]", "sequences:cp")],
@@ -106,9 +110,11 @@ MUTANTS = {
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
         ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
+        ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
     "collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
+        ("receives[i].wait()", "pass", "streams:zb_v"),
         ("finish(i)\n    wait_all(sends)", "finish(i)", "collectives:change_no_collective"),
         (" and not group.last.waits", "", "collectives:overtake"),
         ("else AHEAD, num_reduce)", "else AHEAD // 2, num_reduce)", "collectives:fast_ring"),
@@ -116,7 +122,15 @@ MUTANTS = {
     "group.py": [
         ("future.result()", "pass", "collectives:change_nothing"),
         ("group.last.wait()", "pass", "collectives:overtake"),
-        ("send.numel() * send.element_size()", "send.numel()", "collectives:formula")],
+        ("out.numel() * out.element_size()", "out.numel()", "collectives:formula")],
+    "nccl_group.py": [
+        ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
+        ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
+        ("return job  #", "#", "streams:ring"),
+        ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
+        ("[work.wait, use]", "[use]", "streams:zb_v"),
+        ("        work.wait()\n    return", "        [part.wait() for part in posted]\n    return",
+         "collectives:waited_for")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],

@@ -4,6 +4,7 @@ import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import collectives as c
 import mesh as mesh_file
 from group import Group, Work
 from mesh import Mesh
+from nccl_group import CudaGroup
 from planner import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 
@@ -231,3 +233,18 @@ def test_groups_vary_one_coordinate_t_innermost():
                       "pp_tp": [0, 1, 4, 5], "cp_tp": [4, 5, 6, 7], "world": [*range(8)]}
     got = pool(6, partial(_mesh, dp=1, pp=3, tp=2), "dp")
     assert [groups["pp_ends"] for groups in got] == [[0, 4], [1, 5], [2], [3], [0, 4], [1, 5]]
+
+
+def _polled(rank):
+    with (patch("mesh.InOrderGroup", CudaGroup),
+          patch.object(CudaGroup, "record_event", lambda self: Mock())):
+        group = Mesh("cpu", in_order=True, timeout=10, dp=2).world
+        x, received = torch.full((3,), rank + 1.0), torch.zeros(3)
+        for _ in range(2):
+            group.exchange(x, group.next, received, group.prev).wait()
+        return group.read(received)
+
+
+def test_a_message_that_was_waited_for_is_done():
+    """The host polls every message, also those that were waited for: gloo waits for each once."""
+    assert pool(2, _polled, timeout=30) == [[2.0] * 3, [1.0] * 3]

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,11 @@ import torch
 import train
 from data.batches import Data, DataError, load_tokenizer
 from data.prepare import BYTES, PATTERN, encode, learn_bpe, make_encoding, prepare
+from group import naming
 from mesh import Mesh
+from planner.hardware import peak_flops
 from run.config import check
+from run.processes import out_of_memory
 from tests.harness import HERE, VOCAB, config, needs_minutes
 from tests.runs import command, one_line
 
@@ -154,6 +158,48 @@ def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatc
     assert cfg.device == "cpu" and "2 processes for 1 GPUs" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--device cuda"):
         check(config(corpus, dp=2, device="cuda"), 2)
+
+
+def test_a_full_gpu_is_one_line_that_says_what_to_try(corpus, tmp_path, monkeypatch):
+    def full(*args):
+        with naming("rank 0: all_reduce of group dp"):  # which is not to blame
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 "
+                                         "has a total capacity of 79.11 GiB of which ...")
+
+    def end(error, timeout):
+        raise SystemExit(error)
+
+    monkeypatch.setattr(train, "train", full)
+    monkeypatch.setattr(train, "give_up", end)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 79.1e9)
+    monkeypatch.setattr(sys, "argv", f"train.py --device cpu --data {corpus} --block-size 8 --out "
+                        f"{tmp_path} --batch-size 6".split())
+    says = "rank 0: out of memory on the GPU; peak so far 79.1 GB; try "
+    with pytest.raises(SystemExit, match=f"^{says}--recompute or --microbatches 2$"):
+        train.main()
+    cfg = config(corpus, dp=2, zero=2, batch_size=2, microbatches=1, recompute=True)
+    assert out_of_memory(cfg).endswith("79.1 GB; try --zero 3")
+    cfg.zero = 3
+    assert out_of_memory(cfg).endswith("; try a smaller --batch-size")
+
+
+def test_heads_that_the_rings_gpu_kernels_refuse_are_refused(corpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    shape = {"device": "cuda", "cp": 2, "n_head": 4}
+    for dtype, size in (("float64", 8), ("bfloat16", 4), ("float16", 264), ("float32", 6)):
+        with pytest.raises(ValueError, match=f"^--cp 2 x --dtype {dtype} with heads of {size}: "):
+            check(config(corpus, dtype=dtype, n_embd=4 * size, **shape), 1)
+        check(config(corpus, dtype=dtype, n_embd=4 * size, cp_attention="all-to-all", **shape), 1)
+    for dtype, size in (("bfloat16", 256), ("float16", 8), ("float32", 260)):
+        check(config(corpus, dtype=dtype, n_embd=4 * size, **shape), 1)
+
+
+@pytest.mark.parametrize("gpu,tflops", [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
+    ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312), ("Quadro P400", 0)])
+def test_each_card_has_its_own_peak(gpu, tflops):
+    assert peak_flops(gpu) == 1e12 * tflops
 
 
 @needs_minutes

@@ -1,6 +1,7 @@
 """On a GPU: python test_all.py -k cuda. Skipped where there is none."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -10,7 +11,18 @@ from data.batches import Data
 from group import Group
 from run import checkpoint
 from run.config import check_layout
-from tests.harness import VOCAB, close, config, equals_one_process, mesh_of, pool
+from tests.harness import (
+    VOCAB,
+    _train,
+    assemble,
+    close,
+    config,
+    equals_one_process,
+    mesh_of,
+    pool,
+    reference,
+    same_model,
+)
 
 # ---- on a GPU: python test_all.py -k cuda ----
 
@@ -33,6 +45,55 @@ def test_cuda_equals_one_process_on_the_cpu(corpus, flags):
     equals_one_process(corpus, device="cuda", **flags)
 
 
+def _near_float64(corpus, dtype, tolerance, **flags):
+    """AssertionError unless loss, norm and gradients of a step are near those of `reference`."""
+    cfg = config(corpus, dtype=dtype, n_embd=96, **flags)  # 12 heads of 8, the least for kernels
+    got = pool(check_layout(cfg, 1), _train, cfg, 1)
+    want = reference(corpus, **same_model(cfg))[1]
+    scale = 2.0**16 if dtype == "float16" else 1.0  # of the gradients, to begin with
+    for trace in got:
+        close(trace[1]["loss"], want["loss"], "loss", tolerance)
+        close(trace[1]["norm"], want["norm"], "norm", tolerance)
+    for name, grad in assemble([trace[1]["grads"] for trace in got]).items():
+        error = (grad.double() / scale - want["grads"][name]).norm()
+        assert error < tolerance * want["norm"], (name, error / want["norm"])
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype,tolerance", [
+    ("float32", 1e-6), ("bfloat16", 0.015), ("float16", 0.002)])
+@pytest.mark.parametrize("flags", [
+    {}, {"cp": 2}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 4, "recompute": True},
+    {"cp": 2, "cp_attention": "all-to-all"}, {"cp": 2, "collectives": "native"},
+    {"dp": 2, "zero": 3, "grad_dtype": "float32"}, {"pp": 2, "microbatches": 3}], ids=str)
+def test_cuda_in_32_and_16_bits_is_near_float64(corpus, dtype, tolerance, flags):
+    """The ring takes the flash kernel in 16 bits, the memory-efficient one in 32. float16 scales
+    the loss. Tolerances: three to four times the errors of the same layouts on a CPU."""
+    _near_float64(corpus, dtype, tolerance, device="cuda", **flags)
+
+
+def _scale(rank, cfg):
+    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    trainer.scale.fill_(2.0**40)  # float16 has no such number: steps are skipped
+    seen = []
+    for step in range(30):
+        _, norm = trainer.gradients(data.training(cfg, step, trainer.mesh))
+        trainer.update(norm, 1e-3)
+        seen.append(trainer.read())
+    return seen
+
+
+@needs_gpu
+def test_cuda_float16_halves_the_scale_until_gradients_are_finite(corpus):
+    cfg = config(corpus, device="cuda", dtype="float16", dp=2, n_embd=96)
+    for seen in pool(check_layout(cfg, 1), _scale, cfg):
+        losses, norms, scales = zip(*seen, strict=True)
+        finite = [math.isfinite(norm) for norm in norms]
+        assert not finite[0] and finite[-1] and finite == sorted(finite)
+        assert scales[0] == 2.0**40 and scales[-1] == 2.0**40 / 2 ** finite.count(False)
+        assert all(map(math.isfinite, losses))
+
+
 def _saved(rank, cfg, folder, load):
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
     data = Data(cfg)
@@ -42,8 +103,8 @@ def _saved(rank, cfg, folder, load):
         _, norm = trainer.gradients(data.training(cfg, 0, trainer.mesh))
         trainer.update(norm, 0.01)
         folder = checkpoint.save(trainer, 1)
-    loss, norm = trainer.gradients(data.training(cfg, 1, trainer.mesh))
-    return str(folder), loss, norm
+    trainer.gradients(data.training(cfg, 1, trainer.mesh))
+    return str(folder), *trainer.read()[:2]
 
 
 @needs_gpu

@@ -126,7 +126,7 @@ def ring_cases(rng):
             yield [name, N, D], [D * group.send.call_count for group in groups]
         device = replace(DEVICES["h100"], nvlink=bandwidth, f_nvlink=1.0, node=N, latency=latency)
         for name, nbytes in (("ring_time", D), ("in_turn_time", D * N)):
-            yield [name, N, D, 1e9 * bandwidth, latency], costs.ring_time(device, 1, N, nbytes, 2)
+            yield [name, N, D, 1e9 * bandwidth, latency], costs.ring_time(device, N, N, nbytes, 2)
         yield from ((["ring_hops", N], ring_hops(N)), (["ring_bytes", N, D], 2 * (N - 1) * D / N))
 
 

@@ -8,6 +8,7 @@ import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -27,7 +28,7 @@ from planner import costs, draw, hardware, memory, pictures, published, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from sizes import GPTConfig
-from tests.harness import FULL, config, mesh_of, pool
+from tests.harness import config, mesh_of, pool
 from train import Trainer
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,18 +36,117 @@ SVG = "{http://www.w3.org/2000/svg}"
 # ---- the planner ----
 
 
-def test_published_runs_are_predicted_within_10_percent():
-    for run in published.RUNS:
-        if run.gpus > 2000 and run.layout.pp > 16 and not FULL:
-            continue  # seconds each: plan.py --published has all
-        value, _ = published.predict(run)
-        assert abs(value / run.value - 1) < 0.1, run
+def test_held_out_runs_are_predicted_within_the_band_in_the_median():
+    """None of these sources was fitted; half the error of one constant MFU for each kind of GPU."""
+    found = published.errors([run for run in published.RUNS if not run.fitted])
+    errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
+    assert len({row[0].source for row in found}) >= 9 and len(found) >= 35
+    assert median(errors) < plan.BAND and median(errors) < median(baseline) / 2
+    assert sum(error <= 0.15 for error in errors) >= 2 / 3 * len(errors)
 
 
-def test_most_published_runs_are_predictions():
-    for device in ("a100-80", "h100"):
-        runs = [run for run in published.RUNS if run.device == device]
-        assert sum(run.fitted for run in runs) <= len(runs) / 2
+def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
+    for run, error, _ in published.errors(published.RUNS):
+        assert (abs(error) > 0.15) == bool(run.reason), (run, error)
+
+
+def test_no_source_is_fitted_and_held_out():
+    sources = {(run.source.split(",")[0], run.fitted) for run in published.RUNS}
+    assert len(sources) == len({name for name, _ in sources}) > 12
+
+
+def saved_by_naive(model, layout, recompute):
+    """Bytes per token that a block of 2021 saves beyond memory.saved_by_block: masks of dropout
+    and, unless they are recomputed, scores; not the logsumexp (arXiv 2205.05198: 34 h + 5 S heads
+    at T = 1)."""
+    T, scores = layout.tp, 0 if recompute == "selective" else 5 * model.block_size
+    masks = 2 * model.n_embd / (T if layout.sp else 1)
+    return masks + model.n_head * (scores - 4) / T
+
+
+def held(run):
+    """Bytes on the fullest rank. Published programs hold other things than train.py: the logits of
+    all tokens and not of a chunk, in 16 bits, in 32, and a gradient ("inplace": the first only); no
+    32-bit copy of all gradients; under ZeRO-3 no 16-bit copy of the master weights."""
+    model, layout, most = run.job.model, run.layout, 0
+    n, of_logit = memory.tokens_of(run.job, layout), 2 if "inplace" in run.traits else 2 + 4 + 4
+    for rank in (0, layout.pp - 1):
+        parts = memory.memory_of_rank(run.job._replace(wide=True), layout, rank)  # without a copy
+        head = memory.parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank].head
+        need = parts["total"] + head * n * model.vocab_size / layout.tp * of_logit
+        need -= parts["weights"] * (layout.zero == 3) + parts["gradients"] / 2 * (not run.job.wide)
+        if "naive" in run.traits:
+            saved = memory.saved_by_block(run.job, layout, layout.recompute)
+            more = saved_by_naive(model, layout, run.recompute) / saved
+            need += n * saved_by_naive(model, layout, "none")  # of a block under way
+            need += (run.recompute != "full") * parts["activations"] * more
+        most = max(most, need)
+    return most
+
+
+def test_published_runs_fit_into_their_memory():
+    """But for 530 billion under 2021's ZeRO-3, which gathers a matrix and not a layer at once, and
+    Llama 3, which frees outputs of stages early (arXiv 2407.21783, section 3.3)."""
+    full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
+    assert {run.model for run in full} <= {"megatron-530b", "llama-405b"} and len(full) == 6
+    assert all("slow" in run.traits for run in full if run.model == "megatron-530b")
+
+
+def test_a_group_on_n_gpus_of_a_node_has_n_ports():
+    device = hardware.DEVICES["h100"]
+    port = 1e9 * device.network * device.f_network
+    members = [costs.on_node(device, stride, 64) for stride in (1, 2, 8, 16)]
+    assert members == [8, 4, 1, 1]
+    nvlink = 1e9 * device.nvlink * device.f_nvlink
+    assert costs.link(device, 8, 64) == min(nvlink, 8 * port) and costs.link(device, 1, 8) == port
+    assert costs.link(device, 8, 8) == nvlink
+    ring = [costs.ring_time(device, min(8, n), n, 1e9) for n in (8, 16)]
+    assert ring[1] < 1.2 * ring[0]  # no cliff at the node's edge
+
+
+def test_the_two_ends_of_a_pipeline_in_one_node_talk_over_nvlink():
+    job = memory.Job(hardware.MODELS["gpt3-1.3b"], 64)
+    layout = memory.Layout(pp=8, microbatches=8)
+    inside, outside = (costs.Costs(job, replace(hardware.DEVICES["a100-80"], node=node))
+                       .data_time(layout)[0] for node in (8, 4))
+    assert outside > 5 * inside > 0
+
+
+def test_what_compute_hides_is_the_shorter_but_for_a_fraction():
+    device = replace(hardware.DEVICES["h100"], unhidden=0.25)
+    assert costs.exposed(device, 4, 10) == 1 and costs.exposed(device, 10, 4) == 6
+
+
+def test_grouped_keys_and_values_are_what_context_ranks_send():
+    model = hardware.MODELS["llama-405b"]  # 128 heads of queries, 8 of keys and values
+    layout = memory.Layout(cp=16, microbatches=8)
+    ring, swap = (traffic.messages(memory.Job(model, 8), layout._replace(cp_attention=how))[0]
+                  for how in ("ring", "all-to-all"))
+    tokens = model.block_size / 16
+    assert ring.nbytes == 2 * tokens * model.n_embd / 16 * 2
+    assert swap.nbytes == 2 * 15 / 16 * tokens * model.n_embd * (1 + 1 / 16) * 2
+
+
+@pytest.mark.parametrize("flags", [{"dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "pp": 2},
+                                   {"dp": 2, "zero": 3}], ids=str)
+def test_model_states_are_those_that_train_py_prints(corpus, flags):
+    """Of every pipeline rank, and so of the fullest."""
+    cfg = config(corpus, **{"n_embd": 32, "n_head": 4, "microbatches": 2, **flags})
+    ranks = check(cfg, 1)
+    printed = pool(ranks, _states, cfg)
+    job, layout = plan.planned(cfg)
+    for rank in range(cfg.pp):
+        parts = memory.memory_of_rank(job, layout, rank)
+        want = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+        of_rank = [size for place, size in printed if place == rank]
+        assert abs(sum(of_rank) / len(of_rank) - want) < 1e-6 * want, rank
+
+
+def _states(rank, cfg):
+    """(place on the pipeline axis, bytes of model states that train.py predicts) of this rank."""
+    mesh, data = mesh_of(cfg), Data(cfg)
+    trainer = Trainer(cfg, mesh, data.vocab_size)
+    return mesh.group("pp").rank, trainer.optimizer.state_bytes()[0]
 
 
 class Watch:
@@ -150,15 +250,17 @@ def test_the_planner_counts_parameters_as_the_model_has_them(experts):
 def test_activations_are_those_of_korthikanti_et_al():
     """arXiv 2205.05198, per token and layer, with dropout: ours are 8 bytes more, LayerNorm's."""
     model, T = GPTConfig(51200, 2048, 48, 64, 6144), 8
-    job, h, five = memory.Job(model, 4, "naive"), 6144, 5 * 64 * 2048
+    job, h, five = memory.Job(model, 4), 6144, 5 * 64 * 2048
     for layout, want in {
             memory.Layout(): 34 * h + five,
             memory.Layout(tp=T): 10 * h + 24 * h / T + five / T,
             memory.Layout(tp=T, sp=True): (34 * h + five) / T,
-            memory.Layout(tp=T, sp=True, recompute="selective"): 34 * h / T,
-            memory.Layout(recompute="full"): 2 * h}.items():
-        norms = 0 if layout.recompute == "full" else 8 / (T if layout.sp else 1)
-        assert memory.saved_by_block(job, layout, layout.recompute) == want + norms
+            }.items():
+        norms = 8 / (T if layout.sp else 1)
+        saved = memory.saved_by_block(job, layout, "none")
+        assert saved + saved_by_naive(model, layout, "none") == want + norms
+    assert saved + saved_by_naive(model, layout, "selective") == 34 * h / T + norms
+    assert memory.saved_by_block(job, memory.Layout(), "full") == 2 * h
 
 
 def _sent(rank, cfg):
@@ -167,6 +269,9 @@ def _sent(rank, cfg):
     trainer = Trainer(cfg, mesh, data.vocab_size)
     _, norm = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, cfg.lr)
+    if cfg.zero in (1, 2):  # new weights are still on their way
+        for stage in trainer.stages.values():
+            trainer.reducer.gather_weights(stage.layers)
     groups = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp", "pp_ends"), "dp": ("dp_ep_cp", "dp_cp")}
     sent = {name: group.bytes_sent for name, group in mesh.groups.items()}
     return {axis: sum(sent.get(name, 0) for name in names) for axis, names in groups.items()}
@@ -223,7 +328,7 @@ def test_the_search_finds_the_fastest_that_fits():
     device = replace(hardware.DEVICES["a100-80"], gb=4, node=4)
     search = search_file.Search(job, 12, device, {})
     every = [layout._replace(zero=zero) for layout in search.layouts() for zero in range(4)]
-    fit = [(costs.step_time(job, layout, device), layout) for layout in every
+    fit = [(search.costs.step_time(layout), layout) for layout in every
            if memory.memory(job, layout)["total"] <= 4e9 and (layout.dp * layout.cp > 1
                                                                or layout.zero == 0)]
     best = {}
@@ -232,19 +337,28 @@ def test_the_search_finds_the_fastest_that_fits():
     found = search.best(8)
     assert len(fit) < len(every) / 2 and len(every) > 1000
     assert [seconds for seconds, _ in found] == sorted(best.values())[:8]
+    banded = search_file.Search(job, 12, device, {}).best(4, 0.1)
+    near = {}
+    for seconds, layout in fit:
+        if seconds <= 1.1 * found[0][0]:
+            key = search_file.effort(layout), seconds
+            near[layout[:6]] = min(near.get(layout[:6], key), key)
+    assert [seconds for seconds, _ in banded] == [key[1] for key in sorted(near.values())[:4]]
 
 
 @pytest.mark.parametrize("flags", [
     "--model gpt3-1.3b --gpus 32 --batch-size 64", "--model gpt3-1.3b --gpus 8 --tp 4 --cp 2",
     "--model gpt3-1.3b --gpus 16 --experts 8 --pp 2 --ep 2 --batch-size 64",
-    "--model megatron-7.5b --gpus 16 --pp 4 --schedule interleaved --gpu h100 --attention naive",
+    "--model megatron-7.5b --gpus 16 --pp 4 --schedule interleaved --gpu h100",
     "--n-layer 6 --n-head 8 --n-embd 512 --gpus 6 --tp 1 --dp 3 --zero 2 --recompute",
     "--model gpt3-1.3b --chunks 2 --pp 4 --no-sp"])
 def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split(), "--json", "--top", "4"])
     plan.main()
     layouts = json.loads(capsys.readouterr().out)["layouts"]
-    assert layouts == sorted(layouts, key=lambda row: row["step_s"])
+    near = [row["step_s"] <= (1 + plan.BAND) * min(row["step_s"] for row in layouts)
+            for row in layouts]
+    assert near == sorted(near, reverse=True)
     named = dict(re.findall(r"--(dp|tp|pp|cp|ep|zero|schedule) (\S+)", flags))
     for row in layouts:
         cfg = parse(row["command"].split("train.py ")[1].split())
@@ -267,7 +381,13 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--gpus 8 --pp 2 --dp 3 --layout", "does not match"), ("--gpus 0", "--gpus 0"),
     ("--gpus 12", "--node 8"), ("--ep 2", "--ep 2"), ("--n-embd 100", "--n-embd 100"),
     ("--gpus 1 --tp 2", "--gpus 1"), ("--tp 0", "--tp 0"), ("--tflops 0", "--tflops 0"),
-    ("--batch-size -3", "--batch-size -3")])
+    ("--batch-size -3", "--batch-size -3"), ("--latency nan", "--latency nan"),
+    ("--latency=-1e-6", "--latency -1e-06"), ("--launch -1", "--launch -1"),
+    ("--late 1", "--late"), ("--cores -2", "--cores"), ("--tokens -1", "--tokens -1"),
+    ("--tokens nan", "--tokens nan"), ("--vocab-size -5", "--vocab-size -5"),
+    ("--f-hbm 1.5", "--f-hbm 1.5"), ("--unhidden 2", "--unhidden 2"), ("--hbm inf", "--hbm inf"),
+    ("--n-layer 100000 --pp 8", "--n-layer 100000"), ("--attention naive", "--attention"),
+    ("--pp 8 --microbatches 1000000 --batch-size 1000000", "at most a million")])
 def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
     with pytest.raises(SystemExit) as end:

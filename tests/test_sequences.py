@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -108,12 +109,12 @@ def test_validation_takes_each_window_once(corpus, experts, flags):
         close(losses, torch.stack(want), str(flags))
 
 
-def _rounding(rank, C):
-    """How far the gradients of attention are from float64's: in bfloat16 on the ring; alone."""
+def _rounding(rank, C, narrow=torch.bfloat16):
+    """How far the gradients of attention are from float64's: in `narrow` on the ring; alone."""
     group = Mesh(cp=C).group("cp")
     at = context_parallel.zigzag(16 * C, C, group.rank)
     wide = [torch.randn(2, 3, 16 * C, 8, dtype=torch.double,
-                        generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+                        generator=torch.Generator().manual_seed(i)).to(narrow) for i in range(4)]
 
     def gradients(dtype, core, at):
         q, k, v, given = (x[:, :, at].to(dtype) for x in wide)
@@ -123,8 +124,8 @@ def _rounding(rank, C):
 
     every = slice(None)
     exact = gradients(torch.double, causal_attention, every)
-    alone = gradients(torch.bfloat16, causal_attention, every)
-    ring = gradients(torch.bfloat16, partial(context_parallel.ring_attention, group=group), at)
+    alone = gradients(narrow, causal_attention, every)
+    ring = gradients(narrow, partial(context_parallel.ring_attention, group=group), at)
     return [[(x - y[:, :, at]).norm().item() for x, y in zip(got, exact, strict=True)]
             for got in (ring, [x[:, :, at] for x in alone])]
 
@@ -136,6 +137,63 @@ def test_the_ring_rounds_no_more_than_one_kernel():
     ring, alone = ([math.hypot(*errors) for errors in zip(*(rank[i] for rank in got), strict=True)]
                    for i in (0, 1))  # of q, k and v
     assert all(a < 1.25 * b for a, b in zip(ring, alone, strict=True)), (ring, alone)
+
+
+aten = torch.ops.aten
+
+
+def flash(q, k, v, dropout=0.0, causal=False, *, scale=None):
+    assert q.itemsize == 2 and q.size(3) % 8 == 0
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse, None, None, q.size(2), k.size(2), torch.zeros(2), torch.zeros(2), None
+
+
+def flash_backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed,
+                   offset, *, scale=None):
+    assert lse.is_contiguous() and lse.shape == q.shape[:3] and seed.shape == offset.shape == (2,)
+    assert (max_q, max_k) == (q.size(2), k.size(2)) and (cum_q, cum_k) == (None, None)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal)
+
+
+def efficient(q, k, v, bias, needs_lse, dropout=0.0, causal=False, *, scale=None):
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, F.pad(lse, (0, -lse.size(2) % 32)), torch.zeros(1), torch.zeros(1)
+
+
+def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, mask, causal=False, *,
+                       scale=None):
+    assert lse.is_contiguous() and lse.size(2) == -(-q.size(2) // 32) * 32
+    lse, padding = lse.split([q.size(2), lse.size(2) - q.size(2)], dim=2)
+    assert (padding == math.inf).all() and mask == [True, True, True, False]
+    return *aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal), None
+
+
+def _gpu_kernels(rank, C, narrow):
+    library = torch.library.Library("aten", "IMPL")
+    for name, stand_in in (("flash", flash), ("efficient", efficient)):
+        library.impl(f"_scaled_dot_product_{name}_attention", stand_in, "CPU")
+    for name, stand_in in (("flash", flash_backward), ("efficient", efficient_backward)):
+        library.impl(f"_scaled_dot_product_{name}_attention_backward", stand_in, "CPU")
+    with (patch.object(torch.cuda, "get_device_capability", lambda: (8, 0)),
+          patch.object(torch.Tensor, "is_cuda", True)):
+        errors = _rounding(rank, C, narrow)
+        # torch's own shapes of what these kernels return, and its check of the arguments
+        q, k, v = (torch.empty(2, 3, size, 8, dtype=narrow, device="meta") for size in (5, 7, 7))
+        out, lse, rest = context_parallel.kernel(q, k, v, False)
+        assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float
+        grads = context_parallel.kernel_backward(out, q, k, v, out, lse, rest, False)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    library._destroy()
+    return errors
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_ring_hands_a_gpus_kernels_what_they_take(narrow):
+    """The kernels' arguments, on stand-ins that compute on the CPU, and on the meta device."""
+    for ring, alone in pool(2, _gpu_kernels, 2, narrow):
+        assert all(a < 1.5 * b for a, b in zip(ring, alone, strict=True)), (ring, alone)
 
 
 def _bug_of_split_sequences(rank, cfg, bug):

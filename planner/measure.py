@@ -1,0 +1,81 @@
+"""Measures this node and prints the flags to plan with: python plan.py --measure
+
+tflops is a square matrix product, in bfloat16 on GPUs and float32 on processors; f_attention fused
+attention, forward and backward; hbm a sum of long tensors; nvlink a long all-reduce less a short
+one, which is latency; launch a tiny product, on processors (a GPU hides it behind the kernel
+before). Each rank does all of it at the same time, as in training."""
+
+import os
+import tempfile
+import time
+
+import torch
+import torch.nn.functional as F
+
+from collectives import all_reduce, barrier
+from mesh import Mesh
+from run.processes import init, shutdown
+
+
+def seconds(mesh, work, times=1):
+    """Seconds of work() on the slowest rank, the least of five rounds."""
+    rounds = []
+    for _ in range(6):  # the first is to warm up
+        barrier(mesh.world)
+        mesh.world.read(torch.zeros(1, device=mesh.device))  # the device has done all before
+        start = time.perf_counter()
+        for _ in range(times):
+            out = work()
+        mesh.world.read(out.flatten()[:1].float())
+        rounds.append((time.perf_counter() - start) / times)
+    least = torch.tensor([min(rounds[1:])], device=mesh.device)
+    return mesh.world.read(all_reduce(least, mesh.world, "max"))[0]
+
+
+def measure(mesh):
+    """{flag: value} of this node, on every rank."""
+    cuda, n, world = mesh.device.type == "cuda", mesh.world.size, mesh.world
+    size, S, dtype = (8192, 4096, torch.bfloat16) if cuda else (1024, 512, torch.float)
+    a, tiny, long = (torch.randn(shape, device=mesh.device, dtype=dtype)
+                     for shape in ((size, size), (4, 4), (16 * size, size)))
+    q = torch.randn(1, 16, S, 128, device=mesh.device, dtype=dtype, requires_grad=True)
+
+    def attention():
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return torch.autograd.grad(out, q, out)[0]
+
+    rate = 2 * size**3 / seconds(mesh, lambda: a @ a)
+    main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    flags = {  # the mask halves attention's FLOPs
+        "tflops": rate / 1e12, "f-products": 1,
+        "f-attention": min(1, 7 * S * S * 16 * 128 / seconds(mesh, attention) / rate),
+        "hbm": 3 * long.nbytes / seconds(mesh, lambda: long.add_(long)) / 1e9, "f-hbm": 1,
+        "launch": 0 if cuda else seconds(mesh, lambda: tiny @ tiny, 200), "node": n,
+        "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}
+    if n > 1:
+        short = seconds(mesh, lambda: all_reduce(tiny, world), 10)
+        more = max(1e-9, seconds(mesh, lambda: all_reduce(long, world)) - short)
+        flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / more / 1e9, "f-nvlink": 1,
+                  "latency": short / (2 * (n - 1))}
+    return flags
+
+
+def worker(rank, folder, gpus, n):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
+    device = f"cuda:{rank}" if gpus else "cpu"
+    if gpus:
+        torch.cuda.set_device(rank)
+    init(device, url=f"file://{folder}/store", rank=rank, size=n)
+    flags = measure(Mesh(device, native=gpus > 0, dp=n))
+    if rank == 0:
+        print(" ".join(f"--{name} {value:.4g}" for name, value in flags.items()))
+    shutdown()
+
+
+def main():
+    gpus = torch.cuda.device_count()
+    n = gpus or min(8, os.cpu_count() or 1)
+    print(f"plan with these flags, measured on {n} {'GPUs' if gpus else 'processors'}"
+          f"{'' if n > 1 else '; one sends no messages'}; for several nodes add --network:")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (folder, gpus, n), n)
