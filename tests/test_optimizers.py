@@ -36,6 +36,7 @@ from tests.harness import (
     train_with,
 )
 from tests.runs import one_line
+from tests.test_zero import _counted
 
 KINDS = ("sgd", "lars", "lamb")
 
@@ -239,6 +240,14 @@ def test_a_step_sends_one_small_all_reduce_more(corpus, flags, world, groups):
         assert calls == adaptive and all(row[1] == calls for row in got)
         small = groups * 2 * (world - 1) * 2 * tensors * 8 if adaptive else 0
         assert total == {**usual, group: usual[group] + small}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_looks_at_the_device_once(corpus, kind):
+    """For the loss: not for a norm, nor to know whether to skip."""
+    cfg = config(corpus, dp=2, zero=1, microbatches=2, optimizer=kind)
+    for reads, *_ in pool(2, _counted, cfg):
+        assert reads == ["tolist"]
 
 
 def _skipped(rank, cfg):
