@@ -33,6 +33,7 @@ RULES = {  # name: flags
     "AdamW": {"optimizer": "adamw", "lr": 8e-3},
     "AdamW linear": {"optimizer": "adamw", "lr": 8e-3, "scale_lr": "linear"},
     "AdamW root": {"optimizer": "adamw", "lr": 8e-3, "scale_lr": "sqrt"},
+    "LAMB": {"optimizer": "lamb", "lr": 2e-2},
     "LAMB root": {"optimizer": "lamb", "lr": 2e-2, "scale_lr": "sqrt"},
     "LARS root": {"optimizer": "lars", "lr": 1e-2, "scale_lr": "sqrt", "weight_decay": 5e-4},
     "LARS linear": {"optimizer": "lars", "lr": 1e-2, "scale_lr": "linear", "weight_decay": 5e-4}}
@@ -58,11 +59,11 @@ def train_once(rule, batch, out):
 
 
 def curve(records, batch, bytes_per_token):
-    """[(millions of tokens, bits per byte)]: means of the loss over each 50th of the run."""
+    """[(percent of the tokens, bits per byte)]: means of the loss over each 50th of the run."""
     records = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
     per = max(1, len(records) // 50)
-    tokens = batch * MODEL["block_size"] / 1e6
-    return [((step + 1) * tokens, fmean(loss for _, loss in records[i - per + 1 : i + 1])
+    percent = 100 * batch * MODEL["block_size"] / TOKENS
+    return [((step + 1) * percent, fmean(loss for _, loss in records[i - per + 1 : i + 1])
              / log(2) / bytes_per_token)
             for i, (step, _) in enumerate(records) if i % per == per - 1]
 
@@ -121,7 +122,8 @@ def main():
             bits[rule, batch] = records[-1]["val_bits_per_byte"]
             print(f"{batch:4} {rule:12} {bits[rule, batch]:.4f} bits per byte, after "
                   f"{time.time() - begin:.0f} s", flush=True)
-            if batch == 512 and rule != "LARS linear" or (rule, batch) == ("AdamW", 32):
+            drawn = batch == 512 and rule not in ("LAMB", "LARS linear")  # six curves
+            if drawn or (rule, batch) == ("AdamW", 32):
                 curves[f"{rule}, {batch}"] = curve(records, batch, per_token)
     rows = [["batch", *map(str, BATCHES)]]
     rows += [[rule, *(f"{bits[rule, batch]:.4f}" for batch in BATCHES)] for rule in RULES]
@@ -129,8 +131,8 @@ def main():
     print("gradient noise scale, AdamW root, batch 128:")
     demonstrate(demo, dp=2, ep=1, pp=1, cp=1, tp=1)
     if args.svg:
-        svg = curves_svg(curves, "The same tokens in large batches", "millions of tokens",
-                         "training loss, bits per byte", [0, 0.4, 0.8, 1.2, 1.6], range(1, 5))
+        svg = curves_svg(curves, "The same tokens in large batches", "percent of the tokens",
+                         "training loss, bits per byte", range(0, 101, 25), range(1, 6))
         Path(args.svg, "large-batches.svg").write_text(svg)
     print(f"{time.time() - begin:.0f} s")
 

@@ -19,7 +19,7 @@ from mesh import Mesh
 from model import build, initial_value
 from optimizer import Optimizer, learning_rate
 from planner import memory
-from planner.large_batches import curve, noise_scale
+from planner.large_batches import TOKENS, curve, noise_scale
 from run import checkpoint
 from run.config import check, check_layout
 from run.log import Log
@@ -349,4 +349,4 @@ def test_a_curve_has_means_in_bits_of_all_steps():
     records = [{"step": i, "loss": 2 * math.log(2) * (1 + i % 2)} for i in range(100)]
     points = curve([*records, {"step": 100, "val_loss": 1.0}], 125, 2.0)
     assert len(points) == 50 and all(math.isclose(bits, 1.5) for _, bits in points)
-    assert math.isclose(points[-1][0], 100 * 125 * 32 / 1e6)
+    assert math.isclose(points[-1][0], 100 * (100 * 125 * 32) / TOKENS)
