@@ -1,18 +1,26 @@
 """The optimizer's step on the shards that DDP or ZeRO leaves to this rank, the global gradient norm
-and the learning rate.
+and the learning rate. Of clipped gradients g, weights w, decay d (matrices only), momentum m:
 
-AdamW (plain.py spells it out) is torch's own fused kernel, one call for many pieces; torch.optim
-would import 2 s of torch.compile first. 16-bit weights have a 32-bit master copy: the step changes
-the master and rounds it to the weights. Wider weights are their own master. Held per parameter:
-sizes.bytes_per_parameter. Norm, clipping and the decision to skip a step stay on the device: the
-host waits for none of them.
+    AdamW  torch's fused kernel (torch.optim imports 2 s of torch.compile); spelled out in plain.py
+    SGD    v = m v + lr (g + d w);  w = w - v
+    LARS   arXiv 1708.03888: SGD, each matrix with lr |w| / (|g| + d |w|). Not taken: the paper's
+           factor of 0.001 for all, which --lr can hold
+    LAMB   arXiv 1904.00962: u = mean / (sqrt(square) + 1e-6) + d w, bias corrected as in Adam;
+           w = w - lr |w| / |u| u. Not taken: limits for |w|, which the paper allows
+
+The papers scale each layer. Taken: biases and LayerNorm gains have no decay and no ratio; c_attn
+(q, k, v) has one ratio, as its tag is of one tensor. 16-bit weights have a 32-bit master copy. Held
+per parameter: sizes.bytes_per_parameter. The host waits for no norm and no decision to skip a step.
 """
 
 import math
+from functools import partial
 
 import torch
 
-from sizes import bytes_per_parameter
+from collectives import all_reduce
+from shard import Shard
+from sizes import MOMENTS, bytes_per_parameter
 
 
 def learning_rate(cfg, step):
@@ -35,30 +43,30 @@ def clip_coefficient(norm, grad_clip):
 
 
 class Optimizer:
-    """AdamW on this rank's shards. norm_group: the ranks that together hold every gradient."""
+    """cfg.optimizer on this rank's shards. norm_group: the ranks that together hold every gradient.
+    shapes: {name: full shape} of all tensors, in one order on all ranks."""
 
-    def __init__(self, reducer, norm_group, betas, weight_decay):
-        self.reducer, self.norm_group = reducer, norm_group
-        self.betas, self.weight_decay = betas, weight_decay
-        self.groups = {}  # bucket -> its pieces with and without weight decay: see below
+    def __init__(self, reducer, norm_group, cfg, shapes):
+        self.reducer, self.norm_group, self.kind = reducer, norm_group, cfg.optimizer
+        self.betas, self.weight_decay = (cfg.beta1, cfg.beta2), cfg.weight_decay
+        self.ratios = None  # LARS, LAMB: trust ratio of each tensor in the last step
         # How many ranks of norm_group hold the same piece: the tag's copies, times the piece's data
         # ranks in norm_group. Those are 1 under ZeRO and for experts, else E: with --ep norm_group
         # has E data ranks, as only together they hold all experts' gradients.
         copies = []
+        self.tensors = {}  # bucket -> the index in `shapes` of each of its pieces' tensors
         for bucket in reducer.buckets:
             wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
-            bucket.exp_avg = torch.zeros_like(bucket.master)  # mean of the gradients so far
-            bucket.exp_avg_sq = torch.zeros_like(bucket.master)  # of their squares
+            bucket.moments = {name: torch.zeros_like(bucket.master) for name in MOMENTS[self.kind]}
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards
-            # Lists of pieces of the masters, of exp_avg and of exp_avg_sq
-            self.groups[bucket] = {True: ([], [], []), False: ([], [], [])}
-            for i, buffer in enumerate((bucket.master, bucket.exp_avg, bucket.exp_avg_sq)):
-                for param, piece in bucket.pieces(buffer):
-                    self.groups[bucket][decays(param.shard)][i].append(piece)
-            copies += [param.shard.copies * data_ranks for param, _ in bucket.pieces(bucket.master)]
+            tags = [param.shard for param, _ in bucket.pieces(bucket.master)]
+            copies += [tag.copies * data_ranks for tag in tags]
+            self.tensors[bucket] = [list(shapes).index(tag.name) for tag in tags]
         device = reducer.buckets[0].full.device
         self.copies = torch.tensor(copies, dtype=torch.double, device=device)
+        self.tensor = torch.tensor(sum(self.tensors.values(), []), dtype=torch.long, device=device)
+        self.is_matrix = torch.tensor([decays(Shard(*x)) for x in shapes.items()], device=device)
         self.updates = torch.zeros((), device=device)  # steps so far, skipped ones not counted
 
     def grad_square(self):
@@ -83,29 +91,36 @@ class Optimizer:
         skip = (~finite).float()
         # with a dimension, so that its product with gradients is as wide as the masters
         scale = scale.to(self.reducer.buckets[0].master.dtype).view(1)
+        if self.kind != "adamw":
+            return self.step_by_tensor(lr, partial(self.gradient, scale, finite), finite)
         for bucket in reversed(self.reducer.buckets):
             if bucket.grad_shard is None:
                 scaled = [(p, grad * scale) for p, grad in self.reducer.grad_pieces(bucket)]
             else:
                 scaled = bucket.pieces(bucket.grad_shard * scale)
-            grads = {True: [], False: []}  # with and without weight decay
-            for param, grad in scaled:
-                grads[decays(param.shard)].append(grad)
-            for decay, (masters, exp_avgs, exp_avg_sqs) in self.groups[bucket].items():
+            buffers = (bucket.master, *bucket.moments.values())
+            rows = [[*scaled], *([*bucket.pieces(buffer)] for buffer in buffers)]
+            for decay in (True, False):
+                grads, masters, exp_avgs, exp_avg_sqs = [
+                    [piece for param, piece in row if decays(param.shard) == decay] for row in rows]
                 if masters:
                     torch._fused_adamw_(
-                        masters, grads[decay], exp_avgs, exp_avg_sqs, [],
+                        masters, grads, exp_avgs, exp_avg_sqs, [],
                         [self.updates] * len(masters), lr=lr, beta1=self.betas[0],
                         beta2=self.betas[1], eps=1e-8, amsgrad=False, maximize=False,
                         weight_decay=decay * self.weight_decay, found_inf=skip)
-            if bucket.master is not bucket.weight_shard:
-                bucket.weight_shard.copy_(bucket.master)
-            self.reducer.publish(bucket)
+            self.publish(bucket)
+
+    def publish(self, bucket):
+        """Round the masters to the weights, and start to send these."""
+        if bucket.master is not bucket.weight_shard:
+            bucket.weight_shard.copy_(bucket.master)
+        self.reducer.publish(bucket)
 
     def finite(self):
         """Are all weights and moments of this rank finite?"""
         held = [x for bucket in self.reducer.buckets
-                for x in (bucket.master, bucket.exp_avg, bucket.exp_avg_sq)]
+                for x in (bucket.master, *bucket.moments.values())]
         norms = torch._foreach_norm(held, math.inf)  # makes no copy
         return bool(torch.stack(norms).isfinite().all())
 
@@ -116,10 +131,69 @@ class Optimizer:
         formula, live = 0, {}  # live: address of a storage -> its bytes, as tensors share storages
         for bucket in self.reducer.buckets:
             formula += bucket.numel * sum(bytes_per_parameter(
-                self.reducer.zero, bucket.num_shards, width, grad_width))
+                self.reducer.zero, bucket.num_shards, width, grad_width, len(bucket.moments)))
             for x in (bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard,
-                      bucket.master, bucket.exp_avg, bucket.exp_avg_sq,
+                      bucket.master, *bucket.moments.values(),
                       *(param.grad for param in bucket.params)):
                 if x is not None:
                     live[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return round(formula), sum(live.values())
+
+    def step_by_tensor(self, lr, gradient, finite):
+        """SGD, LARS, LAMB. gradient(bucket): a new flat tensor, zeros if not finite."""
+        go = finite.double()  # 0: skip
+        for bucket in self.reducer.buckets if self.kind == "lamb" else ():
+            grad, (mean, square) = gradient(bucket), bucket.moments.values()
+            news = [((1 - beta) * go).to(grad.dtype) for beta in self.betas]  # their share
+            mean.lerp_(grad, news[0])
+            square.lerp_(grad.square_(), news[1])
+        self.ratios = self.trust_ratios(gradient)
+        rates = lr * go * self.ratios
+        for bucket in reversed(self.reducer.buckets):
+            change = self.change(bucket, gradient)
+            for (_, piece), tensor in zip(bucket.pieces(change), self.tensors[bucket], strict=True):
+                piece.mul_(rates[tensor])
+            if self.kind != "lamb":
+                velocity, = bucket.moments.values()
+                change = velocity.mul_(1 - (1 - self.betas[0]) * go).add_(change)
+            bucket.master.addcmul_(change, go, value=-1)
+            self.publish(bucket)
+
+    def gradient(self, scale, finite, bucket):
+        grad = bucket.grad_shard
+        if grad is None:
+            grad = torch.cat([piece for _, piece in self.reducer.grad_pieces(bucket)])
+        return (grad * scale).masked_fill_(~finite, 0.0)
+
+    def change(self, bucket, gradient):
+        """What to subtract at a rate of 1, flat. LAMB computes it twice: its norm comes first."""
+        if self.kind == "lamb":
+            steps = self.updates.double().clamp(min=1)  # the first step may be skipped
+            mean, square = (moment / (1 - beta**steps) for moment, beta in zip(
+                bucket.moments.values(), self.betas, strict=True))
+            change = mean.div_(square.sqrt_().add_(1e-6))  # in place: of new tensors
+        else:
+            change = gradient(bucket)
+        for (param, piece), (_, weight) in zip(
+                bucket.pieces(change), bucket.pieces(bucket.master), strict=True):
+            piece.add_(weight, alpha=self.weight_decay * decays(param.shard))
+        return change
+
+    def trust_ratios(self, gradient):
+        """|w| / |change| of each whole matrix (LARS: as in the head); 1 for other tensors, where w
+        or change is zero, and for SGD. The same bits on all ranks: each adds the squares of its
+        pieces, divided by the number of ranks that hold them, in one all-reduce."""
+        squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.copies.device)
+        if self.kind == "sgd":
+            return torch.ones_like(squares[0])
+        decay, norms = self.weight_decay if self.kind == "lars" else 0.0, [[], []]
+        for bucket in self.reducer.buckets:
+            flat = gradient(bucket) if self.kind == "lars" else self.change(bucket, gradient)
+            for found, x in zip(norms, (bucket.master, flat), strict=True):
+                found += [piece.norm() for _, piece in bucket.pieces(x)]
+        if norms[0]:  # else there are fewer parameters than ranks
+            terms = torch.stack(sum(norms, [])).view(2, -1).double().square() / self.copies
+            squares.index_add_(1, self.tensor, terms)
+        weight, change = all_reduce(squares, self.norm_group).sqrt()
+        ratios = weight / (change + decay * weight)
+        return torch.where(self.is_matrix & (weight > 0) & (change > 0), ratios, 1.0)

@@ -21,7 +21,7 @@ from planner.memory import Job, Layout, memory, n_parameters
 from planner.search import Search, as_config
 from run import config
 from run.signals import end_quietly
-from sizes import WIDTHS, GPTConfig
+from sizes import MOMENTS, WIDTHS, GPTConfig
 
 
 def planned(cfg):
@@ -34,7 +34,8 @@ def planned(cfg):
     names = {name: getattr(cfg, name) for name in Layout._fields}
     layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
     width = WIDTHS[cfg.dtype]
-    return Job(model, cfg.batch_size, width, cfg.grad_dtype != "same"), layout
+    return Job(model, cfg.batch_size, width, cfg.grad_dtype != "same",
+               len(MOMENTS[cfg.optimizer])), layout
 
 
 def command(cfg, ranks, node):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("velocity",), "lars": ("velocity",),
+           "lamb": ("exp_avg", "exp_avg_sq")}  # numbers that an optimizer holds per parameter
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -31,14 +33,15 @@ class GPTConfig:
         return 6 * active + 12 * self.n_layer * C * self.block_size
 
 
-def bytes_per_parameter(zero, ranks, width=2, grad_width=None):
+def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
     """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
     (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
-    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy, exp_avg and
-    exp_avg_sq: 12 bytes. Wider weights are their own master. grad_width: bytes of a gradient, if
-    not `width`; 16-bit training with fp32 gradients (--grad-dtype) takes 18 bytes and not 16."""
-    optimizer = 12 if width == 2 else 2 * width
+    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy and the moments:
+    12 bytes for AdamW's two, 8 for SGD's one. Wider weights are their own master. grad_width: bytes
+    of a gradient, if not `width`; 16-bit training with fp32 gradients (--grad-dtype) takes 18 bytes
+    and not 16."""
+    optimizer = 4 * (1 + moments) if width == 2 else moments * width
     gradients = grad_width or width
     return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),
             optimizer / (ranks if zero >= 1 else 1))

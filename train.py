@@ -115,8 +115,7 @@ class Trainer:
         grad_dtype = self.dtype if cfg.grad_dtype == "same" else torch.float
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
                                           int(cfg.bucket_mb * 2**20), grad_dtype)
-        self.optimizer = Optimizer(self.reducer, norm_group, (cfg.beta1, cfg.beta2),
-                                   cfg.weight_decay)
+        self.optimizer = Optimizer(self.reducer, norm_group, cfg, self.shapes)
 
         for layer in (layer for part in layers.values() for layer in part):
             if cfg.compile:

@@ -46,6 +46,7 @@ class Job(NamedTuple):
     batch_size: int  # sequences of a step, on all ranks
     width: int = 2  # bytes of a weight
     wide: bool = False  # gradients of 16-bit weights are summed in 32 bits
+    moments: int = 2  # numbers of the optimizer per parameter
 
     @property
     def grad_width(self):
@@ -223,8 +224,8 @@ def memory_of_rank(job, layout, rank):
     params = part.blocks * dense + vocabulary + others
     data = layout.dp * layout.cp
     states = [params * each + part.blocks * experts * of_expert for each, of_expert in zip(
-        bytes_per_parameter(layout.zero, data, w, gw),
-        bytes_per_parameter(layout.zero, data / layout.ep, w, gw), strict=True)]
+        bytes_per_parameter(layout.zero, data, w, gw, job.moments),
+        bytes_per_parameter(layout.zero, data / layout.ep, w, gw, job.moments), strict=True)]
     saved = activations(job, layout._replace(zero=0), rank)
 
     # The head's logits of a chunk of tokens, and the log of their softmax

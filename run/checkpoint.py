@@ -1,13 +1,14 @@
 """Saves and loads checkpoints: any layout writes one, and any layout reads it.
 
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
-                      optimizer.safetensors  NAME.exp_avg, .exp_avg_sq; for 16 bits also .master
+                      optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (of SGD and LARS .velocity);
+                                             for 16 bits also .master
                       manifest.json          step, flags, loss scale, a checksum for each tensor
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
-gather, and no extra memory but one tensor's slice on the way from a GPU. Bytes per parameter:
-2 + 12 for 16-bit weights, 4 + 8 for float32. A folder is written as step-N.tmp, its manifest last,
-and renamed: a checkpoint is complete or does not exist.
+gather, and no extra memory but one tensor's slice on the way from a GPU. Bytes per parameter
+of AdamW and LAMB: 2 + 12 for 16-bit weights, 4 + 8 for float32. A folder is written as step-N.tmp,
+its manifest last, and renamed: a checkpoint is complete or does not exist.
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
@@ -33,7 +34,7 @@ from run.processes import hear, tell
 from run.signals import local_rank
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
 from shard import bounds
-from sizes import GPTConfig
+from sizes import MOMENTS, GPTConfig
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 
@@ -152,7 +153,7 @@ def plan(trainer, folder):
     """[(file, code of its dtype, {tensor: shape})] of the whole model, alike on every rank."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     narrow = trainer.dtype.itemsize == 2
-    kinds = (["master"] if narrow else []) + ["exp_avg", "exp_avg_sq"]
+    kinds = (["master"] if narrow else []) + list(MOMENTS[trainer.cfg.optimizer])
     aliases = {other: trainer.shapes[name] for name, others in ALIASES.items() for other in others}
     state = {f"{name}.{kind}": shape for name, shape in trainer.shapes.items() for kind in kinds}
     return [(Path(folder, MODEL), codes[trainer.dtype], trainer.shapes | aliases),
@@ -163,7 +164,7 @@ def slices(trainer):
     """Yields each piece that this rank's optimizer steps: (bucket, the parameter's tag, index of
     the piece's first element in the tag's slice, {tensor: elements})."""
     for bucket in trainer.reducer.buckets:
-        kinds = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
+        kinds = dict(bucket.moments)
         if bucket.master is not bucket.weight_shard:
             kinds["master"] = bucket.master
         states = zip(*map(bucket.pieces, kinds.values()), strict=True)
@@ -267,7 +268,8 @@ def save(trainer, step, data_folder=""):
 def load(trainer, folder):
     """Collective: give every rank its slices of a checkpoint of any layout; returns the number of
     steps done. CheckpointError, on every rank and before any state is changed, if the checkpoint is
-    damaged, past --steps or of another model or dtype. Each rank checks its share of the sums."""
+    damaged, past --steps or of another model, optimizer or dtype. Each rank checks its share of the
+    sums."""
     world, entries = trainer.mesh.world, {}
     with together(world):
         manifest = read_manifest(folder)
@@ -275,6 +277,10 @@ def load(trainer, folder):
         if manifest["step"] > trainer.cfg.steps:
             raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps "
                                   f"{trainer.cfg.steps}")
+        used = manifest["config"].get("optimizer", "adamw")
+        if used != trainer.cfg.optimizer:
+            raise CheckpointError(f"{folder}: its --optimizer is {used}, this run's is "
+                                  f"{trainer.cfg.optimizer}; --init-from takes its weights alone")
         for path, code, shapes in plan(trainer, folder):
             entries |= tensorfile.expect(path, tensorfile.read_header(path), shapes, [code])
         for entry in list(entries.values())[world.rank :: world.size]:

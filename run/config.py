@@ -10,7 +10,7 @@ from pathlib import Path
 
 from run.signals import STORE, local_rank
 from schedules import SCHEDULES, make_schedule
-from sizes import WIDTHS, bytes_per_parameter
+from sizes import MOMENTS, WIDTHS, bytes_per_parameter
 
 
 def flag(default, group, help, choices=None):
@@ -47,9 +47,14 @@ class Config:
     lr: float = flag(4e-3, "training", "peak learning rate")
     min_lr: float = flag(0.0, "training", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    weight_decay: float = flag(0.1, "training", "AdamW's, on matrices only")
-    beta1: float = flag(0.9, "training", "AdamW")
-    beta2: float = flag(0.95, "training", "AdamW")
+    warmup_tokens: int = flag(0, "training", "warm-up in tokens, whatever the batch; 0: in steps")
+    optimizer: str = flag("adamw", "training", "lars, lamb: a rate per matrix", tuple(MOMENTS))
+    scale_lr: str = flag("none", "training", "--lr and --min-lr times --batch-size / "
+                         "--base-batch-size, or its root", ("none", "linear", "sqrt"))
+    base_batch_size: int = flag(32, "training", "the batch that --lr was chosen for")
+    weight_decay: float = flag(0.1, "training", "on matrices only")
+    beta1: float = flag(0.9, "training", "AdamW, LAMB; SGD's and LARS's momentum")
+    beta2: float = flag(0.95, "training", "AdamW, LAMB")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
     seed: int = flag(1337, "training", "of initial weights and batches")
@@ -71,10 +76,11 @@ class Config:
 
 
 LIMITS = {  # (least, most): flags
-    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
+    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size base_batch_size log_interval "
+    "eval_batches",
     (1, 2**31): "block_size",
     (0, 10**6): "dp pad_vocab experts chunks microbatches",
-    (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
+    (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2",
     (1e-6, 1e6): "bucket_mb timeout",
@@ -191,6 +197,12 @@ def check_layout(cfg, world):
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
     if cfg.schedule == "zb-v" and cfg.chunks < 2:
         cfg.chunks = 2
+    ratio = cfg.batch_size / cfg.base_batch_size
+    factor = {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}[cfg.scale_lr]
+    cfg.lr, cfg.min_lr = cfg.lr * factor, cfg.min_lr * factor
+    cfg.base_batch_size = cfg.batch_size  # of the new rates: a second call changes nothing
+    if cfg.warmup_tokens:
+        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
     cfg.chunks = cfg.chunks or (2 if cfg.schedule == "interleaved" else 1)
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
@@ -210,7 +222,8 @@ def check_memory(cfg, share):
     activation per block and token of a microbatch."""
     width = WIDTHS[cfg.dtype]
     mlps = cfg.experts / cfg.top_k if cfg.experts else 1  # an expert is 1/top_k as wide as an MLP
-    need = cfg.n_layer * (4 + 8 * mlps) * cfg.n_embd**2 * sum(bytes_per_parameter(0, 1, width))
+    need = cfg.n_layer * (4 + 8 * mlps) * cfg.n_embd**2 * sum(
+        bytes_per_parameter(0, 1, width, moments=len(MOMENTS[cfg.optimizer])))
     tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
     need = (need + tokens * cfg.n_embd * cfg.n_layer * width) * share
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -65,6 +65,8 @@ class Log:
                  f"{'GPU' if mesh.device.type == 'cuda' else 'CPU'}; {cfg.steps} steps of "
                  f"{cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
                  f"microbatch{'es' * (cfg.microbatches > 1)}")
+        self.say(f"{cfg.optimizer}: learning rate up to {cfg.lr:.3g} in {cfg.warmup_steps} steps, "
+                 f"then down to {cfg.min_lr:.3g}")
         if mesh.world.size > 1:
             self.say(grid(mesh.sizes))
         if len(trainer.cuts) > 1:

@@ -49,7 +49,16 @@ MUTANTS = {
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
     "optimizer.py": [
         (".clamp(max=1.0)", "", "values:clipping"),
-        ("square() / self.copies", "square()", "layouts:layout_equals"),
+        ("square() / self.copies).sum()", "square()).sum()", "layouts:layout_equals"),
+        ("square() / self.copies\n", "square()\n", "optimizers:each_layout"),
+        ("all_reduce(squares, self.norm_group)", "squares", "optimizers:each_layout"),
+        ("weight / (change + decay * weight)", "weight / change", "optimizers:each_layout"),
+        ("& (weight > 0)", "", "optimizers:each_layout"),
+        ("& (change > 0)", "", "optimizers:each_layout"),
+        ("self.weight_decay * decays(", "self.weight_decay * bool(", "optimizers:each_layout"),
+        (".clamp(min=1)", "", "optimizers:skipped"),
+        ("(grad * scale).masked_fill_(~finite, 0.0)", "grad * scale", "optimizers:skipped"),
+        ("addcmul_(change, go, value=-1)", "sub_(change)", "optimizers:skipped"),
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
         ("2, dtype=wide)", "2)", "values:norm"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
@@ -152,12 +161,14 @@ MUTANTS = {
     "run/checkpoint.py": [
         ("> trainer.cfg.steps:", "> trainer.cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),
+        ("used != trainer.cfg.optimizer", "False", "optimizers:refused"),
         ('fill_(manifest["updates"])', "zero_()", "checkpoint:float64"),
         ("trainer.reducer.publish(bucket)", "pass", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
         ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file")],
     "run/config.py": [
         ("math.lcm(2 * cfg.cp if", "math.lcm(cfg.cp if", "commands:one_line and cp"),
+        ("cfg.base_batch_size = cfg.batch_size", "pass", "optimizers:rates"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
         ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out")],
     "run/log.py": [

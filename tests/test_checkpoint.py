@@ -17,6 +17,7 @@ import train
 from data.batches import Data
 from run import checkpoint
 from run.config import check
+from sizes import MOMENTS
 from tests.harness import (
     FULL,
     VOCAB,
@@ -36,11 +37,12 @@ from tests.runs import Run, contents, flags, one_line, rewrite
 
 def gathered_state(trainer):
     """{kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's shards."""
-    found = {"weights": local_tensors(trainer, "weights"), "exp_avg": [], "exp_avg_sq": []}
-    for kind, bucket in itertools.product(("exp_avg", "exp_avg_sq"), trainer.reducer.buckets):
+    kinds = MOMENTS[trainer.cfg.optimizer]
+    found = {"weights": local_tensors(trainer, "weights"), **{kind: [] for kind in kinds}}
+    for kind, bucket in itertools.product(kinds, trainer.reducer.buckets):
         flat = torch.zeros(bucket.numel, dtype=bucket.master.dtype)
         shard = flat[bucket.offset : bucket.offset + len(bucket.weight_shard)]
-        shard.copy_(getattr(bucket, kind))
+        shard.copy_(bucket.moments[kind])
         if bucket.num_shards > 1:
             c.all_gather(flat, bucket.group)
         found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
@@ -72,14 +74,18 @@ WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp
                      dict(dp=4, ep=2, tp=2, sp=True, zero=1)]
 
 
-@pytest.mark.parametrize("dtype,experts,walk", [
-    ("float64", 0, WALK if FULL else WALK[1::2]),
-    ("bfloat16", 0, WALK if FULL else WALK[::2]), ("float64", 4, WALK_WITH_EXPERTS)],
-    ids=["float64", "bfloat16", "experts"])
-def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dtype, experts, walk):
+@pytest.mark.parametrize("dtype,experts,walk,optimizer", [
+    ("float64", 0, WALK if FULL else WALK[1::2], "adamw"),
+    ("bfloat16", 0, WALK if FULL else WALK[::2], "adamw"),
+    ("float64", 4, WALK_WITH_EXPERTS, "adamw"),
+    ("float64", 0, WALK[::4], "lamb"), ("float64", 4, WALK_WITH_EXPERTS[::2], "lars")],
+    ids=["float64", "bfloat16", "experts", "lamb", "lars"])
+def test_any_layout_reads_any_others_checkpoint_bit_for_bit(
+        corpus, tmp_path, dtype, experts, walk, optimizer):
     """A walk in random order. Losses: to 1e-10 those of the run that never stopped."""
     order = np.random.default_rng(0).permutation(len(walk))
-    flags = dict(dtype=dtype, out=str(tmp_path), n_layer=5, steps=len(walk), experts=experts)
+    flags = dict(dtype=dtype, out=str(tmp_path), n_layer=5, steps=len(walk), experts=experts,
+                 optimizer=optimizer)
     cfg = config(corpus, **flags)
     want = pool(check(cfg, 1), _train, cfg, len(walk))[0][1:]
     folder = last = None
@@ -91,7 +97,7 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(corpus, tmp_path, dt
             if which == 0 and not i:
                 continue
             assert set().union(*(rank[which][1] for rank in got)) == want_steps
-        for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        for kind in ("weights", *MOMENTS[optimizer]):
             if i:
                 loaded = assemble([rank[0][0][kind] for rank in got])
                 assert loaded.keys() == last[kind].keys()

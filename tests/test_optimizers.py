@@ -1,0 +1,352 @@
+"""SGD, LARS and LAMB in every layout equal a loop written from the papers; rates and warm-up that
+are scaled to the batch; bytes, skipped steps, checkpoints, memory."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import model as model_file
+import optimizer as optimizer_file
+import sizes
+import train
+import zero
+from data.batches import Data
+from mesh import Mesh
+from model import build, initial_value
+from optimizer import Optimizer, learning_rate
+from planner import memory
+from planner.large_batches import TOKENS, curve, noise_scale
+from run import checkpoint
+from run.config import check, check_layout
+from run.log import Log
+from shard import Shard
+from tests.cover import named
+from tests.harness import (
+    VOCAB,
+    assemble,
+    close,
+    config,
+    mesh_of,
+    pool,
+    same_model,
+    train_with,
+)
+from tests.runs import one_line
+from tests.test_zero import _counted
+
+KINDS = ("sgd", "lars", "lamb")
+
+
+def with_a_zero(name, *rest):
+    """Initial values with a matrix of zeros, by which that of c_attn has a gradient of zeros."""
+    value = initial_value(name, *rest)
+    return value.zero_() if name.endswith("h.1.attn.c_proj.weight") else value
+
+
+@cache
+def by_the_paper(corpus, kind, **flags):
+    """[{loss, norm, ratios, norms (of weights, change), weights}] of three steps on whole batches.
+    Decay 0.1, clipping at 0.2, betas and rates are said again here."""
+    cfg = config(corpus, **flags)
+    model = build(sizes.GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
+                                  cfg.experts, cfg.top_k), cfg.seed, torch.double)
+    for block in model.layers[1:-1] if cfg.experts else ():
+        block.mlp.balance_weight = cfg.balance
+    w = dict(model.canonical_parameters())
+    w["transformer.h.1.attn.c_proj.weight"].data.zero_()
+    v, m, s = ({name: torch.zeros_like(x) for name, x in w.items()} for _ in range(3))
+    tokens, trace = torch.from_numpy(np.fromfile(f"{corpus}/train.bin", "<u2").astype(int)), []
+    for t, lr in enumerate((5e-3, 1e-2, 5e-3), 1):
+        starts = np.random.default_rng([1337, t - 1]).integers(0, len(tokens) - 8, cfg.batch_size)
+        ids, targets = (torch.stack([tokens[i : i + 8] for i in starts + at]) for at in (0, 1))
+        model.zero_grad()
+        loss = model(ids, targets) / targets.numel()
+        loss.backward()
+        loss = loss - (model_file.extra_loss(model.layers[1:-1]) or 0.0) / targets.numel()
+        norm = math.sqrt(sum(x.grad.square().sum().item() for x in w.values()))
+        assert norm > 0.2, "clipping must fire"
+        ratios, norms = [], []
+        for name, x in w.items():
+            x, g = x.detach(), x.grad * 0.2 / (norm + 1e-6)
+            matrix = x.dim() > 1 and name.endswith("weight")
+            d = 0.1 if matrix else 0.0
+            m[name] = 0.9 * m[name] + 0.1 * g
+            s[name] = 0.95 * s[name] + 0.05 * g * g
+            r = m[name] / (1 - 0.9**t) / ((s[name] / (1 - 0.95**t)).sqrt() + 1e-6) + d * x
+            u = r if kind == "lamb" else g
+            norms.append([x.norm().item(), (r if kind == "lamb" else g).norm().item()])
+            usual = kind == "sgd" or not matrix or x.norm() == 0 or u.norm() == 0
+            below = r.norm() if kind == "lamb" else g.norm() + d * x.norm()
+            ratios.append(1.0 if usual else (x.norm() / below).item())
+            v[name] = 0.9 * v[name] + lr * ratios[-1] * (g + d * x)
+            x -= lr * ratios[-1] * r if kind == "lamb" else v[name]
+        trace.append({"loss": loss.item(), "norm": norm, "ratios": ratios, "norms": norms,
+                      "weights": {n: x.detach().clone() for n, x in w.items()}})
+    return trace
+
+
+def _trained(rank, cfg, bug=None):
+    """{kind: _train's trace, with ratios and norms of each tensor in each step}, of a model with a
+    matrix of zeros."""
+    found, original = {}, Optimizer.trust_ratios
+    for kind in KINDS:
+        ratios, norms = [], []
+
+        def reduced(squares, group, norms=norms):
+            if bug != "the norm of the shard":
+                train.all_reduce(squares, group)
+            norms.append(squares.sqrt().t())  # (tensors, 2)
+            return squares
+
+        def recorded(self, gradient, ratios=ratios):
+            kept = self.weight_decay, self.copies
+            if bug == "decay outside of the norm":
+                self.weight_decay = 0.0
+            if bug == "a replicated slice counted twice":
+                self.copies = torch.ones_like(self.copies)
+            ratios.append(original(self, gradient))
+            self.weight_decay, self.copies = kept
+            return ratios[-1]
+
+        Optimizer.trust_ratios, optimizer_file.all_reduce = recorded, reduced
+        try:
+            trace = train_with(rank, replace(cfg, optimizer=kind), train, "initial_value",
+                               with_a_zero)
+        finally:
+            Optimizer.trust_ratios = original
+            optimizer_file.all_reduce = train.all_reduce
+        norms = norms or [None] * len(ratios)  # SGD
+        found[kind] = [{**step, "ratios": x, "norms": y}
+                       for step, x, y in zip(trace[1:], ratios, norms, strict=True)]
+        assert trace[0]["agree"]
+    return found
+
+
+def equals_the_paper(corpus, bug=None, kinds=KINDS, **flags):
+    cfg = config(corpus, **{"microbatches": 1, **flags})
+    got = pool(check(cfg, 1), _trained, cfg, bug)
+    model = {k: v for k, v in same_model(cfg).items() if k != "block_size"}
+    for kind in kinds:
+        want = by_the_paper(corpus, kind, **model)
+        for step in range(3):
+            ranks = [rank[kind][step] for rank in got]
+            for rank in ranks:
+                assert torch.equal(rank["ratios"], ranks[0]["ratios"]), "ratios differ in bits"
+                for name in ("loss", "norm"):
+                    close(rank[name], want[step][name], f"{kind} {name}")
+            for i, name in enumerate(want[step]["weights"]):
+                for each in ("ratios", "norms")[: 1 + (kind != "sgd")]:
+                    close(ranks[0][each][i], want[step][each][i], f"{kind} {step} {each} of {name}")
+            full = assemble([rank["weights"] for rank in ranks])
+            for name, value in want[step]["weights"].items():
+                close(full[name], value, f"{kind} step {step} {name}")
+
+
+@pytest.mark.parametrize("flags", [
+    {"microbatches": 2}, {"tp": 2, "pad_vocab": 16}, {"tp": 3, "pp": 2, "microbatches": 2},
+    {"dp": 2, "tp": 2, "zero": 1}, {"dp": 3, "zero": 2, "microbatches": 3},
+    {"dp": 4, "zero": 3, "n_embd": 25, "n_head": 5}, {"pp": 4, "microbatches": 3},
+    {"dp": 2, "cp": 2, "bucket_mb": 0.02}, {"cp": 2, "tp": 2, "sp": True, "zero": 1},
+    {"tp": 2, "pp": 2, "sp": True, "dp": 2}, {"dp": 2, "ep": 2, "experts": 4},
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 2},
+    {"dp": 2, "ep": 2, "tp": 2, "sp": True, "experts": 4},
+    {"dp": 2, "tp": 2, "pp": 2, "schedule": "zb-v", "chunks": 2, "microbatches": 3, "zero": 2},
+    {"dp": 2, "cp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1", "microbatches": 2}], ids=named)
+def test_each_layout_equals_the_papers_loop(corpus, flags):
+    equals_the_paper(corpus, **flags)
+
+
+@pytest.mark.parametrize("bug,kinds", [
+    ("the norm of the shard", KINDS[1:]),
+    ("a replicated slice counted twice", KINDS[1:]),  # changes both norms: not their ratio
+    ("decay outside of the norm", ["lars"]), ("decay outside of the norm", ["lamb"])], ids=str)
+def test_the_comparison_notices(corpus, bug, kinds):
+    for kind in kinds:
+        with pytest.raises(AssertionError, match="ratios|norms"):
+            equals_the_paper(corpus, bug, [kind], tp=2, pp=2, microbatches=2)
+
+
+class Small(torch.nn.Module):
+    """One matrix of n rows of one number, and a bias."""
+
+    def __init__(self, n, group):
+        super().__init__()
+        self.shapes = {"weight": torch.Size((n, 1)), "bias": torch.Size((1,))}
+        for name, shape in self.shapes.items():
+            param = torch.nn.Parameter(torch.empty(shape, device="meta"))
+            param.shard = Shard(name, shape, 0, ((0, shape[0]),), sum_over=(group,))
+            setattr(self, name, param)
+
+
+def _empty(rank, cfg, n):
+    """(ratios, pieces on this rank) of a layer of fewer numbers than ranks."""
+    mesh = mesh_of(cfg)
+    layer = Small(n, mesh.group("dp"))
+    reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, torch.float64, "cpu",
+                                      lambda shard: torch.full(shard.shape, 3.0))
+    optimizer = Optimizer(reducer, mesh.world, cfg, layer.shapes)
+    bucket, = reducer.buckets
+    reducer.zero_grad()
+    bucket.grad_shard.copy_(torch.full_like(bucket.full, 0.5)[bucket.own])
+    one = torch.ones((), dtype=torch.double)
+    optimizer.step(0.1, one, one.bool())
+    return optimizer.ratios.tolist(), len(optimizer.tensors[bucket])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind,ratio", [("lars", 3 / (0.5 + 0.3)), ("lamb", 3 / (1 + 0.3))])
+def test_a_rank_with_an_empty_shard_has_the_same_ratios(corpus, kind, ratio, stage):
+    got = pool(4, _empty, config(corpus, dp=4, zero=stage, optimizer=kind), 1)
+    assert [pieces for _, pieces in got].count(0) == 2
+    for ratios, _ in got:
+        close(ratios, [ratio, 1.0], "ratios", 1e-5 if kind == "lamb" else 1e-10)  # 1e-6 below it
+
+
+# ---- what a step costs, and steps that are skipped ----
+
+
+def _bytes(rank, cfg, kind):
+    """(bytes that norm_group's ranks send in a step, all-reduces of optimizer.py, tensors)."""
+    trainer, calls = train.Trainer(replace(cfg, optimizer=kind), mesh_of(cfg), VOCAB), []
+    _, norm = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    group = trainer.optimizer.norm_group
+    before = {name: other.bytes_sent for name, other in trainer.mesh.groups.items()}
+    optimizer_file.all_reduce = lambda *args: (calls.append(1), train.all_reduce(*args))[1]
+    try:
+        trainer.update(norm, 1e-3)
+        trainer.reducer.gather_weights(trainer.stages[0].layers) if cfg.zero in (1, 2) else None
+    finally:
+        optimizer_file.all_reduce = train.all_reduce
+    sent = {name: other.bytes_sent - before[name] for name, other in trainer.mesh.groups.items()}
+    return sent, len(calls), len(trainer.shapes), group.name
+
+
+@pytest.mark.parametrize("flags,world,groups", [
+    ({"dp": 2, "tp": 2}, 2, 2), ({"tp": 3}, 3, 1), ({"dp": 4, "zero": 1}, 4, 1)], ids=str)
+def test_a_step_sends_one_small_all_reduce_more(corpus, flags, world, groups):
+    """Two numbers of each tensor of the model, among the ranks that hold every gradient."""
+    cfg = config(corpus, microbatches=1, **flags)
+    ranks, usual = check(cfg, 1), None
+    for kind in ("adamw", *KINDS):
+        got = pool(ranks, _bytes, cfg, kind)
+        total = {name: sum(sent[name] for sent, *_ in got) for name in got[0][0]}
+        usual = usual or total
+        _, calls, tensors, group = got[0]
+        adaptive = kind in ("lars", "lamb")
+        assert calls == adaptive and all(row[1] == calls for row in got)
+        small = groups * 2 * (world - 1) * 2 * tensors * 8 if adaptive else 0
+        assert total == {**usual, group: usual[group] + small}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_looks_at_the_device_once(corpus, kind):
+    """For the loss: not for a norm, nor to know whether to skip."""
+    cfg = config(corpus, dp=2, zero=1, microbatches=2, optimizer=kind)
+    for reads, *_ in pool(2, _counted, cfg):
+        assert reads == ["tolist"]
+
+
+def _skipped(rank, cfg):
+    """For each optimizer: did a step that is not finite change a bit? Does the next one change all?
+    With which skipped first, as float16's first steps are."""
+    found = {}
+    for kind in KINDS:
+        one = replace(cfg, optimizer=kind)
+        trainer, data = train.Trainer(one, mesh_of(one), VOCAB), Data(one)
+
+        def state(trainer=trainer):
+            held = [x for bucket in trainer.reducer.buckets
+                    for x in (bucket.weight_shard, bucket.master, *bucket.moments.values())]
+            return [x.clone() for x in held]
+
+        changed = []
+        for step in range(4):
+            _, norm = trainer.gradients(data.training(one, step, trainer.mesh))
+            before = state()
+            if step % 2 == 0 and rank == 0:
+                for bucket in trainer.reducer.buckets:
+                    for _, grad in trainer.reducer.grad_pieces(bucket):
+                        grad[0] = math.inf
+            trainer.update(torch.tensor(math.nan) if step % 2 == 0 else norm, 1e-2)
+            after = state()
+            assert all(x.isfinite().all() for x in after)
+            changed.append(sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        found[kind] = changed, len(after), int(trainer.optimizer.updates)
+        assert trainer.optimizer.finite()
+        formula, live = trainer.optimizer.state_bytes()
+        assert formula == live, (kind, formula, live)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_skipped_step_changes_no_bit(corpus, zero):
+    cfg = config(corpus, dp=2, zero=zero, dtype="float16", microbatches=1)
+    for found in pool(2, _skipped, cfg):
+        for kind, (changed, tensors, updates) in found.items():
+            assert changed[0] == changed[2] == 0 and updates == 2, kind
+            assert min(changed[1], changed[3]) > tensors * 2 // 3, kind  # some are rounded away
+
+
+def test_sgd_and_lars_hold_one_moment():
+    """Per parameter: 16-bit training 2 + 2 + 4 + 4 bytes, float32 4 + 4 + 4."""
+    for kind, sixteen, wide in (("sgd", 12, 12), ("lars", 12, 12), ("adamw", 16, 16),
+                                ("lamb", 16, 16)):
+        n = len(sizes.MOMENTS[kind])
+        assert sum(sizes.bytes_per_parameter(0, 1, 2, moments=n)) == sixteen
+        assert sum(sizes.bytes_per_parameter(0, 1, 4, moments=n)) == wide
+    job = memory.Job(sizes.GPTConfig(), 8, width=4)
+    two, one = (memory.memory(job._replace(moments=n), memory.Layout(dp=2, zero=1)) for n in (2, 1))
+    assert one["optimizer"] == two["optimizer"] / 2 and one["weights"] == two["weights"]
+
+
+# ---- rates, warm-up, checkpoints ----
+
+
+def test_rates_are_scaled_to_the_batch_and_the_log_shows_them(corpus, capsys):
+    for how, factor in (("none", 1), ("linear", 4), ("sqrt", 2)):
+        cfg = config(corpus, n_layer=1, batch_size=128, base_batch_size=32, scale_lr=how, lr=1e-3,
+                     min_lr=1e-4, warmup_tokens=20 * 1024, microbatches=1, steps=100)
+        for _ in range(2):  # the command line is checked twice
+            check_layout(cfg, 1)
+        assert (cfg.lr, cfg.min_lr, cfg.warmup_steps) == (1e-3 * factor, 1e-4 * factor, 20)
+        close(learning_rate(cfg, 20), 1e-3 * factor, "peak")
+    Log(train.Trainer(cfg, Mesh(dp=1), VOCAB), None, 0, 0.0)
+    assert "adamw: learning rate up to 0.002 in 20 steps, then down to 0.0002" in (
+        capsys.readouterr().out)
+    small = config(corpus, batch_size=32, warmup_tokens=20 * 1024)
+    check_layout(small, 1)
+    assert small.warmup_steps == 80  # as many tokens
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path, capsys, monkeypatch):
+    cfg = config(corpus, n_layer=1, microbatches=1, out=str(tmp_path), optimizer="lars")
+    folder = checkpoint.save(train.Trainer(cfg, Mesh(dp=1), VOCAB), 1)
+    argv = ["train.py", "--data", corpus, "--n-layer", 1, "--n-head", 12, "--n-embd", 24,
+            "--block-size", 8, "--dtype", "float64", "--resume", folder, "--out", tmp_path,
+            "--optimizer", "sgd", "--device", "cpu"]
+    said = one_line(train.main, argv, capsys, monkeypatch)
+    assert f"{folder}: its --optimizer is lars, this run's is sgd" in said
+
+
+# ---- the experiment ----
+
+
+def test_the_noise_scale_is_the_variance_over_the_squared_mean():
+    """Gradients of one sequence: 1 in each of 40,000 coordinates, and noise of variance 2: a scale
+    of 2. Of means over b sequences the variance is 2/b. Random: 2% off at 400,000 numbers."""
+    rng, squares = torch.Generator().manual_seed(0), {}
+    for batch in (4, 16):
+        noise = torch.randn(10, 40_000, dtype=torch.double, generator=rng) * math.sqrt(2 / batch)
+        squares[batch] = (1 + noise).square().sum(1).mean().item()
+    close(noise_scale(squares[4], squares[16], 4, 16), 2, "scale", 0.02)
+
+
+def test_a_curve_has_means_in_bits_of_all_steps():
+    records = [{"step": i, "loss": 2 * math.log(2) * (1 + i % 2)} for i in range(100)]
+    points = curve([*records, {"step": 100, "val_loss": 1.0}], 125, 2.0)
+    assert len(points) == 50 and all(math.isclose(bits, 1.5) for _, bits in points)
+    assert math.isclose(points[-1][0], 100 * (100 * 125 * 32) / TOKENS)
