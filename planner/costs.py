@@ -9,13 +9,14 @@
 """
 
 import math
+from collections import deque
 from functools import cache
 from operator import mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
 from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
-from schedules import make_schedule, needs, placement, play
+from schedules import make_schedule, placement
 
 
 def step_flops(job, recompute="none"):
@@ -78,13 +79,23 @@ def closed_form(name, P, m, v, costs):
 
 @cache
 def in_order(schedule, P, m, v):
-    """[(rank, kind, [(index of an action that it needs, is that on another rank?)])] of all actions
-    of a schedule, each behind what it needs. Whatever the costs are: lists are static."""
-    lists, where, index, rows = make_schedule(schedule, P, m, v), placement(schedule, P, v), {}, []
-    for rank, action, *_ in play(lists, where):
-        rows.append((rank, action.kind, [(index[need], where[need.stage] != rank)
-                                         for need in needs(action, where, False)]))
-        index[action._replace(kind="B") if action.kind == "I" else action] = len(rows) - 1
+    """[(rank, kind, index of the action of another rank that it needs, or None)] of all actions of
+    a schedule, each behind what it needs (schedules.needs; of its own rank all that is before it in
+    the rank's list). Lists are static, so this holds for all costs."""
+    lists, where, rows, done = make_schedule(schedule, P, m, v), placement(schedule, P, v), [], {}
+    queues = [deque(actions) for actions in lists]
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                kind, stage, k = queue[0]
+                source = stage - 1 if kind == "F" else stage + 1
+                far = kind != "W" and 0 <= source < len(where) and where[source] != rank
+                if far and (kind == "F", source, k) not in done:
+                    break  # the next rank goes on
+                rows.append((rank, kind, done[kind == "F", source, k] if far else None))
+                if kind != "W":
+                    done[kind == "F", stage, k] = len(rows) - 1
+                queue.popleft()
     return rows
 
 
@@ -99,15 +110,15 @@ def makespan(schedule, P, m, v, costs):
     def simulated(m):
         f, i, w, comm = costs
         cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
-        first, free, ends = {}, [0.0] * P, []
-        for rank, kind, needed in in_order(schedule, P, m, v):
+        free, ends = [rank * (f / v + comm) for rank in range(P)], []  # the first forward comes
+        first = list(free)
+        for rank, kind, need in in_order(schedule, P, m, v):
             start = free[rank]
-            for need, far in needed:
-                start = max(start, ends[need] + comm * far)
-            first.setdefault(rank, start)
+            if need is not None and ends[need] + comm > start:
+                start = ends[need] + comm
             free[rank] = start + cost[kind]
             ends.append(free[rank])
-        return max(free[rank] - start for rank, start in first.items())
+        return max(end - start for start, end in zip(first, free, strict=True))
 
     few = (1 + schedule.startswith("zb")) * P + m % P
     if m <= few + P:

@@ -11,6 +11,7 @@ Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen
 """
 
 from functools import cache
+from operator import le, mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
@@ -155,35 +156,28 @@ def saved_by_head(job, layout):
     return tokens_of(job, layout) * (2 * model.n_embd + norm) * w / T_sp + matrix * max(w, 4)
 
 
-class Held(NamedTuple):
-    """Activations at one moment, as counts of blocks and heads."""
-    blocks: int = 0  # between F and B or I
-    heads: int = 0
-    deferred_blocks: int = 0  # between I and W; a head defers nothing
-    recomputed: int = 0  # blocks that are being recomputed
-
-    def plus(self, *others):
-        return Held(*(a + b for a, b in zip(self, others, strict=True)))
-
-
 @cache
 def occupancy(schedule, P, m, v, rank, parts):
-    """[Held] at the moments that may be the peak: no other moment has as much of everything."""
-    stages, now, moments = dict(parts), Held(), set()
-    for action in actions_of(schedule, P, m, v, rank):
-        part = stages[action.stage]
-        # what the action adds to the activations before and behind I, per block and per head
-        before, behind = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}[action.kind]
-        if action.kind in "BI" and part.blocks:
+    """[(blocks, heads, deferred blocks, recomputed blocks)] whose activations a rank holds, at the
+    moments that may be the peak: no other moment has as much of everything. Between F and B or I
+    the whole is held; between I and W what is deferred, of which a head has nothing."""
+    stages, blocks, heads, deferred, moments = dict(parts), 0, 0, 0, set()
+    for kind, stage, _ in actions_of(schedule, P, m, v, rank):
+        _, n, head = stages[stage]
+        if kind in "BI" and n:
             # The head is through when a block is recomputed. B frees blocks, so the first is the
             # peak. I leaves more behind than a block's input, so the last is.
-            done = behind * (part.blocks - 1)
-            moments.add(now.plus(-done, -part.head, done, 1))
-        now = now.plus(before * part.blocks, before * part.head, behind * part.blocks, 0)
-        moments.add(now)
+            done = n - 1 if kind == "I" else 0
+            moments.add((blocks - done, heads - head, deferred + done, 1))
+        if kind != "W":
+            blocks += n if kind == "F" else -n
+            heads += head if kind == "F" else -head
+        if kind in "IW":
+            deferred += n if kind == "I" else -n
+        moments.add((blocks, heads, deferred, 0))
     front = []  # one that has as much of everything as another has a higher sum
     for x in sorted(moments, key=sum, reverse=True):
-        if not any(all(a <= b for a, b in zip(x, y, strict=True)) for y in front):
+        if not any(all(map(le, x, y)) for y in front):
             front.append(x)
     return front
 
@@ -200,16 +194,14 @@ def activations(job, layout, rank):
     if model.n_experts:
         deferred = (2 * h + (2 * h + 2 * kv) / T) * w
     n = tokens_of(job, layout)
-    each = Held(n * saved, saved_by_head(job, layout), n * deferred,
-                n * (saved_by_block(job, layout, "none") - saved))
-    few = layout.microbatches
+    each = (n * saved, saved_by_head(job, layout), n * deferred,
+            n * (saved_by_block(job, layout, "none") - saved))
+    m = layout.microbatches
     if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
-        few = min(few, 2 * layout.pp + few % layout.pp)
+        m = min(m, 2 * layout.pp)
     stages = stages_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
-    moments = occupancy(layout.schedule, layout.pp, few, layout.chunks, rank,
-                        tuple(stages.items()))
-    return max(sum(count * size for count, size in zip(held, each, strict=True))
-               for held in moments)
+    moments = occupancy(layout.schedule, layout.pp, m, layout.chunks, rank, tuple(stages.items()))
+    return max(sum(map(mul, held, each)) for held in moments)
 
 
 def memory_of_rank(job, layout, rank):

@@ -111,13 +111,12 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
-    def staged(self, layout):
-        """[(seconds at least, layout)] of a layout under each ZeRO stage."""
+    def staged(self, bound, layout):
+        """[(seconds at least, layout)] of a layout of this lower bound under each ZeRO stage."""
         stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
         staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
         if activations(self.job, layout._replace(zero=0), 0) > self.device.gb * 1e9:
             staged = staged[-1:]  # of those that do not fit, the one that holds least
-        bound = self.costs.lower_bound(layout)
         return [(bound + sum(self.costs.data_time(each)), each) for each in staged]
 
     def best(self, top, band=0.0):
@@ -137,7 +136,7 @@ class Search:
                 self.slower += 1
                 continue
             if kind == "bound":
-                for least, each in self.staged(layout):
+                for least, each in self.staged(seconds, layout):
                     heapq.heappush(queue, entry(least, "with data", each))
             elif kind == "with data":
                 if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
