@@ -216,15 +216,15 @@ class Costs:
         return forward if layout.recompute == "full" else Time()
 
     def ends(self, n, T):
-        """(F, I, W) of the embedding and of the head. The softmax is in at least 32 bits."""
+        """(F, I, W) of the embedding and of the head. The head's forward has the gradients, too:
+        of a chunk's logits at once. Its softmax is in at least 32 bits."""
         h, w, words = self.job.model.n_embd, self.job.width, self.job.model.vocab_size / T
         reduce = self.ring(1, T, n * h * w, rounds=2)  # of rows forward, of a gradient backward
-        products = 2 * n * h * words
-        logits = self.compute(products, moved=n * words * (w + 3 * max(w, 4)), kernels=10)
+        moved = 2 * n * words * (w + 3 * max(w, 4)) + 3 * w * h * words
+        head = self.compute(6 * n * h * words, moved=moved, kernels=20)
         return ((Time(self.compute(moved=2 * n * h * w), reduce),
                  Time(self.compute(moved=3 * n * h * w)), Time()),
-                (Time(logits), Time(logits, reduce),
-                 Time(self.compute(products, moved=3 * w * h * words))))
+                (Time(head, reduce), Time(), Time()))
 
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head."""
@@ -294,10 +294,10 @@ class Costs:
         grads = job.grad_width / w * half
         if layout.zero == 0:  # an all-reduce beside the last backward
             sent = exposed(device, 2 * grads, backward)
-        elif layout.zero == 1:  # a reduce-scatter there, then an all-gather of new weights
-            sent = exposed(device, grads, backward) + half
-        elif layout.zero == 2:  # a reduce-scatter beside every backward
-            sent = m * exposed(device, grads, backward) + half
+        elif layout.zero < 3:  # reduce-scatters there, of ZeRO-2 beside every backward; then an
+            # all-gather of new weights beside the next forward
+            sent = (m if layout.zero == 2 else 1) * exposed(device, grads, backward)
+            sent += exposed(device, half, forward)
         else:  # and an all-gather of the weights beside every forward and backward
             sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
         if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends

@@ -5,7 +5,8 @@
                    bits; with --sp 1/T of all; with --recompute only its input, h, and all of the
                    block under way (a test measures what autograd saves)
                    (arXiv 2205.05198); the peak is along the rank's list of actions
-    buffers        a chunk's logits, pipeline messages, layers that ZeRO-2 and 3 gather
+    buffers        a chunk's logits, pipeline messages, layers that ZeRO-2 and 3 gather; or, in the
+                   optimizer's step, the scaled gradients of a bucket
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 """
@@ -226,9 +227,17 @@ def memory_of_rank(job, layout, rank):
     at_work = max(logits, n * ((up + 1) * inner * w / T + 2 * h * w))
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
-    gathered *= max(dense + experts, model.vocab_size * h / T if vocabulary else 0)
-    # the optimizer's 32-bit copy of 16-bit gradients, when activations are freed
-    copied = 2 * states[1] if gw == 2 else 0
+    matrix = model.vocab_size * h / T if vocabulary else 0
+    gathered *= max(dense + experts, matrix)
+    # The optimizer's scaled copy of one bucket's gradients, when activations are freed: of a layer's
+    # shard or, DDP, of 25 MiB of weights or the largest tensor
+    if layout.zero:
+        bucket = max(dense, experts * layout.ep, matrix) / data
+    else:
+        mlps = model.n_experts / model.top_k / layout.ep if model.n_experts else 1
+        bucket = min(max(25 * 2**20 / w, mlps * h * inner / T, matrix),
+                     params + part.blocks * experts)
+    copied = bucket * max(w, 4)
     parts = dict(zip(("weights", "gradients", "optimizer"), states, strict=True),
                  activations=saved, buffers=max(at_work + messages + gathered, copied - saved))
     return {**parts, "total": sum(parts.values())}
