@@ -18,23 +18,9 @@ from planner import draw
 from planner.costs import Costs, step_flops
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
-from planner.search import Search, as_config
+from planner.search import Search, as_config, departures, layout_of
 from run import config
 from run.signals import end_quietly
-from sizes import WIDTHS, GPTConfig
-
-
-def planned(cfg):
-    """The (Job, Layout) of a Config."""
-    from data.batches import Data  # here, as Data imports torch, which a plan does without
-
-    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
-    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                      **experts)
-    names = {name: getattr(cfg, name) for name in Layout._fields}
-    layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
-    width = WIDTHS[cfg.dtype]
-    return Job(model, cfg.batch_size, width, cfg.grad_dtype != "same"), layout
 
 
 def command(cfg, ranks, node):
@@ -72,8 +58,6 @@ def figures(job, layout, device):
 MOST_LAYERS = 1000
 BAND = 0.09  # the median error on sources that nothing was fitted to: python plan.py --published
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; of the others those that differ
-COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
-           "recompute", "cp_attention")
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
 gpipe, more than 16 chunks, more than 16 sequences in a microbatch
 left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
@@ -85,14 +69,14 @@ def summary(rows, job, tokens, title):
     """A table as text. tokens: how many the whole training takes."""
     steps = tokens / (job.batch_size * job.model.block_size)
     plain = Layout()._asdict()
-    columns = [c for c in COLUMNS if c in ALWAYS or any(row[c] != plain[c] for row in rows)]
+    columns = [name for name in plain
+               if name in ALWAYS or any(row[name] != plain[name] for row in rows)]
     lines = [[*columns, "step s", "TF/GPU", "MFU", "bubble", "GB", "days"]]
     for row in rows:
-        lines.append([{True: "yes", False: "-"}.get(row[c] if c == "sp" else c, str(row[c]))
-                      for c in columns] + [
-            f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
-            f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
-            f"{steps * row['step_s'] / 86400:.4g}"])
+        lines.append([*(str(row[name]) for name in columns),
+                      f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
+                      f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
+                      f"{steps * row['step_s'] / 86400:.4g}"])
     return draw.table(title, lines)
 
 
@@ -100,16 +84,6 @@ def listed(values, digits):
     """Names and values, without those that round to 0."""
     return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
                      if round(abs(value), digits))
-
-
-def explain(row, device):
-    """Lines of text about one layout."""
-    if row["memory_gb"]["total"] > device.gb:
-        yield "it DOES NOT FIT:"
-    yield f"GB on the fullest rank, of {device.gb:g}: {listed(row['memory_gb'], 1)}"
-    yield (f"seconds: {listed(row['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
-           "axis)")
-    yield row["command"]
 
 
 def why(ours, other):
@@ -123,9 +97,7 @@ def why(ours, other):
 
 def described_layout(layout):
     """The fields of a layout that are not plain."""
-    plain = Layout()._asdict()
-    return " ".join(f"{name} {value}" for name, value in layout._asdict().items()
-                    if value != plain[name]) or "one of each"
+    return " ".join(f"{name} {value}" for name, value in departures(layout)) or "one of each"
 
 
 def fell_out(search):
@@ -221,9 +193,7 @@ def searched(args):
         cfg = as_config(job, fixed)
         ranks = config.check_layout(cfg, args.gpus)
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
-        values = {name: getattr(cfg, name) for name in Layout._fields}
-        layout = Layout(**{**values, "recompute": "full" if cfg.recompute else "none"})
-        rows, fixed = [figures(job, layout, device)], {}
+        rows, fixed = [figures(job, layout_of(cfg), device)], {}
     search = Search(job, args.gpus, device, fixed)
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, device) for _, layout in best]
@@ -260,7 +230,10 @@ def main():
         near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
         print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; the "
               f"simplest first\nthe fastest, {seconds:.4g} s: {described_layout(fastest)}")
-    print("", *explain(rows[0], device), sep="\n")
+    print("\nit DOES NOT FIT:" if rows[0]["memory_gb"]["total"] > device.gb else "")
+    print(f"GB on the fullest rank, of {device.gb:g}: {listed(rows[0]['memory_gb'], 1)}\n"
+          f"seconds: {listed(rows[0]['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
+          f"axis)\n{rows[0]['command']}")
     if args.layout and len(rows) > 1:
         slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
         where = "this is the fastest of all" if slower <= 0 else (

@@ -229,8 +229,8 @@ def memory_of_rank(job, layout, rank):
     gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
     matrix = model.vocab_size * h / T if vocabulary else 0
     gathered *= max(dense + experts, matrix)
-    # The optimizer's scaled copy of one bucket's gradients, when activations are freed: of a layer's
-    # shard or, DDP, of 25 MiB of weights or the largest tensor
+    # The optimizer's scaled copy of one bucket's gradients, when activations are freed: a layer's
+    # shard; of DDP those of 25 MiB of weights, or the largest tensor
     if layout.zero:
         bucket = max(dense, experts * layout.ep, matrix) / data
     else:

@@ -134,12 +134,21 @@ def test_model_states_are_those_that_train_py_prints(corpus, flags):
     cfg = config(corpus, **{"n_embd": 32, "n_head": 4, "microbatches": 2, **flags})
     ranks = check(cfg, 1)
     printed = pool(ranks, _states, cfg)
-    job, layout = plan.planned(cfg)
+    job, layout = planned(cfg)
     for rank in range(cfg.pp):
         parts = memory.memory_of_rank(job, layout, rank)
         want = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
         of_rank = [size for place, size in printed if place == rank]
         assert abs(sum(of_rank) / len(of_rank) - want) < 1e-6 * want, rank
+
+
+def planned(cfg):
+    """The planner's (Job, Layout) of train.py's flags."""
+    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
+    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
+                      **experts)
+    job = memory.Job(model, cfg.batch_size, sizes.WIDTHS[cfg.dtype], cfg.grad_dtype != "same")
+    return job, search_file.layout_of(cfg)
 
 
 def _states(rank, cfg):
@@ -217,7 +226,7 @@ def test_memory_is_predicted_within_5_percent(long_corpus, flags):
                                  "microbatches": 4, "batch_size": 8, "dtype": "float32", **flags})
     ranks = check(cfg, 1)
     most = max(pool(ranks, _held, cfg))
-    job, layout = plan.planned(cfg)
+    job, layout = planned(cfg)
     held = [memory.memory_of_rank(job, layout, rank) for rank in range(cfg.pp)]
     want = max(parts["total"] - parts["buffers"] for parts in held)
     assert abs(want / most - 1) < 0.05, (want, most)
@@ -285,7 +294,7 @@ def _sent(rank, cfg):
 def test_bytes_sent_are_predicted_exactly(corpus, flags):
     cfg = config(corpus, microbatches=3, **flags)
     got = pool(check(cfg, 1), _sent, cfg)
-    job, layout = plan.planned(cfg)
+    job, layout = planned(cfg)
     want = [message for rank in range(cfg.pp) for message in traffic.messages(job, layout, rank)]
     for axis in got[0]:  # on all ranks together: slices of an odd vocabulary differ
         predicted = sum(sent.times * sent.nbytes for sent in want if sent.axis == axis)
