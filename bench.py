@@ -34,6 +34,7 @@ import torch.nn as nn
 
 import collectives
 import context_parallel
+import tensor_parallel
 import train
 from ddp import plain_data_parallel
 from group import Group
@@ -49,7 +50,6 @@ from schedules import cut
 from sizes import GPTConfig
 from tensor_parallel import plain_tensor_parallel
 
-VOCAB = 256
 SMALL = dict(n_layer=6, n_head=6, n_embd=384)
 SIZES = {  # model, tokens per sequence, sequences in all or, where negative, on each data rank
     "compute": dict(SMALL, block_size=128, batch_size=16),
@@ -58,6 +58,7 @@ SIZES = {  # model, tokens per sequence, sequences in all or, where negative, on
     "2 sequences a rank": dict(SMALL, block_size=128, batch_size=-2),
     "8 sequences in all": dict(SMALL, block_size=128, batch_size=8),
     "long": dict(SMALL, block_size=2048, batch_size=1),
+    "50257 words": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=4),
 } | {f"S = {S}": dict(n_layer=2, n_head=4, n_embd=128, block_size=S, batch_size=1)
      for S in (256, 512, 1024, 2048, 4096, 8192)}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -80,6 +81,7 @@ class Job:
     def __init__(self, row, rank, groups, folder):
         self.row, self.n, self.rank, self.groups, self.folder = row, row.n, rank, groups, folder
         self.pg = groups[row.n]["peer"]
+        self.vocabulary = 50257 if row.size == "50257 words" else 256
         if row.size in SIZES:
             self.plan(row.layout)
 
@@ -88,7 +90,8 @@ class Job:
         if cfg.batch_size < 0:
             cfg.batch_size *= -cfg.dp
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(VOCAB, (cfg.batch_size, cfg.block_size + 1), generator=generator)
+        shape = cfg.batch_size, cfg.block_size + 1
+        ids = torch.randint(self.vocabulary, shape, generator=generator)
         mine = ids.chunk(cfg.dp)[self.rank % cfg.dp].chunk(cfg.microbatches)
         self.cfg, self.batches = cfg, [(rows[:, :-1], rows[:, 1:]) for rows in mine]
 
@@ -122,7 +125,7 @@ class RowMesh(Mesh):
 
 
 def trainer(job):
-    t = train.Trainer(job.cfg, job.mesh(), VOCAB)
+    t = train.Trainer(job.cfg, job.mesh(), job.vocabulary)
 
     def step():
         _, norm = t.gradients(job.batches)
@@ -137,7 +140,7 @@ def save_and_load(job):
     """With the moments that a first step makes."""
     cfg = replace(job.cfg, out=f"{job.folder}/ours")
     os.makedirs(cfg.out, exist_ok=True)
-    t = train.Trainer(cfg, job.mesh(), VOCAB)
+    t = train.Trainer(cfg, job.mesh(), job.vocabulary)
     _, norm = t.gradients(job.batches)
     t.update(norm, job.cfg.lr)
     return lambda: checkpoint.load(t, checkpoint.save(t, 1, job.folder)) * 0.0
@@ -161,8 +164,8 @@ def ring(job):
 def plain(job):
     """model.GPT with the same initial weights."""
     cfg = job.cfg
-    model = build(GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
-                            cfg.top_k), cfg.seed)
+    model = build(GPTConfig(job.vocabulary, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
+                            cfg.experts, cfg.top_k), cfg.seed)
     for block in model.layers[1:-1]:
         block.mlp.balance_weight = cfg.balance  # of experts
     return model
@@ -378,6 +381,15 @@ def plain_layers(job):
         return trainer(job)
 
 
+def plain_loss(job):
+    """The trainer with the logits of all tokens at once."""
+    def loss(lm_head, region, x, targets):
+        return cross_entropy(lm_head(x), targets)
+
+    with swapped(tensor_parallel, chunked_loss=loss):
+        return trainer(job)
+
+
 def plain_pipeline(job):
     cfg, mesh, last = job.cfg, job.mesh(), job.rank == job.n - 1
     model, group = plain(job), mesh.group("pp")
@@ -511,6 +523,8 @@ ROWS += [Row(f"{name}, to plain", 2, size, trainer, peer, None, layout)
              ("tensor parallel", plain_layers, {"tp": 2}, ("compute", "tiny")),
              ("1F1B", plain_pipeline, {"pp": 2, "microbatches": 8}, ("compute", "tiny")))
          for size in sizes]
+ROWS += [Row("head in chunks, to plain", n, "50257 words", trainer, plain_loss, None, layout)
+         for n, layout in ((1, {}), (2, {"pp": 2, "microbatches": 4}))]
 ROWS.append(Row("checkpoint", 2, "compute", save_and_load, dcp, 1.0, {"dp": 2}))
 for n in (1, 2, 4, 8):  # the limit is one rank's time, the work shared evenly by the cores
     ROWS += [Row("scaling", n, size, trainer, one_rank, None, {"dp": n}, limit) for size, limit in (

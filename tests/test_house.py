@@ -132,8 +132,8 @@ def test_parts_keep_their_size():
                    if room(module) in rooms or module in rooms)
 
     assert lines("plain") <= 180
-    assert lines("ground", "technique", "train") <= 3790
-    assert lines("run") <= 1670 and lines("planner") <= 1510
+    assert lines("ground", "technique", "train") <= 3810
+    assert lines("run") <= 1685 and lines("planner") <= 1520
     assert HERE.joinpath("tests/harness.py").read_text().count("\n") <= 300
     assert HERE.joinpath("README.md").stat().st_size <= 12_000
     page = HERE.joinpath("lab.html").read_text()
