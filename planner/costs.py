@@ -192,16 +192,15 @@ class Costs:
         # bytes of the products' inputs and outputs, outside and inside of what T splits
         operands = n * w * (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T)
         moved = n * w * (self.moved[0] / (T if layout.sp else 1) + self.moved[1] / T)
-        dense, expert = block_parameters(model, T)
-        weights = w * (dense + expert * N / (E * T))
+        dense, experts = block_parameters(model, T, E)
+        weights = w * (dense + experts)
         attention, attention_back = self.attention(n, T)
         F = self.compute(products, moved=operands + moved + weights, kernels=20) + attention
         I = attention_back + self.compute(  # noqa: E741
             products, moved=operands + 2 * moved + weights, kernels=25)
         W = self.compute(products, moved=operands + 2 * weights, kernels=12)
         if split and N:  # weight gradients of experts are not deferred
-            at_once = self.compute(2 * n * model.top_k * expert / T,
-                                   moved=2 * w * expert * N / (E * T))
+            at_once = self.compute(2 * n * model.top_k * experts * E / N, moved=2 * w * experts)
             I, W = I + at_once, W - at_once  # noqa: E741
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
@@ -277,13 +276,12 @@ class Costs:
         D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
         ranks, outer = D * C, T * C * P
         members = on_node(device, T, C) * on_node(device, outer, D)
-        dense, expert = block_parameters(model, T)
-        experts = part.blocks * expert * model.n_experts / (E * T)
+        dense, experts = (part.blocks * each for each in block_parameters(model, T, E))
         vocabulary = model.vocab_size * model.n_embd / T
         ends, _ = end_parameters(model, part, T)
         if layout.zero == 3:  # gathers a tied matrix once for each of its two ends
             ends = (part.embedding + part.head) * vocabulary
-        numel = part.blocks * dense + ends
+        numel = dense + ends
 
         half = ring_time(device, members, ranks, numel * w)  # a reduce-scatter, or an all-gather
         if experts:

@@ -42,6 +42,13 @@ class Layout(NamedTuple):
         return self.dp * self.tp * self.pp * self.cp
 
 
+class Part(NamedTuple):
+    """The layers of a stage, or of a rank."""
+    embedding: int
+    blocks: int
+    head: int
+
+
 class Job(NamedTuple):
     """A training, independent of its layout."""
     model: GPTConfig
@@ -75,23 +82,14 @@ def matrices(model):
     return h * (h + 2 * kv + up * inner), h * (h + inner)
 
 
-def block_parameters(model, T=1):
-    """Parameters of a block on one of T ranks: (all but experts, one expert)."""
-    h, (kv, inner, up, norm, bias) = model.n_embd, shape_of(model)
+def block_parameters(model, T=1, E=1):
+    """Parameters of a block on one of T ranks, of E that share experts: (others, experts)."""
+    h, N, (kv, inner, up, norm, bias) = model.n_embd, model.n_experts, shape_of(model)
     attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + (bias + 2 * norm) * h
-    if not model.n_experts:
+    if not N:
         return attention + ((up + 1) * h * inner + bias * inner) / T + bias * h, 0
     inside = inner // model.top_k
-    return attention + h * model.n_experts, (up + 1) * h * inside + bias * (inside + h)
-
-
-def n_parameters(model):
-    """Of the whole model; without experts 12 L h^2 (1 + 13/(12 h)) + (V + S) h + 2 h."""
-    dense, expert = block_parameters(model)
-    ends = 2 * model.vocab_size + 1  # rows of h
-    if not isinstance(model, Llama):
-        ends = model.vocab_size + model.block_size + 2
-    return model.n_layer * (dense + model.n_experts * expert) + ends * model.n_embd
+    return attention + h * N, N / E * ((up + 1) * h * inside + bias * (inside + h)) / T
 
 
 def end_parameters(model, part, T):
@@ -104,11 +102,10 @@ def end_parameters(model, part, T):
             part.embedding * model.block_size * h + part.head * 2 * h)
 
 
-class Part(NamedTuple):
-    """The layers of a stage, or of a rank."""
-    embedding: int
-    blocks: int
-    head: int
+def n_parameters(model):
+    """Of the whole model; without experts 12 L h^2 (1 + 13/(12 h)) + (V + S) h + 2 h."""
+    ends = sum(end_parameters(model, Part(1, 0, 1), 1))
+    return model.n_layer * sum(block_parameters(model)) + ends
 
 
 @cache
@@ -148,15 +145,6 @@ def saved_by_block(job, layout, recompute):
     return whole / T_sp + split / T
 
 
-def saved_by_head(job, layout):
-    """Bytes that the head saves for backward, for a microbatch: the input of its norm and the
-    gradient of its output, per token; and the gradient of its matrix."""
-    model, w, T_sp = job.model, job.width, layout.tp if layout.sp else 1
-    *_, norm, _ = shape_of(model)
-    matrix = model.vocab_size * model.n_embd / layout.tp
-    return tokens_of(job, layout) * (2 * model.n_embd + norm) * w / T_sp + matrix * max(w, 4)
-
-
 @cache
 def occupancy(schedule, P, m, v, rank, parts):
     """[(blocks, heads, deferred blocks, recomputed blocks)] whose activations a rank holds, at the
@@ -187,16 +175,18 @@ def occupancy(schedule, P, m, v, rank, parts):
 def activations(job, layout, rank):
     """Bytes at the peak, on one pipeline rank."""
     model, w, T, h = job.model, job.width, layout.tp, job.model.n_embd
+    n, T_sp = tokens_of(job, layout), layout.tp if layout.sp else 1
     saved = saved_by_block(job, layout, layout.recompute)
     # Between I and W: inputs of the matrices and gradients of their outputs, without --sp's split;
     # with experts only those of attention
-    kv, inner, up, *_ = shape_of(model)
+    kv, inner, up, norm, _ = shape_of(model)
     deferred = (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T) * w
     if model.n_experts:
         deferred = (2 * h + (2 * h + 2 * kv) / T) * w
-    n = tokens_of(job, layout)
-    each = (n * saved, saved_by_head(job, layout), n * deferred,
-            n * (saved_by_block(job, layout, "none") - saved))
+    # A head saves the input of its norm and the gradient of its output, and that of its matrix
+    head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
+    again = saved_by_block(job, layout, "none") - saved
+    each = n * saved, head, n * deferred, n * again
     m = layout.microbatches
     if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
         m = min(m, 2 * layout.pp)
@@ -210,8 +200,7 @@ def memory_of_rank(job, layout, rank):
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h = tokens_of(job, layout), model.n_embd
     part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
-    dense, expert = block_parameters(model, T)
-    experts = expert * model.n_experts / (layout.ep * T)
+    dense, experts = block_parameters(model, T, layout.ep)
     vocabulary, others = end_parameters(model, part, T)
     params = part.blocks * dense + vocabulary + others
     data = layout.dp * layout.cp
