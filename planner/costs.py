@@ -241,8 +241,7 @@ class Costs:
     def busiest_rank(self, layout):
         """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
         its Part)."""
-        kind = layout.schedule.startswith("zb") + (layout.schedule == "zb-v")
-        key = (tokens_of(self.job, layout), kind, layout[1:6], layout.chunks, layout[10:])
+        key = layout[:6] + layout[7:]  # all but ZeRO's stage
         if key not in self.known:
             layers = self.layers(layout)
             times = [sum(map(sum, layer)) for layer in layers]

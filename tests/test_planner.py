@@ -24,10 +24,11 @@ from data.batches import Data
 from group import Group, Work, no_span
 from mesh import Mesh
 from model import Block
-from planner import costs, draw, hardware, memory, pictures, published, traffic
+from planner import costs, draw, hardware, memory, pictures, published
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from sizes import GPTConfig
+from tests import traffic
 from tests.harness import config, mesh_of, pool
 from train import Trainer
 
