@@ -243,11 +243,11 @@ class Costs:
         its Part)."""
         key = layout[:6] + layout[7:]  # all but ZeRO's stage
         if key not in self.known:
-            layers = self.layers(layout)
-            times = [sum(map(sum, layer)) for layer in layers]
+            layers = [[*map(sum, layer)] for layer in self.layers(layout)]
+            times = [*map(sum, layers)]
             part = max(set(self.parts(layout)), key=lambda part: sum(map(mul, part, times)))
-            self.known[key] = [sum(map(mul, part, map(sum, action)))
-                               for action in zip(*layers, strict=True)], part
+            actions = [sum(map(mul, part, action)) for action in zip(*layers, strict=True)]
+            self.known[key] = actions, part
         return self.known[key]
 
     def pipeline_time(self, layout, messages=True):

@@ -8,6 +8,7 @@ import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from statistics import median
 from xml.etree import ElementTree
 
@@ -354,6 +355,24 @@ def test_the_search_finds_the_fastest_that_fits():
             key = search_file.effort(layout), seconds
             near[layout[:6]] = min(near.get(layout[:6], key), key)
     assert [seconds for seconds, _ in banded] == [key[1] for key in sorted(near.values())[:4]]
+
+
+def test_few_of_many_layouts_are_simulated(monkeypatch):
+    """16,384 GPUs, without a clock: of 32 thousand layouts and their ZeRO stages some hundred pairs
+    of lists are played, of 3 million actions together."""
+    played, in_order = [], costs.in_order.__wrapped__
+
+    def counted(*schedule):
+        rows = in_order(*schedule)
+        played.append(len(rows))
+        return rows
+
+    costs.makespan.cache_clear()
+    monkeypatch.setattr(costs, "in_order", cache(counted))
+    job = memory.Job(hardware.MODELS["llama-405b"], 2048)
+    search = search_file.Search(job, 16384, hardware.DEVICES["h100"], {})
+    assert len(search.best(6, plan.BAND)) == 6 and search.slower + search.misfits > 30_000
+    assert len(played) < 600 and sum(played) < 4_000_000
 
 
 @pytest.mark.parametrize("flags", [
