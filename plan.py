@@ -55,7 +55,8 @@ def figures(job, layout, device):
 
 # ---- the command line ----
 
-MOST_LAYERS = 1000
+LIMITS = {"gpus": (1, 10**6), "top": (1, 10**6), "tokens": (1, 10**18), "vocab_size": (1, 2**31),
+          "n_layer": (1, 1000)}  # flag: (least, most) for a plan; train.py's flags have theirs, too
 BAND = 0.09  # the median error on sources that nothing was fitted to: python plan.py --published
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; of the others those that differ
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
@@ -155,16 +156,13 @@ def described(args):
                     **{name: given[name] for name in names})
     device = replace(DEVICES[args.gpu], **{f.name: given[f.name] for f in fields(Device)
                                            if given[f.name] is not None})
-    for name, value in vars(device).items():
-        most = 1 if name.startswith("f_") or name == "unhidden" else 1e9
-        least = 0 if name in ("latency", "launch", "unhidden") else 1e-9
-        config.require(least <= value <= most, f"--{name.replace('_', '-')} {value} must be from "
-                       f"{least:g} to {most:g}")
-    config.require(0 < args.tokens < 1e18, f"--tokens {args.tokens} must be above 0, below 1e18")
-    config.require(1 <= model.vocab_size <= 2**31, f"--vocab-size {model.vocab_size} must be from "
-                   f"1 to {2**31:,}")
-    config.require(model.n_layer <= MOST_LAYERS, f"--n-layer {model.n_layer} must be at most "
-                   f"{MOST_LAYERS:,} for a plan")
+    limits = {**LIMITS, **{name: (1e-9, 10**9) for name in vars(device)}}
+    limits |= {name: (1e-9, 1) for name in limits if name.startswith("f_")}
+    limits |= {"latency": (0, 10**9), "launch": (0, 10**9), "unhidden": (0, 1)}
+    values = {**given, **vars(model), **vars(device)}
+    for name, (least, most) in limits.items():  # false for nan
+        config.require(least <= values[name] <= most, f"--{name.replace('_', '-')} {values[name]} "
+                       f"must be from {least:g} to {most:,}")
     config.require(args.gpus <= device.node or args.gpus % device.node == 0, f"--gpus {args.gpus} "
                    f"must be a multiple of --node {device.node}")
     device = replace(device, node=min(device.node, args.gpus))
@@ -183,9 +181,6 @@ def described(args):
 
 def searched(args):
     """(job, device, search, figures of layouts): the named one first (--layout), then the best."""
-    for name in ("gpus", "top"):
-        config.require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at "
-                       "least 1")
     job, device, fixed = described(args)
     config.check_limits(as_config(job, fixed))
     rows = []
