@@ -235,8 +235,11 @@ class Costs:
         return self.known[key]
 
     def parts(self, layout):
-        """The Parts of the pipeline ranks."""
-        return parts_of(self.job.model, layout.schedule, layout.pp, layout.chunks)
+        """The different Parts of the pipeline ranks."""
+        key = layout.schedule, layout.pp, layout.chunks
+        if key not in self.known:
+            self.known[key] = set(parts_of(self.job.model, *key))
+        return self.known[key]
 
     def busiest_rank(self, layout):
         """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
@@ -245,7 +248,7 @@ class Costs:
         if key not in self.known:
             layers = [[*map(sum, layer)] for layer in self.layers(layout)]
             times = [*map(sum, layers)]
-            part = max(set(self.parts(layout)), key=lambda part: sum(map(mul, part, times)))
+            part = max(self.parts(layout), key=lambda part: sum(map(mul, part, times)))
             actions = [sum(map(mul, part, action)) for action in zip(*layers, strict=True)]
             self.known[key] = actions, part
         return self.known[key]
