@@ -1,9 +1,9 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-All that train.py takes counts; what LEFT_OUT of plan.py names only if given as flags.
-Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. That
-with the lowest bound is refined: by what its ZeRO stage adds, then by memory and the simulator. So
-all count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
+All layouts that train.py takes count; those that LEFT_OUT of plan.py names only if given as flags.
+Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
+layout of the lowest bound is refined: by its ZeRO stage, then by memory and the simulator. So all
+count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
