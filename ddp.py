@@ -54,8 +54,8 @@ class Bucket:
         self.offset = self.group.rank * shard_numel if split else 0  # of this rank's shard
         self.own = slice(self.offset, self.offset + shard_numel)
         self.full = torch.zeros(self.numel, dtype=dtype, device=device)  # weights
-        # Gradients in the same layout. ZeRO-2 has them during a backward only; without other ranks
-        # to sum over there are none, and the gradients stay in param.grad.
+        # Gradients in the same layout. ZeRO-2 has them during a backward only. None where there are
+        # no other ranks to sum over: the gradients stay in param.grad.
         self.grad = None
         self.views = {}  # parameter -> its view into `grad`, where `grad` lives from step to step
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
@@ -184,7 +184,7 @@ class DDP:
 
     def collect(self, param, bucket):
         """Move param.grad into its bucket, or add it there if the bucket's gradients are wider."""
-        if bucket.grad is None:  # see allocate_gradients
+        if bucket.grad is None:  # alone: nothing to sum
             return
         if not bucket.views:
             bucket.view(bucket.grad, param).add_(param.grad)
@@ -199,7 +199,7 @@ class DDP:
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""
-        if bucket.grad is None:  # see allocate_gradients
+        if bucket.grad is None:  # alone: nothing to sum
             return
         for param, view in bucket.views.items():
             if param.grad is None:  # unused in this step: its gradient is zero
@@ -224,8 +224,8 @@ class DDP:
     # For ZeRO, where a rank does not hold all weights all the time. Here it does.
 
     def gather_weights(self, layers):
-        """Make the weights of `layers`, and of no others, whole. ZeRO3 overrides it;
-        Trainer.replicas_agree calls it."""
+        """Make the weights of `layers` whole. ZeRO1 waits for their new weights; ZeRO3 gathers them
+        and frees all others. Trainer.replicas_agree calls it."""
 
     def release_weights(self):
         """Free all gathered weights. The pipeline calls it after each action."""

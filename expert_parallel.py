@@ -106,7 +106,7 @@ def spread_experts(model, mesh, sp=False):
 
     In: a whole, tagged model, after parallelize (whose tags say that all T ranks hold the experts).
     After: parameters of experts are this rank's slices, tagged as such; fewer ranks hold the same
-    slice, so gradients are summed over fewer. Where E = T = 1 the experts stay as is."""
+    slice, so gradients are summed over fewer. Where E = T = 1 a rank keeps all experts."""
     ep, cp, tp = (mesh.group(axis) for axis in ("ep", "cp", "tp"))
     same_experts = mesh.group("dp", "cp")  # the mesh axis dp has D/E ranks
     sp = sp and tp.size > 1

@@ -126,7 +126,7 @@ class Group:
         return work
 
     def track(self, work, posted):
-        """Remember a pending Work for read(). Needed by NCCL only: see CudaGroup.track."""
+        """Remember a pending Work for start_read(). Needed by NCCL only: see CudaGroup.track."""
 
     def send(self, tensor, dst):
         return self.exchange(send=tensor, dst=dst)
@@ -145,8 +145,8 @@ class Group:
             LIBRARY[name](*args, group=self.communicator, async_op=True)]).wait()
 
     def start_read(self, tensor):
-        """Returns a function that waits and returns tensor.tolist(), of the values of now. On CUDA
-        the host waits for the device here, and nowhere else."""
+        """Start to read a tensor, which must not change before the end. Returns a function that
+        waits and returns tensor.tolist(): on CUDA the only place where the host waits."""
         return tensor.tolist
 
     def read(self, tensor):

@@ -89,7 +89,7 @@ class Mesh:
 
     def communicator(self, name, ranks):
         with naming(f"rank {self.rank}: joining group {name}"):
-            # NCCL's watchdog aborts the process at this limit; CudaGroup.read raises earlier
+            # NCCL's watchdog aborts the process at this limit; CudaGroup.start_read raises earlier
             limit = self.timeout * (2 if self.device.type == "cuda" else 1)
             return dist.new_group(ranks, timeout=timedelta(seconds=limit))
 

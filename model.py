@@ -198,7 +198,7 @@ def cross_entropy(logits, targets):  # (B, S, V), (B, S)
 
 
 class Head(nn.Module):
-    uncompiled = ("loss",)
+    uncompiled = ("loss",)  # sends messages under --tp
 
     def __init__(self, config):
         super().__init__()
@@ -211,7 +211,8 @@ class Head(nn.Module):
         return cross_entropy(self.lm_head(x), targets)
 
     def forward(self, x, targets=None):
-        """x (B, S, C) -> logits (B, S, V); or, given targets (B, S), the loss summed over tokens"""
+        """x (B, S, C) -> logits (B, S, V), of a whole model only; given targets (B, S), the loss,
+        summed over tokens."""
         x = self.ln_f(x)
         return self.lm_head(x) if targets is None else self.loss(x, targets)
 

@@ -32,8 +32,8 @@ class InOrderGroup(Group):
 
 
 def is_done(work, posted):
-    """Has the device finished? posted: the library's works, which `work` waits for once, not twice.
-    Re-raises their error."""
+    """Has the device finished? posted: the library's works. Raises the error of a Work that nobody
+    has waited for yet (a second wait() would hang on gloo)."""
     done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
@@ -51,7 +51,7 @@ class CudaGroup(InOrderGroup):
         self.receive_stream = None  # of recv_new(); made when first used
 
     def track(self, work, posted):
-        """Append a Work to mesh.pending, for read() to poll; drop those that are done."""
+        """Append a Work to mesh.pending, for start_read(); drop those that are done."""
         pending = self.mesh.pending
         while pending and is_done(*pending[0]):
             pending.popleft()

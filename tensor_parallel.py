@@ -9,7 +9,8 @@ Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C eleme
 an all-reduce per column. Embedding and head send one all-reduce each, the loss (T-1) b S elements.
 For backward each rank keeps, per block and token, 4 C + 4 elements (of the LayerNorms), and 1/T of
 12 C elements and of nh logsumexps (attention's, 32 bits at least); with --sp 1/T of all of it; with
---recompute the block's input, C. For the head: 2 C + 2 per token, and V C/T, its gradient.
+--recompute the block's input, C. For the head: 2 C + 2 per token and, once per microbatch, the
+gradient of its matrix, V C/T elements of at least 32 bits.
 Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
@@ -211,8 +212,8 @@ class VocabEmbedding(nn.Module):
 
 
 def log_share(logits, log_probs, group):
-    """log of the part that this rank's words have of the softmax over all words, (c, 1). In: this
-    rank's logits (c, V/T), and the log of their softmax among themselves."""
+    """log of the total probability of this rank's words, (c, 1). log_probs (c, V/T): log-softmax
+    over this rank's words only; with the result added, it is the log-softmax over all words."""
     largest, word = logits.max(-1, keepdim=True)
     own = largest - log_probs.gather(-1, word)  # log(sum(exp(logits))) of this rank's words
     of_ranks = own.new_empty(group.size, len(own))
@@ -223,25 +224,28 @@ def log_share(logits, log_probs, group):
 
 class ChunkedLoss(torch.autograd.Function):
     """Product with lm_head and cross-entropy, over chunks of tokens: for each chunk its logits,
-    then at once their loss and gradient. So the logits of all tokens, mostly the largest tensor of
-    a model, never exist at the same time. A chunk has as many tokens as the model is wide, so its
-    logits are as large as the gradient of the matrix (but no fewer than 256: chunks cost time).
+    then at once their loss and gradient. So the logits of all tokens, often the largest tensor of a
+    step, never exist at the same time. A chunk has as many tokens as the model is wide, so its
+    logits are as large as the gradient of the matrix (at least 256 tokens: each chunk costs kernel
+    launches and, under --tp, messages). Backward only multiplies the gradients of x and weight,
+    which forward saves, by that of the loss, in place: it runs once.
 
     In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
     loss, summed over tokens and words, the same on all ranks. Ranks exchange one number per token,
-    log(sum(exp(logits))) of their words. Saves for backward the gradients of x and weight."""
+    log(sum(exp(logits))) of their words."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, region, training):
         group, (start, stop) = region.group, weight.shard.ranges[0]  # this rank's words
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
         parts = group.size if region.sp else 1
-        targets = targets.unflatten(1, (parts, -1))  # (B, parts, S/parts), one part per rank
+        B, S, C = x.shape  # under --sp S/T
+        targets = targets.unflatten(1, (parts, -1))  # (B, parts, S), one part per rank
         ctx.dtype, loss = x.dtype, x.new_zeros(1, dtype=wide)
-        grad_x, leaving = torch.empty_like(x), []
+        grad_x = torch.empty_like(x) if training else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
-        positions = max(1, max(weight.size(1), 256) // (len(x) * parts))  # of a chunk, on this rank
-        for i in range(0, x.size(1), positions):
+        positions = max(1, max(C, 256) // (B * parts))  # of a chunk, on this rank
+        for i in range(0, S, positions):
             words = targets[:, :, i : i + positions].flatten()  # (c,)
             present = (words != ABSENT).unsqueeze(-1)  # padding: no loss and no gradient
             inputs = region.enter(x[:, i : i + positions]).flatten(0, 1) * present  # (c, C)
@@ -259,26 +263,27 @@ class ChunkedLoss(torch.autograd.Function):
                 of_target = torch.where(outside, of_target.exp(), of_target.expm1())
                 grad.scatter_(-1, local, of_target.to(grad.dtype))
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
-                leaving.append(region.start_leave(grad_inputs.view(len(x), -1, x.size(-1))))
+                leaving = region.start_leave(grad_inputs.view(B, -1, C))
+                del grad_inputs
                 # overlaps with the reduction of grad_inputs
                 if wide == x.dtype:
                     grad_weight.addmm_(grad.t(), inputs)
-                else:
-                    grad_weight += grad.t() @ inputs
-        for i, finish in enumerate(leaving):
-            grad_x[:, i * positions : (i + 1) * positions] = finish()
+                else:  # divided by the number of tokens at least: the sum stays in float16's range
+                    n = 2.0 ** len(words).bit_length()
+                    grad_weight.add_(grad.t() @ (inputs / n), alpha=n)
+                grad_x[:, i : i + positions] = leaving()
         ctx.save_for_backward(grad_x, grad_weight)
         return all_reduce(loss, group)[0]
 
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight = ctx.saved_tensors
+        grad = grad.view(1)  # CUDA would round a number without dimension to the width of grad_x
         return grad_x.mul_(grad), grad_weight.mul_(grad).to(ctx.dtype), None, None, None
 
 
 def chunked_loss(lm_head, region, x, targets):
-    return ChunkedLoss.apply(
-        x, lm_head.weight, targets, region, torch.is_grad_enabled())
+    return ChunkedLoss.apply(x, lm_head.weight, targets, region, torch.is_grad_enabled())
 
 
 def parallelize(model, group, sp=False, defer=None):

@@ -173,7 +173,8 @@ class Trainer:
         return loss, norm
 
     def finish_read(self, read):
-        """The host waits for the device here, once per step, or once and one step late (GPUs)."""
+        """The one place in a step where the host waits for the device. On GPUs it is called after
+        the next step has been posted, so that the GPU never runs out of work."""
         norm, scale, loss, self.stopping, *sums = read()
         self.routing.read(sums, self.tokens)
         return loss, norm, scale

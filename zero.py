@@ -40,7 +40,7 @@ def plain_zero_step(weights, grad, group, step):
     return result
 
 
-# ---- the same, layer by layer and during backward: three small differences to DDP ----
+# ---- the same, layer by layer, during backward and the next forward: three differences to DDP ----
 
 
 class ZeRO1(DDP):
@@ -50,7 +50,8 @@ class ZeRO1(DDP):
     zero = 1
 
     def __init__(self, stages, *args):
-        self.gathered = {}  # bucket -> Work of its all_gather
+        # bucket -> Work of its all_gather, until waited for; under ZeRO-3 until freed
+        self.gathered = {}
         super().__init__(stages, *args)
         self.watch(stages)
 

@@ -150,7 +150,7 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
         store, last_words = (dist.PrefixStore(attempt, s) for s in (server, server.clone()))
         wait_for_start(server, timeout)
     with in_time(timeout, f"rank {rank}: waiting for all ranks to join"):
-        # NCCL's watchdog would abort the process: let Group.read raise its error first
+        # NCCL's watchdog would abort the process: let start_read raise its error first
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                                 timeout=wait * (2 if cuda else 1))
 

@@ -70,7 +70,8 @@ MUTANTS = {
         ("(0, 1) * present", "(0, 1)", "values:chunks"),
         ("(grad @ weight) * present", "(grad @ weight)", "values:chunks"),
         ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad"),
-        ("i * positions : (i + 1) * positions", "0 : positions", "values:chunks")],
+        ("i : i + positions] = leaving", "0:positions] = leaving", "values:chunks"),
+        ("inputs / n), alpha=n", "inputs), alpha=1", "values:range")],
     "sequence_parallel.py": [
         ("work.wait()\n        return x", "pass\n        return x", "collectives:change_nothing"),
         ("ctx.region.enter(grad), None", "grad, None", "sequences:equal_one")],
