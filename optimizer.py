@@ -54,6 +54,8 @@ class Optimizer:
         # ranks in norm_group. Those are 1 under ZeRO and for experts, else E: with --ep norm_group
         # has E data ranks, as only together they hold all experts' gradients.
         copies = []
+        self.in_order_of_use = [bucket for stage in reducer.stages.values()
+                                for bucket in reversed(stage)]
         self.tensors = {}  # bucket -> the index in `shapes` of each of its pieces' tensors
         for bucket in reducer.buckets:
             wide = bucket.weight_shard.element_size() > 2
@@ -84,16 +86,15 @@ class Optimizer:
     def step(self, lr, scale, finite):
         """Step this rank's shards, with gradients times `scale`, and start to send the new weights,
         bucket by bucket, those first that forward uses first. Nothing changes if not `finite`. Both
-        are tensors of no dimension on the device. After: every rank has the new weights, or gathers
-        them before it uses them (ZeRO). The scaled gradients of a bucket live until it has stepped:
-        so on a GPU they mostly stay in the cache."""
+        are 0-dim tensors on the device. After: the new weights are here, or each layer's forward
+        waits for its own (ZeRO). Of one bucket at a time, scaled gradients fit a GPU's cache."""
         self.updates += finite
         skip = (~finite).float()
         # with a dimension, so that its product with gradients is as wide as the masters
         scale = scale.to(self.reducer.buckets[0].master.dtype).view(1)
         if self.kind != "adamw":
             return self.step_by_tensor(lr, partial(self.gradient, scale, finite), finite)
-        for bucket in reversed(self.reducer.buckets):
+        for bucket in self.in_order_of_use:
             if bucket.grad_shard is None:
                 scaled = [(p, grad * scale) for p, grad in self.reducer.grad_pieces(bucket)]
             else:
@@ -149,7 +150,7 @@ class Optimizer:
             square.lerp_(grad.square_(), news[1])
         self.ratios = self.trust_ratios(gradient)
         rates = lr * go * self.ratios
-        for bucket in reversed(self.reducer.buckets):
+        for bucket in self.in_order_of_use:
             change = self.change(bucket, gradient)
             for (_, piece), tensor in zip(bucket.pieces(change), self.tensors[bucket], strict=True):
                 piece.mul_(rates[tensor])

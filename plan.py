@@ -18,24 +18,9 @@ from planner import draw
 from planner.costs import Costs, step_flops
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
-from planner.search import Search, as_config
+from planner.search import Search, as_config, departures, layout_of
 from run import config
 from run.signals import end_quietly
-from sizes import MOMENTS, WIDTHS, GPTConfig
-
-
-def planned(cfg):
-    """The (Job, Layout) of a Config."""
-    from data.batches import Data  # here, as Data imports torch, which a plan does without
-
-    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
-    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                      **experts)
-    names = {name: getattr(cfg, name) for name in Layout._fields}
-    layout = Layout(**{**names, "recompute": "full" if cfg.recompute else "none"})
-    width = WIDTHS[cfg.dtype]
-    return Job(model, cfg.batch_size, width, cfg.grad_dtype != "same",
-               len(MOMENTS[cfg.optimizer])), layout
 
 
 def command(cfg, ranks, node):
@@ -70,11 +55,10 @@ def figures(job, layout, device):
 
 # ---- the command line ----
 
-MOST_LAYERS = 1000
+LIMITS = {"gpus": (1, 10**6), "top": (1, 10**6), "tokens": (1, 10**18), "vocab_size": (1, 2**31),
+          "n_layer": (1, 1000)}  # flag: (least, most) for a plan; train.py's flags have theirs, too
 BAND = 0.09  # the median error on sources that nothing was fitted to: python plan.py --published
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; of the others those that differ
-COLUMNS = ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "chunks", "microbatches",
-           "recompute", "cp_attention")
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
 gpipe, more than 16 chunks, more than 16 sequences in a microbatch
 left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
@@ -86,14 +70,14 @@ def summary(rows, job, tokens, title):
     """A table as text. tokens: how many the whole training takes."""
     steps = tokens / (job.batch_size * job.model.block_size)
     plain = Layout()._asdict()
-    columns = [c for c in COLUMNS if c in ALWAYS or any(row[c] != plain[c] for row in rows)]
+    columns = [name for name in plain
+               if name in ALWAYS or any(row[name] != plain[name] for row in rows)]
     lines = [[*columns, "step s", "TF/GPU", "MFU", "bubble", "GB", "days"]]
     for row in rows:
-        lines.append([{True: "yes", False: "-"}.get(row[c] if c == "sp" else c, str(row[c]))
-                      for c in columns] + [
-            f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
-            f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
-            f"{steps * row['step_s'] / 86400:.4g}"])
+        lines.append([*(str(row[name]) for name in columns),
+                      f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
+                      f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
+                      f"{steps * row['step_s'] / 86400:.4g}"])
     return draw.table(title, lines)
 
 
@@ -101,16 +85,6 @@ def listed(values, digits):
     """Names and values, without those that round to 0."""
     return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
                      if round(abs(value), digits))
-
-
-def explain(row, device):
-    """Lines of text about one layout."""
-    if row["memory_gb"]["total"] > device.gb:
-        yield "it DOES NOT FIT:"
-    yield f"GB on the fullest rank, of {device.gb:g}: {listed(row['memory_gb'], 1)}"
-    yield (f"seconds: {listed(row['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
-           "axis)")
-    yield row["command"]
 
 
 def why(ours, other):
@@ -124,9 +98,7 @@ def why(ours, other):
 
 def described_layout(layout):
     """The fields of a layout that are not plain."""
-    plain = Layout()._asdict()
-    return " ".join(f"{name} {value}" for name, value in layout._asdict().items()
-                    if value != plain[name]) or "one of each"
+    return " ".join(f"{name} {value}" for name, value in departures(layout)) or "one of each"
 
 
 def fell_out(search):
@@ -184,16 +156,13 @@ def described(args):
                     **{name: given[name] for name in names})
     device = replace(DEVICES[args.gpu], **{f.name: given[f.name] for f in fields(Device)
                                            if given[f.name] is not None})
-    for name, value in vars(device).items():
-        most = 1 if name.startswith("f_") or name == "unhidden" else 1e9
-        least = 0 if name in ("latency", "launch", "unhidden") else 1e-9
-        config.require(least <= value <= most, f"--{name.replace('_', '-')} {value} must be from "
-                       f"{least:g} to {most:g}")
-    config.require(0 < args.tokens < 1e18, f"--tokens {args.tokens} must be above 0, below 1e18")
-    config.require(1 <= model.vocab_size <= 2**31, f"--vocab-size {model.vocab_size} must be from "
-                   f"1 to {2**31:,}")
-    config.require(model.n_layer <= MOST_LAYERS, f"--n-layer {model.n_layer} must be at most "
-                   f"{MOST_LAYERS:,} for a plan")
+    limits = {**LIMITS, **{name: (1e-9, 10**9) for name in vars(device)}}
+    limits |= {name: (1e-9, 1) for name in limits if name.startswith("f_")}
+    limits |= {"latency": (0, 10**9), "launch": (0, 10**9), "unhidden": (0, 1)}
+    values = {**given, **vars(model), **vars(device)}
+    for name, (least, most) in limits.items():  # false for nan
+        config.require(least <= values[name] <= most, f"--{name.replace('_', '-')} {values[name]} "
+                       f"must be from {least:g} to {most:,}")
     config.require(args.gpus <= device.node or args.gpus % device.node == 0, f"--gpus {args.gpus} "
                    f"must be a multiple of --node {device.node}")
     device = replace(device, node=min(device.node, args.gpus))
@@ -212,9 +181,6 @@ def described(args):
 
 def searched(args):
     """(job, device, search, figures of layouts): the named one first (--layout), then the best."""
-    for name in ("gpus", "top"):
-        config.require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at "
-                       "least 1")
     job, device, fixed = described(args)
     config.check_limits(as_config(job, fixed))
     rows = []
@@ -222,9 +188,7 @@ def searched(args):
         cfg = as_config(job, fixed)
         ranks = config.check_layout(cfg, args.gpus)
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
-        values = {name: getattr(cfg, name) for name in Layout._fields}
-        layout = Layout(**{**values, "recompute": "full" if cfg.recompute else "none"})
-        rows, fixed = [figures(job, layout, device)], {}
+        rows, fixed = [figures(job, layout_of(cfg), device)], {}
     search = Search(job, args.gpus, device, fixed)
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, device) for _, layout in best]
@@ -261,7 +225,10 @@ def main():
         near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
         print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; the "
               f"simplest first\nthe fastest, {seconds:.4g} s: {described_layout(fastest)}")
-    print("", *explain(rows[0], device), sep="\n")
+    print("\nit DOES NOT FIT:" if rows[0]["memory_gb"]["total"] > device.gb else "")
+    print(f"GB on the fullest rank, of {device.gb:g}: {listed(rows[0]['memory_gb'], 1)}\n"
+          f"seconds: {listed(rows[0]['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
+          f"axis)\n{rows[0]['command']}")
     if args.layout and len(rows) > 1:
         slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
         where = "this is the fastest of all" if slower <= 0 else (

@@ -131,7 +131,7 @@ def cut(costs, n):
     best = {stop: (total[stop], [(0, stop)]) for stop in range(1, len(costs) + 1)}
     for k in range(2, n + 1):
         shorter, best = best, {}  # shorter: into k - 1 stages
-        for stop in range(k, len(costs) + 1):
+        for stop in range(k, len(costs) + 1 - (n - k)):  # later stages need a layer each
             for start in range(stop - 1, k - 2, -1):  # the last stage is [start, stop), ever longer
                 last = total[stop] - total[start]
                 if stop in best and last > best[stop][0]:

@@ -9,13 +9,14 @@
 """
 
 import math
+from collections import deque
 from functools import cache
 from operator import mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
 from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
-from schedules import make_schedule, needs, placement, play
+from schedules import make_schedule, placement
 
 
 def step_flops(job, recompute="none"):
@@ -78,13 +79,23 @@ def closed_form(name, P, m, v, costs):
 
 @cache
 def in_order(schedule, P, m, v):
-    """[(rank, kind, [(index of an action that it needs, is that on another rank?)])] of all actions
-    of a schedule, each behind what it needs. Whatever the costs are: lists are static."""
-    lists, where, index, rows = make_schedule(schedule, P, m, v), placement(schedule, P, v), {}, []
-    for rank, action, *_ in play(lists, where):
-        rows.append((rank, action.kind, [(index[need], where[need.stage] != rank)
-                                         for need in needs(action, where, False)]))
-        index[action._replace(kind="B") if action.kind == "I" else action] = len(rows) - 1
+    """[(rank, kind, index of the action of another rank that it needs, or None)] of all actions of
+    a schedule, each behind what it needs (schedules.needs; of its own rank all that is before it in
+    the rank's list). Lists are static, so this holds for all costs."""
+    lists, where, rows, done = make_schedule(schedule, P, m, v), placement(schedule, P, v), [], {}
+    queues = [deque(actions) for actions in lists]
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                kind, stage, k = queue[0]
+                source = stage - 1 if kind == "F" else stage + 1
+                far = kind != "W" and 0 <= source < len(where) and where[source] != rank
+                if far and (kind == "F", source, k) not in done:
+                    break  # the next rank goes on
+                rows.append((rank, kind, done[kind == "F", source, k] if far else None))
+                if kind != "W":
+                    done[kind == "F", stage, k] = len(rows) - 1
+                queue.popleft()
     return rows
 
 
@@ -99,15 +110,15 @@ def makespan(schedule, P, m, v, costs):
     def simulated(m):
         f, i, w, comm = costs
         cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
-        first, free, ends = {}, [0.0] * P, []
-        for rank, kind, needed in in_order(schedule, P, m, v):
+        free, ends = [rank * (f / v + comm) for rank in range(P)], []  # the first forward comes
+        first = list(free)
+        for rank, kind, need in in_order(schedule, P, m, v):
             start = free[rank]
-            for need, far in needed:
-                start = max(start, ends[need] + comm * far)
-            first.setdefault(rank, start)
+            if need is not None and ends[need] + comm > start:
+                start = ends[need] + comm
             free[rank] = start + cost[kind]
             ends.append(free[rank])
-        return max(free[rank] - start for rank, start in first.items())
+        return max(end - start for start, end in zip(first, free, strict=True))
 
     few = (1 + schedule.startswith("zb")) * P + m % P
     if m <= few + P:
@@ -181,16 +192,15 @@ class Costs:
         # bytes of the products' inputs and outputs, outside and inside of what T splits
         operands = n * w * (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T)
         moved = n * w * (self.moved[0] / (T if layout.sp else 1) + self.moved[1] / T)
-        dense, expert = block_parameters(model, T)
-        weights = w * (dense + expert * N / (E * T))
+        dense, experts = block_parameters(model, T, E)
+        weights = w * (dense + experts)
         attention, attention_back = self.attention(n, T)
         F = self.compute(products, moved=operands + moved + weights, kernels=20) + attention
         I = attention_back + self.compute(  # noqa: E741
             products, moved=operands + 2 * moved + weights, kernels=25)
         W = self.compute(products, moved=operands + 2 * weights, kernels=12)
         if split and N:  # weight gradients of experts are not deferred
-            at_once = self.compute(2 * n * model.top_k * expert / T,
-                                   moved=2 * w * expert * N / (E * T))
+            at_once = self.compute(2 * n * model.top_k * experts * E / N, moved=2 * w * experts)
             I, W = I + at_once, W - at_once  # noqa: E741
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
@@ -205,15 +215,15 @@ class Costs:
         return forward if layout.recompute == "full" else Time()
 
     def ends(self, n, T):
-        """(F, I, W) of the embedding and of the head. The softmax is in at least 32 bits."""
+        """(F, I, W) of the embedding and of the head. The head's forward has the gradients, too:
+        of a chunk's logits at once. Its softmax is in at least 32 bits."""
         h, w, words = self.job.model.n_embd, self.job.width, self.job.model.vocab_size / T
         reduce = self.ring(1, T, n * h * w, rounds=2)  # of rows forward, of a gradient backward
-        products = 2 * n * h * words
-        logits = self.compute(products, moved=n * words * (w + 3 * max(w, 4)), kernels=10)
+        moved = 2 * n * words * (w + 3 * max(w, 4)) + 3 * w * h * words
+        head = self.compute(6 * n * h * words, moved=moved, kernels=20)
         return ((Time(self.compute(moved=2 * n * h * w), reduce),
                  Time(self.compute(moved=3 * n * h * w)), Time()),
-                (Time(logits), Time(logits, reduce),
-                 Time(self.compute(products, moved=3 * w * h * words))))
+                (Time(head, reduce), Time(), Time()))
 
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head."""
@@ -225,20 +235,22 @@ class Costs:
         return self.known[key]
 
     def parts(self, layout):
-        """The Parts of the pipeline ranks."""
-        return parts_of(self.job.model, layout.schedule, layout.pp, layout.chunks)
+        """The different Parts of the pipeline ranks."""
+        key = layout.schedule, layout.pp, layout.chunks
+        if key not in self.known:
+            self.known[key] = set(parts_of(self.job.model, *key))
+        return self.known[key]
 
     def busiest_rank(self, layout):
         """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
         its Part)."""
-        kind = layout.schedule.startswith("zb") + (layout.schedule == "zb-v")
-        key = (tokens_of(self.job, layout), kind, layout[1:6], layout.chunks, layout[10:])
+        key = layout[:6] + layout[7:]  # all but ZeRO's stage
         if key not in self.known:
-            layers = self.layers(layout)
-            times = [sum(map(sum, layer)) for layer in layers]
-            part = max(set(self.parts(layout)), key=lambda part: sum(map(mul, part, times)))
-            self.known[key] = [sum(map(mul, part, map(sum, action)))
-                               for action in zip(*layers, strict=True)], part
+            layers = [[*map(sum, layer)] for layer in self.layers(layout)]
+            times = [*map(sum, layers)]
+            part = max(self.parts(layout), key=lambda part: sum(map(mul, part, times)))
+            actions = [sum(map(mul, part, action)) for action in zip(*layers, strict=True)]
+            self.known[key] = actions, part
         return self.known[key]
 
     def pipeline_time(self, layout, messages=True):
@@ -266,13 +278,12 @@ class Costs:
         D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
         ranks, outer = D * C, T * C * P
         members = on_node(device, T, C) * on_node(device, outer, D)
-        dense, expert = block_parameters(model, T)
-        experts = part.blocks * expert * model.n_experts / (E * T)
+        dense, experts = (part.blocks * each for each in block_parameters(model, T, E))
         vocabulary = model.vocab_size * model.n_embd / T
         ends, _ = end_parameters(model, part, T)
         if layout.zero == 3:  # gathers a tied matrix once for each of its two ends
             ends = (part.embedding + part.head) * vocabulary
-        numel = part.blocks * dense + ends
+        numel = dense + ends
 
         half = ring_time(device, members, ranks, numel * w)  # a reduce-scatter, or an all-gather
         if experts:
@@ -283,10 +294,10 @@ class Costs:
         grads = job.grad_width / w * half
         if layout.zero == 0:  # an all-reduce beside the last backward
             sent = exposed(device, 2 * grads, backward)
-        elif layout.zero == 1:  # a reduce-scatter there, then an all-gather of new weights
-            sent = exposed(device, grads, backward) + half
-        elif layout.zero == 2:  # a reduce-scatter beside every backward
-            sent = m * exposed(device, grads, backward) + half
+        elif layout.zero < 3:  # reduce-scatters there, of ZeRO-2 beside every backward; then an
+            # all-gather of new weights beside the next forward
+            sent = (m if layout.zero == 2 else 1) * exposed(device, grads, backward)
+            sent += exposed(device, half, forward)
         else:  # and an all-gather of the weights beside every forward and backward
             sent = m * (exposed(device, half, forward) + exposed(device, half + grads, backward))
         if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends

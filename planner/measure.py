@@ -6,7 +6,7 @@ one, which is latency; launch a tiny product, on processors (a GPU hides it behi
 before). Each rank does all of it at the same time, as in training."""
 
 import os
-import tempfile
+import sys
 import time
 
 import torch
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from collectives import all_reduce, barrier
 from mesh import Mesh
-from run.processes import init, shutdown
+from run import signals
+from run.launch import launch
+from run.processes import choose_device, init, shutdown
 
 
 def seconds(mesh, work, times=1):
@@ -60,22 +62,19 @@ def measure(mesh):
     return flags
 
 
-def worker(rank, folder, gpus, n):
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
-    device = f"cuda:{rank}" if gpus else "cpu"
-    if gpus:
-        torch.cuda.set_device(rank)
-    init(device, url=f"file://{folder}/store", rank=rank, size=n)
-    flags = measure(Mesh(device, native=gpus > 0, dp=n))
-    if rank == 0:
-        print(" ".join(f"--{name} {value:.4g}" for name, value in flags.items()))
-    shutdown()
-
-
 def main():
+    """Starts this command again as all ranks of the node; rank 0 prints."""
     gpus = torch.cuda.device_count()
     n = gpus or min(8, os.cpu_count() or 1)
-    print(f"plan with these flags, measured on {n} {'GPUs' if gpus else 'processors'}"
-          f"{'' if n > 1 else '; one sends no messages'}; for several nodes add --network:")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (folder, gpus, n), n)
+    if signals.STORE not in os.environ:
+        print(f"plan with these flags, measured on {n} {'GPUs' if gpus else 'processors'}"
+              f"{'' if n > 1 else '; one sends no messages'}; for several nodes add --network:",
+              flush=True)
+        sys.exit(launch(n))
+    device = choose_device("cuda" if gpus else "cpu")
+    init(device)
+    mesh = Mesh(device, native=gpus > 0, dp=n)
+    flags = measure(mesh)
+    if mesh.rank == 0:
+        print(" ".join(f"--{name} {value:.4g}" for name, value in flags.items()))
+    shutdown()

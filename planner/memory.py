@@ -5,12 +5,14 @@
                    bits; with --sp 1/T of all; with --recompute only its input, h, and all of the
                    block under way (a test measures what autograd saves)
                    (arXiv 2205.05198); the peak is along the rank's list of actions
-    buffers        a chunk's logits, pipeline messages, layers that ZeRO-2 and 3 gather
+    buffers        a chunk's logits, pipeline messages, layers that ZeRO-2 and 3 gather; or, in the
+                   optimizer's step, the scaled gradients of a bucket
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 """
 
 from functools import cache
+from operator import le, mul
 from typing import NamedTuple
 
 from planner.hardware import Llama
@@ -38,6 +40,13 @@ class Layout(NamedTuple):
     @property
     def ranks(self):
         return self.dp * self.tp * self.pp * self.cp
+
+
+class Part(NamedTuple):
+    """The layers of a stage, or of a rank."""
+    embedding: int
+    blocks: int
+    head: int
 
 
 class Job(NamedTuple):
@@ -74,23 +83,14 @@ def matrices(model):
     return h * (h + 2 * kv + up * inner), h * (h + inner)
 
 
-def block_parameters(model, T=1):
-    """Parameters of a block on one of T ranks: (all but experts, one expert)."""
-    h, (kv, inner, up, norm, bias) = model.n_embd, shape_of(model)
+def block_parameters(model, T=1, E=1):
+    """Parameters of a block on one of T ranks, of E that share experts: (others, experts)."""
+    h, N, (kv, inner, up, norm, bias) = model.n_embd, model.n_experts, shape_of(model)
     attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + (bias + 2 * norm) * h
-    if not model.n_experts:
+    if not N:
         return attention + ((up + 1) * h * inner + bias * inner) / T + bias * h, 0
     inside = inner // model.top_k
-    return attention + h * model.n_experts, (up + 1) * h * inside + bias * (inside + h)
-
-
-def n_parameters(model):
-    """Of the whole model; without experts 12 L h^2 (1 + 13/(12 h)) + (V + S) h + 2 h."""
-    dense, expert = block_parameters(model)
-    ends = 2 * model.vocab_size + 1  # rows of h
-    if not isinstance(model, Llama):
-        ends = model.vocab_size + model.block_size + 2
-    return model.n_layer * (dense + model.n_experts * expert) + ends * model.n_embd
+    return attention + h * N, N / E * ((up + 1) * h * inside + bias * (inside + h)) / T
 
 
 def end_parameters(model, part, T):
@@ -103,11 +103,10 @@ def end_parameters(model, part, T):
             part.embedding * model.block_size * h + part.head * 2 * h)
 
 
-class Part(NamedTuple):
-    """The layers of a stage, or of a rank."""
-    embedding: int
-    blocks: int
-    head: int
+def n_parameters(model):
+    """Of the whole model; without experts 12 L h^2 (1 + 13/(12 h)) + (V + S) h + 2 h."""
+    ends = sum(end_parameters(model, Part(1, 0, 1), 1))
+    return model.n_layer * sum(block_parameters(model)) + ends
 
 
 @cache
@@ -147,44 +146,28 @@ def saved_by_block(job, layout, recompute):
     return whole / T_sp + split / T
 
 
-def saved_by_head(job, layout):
-    """Bytes that the head saves for backward, for a microbatch: the input of its norm and the
-    gradient of its output, per token; and the gradient of its matrix."""
-    model, w, T_sp = job.model, job.width, layout.tp if layout.sp else 1
-    *_, norm, _ = shape_of(model)
-    matrix = model.vocab_size * model.n_embd / layout.tp
-    return tokens_of(job, layout) * (2 * model.n_embd + norm) * w / T_sp + matrix * max(w, 4)
-
-
-class Held(NamedTuple):
-    """Activations at one moment, as counts of blocks and heads."""
-    blocks: int = 0  # between F and B or I
-    heads: int = 0
-    deferred_blocks: int = 0  # between I and W; a head defers nothing
-    recomputed: int = 0  # blocks that are being recomputed
-
-    def plus(self, *others):
-        return Held(*(a + b for a, b in zip(self, others, strict=True)))
-
-
 @cache
 def occupancy(schedule, P, m, v, rank, parts):
-    """[Held] at the moments that may be the peak: no other moment has as much of everything."""
-    stages, now, moments = dict(parts), Held(), set()
-    for action in actions_of(schedule, P, m, v, rank):
-        part = stages[action.stage]
-        # what the action adds to the activations before and behind I, per block and per head
-        before, behind = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}[action.kind]
-        if action.kind in "BI" and part.blocks:
+    """[(blocks, heads, deferred blocks, recomputed blocks)] whose activations a rank holds, at the
+    moments that may be the peak: no other moment has as much of everything. Between F and B or I
+    the whole is held; between I and W what is deferred, of which a head has nothing."""
+    stages, blocks, heads, deferred, moments = dict(parts), 0, 0, 0, set()
+    for kind, stage, _ in actions_of(schedule, P, m, v, rank):
+        _, n, head = stages[stage]
+        if kind in "BI" and n:
             # The head is through when a block is recomputed. B frees blocks, so the first is the
             # peak. I leaves more behind than a block's input, so the last is.
-            done = behind * (part.blocks - 1)
-            moments.add(now.plus(-done, -part.head, done, 1))
-        now = now.plus(before * part.blocks, before * part.head, behind * part.blocks, 0)
-        moments.add(now)
+            done = n - 1 if kind == "I" else 0
+            moments.add((blocks - done, heads - head, deferred + done, 1))
+        if kind != "W":
+            blocks += n if kind == "F" else -n
+            heads += head if kind == "F" else -head
+        if kind in "IW":
+            deferred += n if kind == "I" else -n
+        moments.add((blocks, heads, deferred, 0))
     front = []  # one that has as much of everything as another has a higher sum
     for x in sorted(moments, key=sum, reverse=True):
-        if not any(all(a <= b for a, b in zip(x, y, strict=True)) for y in front):
+        if not any(all(map(le, x, y)) for y in front):
             front.append(x)
     return front
 
@@ -193,24 +176,24 @@ def occupancy(schedule, P, m, v, rank, parts):
 def activations(job, layout, rank):
     """Bytes at the peak, on one pipeline rank."""
     model, w, T, h = job.model, job.width, layout.tp, job.model.n_embd
+    n, T_sp = tokens_of(job, layout), layout.tp if layout.sp else 1
     saved = saved_by_block(job, layout, layout.recompute)
     # Between I and W: inputs of the matrices and gradients of their outputs, without --sp's split;
     # with experts only those of attention
-    kv, inner, up, *_ = shape_of(model)
+    kv, inner, up, norm, _ = shape_of(model)
     deferred = (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T) * w
     if model.n_experts:
         deferred = (2 * h + (2 * h + 2 * kv) / T) * w
-    n = tokens_of(job, layout)
-    each = Held(n * saved, saved_by_head(job, layout), n * deferred,
-                n * (saved_by_block(job, layout, "none") - saved))
-    few = layout.microbatches
+    # A head saves the input of its norm and the gradient of its output, and that of its matrix
+    head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
+    again = saved_by_block(job, layout, "none") - saved
+    each = n * saved, head, n * deferred, n * again
+    m = layout.microbatches
     if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
-        few = min(few, 2 * layout.pp + few % layout.pp)
+        m = min(m, 2 * layout.pp)
     stages = stages_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
-    moments = occupancy(layout.schedule, layout.pp, few, layout.chunks, rank,
-                        tuple(stages.items()))
-    return max(sum(count * size for count, size in zip(held, each, strict=True))
-               for held in moments)
+    moments = occupancy(layout.schedule, layout.pp, m, layout.chunks, rank, tuple(stages.items()))
+    return max(sum(map(mul, held, each)) for held in moments)
 
 
 def memory_of_rank(job, layout, rank):
@@ -218,8 +201,7 @@ def memory_of_rank(job, layout, rank):
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h = tokens_of(job, layout), model.n_embd
     part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
-    dense, expert = block_parameters(model, T)
-    experts = expert * model.n_experts / (layout.ep * T)
+    dense, experts = block_parameters(model, T, layout.ep)
     vocabulary, others = end_parameters(model, part, T)
     params = part.blocks * dense + vocabulary + others
     data = layout.dp * layout.cp
@@ -235,9 +217,17 @@ def memory_of_rank(job, layout, rank):
     at_work = max(logits, n * ((up + 1) * inner * w / T + 2 * h * w))
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     gathered = {2: 2 * gw, 3: 2 * gw + 2 * w}.get(layout.zero, 0)  # bytes per parameter
-    gathered *= max(dense + experts, model.vocab_size * h / T if vocabulary else 0)
-    # the optimizer's 32-bit copy of 16-bit gradients, when activations are freed
-    copied = 2 * states[1] if gw == 2 else 0
+    matrix = model.vocab_size * h / T if vocabulary else 0
+    gathered *= max(dense + experts, matrix)
+    # The optimizer's scaled copy of one bucket's gradients, when activations are freed: a layer's
+    # shard; of DDP those of 25 MiB of weights, or the largest tensor
+    if layout.zero:
+        bucket = max(dense, experts * layout.ep, matrix) / data
+    else:
+        mlps = model.n_experts / model.top_k / layout.ep if model.n_experts else 1
+        bucket = min(max(25 * 2**20 / w, mlps * h * inner / T, matrix),
+                     params + part.blocks * experts)
+    copied = bucket * max(w, 4)
     parts = dict(zip(("weights", "gradients", "optimizer"), states, strict=True),
                  activations=saved, buffers=max(at_work + messages + gathered, copied - saved))
     return {**parts, "total": sum(parts.values())}

@@ -1,10 +1,9 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-All that train.py takes counts, but only if given as flags: tp beyond a node, cp with fewer than 512
-tokens on a rank, gpipe (1f1b is as fast and holds less), over 16 chunks, or 16 sequences at once.
-Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. That
-with the lowest bound is refined: by what its ZeRO stage adds, then by memory and the simulator. So
-all count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
+All layouts that train.py takes count; those that LEFT_OUT of plan.py names only if given as flags.
+Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
+layout of the lowest bound is refined: by its ZeRO stage, then by memory and the simulator. So all
+count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -28,6 +27,12 @@ def as_config(job, named):
                   grad_dtype="float32" if job.wide else "same")
 
 
+def layout_of(cfg):
+    """The Layout of train.py's flags."""
+    named = {name: getattr(cfg, name) for name in Layout._fields}
+    return Layout(**{**named, "recompute": "full" if cfg.recompute else "none"})
+
+
 @cache
 def schedule_exists(schedule, P, m, v):
     """Asks for one rank's list, and of many microbatches for those left over: that is quicker."""
@@ -37,11 +42,17 @@ def schedule_exists(schedule, P, m, v):
         return False
 
 
+def departures(layout):
+    """[(field, value)] of a layout that are not plain."""
+    plain = Layout()._asdict()
+    return [(name, value) for name, value in layout._asdict().items() if value != plain[name]]
+
+
 def effort(layout):
     """How much of a layout has to be set up and can go wrong: the axes that split a model, and each
     departure from the plainest schedule, states and activations."""
-    return sum(getattr(layout, name) != plain for name, plain in Layout()._asdict().items()
-               if name not in ("dp", "chunks", "microbatches"))
+    return len([name for name, _ in departures(layout)
+                if name not in ("dp", "chunks", "microbatches")])
 
 
 class Search:
@@ -111,13 +122,12 @@ class Search:
             self.smallest = min(self.smallest or (need, layout), (need, layout))
         return need <= self.device.gb * 1e9
 
-    def staged(self, layout):
-        """[(seconds at least, layout)] of a layout under each ZeRO stage."""
+    def staged(self, bound, layout):
+        """[(seconds at least, layout)] of a layout of this lower bound under each ZeRO stage."""
         stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
         staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
         if activations(self.job, layout._replace(zero=0), 0) > self.device.gb * 1e9:
             staged = staged[-1:]  # of those that do not fit, the one that holds least
-        bound = self.costs.lower_bound(layout)
         return [(bound + sum(self.costs.data_time(each)), each) for each in staged]
 
     def best(self, top, band=0.0):
@@ -137,7 +147,7 @@ class Search:
                 self.slower += 1
                 continue
             if kind == "bound":
-                for least, each in self.staged(layout):
+                for least, each in self.staged(seconds, layout):
                     heapq.heappush(queue, entry(least, "with data", each))
             elif kind == "with data":
                 if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most

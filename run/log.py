@@ -166,12 +166,14 @@ class Log:
         """Collective: prepare the last lines, to be printed once the other ranks have left."""
         world, optimizer = self.trainer.mesh.world, self.trainer.optimizer
         cuda = world.device.type == "cuda"
-        peaks = torch.zeros(world.size, dtype=torch.double, device=world.device)
-        peaks[world.rank] = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
-        peaks = world.read(all_reduce(peaks, world))
-        predicted, measured = (count / 1e6 for count in optimizer.state_bytes())
+        # MB of each rank: its peak, its model states as predicted and as measured
+        peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
+        held = torch.zeros(3, world.size, dtype=torch.double, device=world.device)
+        held[:, world.rank] = held.new_tensor([peak, *optimizer.state_bytes()]) / 1e6
+        peaks, predicted, measured = world.read(all_reduce(held, world))
+        most, fullest = peaks.index(max(peaks)), measured.index(max(measured))
         self.saved = saved
-        self.ending = (f"model states: {measured:.2f} MB on this rank, {predicted:.2f} predicted; "
-                       f"peak of the {'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on "
-                       f"rank {peaks.index(max(peaks))}\n"
+        self.ending = (f"model states: {measured[fullest]:.2f} MB on rank {fullest}, the fullest, "
+                       f"{predicted[fullest]:.2f} predicted; peak of the "
+                       f"{'GPU' if cuda else 'process'} {peaks[most]:.0f} MB, on rank {most}\n"
                        f"replicas {'agree' if agree else 'DISAGREE'}")

@@ -23,11 +23,12 @@ import plan
 import schedules
 import sizes
 from mesh import lay_out
-from planner import costs, memory, ring, traffic
+from planner import costs, memory, ring
 from planner.hardware import DEVICES, MODELS
 from planner.search import as_config
 from run import timeline
 from run.config import check_layout
+from tests import traffic
 from tests.harness import HERE
 
 PAGE = HERE.joinpath("lab.html").read_text()

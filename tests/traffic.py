@@ -77,9 +77,8 @@ def messages(job, layout, rank=0):
     if where[0] != where[-1] and rank in (where[0], where[-1]) and not llama:
         rows.append(("pp", "gradient of the tied embedding, between its two ends", 1,
                      matrix / shards * gw))
-    dense, expert = block_parameters(model, T)
+    dense, experts = (part.blocks * each for each in block_parameters(model, T, E))
     vocabulary, others = end_parameters(model, part, T)
-    dense, experts = part.blocks * dense, part.blocks * expert * model.n_experts / (E * T)
     # Each of the two ends gathers its matrix; the embedding's backward reads no weights
     gathered = (part.embedding + 2 * part.head) * matrix + 2 * (dense + others)
     gathered -= part.embedding * positions
