@@ -132,11 +132,11 @@ def test_parts_keep_their_size():
                    if room(module) in rooms or module in rooms)
 
     assert lines("plain") <= 180
-    assert lines("ground", "technique", "train") <= 3810
-    assert lines("run") <= 1685 and lines("planner") <= 1431
+    assert lines("ground", "technique", "train") <= 3891
+    assert lines("run") <= 1705 and lines("planner") <= 1575
     others = lines("planner.draw", "planner.pictures", "planner.ring", "planner.tables",
                    "planner.large_batches")
-    assert lines("planner", "plan") - others <= 1283
+    assert lines("planner", "plan") - others <= 1285
     assert HERE.joinpath("tests/harness.py").read_text().count("\n") <= 300
     assert HERE.joinpath("README.md").stat().st_size <= 12_000
     page = HERE.joinpath("lab.html").read_text()
