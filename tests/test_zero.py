@@ -387,6 +387,18 @@ def test_a_layer_waits_for_its_new_weights_after_a_step_and_a_load(corpus, tmp_p
     assert pool(2, _late, cfg, 0.02) == pool(2, _late, cfg, 0.0)
 
 
+def test_new_weights_are_sent_in_the_order_in_which_forward_uses_them(corpus):
+    """Also where a rank has two stages: the first stage's weights go first."""
+    cfg = config(corpus, zero=1, schedule="interleaved", chunks=2, microbatches=2)
+    trainer, sent = train.Trainer(cfg, mesh_of(cfg), VOCAB), []
+    trainer.reducer.publish = sent.append
+    trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    trainer.update(torch.tensor(1.0), 1e-3)
+    layers = [layer for s in sorted(trainer.stages) for layer in trainer.stages[s].layers]
+    uses = [trainer.reducer.home[param] for layer in layers for param in layer.parameters()]
+    assert len(trainer.stages) == 2 and sent == list(dict.fromkeys(uses))
+
+
 def _disagree(rank, cfg, where):
     """replicas_agree() before and after rank 1 changes one bit of a weight."""
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
