@@ -210,9 +210,9 @@ def memory_of_rank(job, layout, rank):
         bytes_per_parameter(layout.zero, data / layout.ep, w, gw, job.moments), strict=True)]
     saved = activations(job, layout._replace(zero=0), rank)
 
-    # The head's logits of a chunk of tokens, and the log of their softmax
+    # The head's logits of a chunk of tokens (16-bit ones copied to 32), and log of their softmax
     chunk = min(n, max(h, 256)) * part.head
-    logits = chunk * (w + max(w, 4)) * model.vocab_size / T
+    logits = chunk * (w + max(w, 4) * (2 if w == 2 else 1)) * model.vocab_size / T
     _, inner, up, *_ = shape_of(model)
     at_work = max(logits, n * ((up + 1) * inner * w / T + 2 * h * w))
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0

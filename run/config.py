@@ -197,10 +197,11 @@ def check_layout(cfg, world):
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
     if cfg.schedule == "zb-v" and cfg.chunks < 2:
         cfg.chunks = 2
-    ratio = cfg.batch_size / cfg.base_batch_size
-    factor = {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}[cfg.scale_lr]
-    cfg.lr, cfg.min_lr = cfg.lr * factor, cfg.min_lr * factor
-    cfg.base_batch_size = cfg.batch_size  # of the new rates: a second call changes nothing
+    if cfg.scale_lr != "none":
+        ratio = cfg.batch_size / cfg.base_batch_size
+        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
+        cfg.lr, cfg.min_lr = cfg.lr * factor, cfg.min_lr * factor
+        cfg.base_batch_size = cfg.batch_size  # of the new rates: a second call changes nothing
     if cfg.warmup_tokens:
         cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
     cfg.chunks = cfg.chunks or (2 if cfg.schedule == "interleaved" else 1)
