@@ -86,19 +86,19 @@ class Optimizer:
     def step(self, lr, scale, finite):
         """Step this rank's shards, with gradients times `scale`, and start to send the new weights,
         bucket by bucket, those first that forward uses first. Nothing changes if not `finite`. Both
-        are 0-dim tensors on the device. After: the new weights are here, or each layer's forward
-        waits for its own (ZeRO). Of one bucket at a time, scaled gradients fit a GPU's cache."""
+        are 0-dim tensors on the device. After: each layer's forward waits for its new weights."""
         self.updates += finite
         skip = (~finite).float()
-        # with a dimension, so that its product with gradients is as wide as the masters
-        scale = scale.to(self.reducer.buckets[0].master.dtype).view(1)
+        scale = scale.to(self.reducer.buckets[0].master.dtype).view(1)  # 1-dim: widens gradients
+        same = self.reducer.buckets[0].grad_dtype == scale.dtype
+        times = torch.Tensor.mul_ if same else torch.mul  # in place, where gradients are as wide
         if self.kind != "adamw":
             return self.step_by_tensor(lr, partial(self.gradient, scale, finite), finite)
         for bucket in self.in_order_of_use:
             if bucket.grad_shard is None:
-                scaled = [(p, grad * scale) for p, grad in self.reducer.grad_pieces(bucket)]
+                scaled = [(p, times(grad, scale)) for p, grad in self.reducer.grad_pieces(bucket)]
             else:
-                scaled = bucket.pieces(bucket.grad_shard * scale)
+                scaled = bucket.pieces(times(bucket.grad_shard, scale))
             buffers = (bucket.master, *bucket.moments.values())
             rows = [[*scaled], *([*bucket.pieces(buffer)] for buffer in buffers)]
             for decay in (True, False):

@@ -63,7 +63,7 @@ MUTANTS = {
         ("2, dtype=wide)", "2)", "values:norm"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
         ("+= finite", "+= 1", "faults:five_steps"),
-        ("* scale) for p", ") for p", "values:of_16_bits"),
+        ("times(grad, scale)) for p", "grad) for p", "values:of_16_bits"),
         ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
         ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
         ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
