@@ -96,9 +96,10 @@ def ring_steps(tensor, group, hops, K):
 
 
 def ring(tensor, group, op, hops):
-    """Run some hops of the ring. An early receive may be posted into a piece that this rank has yet
-    to send. That is safe: the sum to land there has that very piece as a term, so it cannot exist
-    before the piece has left. (all_gather alone receives only what this rank has not got.)"""
+    """Run some hops of the ring. The all-gather's receives land in place and are posted early,
+    perhaps into a piece that the reduce-scatter has yet to send. That is safe: what lands there is
+    the sum with that very piece as a term, so it cannot exist before the piece has left.
+    (all_gather alone receives only what this rank has not got.)"""
     assert tensor.is_contiguous(), "collectives take contiguous tensors"
     chunk = tensor.view(-1).tensor_split(group.size)[0]
     # pieces pay only with early receives
@@ -204,8 +205,10 @@ def butterfly(tensor, group, op):
                 if step is not first:
                     sends.append(group.send(step.out, step.peer))
                 receive.wait()
-                if step.out is step.total and step is not first:  # the swap sends what combine
-                    sends[-1].wait()  # overwrites (`first` is an exchange: it waits for its send)
+                # The swap sends what combine() overwrites: wait for its send. (`first` is an
+                # exchange, whose Work has waited for the send, too)
+                if step.out is step.total and step is not first:
+                    sends[-1].wait()
                 if step.total is not None:
                     combine(step.total, step.into)
             wait_all(sends)

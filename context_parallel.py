@@ -190,13 +190,12 @@ class RingAttentionFunction(torch.autograd.Function):
     def backward(ctx, grad):
         """Keys and values go around once more. In each hop this rank computes one term of their
         gradient, from its own queries. The sum of the terms follows its keys around the ring, one
-        hop behind: hop 1 starts a sum, for the previous rank's keys; in hop i > 1 this rank
-        receives the sum for the keys that it has, adds its term and passes the sum on. The sum that
-        arrives at the end is for this rank's own keys, and lacks this rank's term, of hop 0.
+        hop behind. C = 3, rank 0: hop 1 has rank 2's keys, and sends its term to rank 1. Hop 2 has
+        rank 1's keys: receives rank 2's sum for these, adds its term, sends the sum to rank 1. At
+        last the sum for rank 0's own keys arrives from rank 2, and lacks rank 0's term, of hop 0.
 
-        C = 3, rank 0. Hop 1, with rank 2's keys: its own term, sent to rank 1. Hop 2, with rank 1's
-        keys: receives rank 2's sum for these, adds, sends to rank 1. At last: receives the sum for
-        rank 0's keys from rank 2."""
+        So hop 1 starts a sum, for the previous rank's keys; hop i > 1 receives the sum for the keys
+        that this rank has now, adds, and passes the sum on."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
         kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)

@@ -172,9 +172,9 @@ class DDP:
         self.launch_full()
 
     def grad_added(self, param):
-        """Called when autograd is done with this parameter, or the pipeline with its deferred
-        gradient. Outside of expect() .. flush() no bucket is filling, and `missing` is not read: in
-        early microbatches, and in I of zero bubble, where a deferred gradient is None so far."""
+        """Called by autograd when it is done with this parameter; there is no gradient yet if zero
+        bubble defers it (pipeline.py), which then calls again. Outside of expect() .. flush() no
+        bucket is filling: nothing is launched, and the next expect() sets `missing` anew."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)

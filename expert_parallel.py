@@ -8,9 +8,9 @@ for k experts per token, as many back, and in backward the same two again. GShar
 
 With tensor parallelism, whole experts are spread over the T ranks too. All T hold the same tokens:
 each sends those for 1/T of the experts, so together they send each token once per chosen expert.
-(If each expert were split over the T ranks: T times.) A token's k experts lie on several t: each
-rank adds up the outputs that it got, and the partial sums are all-reduced as after any row-parallel
-layer. Zero bubble (schedules.py) does not defer their weight gradients.
+(If each expert were split over the T ranks: T times.) A token's k experts lie on several of these
+ranks: each adds up the outputs that it got, and the partial sums are all-reduced as after any
+row-parallel layer. Zero bubble (schedules.py) does not defer the experts' weight gradients.
 
     python expert_parallel.py        who sends what, on 4 ranks
     torchrun train.py --experts 8 --ep 2

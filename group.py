@@ -80,7 +80,7 @@ class Group:
     # an exchange as one operation (nccl_group.py). False: a receive may be posted long before its
     # send, and the ring does so, for speed.
     in_order = False
-    late = 0  # by how many steps train.py reads losses late; nccl_group.py
+    late = 0  # train.py reads a step's loss at the end of this step; 1 (NCCL): of the next step
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
         self.mesh, self.name, self.device = mesh, name, mesh.device
@@ -96,8 +96,9 @@ class Group:
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
         """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
-        Return their Work. The two directions cannot block each other: gloo gets the receive first,
-        NCCL gets both as one operation. more: further (send, dst, recv, src) of this operation."""
+        Return their Work. The two directions cannot block each other: on gloo both are posted
+        before wait() waits for either, NCCL gets both as one operation. more: further (send, dst,
+        recv, src) of this operation."""
         ends, names = [], []  # dist.irecv and isend only mark the direction, as dist.P2POp does
         for out, to, into, source in [(send, dst, recv, src), *more]:
             if into is not None and into.numel() > 0:

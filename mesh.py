@@ -45,7 +45,8 @@ def lay_out(sizes, axes):
 
 class Mesh:
     """The world's ranks on named axes, the outermost first: Mesh(dp=2, pp=2, tp=2). All ranks make
-    the same groups in the same order. in_order: as NCCL demands, on CPU, for tests."""
+    the same groups in the same order. in_order: post messages in the order that NCCL demands
+    (nccl_group.py), also on CPU, for tests."""
 
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.sizes, self.device = sizes, torch.device(device)
@@ -61,7 +62,8 @@ class Mesh:
         self.world = self.join("world", [list(range(world))])
 
     def group(self, *axes):
-        """This rank's group along these axes, with a communicator and a queue of its own."""
+        """This rank's group along these axes, with a communicator of its own, so its
+        messages do not wait behind those of another group."""
         return self.join("_".join(axes), lay_out(self.sizes, axes))
 
     def place(self, *axes):

@@ -34,9 +34,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.wte = embedding(config.vocab_size, config.n_embd)
         self.wpe = embedding(config.block_size, config.n_embd)
-        # (S,): position in its sequence of each token that forward returns (--sp: of 1/T of idx's);
-        # None means 0 .. S-1. Replaced in context_parallel.split_sequences,
-        # tensor_parallel.parallelize (--sp) and sample.generate.
+        # The position in its sequence of each token that forward returns; None: 0 .. S-1. (--sp:
+        # wte returns 1/T of the tokens, so these are S/T positions.) Replaced in
+        # context_parallel.split_sequences, tensor_parallel.parallelize (--sp), sample.generate.
         self.positions = None
 
     def forward(self, idx):  # (B, S) token ids

@@ -8,8 +8,8 @@ and the learning rate. For clipped gradients g, weights w, decay d (of matrices 
     LAMB   arXiv 1904.00962: u = mean / (sqrt(square) + 1e-6) + d w, bias corrected as in Adam;
            w = w - lr |w| / |u| u. Not taken: limits for |w|, which the paper allows
 
-The papers scale each layer. Taken: biases and LayerNorm gains have no decay and no ratio; c_attn
-(q, k, v) has one ratio, as its tag is of one tensor. 16-bit weights have a 32-bit master copy. Held
+The papers scale each layer. A layer is one tensor here: c_attn (q, k, v) has one ratio. Biases and
+LayerNorm gains have no decay and no ratio. 16-bit weights have a 32-bit master copy. Held
 per parameter: sizes.bytes_per_parameter. The host waits for no norm and no decision to skip a step.
 """
 
@@ -50,10 +50,7 @@ class Optimizer:
         self.reducer, self.norm_group, self.kind = reducer, norm_group, cfg.optimizer
         self.betas, self.weight_decay = (cfg.beta1, cfg.beta2), cfg.weight_decay
         self.ratios = None  # LARS, LAMB: trust ratio of each tensor in the last step
-        # How many ranks of norm_group hold the same piece: the tag's copies, times data_ranks. That
-        # is 1, except with --ep and without ZeRO: there norm_group is E replicas, which together
-        # hold all experts' gradients, and all E hold what is no expert.
-        copies = []
+        copies = []  # of each piece: how many ranks of norm_group hold it
         self.in_order_of_use = [bucket for stage in reducer.stages.values()
                                 for bucket in reversed(stage)]
         self.index_of = {}  # bucket -> [index in `shapes` of each of its pieces' tensors]
@@ -61,6 +58,9 @@ class Optimizer:
             wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
             bucket.moments = {name: torch.zeros_like(bucket.master) for name in MOMENTS[self.kind]}
+            # A piece has one data rank in norm_group: under ZeRO D ranks / D shards, else 1 / 1.
+            # But with --ep and without ZeRO norm_group is the E replicas that share the experts: E
+            # of them hold a piece that is no expert's.
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards
             tags = [param.shard for param, _ in bucket.pieces(bucket.master)]
             copies += [tag.copies * data_ranks for tag in tags]
@@ -85,23 +85,23 @@ class Optimizer:
         norms = torch._foreach_norm(grads, 2, dtype=wide)  # one kernel
         return (torch.stack(norms).double().square() / self.copies).sum()
 
-    def step(self, lr, scale, finite):
-        """Step this rank's shards, with gradients times `scale`, and start to send the new weights,
+    def step(self, lr, factor, finite):
+        """Step this rank's shards, with gradients times `factor`, and start to send the weights,
         bucket by bucket, those first that forward uses first. Nothing changes if not `finite`. Both
         are 0-dim tensors on the device. After: each layer's forward waits for its new weights."""
         self.updates += finite
         # 1-dim: a float32 factor makes float32 of 16-bit gradients; one without dimension would not
-        scale = scale.to(self.reducer.buckets[0].master.dtype).view(1)
+        factor = factor.to(self.reducer.buckets[0].master.dtype).view(1)
         if self.kind != "adamw":
-            return self.step_by_tensor(lr, partial(self.gradient, scale, finite), finite)
-        same = self.reducer.buckets[0].grad_dtype == scale.dtype
+            return self.step_by_tensor(lr, partial(self.gradient, factor, finite), finite)
+        same = self.reducer.buckets[0].grad_dtype == factor.dtype
         times = torch.Tensor.mul_ if same else torch.mul  # in place, where gradients are as wide
         skip = (~finite).float()
         for bucket in self.in_order_of_use:
             if bucket.grad_shard is None:
-                scaled = [(p, times(grad, scale)) for p, grad in self.reducer.grad_pieces(bucket)]
+                scaled = [(p, times(grad, factor)) for p, grad in self.reducer.grad_pieces(bucket)]
             else:
-                scaled = bucket.pieces(times(bucket.grad_shard, scale))
+                scaled = bucket.pieces(times(bucket.grad_shard, factor))
             # rows: gradients, masters, exp_avg, exp_avg_sq, each a list of (parameter, piece)
             buffers = (bucket.master, *bucket.moments.values())
             rows = [[*scaled], *([*bucket.pieces(buffer)] for buffer in buffers)]
@@ -162,15 +162,16 @@ class Optimizer:
                 piece.mul_(rates[i])
             if self.kind != "lamb":
                 velocity, = bucket.moments.values()
+                # times m = beta1; to skip, times 1
                 change = velocity.mul_(1 - (1 - self.betas[0]) * go).add_(change)
             bucket.master.addcmul_(change, go, value=-1)
             self.publish(bucket)
 
-    def gradient(self, scale, finite, bucket):
+    def gradient(self, factor, finite, bucket):
         grad = bucket.grad_shard
         if grad is None:
             grad = torch.cat([piece for _, piece in self.reducer.grad_pieces(bucket)])
-        return (grad * scale).masked_fill_(~finite, 0.0)
+        return (grad * factor).masked_fill_(~finite, 0.0)
 
     def change(self, bucket, gradient):
         """What to subtract at a rate of 1, flat. LAMB computes it twice: its norm comes first."""

@@ -231,8 +231,8 @@ class Pipeline:
                 # ZeRO-2 and 3 reduce gradients after every microbatch, the others after the last
                 completes = kind in ("B", "W") and (
                     self.reducer.every_microbatch or action == last[s])
-                # B adds all gradients of the stage (None); W those that its I deferred, without
-                # LayerNorm's, which came in I
+                # B adds all gradients of the stage (None); W only those of matrices that its I
+                # deferred: I has added those of LayerNorm, embedding, head and experts
                 if completes:
                     self.reducer.expect(s, uses_in(self.weight_work[s, k]) if kind == "W" else None)
                 with (self.span(kind, stage=s, microbatch=k),
@@ -264,8 +264,8 @@ class Pipeline:
             if self.where[s + 1] == self.group.rank:  # no message between stages of one rank
                 self.activations_in[s + 1, k] = Arriving(y.detach(), Work(), sender=s)
             else:
-                # send() frees what it sent. If this stage has a loss (its experts' balance loss),
-                # the loss may be a function of y, whose values its backward needs: send a copy.
+                # finish_send() frees what was sent. A loss of this stage may need y's values in its
+                # backward: then send a copy. (A Stage of yours; the balance loss needs none)
                 self.activations_out[s, k] = y.detach() if loss is None else y.detach().clone()
         if loss is not None:
             loss = loss / tokens
@@ -303,7 +303,9 @@ class Pipeline:
         return tensor
 
     def send(self, tensor, s, k, to):
-        """Start to send; wait for earlier sends until at most two are pending."""
+        """Start to send; wait for earlier sends until at most two are pending, to bound memory.
+        Unlike in plain_1f1b this is safe: in lower()'s order even sends that block cannot
+        deadlock."""
         with self.span("send", stage=s, microbatch=k, to=to):
             self.sends.append((self.group.send(tensor, self.where[to]), tensor))
             while len(self.sends) > 2:

@@ -5,14 +5,14 @@ schedule is a list of actions per rank: make_schedule makes the lists, validate 
 adds the messages, simulate times them. A forward takes F and a backward B = I + W (I: gradient of
 the stage's input, W: of its weights).
 
-                 bubble, share of the time      in flight on a rank    (forward done, backward not)
-    gpipe        (P-1)/(m+P-1)                  m                      arXiv 1811.06965
-    1f1b         (P-1)/(m+P-1)                  min(P-rank, m)         arXiv 1806.03377
-    interleaved  (P-1)/(vm+P-1)                 P + (P-1)/v *          arXiv 2104.04473
-    zb-h1, -h2   (P-1)(F+I-W), (P-1)(F+I-2W) ** P, 2P-1                arXiv 2401.10241
-    zb-v         0 if F = I = W and m >= 2P-1   P *                    arXiv 2405.15362
+                 bubble, share of the time          in flight on a rank (forward done, backward not)
+    gpipe        (P-1)/(m+P-1)                      m                   arXiv 1811.06965
+    1f1b         (P-1)/(m+P-1)                      min(P-rank, m)      arXiv 1806.03377
+    interleaved  (P-1)/(vm+P-1)                     P + (P-1)/v *       arXiv 2104.04473
+    zb-h1, -h2   idle: (P-1)(F+I-W), (P-1)(F+I-2W)  P, 2P-1             arXiv 2401.10241
+    zb-v         0 if F = I = W and m >= 2P-1       P *                 arXiv 2405.15362
 
-    * a microbatch in one of v > 1 chunks counts 1/v; interleaved: of rank 0    ** idle time
+    * a microbatch in one of v > 1 chunks counts 1/v; interleaved: of rank 0
 
     python schedules.py 1f1b 4 8    or    python schedules.py 4 8 --compare
 """
@@ -62,8 +62,8 @@ def interleaved(P, m, v, rank):
                          f"try {' or '.join(fits)}")
     chunks = [i // P % v for i in range(m * v)]
     num_warmup = P - 1 - rank
-    if v > 1:  # P for each chunk before the last. Then a forward of the last chunk goes to the last
-        # rank and its backward comes back: later ranks twice, one forward for each hop
+    if v > 1:  # P for each chunk before the last; then, as there are v times the messages, twice as
+        # many as 1F1B: this hides their latency (of 0.1 F: 4 to 8% of the time; of 0: nothing)
         num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave([f"F{chunk}" for chunk in chunks], [f"B{v - 1 - chunk}" for chunk in chunks],
                  num_warmup)
@@ -71,8 +71,10 @@ def interleaved(P, m, v, rank):
 
 def zero_bubble(depth, P, m, v, rank):
     """1F1B with B split into I and W. W of microbatch k waits until I of microbatch k + lag has
-    run, so lag of the W are left to fill the cool-down. depth 1 is zb-h1; depth 2, zb-h2, fills the
-    warm-up too, with more forwards. In flight are depth * (P-1) + 1 microbatches at most.
+    run, so `lag` Ws are left for the end: rank r runs its last I r hops before rank 0 does, which
+    leaves it time for r Ws. That is depth 1, zb-h1. depth 2, zb-h2, fills the warm-up too, with
+    more forwards: rank r, which starts r forwards late, may end as much later, with r Ws more. In
+    flight are depth * (P-1) + 1 microbatches at most.
     depth 1, P = 4, rank 1, m = 4: num_warmup 2, lag 1: F F, F I, F I W, I W, I W, W."""
     num_warmup = min(depth * (P - 1 - rank), m)
     lag = min(depth * rank, m)

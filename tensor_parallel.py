@@ -134,8 +134,8 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,), grad = ctx.saved_tensors, grad.contiguous()
-        # --sp gathers x under the product for grad_x. Then the reduction of grad_x runs under the
-        # product for grad_W; del: --sp has copies, so this frees b S C elements before it
+        # Overlap: x is gathered (--sp) during the product for grad_x, and grad_x is reduced during
+        # the product for grad_W. del: --sp sends a copy of grad_x, so free grad_x before
         entering = ctx.region.start_enter(x)
         grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
         x = entering()
@@ -247,12 +247,12 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.dtype, loss = x.dtype, x.new_zeros(1, dtype=wide)
         grad_x = torch.empty_like(x) if training else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
-        positions = max(1, max(C, 256) // (B * parts))  # of a chunk, on this rank
-        for i in range(0, S, positions):
-            words = targets[:, :, i : i + positions].flatten()  # (c,)
-            # padding: no word of any rank, so no loss; zero inputs, so no gradient of the matrix
+        n = max(1, max(C, 256) // (B * parts))  # positions of a chunk, on this rank
+        for i in range(0, S, n):
+            words = targets[:, :, i : i + n].flatten()  # (c,)
+            # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient
             present = (words != ABSENT).unsqueeze(-1)
-            inputs = region.enter(x[:, i : i + positions]).flatten(0, 1) * present  # (c, C)
+            inputs = region.enter(x[:, i : i + n]).flatten(0, 1) * present  # (c, C)
             logits = inputs @ weight.t()  # (c, V/T)
             logits[:, stop - start :] = -torch.inf  # rows of --pad-vocab are no words
             log_probs = F.log_softmax(logits, -1, dtype=wide)
@@ -264,8 +264,8 @@ class ChunkedLoss(torch.autograd.Function):
             if training:  # grad = softmax - onehot(target)
                 grad = torch.exp(log_probs, out=logits)  # (c, V/T)
                 del log_probs
-                # expm1 = p - 1 in 32 bits; a p of 16 bits might round to 1. If another rank has the
-                # target, local is 0: word 0's own p is written once more
+                # At the target p - 1, as expm1 in 32 bits, since a p of 16 bits might round to 1.
+                # If another rank has the target, local is 0: word 0's p is written over itself
                 of_target = torch.where(outside, of_target.exp(), of_target.expm1())
                 grad.scatter_(-1, local, of_target.to(grad.dtype))
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
@@ -274,11 +274,11 @@ class ChunkedLoss(torch.autograd.Function):
                 # overlaps with the reduction of grad_inputs
                 if wide == x.dtype:
                     grad_weight.addmm_(grad.t(), inputs)
-                else:  # float16's product of c tokens might overflow: divide by n > c, a power of
-                    # two, and multiply in 32 bits
-                    n = 2.0 ** len(words).bit_length()
-                    grad_weight.add_(grad.t() @ (inputs / n), alpha=n)
-                grad_x[:, i : i + positions] = leaving()
+                else:  # float16's product of c tokens might overflow: divide by a power
+                    # of two above c, and multiply in 32 bits
+                    power = 2.0 ** len(words).bit_length()
+                    grad_weight.add_(grad.t() @ (inputs / power), alpha=power)
+                grad_x[:, i : i + n] = leaving()
         ctx.save_for_backward(grad_x, grad_weight)
         return all_reduce(loss, group)[0]
 

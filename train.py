@@ -20,7 +20,7 @@ from functools import partial
 from run.launch import start
 
 if __name__ == "__main__":  # before torch is imported, which takes 2 s
-    start(__doc__)  # ends here: wrong flags; a process that started the ranks of the layout
+    start(__doc__)  # exits if flags are wrong, or after it has run all ranks of the layout
 
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
@@ -130,7 +130,7 @@ class Trainer:
                                  deferred)
         self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
         self.span = no_span  # times the optimizer; replaced in trace
-        # On the device: the loss's factor, and steps with finite gradients since its last change
+        # On the device: the loss's factor, and steps in a row with finite gradients
         self.scale = torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0, device=mesh.device)
         self.good_steps = torch.zeros((), dtype=torch.long, device=mesh.device)
         self.stop_asked = self.stopping = False  # by a signal to this rank; to any rank
@@ -173,8 +173,9 @@ class Trainer:
         return loss, norm
 
     def finish_read(self, read):
-        """The one place in a step where the host waits for the device. On GPUs it is called after
-        the next step has been posted, so that the GPU never runs out of work."""
+        """The one place in a step where the host waits for the device (with --experts each layer
+        waits once, too). On GPUs it is called after the next step has been posted, so that the GPU
+        never runs out of work."""
         norm, scale, loss, self.stopping, *sums = read()
         self.routing.read(sums, self.tokens)
         return loss, norm, scale
@@ -200,10 +201,10 @@ class Trainer:
     def validation_loss(self, data, batches=None, show=lambda done, batches: None):
         """Mean loss over the windows (pieces of block_size tokens) of val.bin, all of them or the
         first `batches` batches, on every rank. show(batches done, all batches)."""
-        windows, microbatches = data.validation(self.cfg, self.mesh, batches)
+        windows, each_batch = data.validation(self.cfg, self.mesh, batches)
         loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
-        for i, batch in enumerate(microbatches):
-            loss += self.loss(self.forwards, batch)
+        for i, microbatches in enumerate(each_batch):
+            loss += self.loss(self.forwards, microbatches)
             show(i + 1, -(-windows // self.cfg.batch_size))
         # loss() divided by the tokens of a batch: divide by those of all windows instead, and by T,
         # as all T ranks have the same loss
@@ -295,7 +296,7 @@ def train(cfg, data, mesh):
         if saving:
             save(done)
     catch_up()
-    last = saved if saved and done == start else save(done)  # None: weights are not finite
+    last = saved if saved and done == start else save(done)  # save() gives None: not finite
     if skipped or not last:
         log.not_finite(skipped, done - 1, saved)
     if trainer.stopping:

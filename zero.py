@@ -8,8 +8,8 @@ of D ranks runs the optimizer on 1/D of it. ZeRO-1, 2 and 3 each keep one thing 
     3 weights too                16/D                                 3 m Psi (D-1)/D
 
 for m microbatches: ZeRO-2 and 3 reduce the gradients of each microbatch, as keeping their sum would
-keep a full gradient; ZeRO-3 also gathers the weights for each forward and each backward (but the
-positions' for forward only). ZeRO, arXiv 1910.02054.
+keep a full gradient; ZeRO-3 also gathers the weights for each forward and each backward
+(wpe's for forward only). ZeRO, arXiv 1910.02054.
 
     python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
@@ -107,8 +107,8 @@ class ZeRO2(ZeRO1):
             bucket.grad_shard.zero_()
 
     def collect(self, param, bucket):
-        """Move param.grad into its bucket, if expect() has named the bucket. If not, it stays in
-        param.grad until launch: LayerNorm's in I of zero bubble, whose W follows later."""
+        """Move param.grad into its bucket, if the bucket is filling. If not, leave it until launch:
+        zero bubble adds some gradients, as LayerNorm's, in I, and fills the bucket later, in W."""
         if bucket in self.filling:
             self.move(param, bucket)
 
