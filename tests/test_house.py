@@ -31,9 +31,10 @@ MAY_IMPORT = {  # room -> the rooms that its files may import
     "ground": ["ground"], "technique": ["ground", "technique"], "data": ["ground", "data"],
     "run": ["ground", "technique", "data", "run"],
     "planner": ["ground", "technique", "data", "run", "planner"],
+    "docs": ["ground", "technique", "data", "run", "planner", "command"],
     "command": ["ground", "technique", "data", "run", "planner", "command"]}
 HOUSE = {path.stem if path.parent == HERE else f"{path.parent.name}.{path.stem}": path
-         for folder in (".", "data", "run", "planner")
+         for folder in (".", "data", "run", "planner", "docs")
          for path in HERE.joinpath(folder).glob("*.py") if path.name != "__init__.py"}
 
 
@@ -133,9 +134,8 @@ def test_parts_keep_their_size():
 
     assert lines("plain") <= 180
     assert lines("ground", "technique", "train") <= 3950
-    assert lines("run") <= 1634 and lines("planner") <= 1574
-    others = lines("planner.draw", "planner.pictures", "planner.ring", "planner.tables",
-                   "planner.large_batches")
+    assert lines("run") <= 1634 and lines("planner") <= 1432
+    others = lines("planner.draw", "planner.pictures", "planner.ring", "planner.tables")
     assert lines("planner", "plan") - others <= 1263
     assert HERE.joinpath("tests/harness.py").read_text().count("\n") <= 300
     assert HERE.joinpath("README.md").stat().st_size <= 12_000

@@ -15,11 +15,11 @@ import sizes
 import train
 import zero
 from data.batches import Data
+from docs.large_batches import TOKENS, curve, noise_scale
 from mesh import Mesh
 from model import build, initial_value
 from optimizer import Optimizer, learning_rate
 from planner import memory
-from planner.large_batches import TOKENS, curve, noise_scale
 from run import checkpoint
 from run.config import check, check_layout
 from run.log import Log
