@@ -73,14 +73,11 @@ def read_weights(path, shapes, config):
 def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
     config = GPTConfig(**read_manifest(folder)["model"])
-    with torch.device("meta"):
-        model = GPT(config)
+    model = GPT(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
     get = read_weights(Path(folder, MODEL), shapes, config)
-    model.to_empty(device=device)
-    model.layers[-1].lm_head.weight = model.layers[0].wte.weight  # to_empty has untied the two
     for name, param in model.canonical_parameters():
         param.data.copy_(get(name))
         if not param.isfinite().all():
             raise CheckpointError(f"{folder}: {name} is not finite; take an earlier checkpoint")
-    return model
+    return model.to(device)

@@ -32,7 +32,7 @@ def test_a_run_says_at_once_what_it_trains_and_imports_no_compiler(corpus, tmp_p
     """torch._dynamo and sympy take as long to import as torch does."""
     with open(tmp_path / "stderr", "w") as stderr:  # beside the other run
         alone = subprocess.Popen([sys.executable, "-X", "importtime", "train.py",
-                                  *map(str, flags(corpus, tmp_path / "one"))],
+                                  *map(str, flags(corpus, tmp_path / "one", eval_interval=9))],
                                  stdout=subprocess.DEVNULL, stderr=stderr, cwd=HERE)
     done = command("-X", "importtime", "train.py", *flags(corpus, tmp_path / "out", tp=2, steps=12,
                                                           log_interval=5, eval_interval=6))
