@@ -9,7 +9,7 @@ is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent b
 
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops (in a hop each
 rank sends one message); a small tensor takes fewer, by the butterfly. All ranks end with the same
-bits. "Backward of X": if a layer's forward calls X, its backward calls this collective.
+bits. "Backward of X": if a layer's forward calls X, its backward calls this (WithBackward).
 
     python collectives.py        a ring of 4 processes, hop by hop, and the bytes it sends
 """
