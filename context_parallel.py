@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from collectives import all_to_all
+from collectives import WithBackward, all_to_all
 from group import Work
 from model import causal_attention
 
@@ -37,21 +37,16 @@ def zigzag(S, C, rank):
     return torch.cat([chunks[rank], chunks[2 * C - 1 - rank]])
 
 
-class PassOn(torch.autograd.Function):
-    """Forward: send x to the next rank, return the previous rank's x. Backward: the gradient takes
-    the way back."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, received = group, torch.empty_like(x)
-        group.exchange(x, group.next, received, group.prev).wait()
+def pass_on(x, group):
+    """Send x to the next rank, return the previous rank's x. In backward the gradient takes the way
+    back."""
+    def move(x, dst, src):
+        received = torch.empty_like(x)
+        group.exchange(x.contiguous(), dst, received, src).wait()
         return received
 
-    @staticmethod
-    def backward(ctx, grad):
-        group, received = ctx.group, torch.empty_like(grad)
-        group.exchange(grad.contiguous(), group.prev, received, group.next).wait()
-        return received, None
+    return WithBackward.apply(x, lambda x: move(x, group.next, group.prev),
+                              lambda grad: move(grad, group.prev, group.next))
 
 
 def plain_ring_attention(q, k, v, positions, group):
@@ -79,7 +74,7 @@ def plain_ring_attention(q, k, v, positions, group):
         denominator = denominator * shrink + weights.sum(-1, keepdim=True)
         largest = new_largest
         if hop < group.size - 1:
-            kv, key_positions = PassOn.apply(kv, group), PassOn.apply(key_positions, group)
+            kv, key_positions = pass_on(kv, group), pass_on(key_positions, group)
     return numerator / denominator
 
 
@@ -158,29 +153,37 @@ def start_passing(x, group):
         lambda: group.exchange(x, group.next, received, group.prev).wait(), "pass on")
 
 
+def ring_hops(kv, group):
+    """Pass keys and values kv (2, B, nh, S/C, hs) around the ring. Yields for each hop: its number;
+    the keys and values to compute with, which this rank now has; and what visible() returned. The
+    next ones travel meanwhile (overlap)."""
+    for hop in range(group.size):
+        if hop < group.size - 1:
+            next_kv, passing = start_passing(kv, group)
+        # C = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
+        key_rank = (group.rank - hop) % group.size
+        queries, keys, causal = visible(group.rank, key_rank, half=kv.size(-2) // 2)
+        yield hop, kv[..., keys, :], queries, keys, causal
+        if hop < group.size - 1:
+            passing.wait()
+            kv = next_kv
+
+
 class RingAttentionFunction(torch.autograd.Function):
     """In: q, k, v (B, nh, S/C, hs) of this rank's tokens, split by zigzag. Out: (B, nh, S/C, hs),
     attention over all S tokens for this rank's queries. C-1 sends each of keys and values."""
 
     @staticmethod
     def forward(ctx, q, k, v, group):
-        kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
-        for hop in range(group.size):
-            if hop < group.size - 1:  # overlap: send kv on, while this hop computes with kv
-                next_kv, passing = start_passing(kv, group)
-            # C = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
-            key_rank = (group.rank - hop) % group.size
-            queries, keys, causal = visible(group.rank, key_rank, half)
+        for hop, kv, queries, _, causal in ring_hops(torch.stack([k, v]), group):
             with group.span("attention", hop=hop):
-                part, part_lse, rest = kernel(q[:, :, queries], *kv[..., keys, :], causal)
+                part, part_lse, rest = kernel(q[:, :, queries], *kv, causal)
                 if hop == 0:
                     out, lse, ctx.rest = part.to(wide), part_lse, rest  # rest: the same in all hops
                 else:
                     merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
-            if hop < group.size - 1:
-                passing.wait()
-                kv = next_kv
+            del kv  # frees them before the next but one are received
         out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
@@ -197,18 +200,15 @@ class RingAttentionFunction(torch.autograd.Function):
         So hop 1 starts a sum, for the previous rank's keys; hop i > 1 receives the sum for the keys
         that this rank has now, adds, and passes the sum on."""
         (q, k, v, out, lse), group = ctx.saved_tensors, ctx.group
-        kv, half = torch.stack([k, v]), q.size(2) // 2  # (2, B, nh, S/C, hs)
         wide = torch.promote_types(q.dtype, torch.float)
-        grad_kv, passing_grad = torch.zeros_like(kv, dtype=wide), Work()  # hop 1 starts a new sum
-        for hop in range(group.size):
-            if hop < group.size - 1:
-                next_kv, passing = start_passing(kv, group)
-            key_rank = (group.rank - hop) % group.size
-            queries, keys, causal = visible(group.rank, key_rank, half)
+        # (2, B, nh, S/C, hs); hop 1 starts a new sum
+        grad_kv, passing_grad = q.new_zeros((2, *k.shape), dtype=wide), Work()
+        for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):
             with group.span("attention", hop=hop):
                 dq, dk, dv = kernel_backward(
-                    grad[:, :, queries], q[:, :, queries], *kv[..., keys, :],
+                    grad[:, :, queries], q[:, :, queries], *kv,
                     out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
+            del kv
             if hop == 0:
                 grad_q, own_dk, own_dv = dq.to(wide), dk, dv
             else:
@@ -217,9 +217,6 @@ class RingAttentionFunction(torch.autograd.Function):
                 grad_kv[0][:, :, keys] += dk
                 grad_kv[1][:, :, keys] += dv
                 grad_kv, passing_grad = start_passing(grad_kv, group)
-            if hop < group.size - 1:
-                passing.wait()
-                kv = next_kv
         passing_grad.wait()
         grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
@@ -256,25 +253,13 @@ def to_own_tokens(x, group):
     return torch.cat(swap(parts, group), dim=-3)
 
 
-class SwapFunction(torch.autograd.Function):
-    """Forward: there(x, group), which only moves numbers. Backward: back(gradient, group)."""
-
-    @staticmethod
-    def forward(ctx, x, group, there, back):
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.back(grad, ctx.group), None, None, None
-
-
 def all_to_all_attention(q, k, v, group):
     """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/C, hs)."""
     qkv = torch.stack([q, k, v])  # (3, B, nh, S/C, hs)
-    q, k, v = SwapFunction.apply(qkv, group, to_whole_sequences, to_own_tokens)
-    y = causal_attention(q, k, v)  # (B, nh/C, S, hs)
-    return SwapFunction.apply(y, group, to_own_tokens, to_whole_sequences)
+    there, back = partial(to_whole_sequences, group=group), partial(to_own_tokens, group=group)
+    q, k, v = WithBackward.apply(qkv, there, back)  # (B, nh/C, S, hs)
+    y = causal_attention(q, k, v)
+    return WithBackward.apply(y, back, there)
 
 
 KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
@@ -320,5 +305,4 @@ def demo(mesh):
 
 if __name__ == "__main__":
     from run.demonstrations import demonstrate, ranks_asked
-
     demonstrate(demo, cp=ranks_asked(4))

@@ -15,7 +15,6 @@ import torch
 
 from collectives import all_reduce, plain_all_reduce
 from group import wait_all
-from shard import tag_whole
 
 
 def plain_data_parallel(params, group):
@@ -241,25 +240,21 @@ class DDP:
 
 
 def demo(mesh):
-    """One backward of a small GPT: 4 sequences on each rank, against all of them in one process."""
-    from run.demonstrations import report_difference, small_gpt, token_ids
-    group, ids = mesh.group("dp"), token_ids(4 * mesh.world.size)
-    mine = ids.chunk(group.size)[group.rank]
-    alone, plain, fast = small_gpt(), small_gpt(), small_gpt()
-    alone(ids, ids).backward()
+    """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
+    from run.demonstrations import show_difference, small_gpt
+    plain, mine = small_gpt(mesh)
     plain(mine, mine).backward()
-    plain_data_parallel(plain.parameters(), group)
-    tag_whole(fast, group)
-    values = dict(plain.canonical_parameters())  # all three models start alike
+    plain_data_parallel(plain.parameters(), mesh.group("dp"))
+    show_difference("plain", mesh, plain, summed=True)
+    fast, _ = small_gpt(mesh)
+    values = dict(fast.canonical_parameters())
     ddp = DDP({0: fast.layers}, torch.double, "cpu", lambda tag: values[tag.name].data, 20_000)
     ddp.expect(0)
     fast(mine, mine).backward()
     launched = len(ddp.works)
     ddp.flush()
     ddp.finish()
-    for name, model in (("plain", plain), ("buckets", fast)):
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        report_difference(name, mesh.rank, [(p.grad, q.grad) for p, q in pairs])
+    show_difference("buckets", mesh, fast, summed=True)
     print(f"rank {mesh.rank}: {launched} of {len(ddp.buckets)} buckets were on their way when "
           "backward ended")
 

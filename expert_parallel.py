@@ -21,26 +21,22 @@ from functools import partial
 
 import torch
 
-from collectives import all_reduce, all_to_all
-from sequence_parallel import Enter, Leave, Region
-from shard import tag_whole, take_slice
+from collectives import WithBackward, all_reduce, all_to_all
+from sequence_parallel import Region, enter_region, leave_region
+from shard import take_slice
 
 
-class SendRows(torch.autograd.Function):
+def send_rows(x, sent, received, group):
     """Send rows of x (n, C): the first sent[0] rows to rank 0, the next sent[1] to rank 1, ...
     Returns (sum(received), C): received[0] rows from rank 0, then received[1] from rank 1, ...
-    Backward: the gradients of the rows take the way back."""
-
-    @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+    In backward the gradients of the rows take the way back."""
+    def move(x, sent, received):
         rows = x.new_empty((sum(received), x.size(1)))
         all_to_all(rows.split(received), x.contiguous().split(sent), group)
         return rows
 
-    @staticmethod
-    def backward(ctx, grad):
-        return SendRows.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+    return WithBackward.apply(x, lambda x: move(x, sent, received),
+                              lambda grad: move(grad, received, sent))
 
 
 def run_at_owners(experts, group, rows, to_send, to_run):
@@ -54,14 +50,14 @@ def run_at_owners(experts, group, rows, to_send, to_run):
         return torch.cat(experts(rows.split(to_run[0])))
     sent = [sum(for_rank) for for_rank in to_send]  # to each rank
     received = [sum(of_rank) for of_rank in to_run]  # from each rank
-    rows = SendRows.apply(rows, sent, received, group)  # dispatch: sorted by rank, then by expert
+    rows = send_rows(rows, sent, received, group)  # dispatch: sorted by rank, then by expert
     # Run: collect the rows of each expert from all ranks, run it, and restore the received order
     parts = rows.split([count for of_rank in to_run for count in of_rank])  # [rank * n + expert]
     inputs = [torch.cat([parts[rank * n + expert] for rank in range(E)]) for expert in range(n)]
     outputs = [output.split([to_run[rank][expert] for rank in range(E)])  # [expert][rank]
                for expert, output in enumerate(experts(inputs))]
     rows = torch.cat([outputs[expert][rank] for rank in range(E) for expert in range(n)])
-    return SendRows.apply(rows, received, sent, group)  # combine: each row back to its token's rank
+    return send_rows(rows, received, sent, group)  # combine: each row back to its token's rank
 
 
 class SpreadExperts:
@@ -83,7 +79,7 @@ class SpreadExperts:
     def __call__(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k); with --sp S/T tokens each. Returns x's shape."""
         k = chosen.size(-1)
-        x, gates = Enter.apply(x, self.region), Enter.apply(gates, self.region)  # all S tokens
+        x, gates = enter_region(x, self.region), enter_region(gates, self.region)  # all S tokens
         chosen = self.region.enter(chosen)  # (B, S, k)
         # An assignment is a token and one of its k experts: number a is of token a // k
         place = self.place[chosen.flatten()]  # (B * S * k,)
@@ -99,7 +95,7 @@ class SpreadExperts:
         rows = run_at_owners(self.experts, self.group, rows, to_send, to_run)
         y = torch.zeros_like(tokens)
         y.index_add_(0, source, gates.flatten()[assignments].unsqueeze(1) * rows)
-        return Leave.apply(y.view_as(x), self.region)  # until here y is partial over tp
+        return leave_region(y.view_as(x), self.region)  # until here y is partial over tp
 
 
 def spread_experts(model, mesh, sp=False):
@@ -175,14 +171,9 @@ class Routing:
 
 def demo(mesh):
     """Print where 16 tokens of each rank go; then the gradients, compared with one process's."""
-    from run.demonstrations import show_difference, small_gpt, token_ids
-
-    group, ids = mesh.group("ep"), token_ids(8)
-    alone, spread = small_gpt(n_experts=8, top_k=2), small_gpt(n_experts=8, top_k=2)
-    alone(ids, ids).backward()
-    tag_whole(spread, mesh.group("dp", "ep", "cp"))
+    from run.demonstrations import show_difference, small_gpt
+    group, (spread, mine) = mesh.group("ep"), small_gpt(mesh, n_experts=8, top_k=2)
     spread_experts(spread, mesh)
-    mine = ids.chunk(group.size)[group.rank]
     spread(mine, mine).backward()
     load = spread.layers[1].mlp.load.view(group.size, -1).long()  # [rank][its expert]
     loads = [torch.empty_like(load) for _ in range(group.size)]  # of each rank's tokens
@@ -193,10 +184,9 @@ def demo(mesh):
             away = int(row.sum() - row[rank].sum())
             table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
             print(f"rank {rank}  {table}    {away} of 32 go elsewhere")
-    show_difference("spread", mesh, spread, alone)
+    show_difference("spread", mesh, spread)
 
 
 if __name__ == "__main__":
     from run.demonstrations import demonstrate
-
     demonstrate(demo, dp=1, ep=4, pp=1, cp=1, tp=1)

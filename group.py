@@ -12,7 +12,7 @@ posted, and wait() blocks the process. nccl_group.py has subclasses for NCCL, th
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 
 import torch
@@ -40,15 +40,6 @@ def naming(what):
         # strip the C++ location and hints
         text = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*", "", str(error).splitlines()[0])
         raise CommunicationError(f"{what}: {text}") from None
-
-
-NOTHING = nullcontext()
-
-
-def no_span(name, **args):
-    """A span is a named stretch of time, for --trace. This one records nothing; Tracer.span
-    (run/timeline.py) replaces it."""
-    return NOTHING
 
 
 class Work:
@@ -92,7 +83,10 @@ class Group:
         self.sequence = 0  # number of the last operation, for error messages
         self.last = Work()  # submitted last
         self.thread = None  # runs submitted work; started by the first submit()
-        self.span = no_span
+
+    def span(self, name, **args):
+        """A context: a named stretch of time, for --trace."""
+        return self.mesh.span(name, group=self.name, **args)
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
         """Post a receive into `recv` from `src` and a send of `send` to `dst`; either may be None.
@@ -159,14 +153,14 @@ class Group:
         the group; return its Work at once. All ranks submit in the same order, so each receive
         meets its own send; no message carries a number."""
         def run():
-            with self.span(name, group=self.name):
+            with self.span(name):
                 job()
 
         self.thread = self.thread or ThreadPoolExecutor(1, f"ring-{self.name}")
         future = self.thread.submit(run)
 
         def wait():
-            with self.span("wait", group=self.name):
+            with self.span("wait"):
                 future.result()
 
         self.last = Work([wait], f"group {self.name}")
@@ -186,7 +180,7 @@ def queued(collective):
         if async_op:
             return group.submit(lambda: collective(tensor, group, *args, **more), name)
         group.last.wait()
-        with (group.span(name, group=group.name),
+        with (group.span(name),
               naming(f"rank {group.ranks[group.rank]}: {name} of group {group.name}")):
             collective(tensor, group, *args, **more)
         return tensor

@@ -20,6 +20,7 @@ nothing in a group of one, so code need not ask for sizes.
 
 import math
 from collections import deque
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
 
@@ -76,6 +77,11 @@ class Mesh:
         """The first and the last rank along an axis, as a group; a rank between them is alone."""
         rows = [sorted({row[0], row[-1]}) for row in lay_out(self.sizes, [axis])]
         return self.join(axis + "_ends", rows)
+
+    def span(self, name, **args):
+        """A span is a named stretch of time, for --trace. This one records nothing: replaced in
+        Tracer.at (run/timeline.py)."""
+        return nullcontext()
 
     def join(self, name, rows):
         """This rank's group called `name`. rows: the ranks of every group of that name. All ranks

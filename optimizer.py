@@ -53,7 +53,8 @@ class Optimizer:
         copies = []  # of each piece: how many ranks of norm_group hold it
         self.in_order_of_use = [bucket for stage in reducer.stages.values()
                                 for bucket in reversed(stage)]
-        self.index_of = {}  # bucket -> [index in `shapes` of each of its pieces' tensors]
+        self.index_of = {name: i for i, name in enumerate(shapes)}
+        indices = []  # of each piece: index_of its tensor
         for bucket in reducer.buckets:
             wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
@@ -64,11 +65,10 @@ class Optimizer:
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards
             tags = [param.shard for param, _ in bucket.pieces(bucket.master)]
             copies += [tag.copies * data_ranks for tag in tags]
-            self.index_of[bucket] = [list(shapes).index(tag.name) for tag in tags]
+            indices += [self.index_of[tag.name] for tag in tags]
         device = reducer.buckets[0].full.device
         self.copies = torch.tensor(copies, dtype=torch.double, device=device)
-        self.indices = torch.tensor(sum(self.index_of.values(), []), dtype=torch.long,
-                                    device=device)  # of all pieces
+        self.indices = torch.tensor(indices, dtype=torch.long, device=device)
         matrices = [decays(Shard(name, shape)) for name, shape in shapes.items()]
         self.is_matrix = torch.tensor(matrices, device=device)
         self.updates = torch.zeros((), device=device)  # steps so far, skipped ones not counted
@@ -158,8 +158,8 @@ class Optimizer:
         rates = lr * go * self.ratios
         for bucket in self.in_order_of_use:
             change = self.change(bucket, gradient)
-            for (_, piece), i in zip(bucket.pieces(change), self.index_of[bucket], strict=True):
-                piece.mul_(rates[i])
+            for param, piece in bucket.pieces(change):
+                piece.mul_(rates[self.index_of[param.shard.name]])
             if self.kind != "lamb":
                 velocity, = bucket.moments.values()
                 # times m = beta1; to skip, times 1

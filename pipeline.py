@@ -15,13 +15,12 @@ microbatch when: schedules.py makes these lists, Pipeline below executes them.
 
 from collections import Counter, deque
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
-from group import Work, no_span, wait_all
+from group import Work, wait_all
 from model import Head, extra_loss
-from schedules import cut, lower, make_schedule, placement
+from schedules import DIRECTION, cut, lower, make_schedule, placement
 
 
 def plain_1f1b(stage, group, batches, shape, tokens):
@@ -177,13 +176,6 @@ def receive_early(actions):
     return [action for action in early if action]
 
 
-class Arriving(NamedTuple):
-    """A tensor that another stage sends to this one."""
-    tensor: torch.Tensor
-    work: Work  # the receive; an empty Work if both stages are on this rank
-    sender: int  # the other stage
-
-
 class Pipeline:
     """Executes one rank's list of actions, of any schedule. 1F1B takes as long as plain_1f1b: two
     tricks make up for the generality.
@@ -193,7 +185,7 @@ class Pipeline:
         freed outputs    backward needs the graph of a stage's output, not its values: free them
                          once they are sent
 
-    Everywhere below, s is a stage and k a microbatch.
+    Everywhere below, s is a stage, k a microbatch, and data "F", an activation, or "B", a gradient.
     """
 
     def __init__(self, stages, where, group, shape, dtype, reducer, deferred):
@@ -202,12 +194,11 @@ class Pipeline:
         self.shape, self.dtype = shape, dtype  # of an activation, (b, S, C)
         self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
         self.deferred = deferred  # of the layers: holds weight gradients between I and W
-        self.span = no_span  # span(name, ...), a context; replaced in train.Trainer.trace
-        # All dicts: (s, k) -> value
-        self.activations_in, self.grads_in = {}, {}  # input of s, gradient of its output: Arriving
-        self.activations_out, self.grads_out = {}, {}  # output of s, gradient of its input: to send
-        self.in_flight = {}  # from F to B or I: (input, output, loss)
-        self.weight_work = {}  # from I to W: the queue of deferred weight gradients
+        # (data, s, k) -> the tensor that another stage sends to s, and the Work of its receive
+        self.arriving = {}
+        self.leaving = {}  # (data, s, k) -> the tensor that s is to send
+        self.in_flight = {}  # (s, k) -> (input, output, loss), from F to B or I
+        self.weight_work = {}  # (s, k) -> the queue of deferred weight gradients, from I to W
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
@@ -222,11 +213,9 @@ class Pipeline:
         for action in actions if self.group.in_order else receive_early(actions):
             kind, s, k = action
             if kind in ("RF", "RB"):
-                self.post_receive(kind, s, k)
-            elif kind == "SF":
-                self.send(self.activations_out.pop((s, k)), s, k, s + 1)
-            elif kind == "SB":
-                self.send(self.grads_out.pop((s, k)), s, k, s - 1)
+                self.post_receive(kind[1], s, k)
+            elif kind in ("SF", "SB"):
+                self.send(kind[1], s, k)
             else:
                 # ZeRO-2 and 3 reduce gradients after every microbatch, the others after the last
                 completes = kind in ("B", "W") and (
@@ -235,7 +224,7 @@ class Pipeline:
                 # deferred: I has added those of LayerNorm, embedding, head and experts
                 if completes:
                     self.reducer.expect(s, uses_in(self.weight_work[s, k]) if kind == "W" else None)
-                with (self.span(kind, stage=s, microbatch=k),
+                with (self.group.span(kind, stage=s, microbatch=k),
                       torch.set_grad_enabled(training and kind != "W")):
                     if kind == "F":
                         loss += self.forward(s, k, *batches[k], tokens, training)
@@ -257,16 +246,16 @@ class Pipeline:
     def forward(self, s, k, ids, targets, tokens, training):
         x = ids  # (b, S)
         if s > 0:
-            x = self.take(self.activations_in, s, k).requires_grad_(training)  # (b, S, C)
+            x = self.take("F", s, k).requires_grad_(training)  # (b, S, C)
         y, loss = self.stages[s](x, targets)
         if y is not None:
             y = y.contiguous()  # (b, S, C)
             if self.where[s + 1] == self.group.rank:  # no message between stages of one rank
-                self.activations_in[s + 1, k] = Arriving(y.detach(), Work(), sender=s)
+                self.arriving["F", s + 1, k] = y.detach(), Work()
             else:
                 # finish_send() frees what was sent. A loss of this stage may need y's values in its
                 # backward: then send a copy. (A Stage of yours; the balance loss needs none)
-                self.activations_out[s, k] = y.detach() if loss is None else y.detach().clone()
+                self.leaving["F", s, k] = y.detach() if loss is None else y.detach().clone()
         if loss is not None:
             loss = loss / tokens
         if training:
@@ -278,35 +267,34 @@ class Pipeline:
         outputs, grads = [], []
         if y is not None:
             outputs.append(y)
-            grads.append(self.take(self.grads_in, s, k))  # (b, S, C)
+            grads.append(self.take("B", s, k))  # (b, S, C)
         if loss is not None:
             outputs.append(loss * scale)
             grads.append(None)  # 1: given as a tensor, torch would import 0.5 s of code
         torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:
-            self.grads_in[s - 1, k] = Arriving(x.grad, Work(), sender=s)
+            self.arriving["B", s - 1, k] = x.grad, Work()
         elif s > 0:
-            self.grads_out[s, k] = x.grad  # (b, S, C)
+            self.leaving["B", s, k] = x.grad  # (b, S, C)
 
-    def post_receive(self, kind, s, k):
+    def post_receive(self, data, s, k):
         """Post a receive into a new buffer."""
-        sender = s - 1 if kind == "RF" else s + 1
-        tensor, work = self.group.recv_new(self.shape, self.dtype, self.where[sender])
-        arriving = self.activations_in if kind == "RF" else self.grads_in
-        arriving[s, k] = Arriving(tensor, work, sender)
+        sender = self.where[s - DIRECTION[data]]
+        self.arriving[data, s, k] = self.group.recv_new(self.shape, self.dtype, sender)
 
-    def take(self, arriving, s, k):
+    def take(self, data, s, k):
         """Wait for the tensor that arrives for stage s and microbatch k, and return it."""
-        tensor, work, sender = arriving.pop((s, k))
-        with self.span("wait", stage=s, microbatch=k, sender=sender):
+        tensor, work = self.arriving.pop((data, s, k))
+        with self.group.span("wait", stage=s, microbatch=k, sender=s - DIRECTION[data]):
             work.wait()
         return tensor
 
-    def send(self, tensor, s, k, to):
+    def send(self, data, s, k):
         """Start to send; wait for earlier sends until at most two are pending, to bound memory.
         Unlike in plain_1f1b this is safe: in lower()'s order even sends that block cannot
         deadlock."""
-        with self.span("send", stage=s, microbatch=k, to=to):
+        tensor, to = self.leaving.pop((data, s, k)), s + DIRECTION[data]
+        with self.group.span("send", stage=s, microbatch=k, to=to):
             self.sends.append((self.group.send(tensor, self.where[to]), tensor))
             while len(self.sends) > 2:
                 self.finish_send()
@@ -314,32 +302,28 @@ class Pipeline:
     def finish_send(self):
         """Wait for the oldest pending send, and free the tensor that was sent."""
         work, tensor = self.sends.popleft()
-        with self.span("wait", group="pp"):
+        with self.group.span("wait"):
             work.wait()
         tensor.untyped_storage().resize_(0)
 
 
 def demo(mesh):
     """Gradients of a GPT cut into 4 or 8 stages, compared with one process's."""
-    from run.demonstrations import NoReducer, report_difference, small_gpt, token_ids
-
-    group, P, m = mesh.group("pp"), 4, 8
-    ids, shape, alone = token_ids(m), (1, 8, 16), small_gpt(n_layer=6)
-    (alone(ids, ids) / ids.numel()).backward()
-    batches = [(row, row) for row in ids.split(1)]
+    from run.demonstrations import NoReducer, show_difference, small_gpt
+    group, P, m, shape = mesh.group("pp"), 4, 8, (1, 8, 16)
     for name, v in (("plain", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        model, where = small_gpt(n_layer=6), placement(name, P, v)
+        model, ids = small_gpt(mesh, n_layer=6)
+        tie_ends(model.layers, mesh.ends("pp"))
+        batches, where = [(row, row) for row in ids.split(1)], placement(name, P, v)
         stages = {s: Stage(model.layers[start:stop]) for s, (start, stop) in enumerate(
             cut(model.config.layer_costs(), P * v)) if where[s] == group.rank}
         if name == "plain":
-            plain_1f1b(stages[group.rank], group, batches, shape, ids.numel())
+            plain_1f1b(stages[group.rank], group, batches, shape, tokens=1)
         else:
             actions = lower(make_schedule(name, P, m, v), where)[group.rank]
             pipeline = Pipeline(stages, where, group, shape, torch.double, NoReducer(), Deferred())
-            pipeline.execute(actions, batches, ids.numel())
-        report_difference(name, mesh.rank, [  # without the tied embedding: nothing sums its terms
-            (param.grad, alone.get_parameter(path).grad) for path, param in model.named_parameters()
-            if param.grad is not None and "wte" not in path])
+            pipeline.execute(actions, batches, tokens=1)
+        show_difference(name, mesh, model)
 
 
 if __name__ == "__main__":

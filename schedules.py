@@ -104,6 +104,7 @@ def zb_v(P, m, v, rank):
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
              "zb-h1": partial(zero_bubble, 1), "zb-h2": partial(zero_bubble, 2), "zb-v": zb_v}
 MESSAGES = ("SF", "RF", "SB", "RB")  # the kinds of actions that send or receive
+DIRECTION = {"F": 1, "B": -1}  # activations (F) go from stage s to s + 1, gradients (B) to s - 1
 
 
 class Action(NamedTuple):
@@ -180,7 +181,8 @@ def transfers(action, where):
     """The send and the receive that bring an action's result to the next rank; () if there is none.
     F(0, k) -> SF(0, k), RF(1, k). B(1, k) or I(1, k) -> SB(1, k), RB(0, k)."""
     kind, s, k = action
-    data, to = ("F", s + 1) if kind == "F" else ("B", s - 1)
+    data = "F" if kind == "F" else "B"
+    to = s + DIRECTION[data]
     if kind == "W" or not 0 <= to < len(where) or where[to] == where[s]:
         return ()
     return Action("S" + data, s, k), Action("R" + data, to, k)
@@ -201,8 +203,8 @@ def needs(action, where, lowered):
     kind, s, k = action
     if kind == "W":
         return [Action("B", s, k)]
-    # Activations go from stage s to s + 1, gradients from s to s - 1
-    data, step = ("F", 1) if kind in ("F", "SF", "RF") else ("B", -1)
+    data = "F" if kind in ("F", "SF", "RF") else "B"
+    step = DIRECTION[data]
     if kind in ("SF", "SB"):
         return [Action(data, s, k), Action("R" + data, s + step, k)]
     if kind in ("RF", "RB"):

@@ -19,115 +19,79 @@ Korthikanti et al., arXiv 2205.05198.
 import torch
 import torch.nn.functional as F
 
-from collectives import all_gather, all_reduce, reduce_scatter
+from collectives import WithBackward, all_gather, all_reduce, reduce_scatter
 
 # How activations cross the border of the tensor-parallel region, between a column and its row:
 #
 #               entering (before a column)       leaving (after a row)
-#    no --sp    identity                         all_reduce_sum
-#    --sp       gather_tokens                    scatter_tokens
+#    no --sp    nothing: all ranks hold x        all-reduce
+#    --sp       all-gather of the tokens         reduce-scatter of the tokens
 #
 # In each line one is the backward of the other: every rank multiplies what enters by its own part
 # of W, so the gradients of the input are partial sums.
-#
-# Each of the four starts its messages and returns a function that waits and returns the result.
-# The messages overlap with other work only if async_op; then `work` is a Work to wait for. x may
-# be overwritten.
-
-
-def identity(x, group, async_op=False):
-    """Enter without --sp: all ranks hold x already."""
-    return lambda: x
-
-
-def all_reduce_sum(x, group, async_op=False):
-    """Leave without --sp: (B, S, C), partial over tp -> (B, S, C), the sum, on every rank."""
-    work = all_reduce(x, group, async_op=async_op)
-
-    def finish():
-        if async_op:
-            work.wait()
-        return x
-
-    return finish
-
-
-def gather_tokens(x, group, async_op=False):
-    """Enter with --sp: this rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
-    parts = x.new_empty((group.size, *x.shape))  # (T, B, S/T, C): each chunk is contiguous
-    parts[group.rank] = x
-    work = all_gather(parts, group, async_op=async_op)
-
-    def finish():
-        if async_op:
-            work.wait()
-        return parts.movedim(0, 1).flatten(1, 2)
-
-    return finish
-
-
-def scatter_tokens(x, group, async_op=False):
-    """Leave with --sp: (B, S, C), partial over tp -> this rank's tokens (B, S/T, C), summed."""
-    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
-    work = reduce_scatter(parts, group, async_op=async_op)
-
-    def finish():
-        if async_op:
-            work.wait()
-        return parts[group.rank].clone()  # a copy, so that the other chunks are freed
-
-    return finish
 
 
 class Region:
-    """The border of the tensor-parallel region of a group, with or without --sp."""
+    """The border of the tensor-parallel region of a group, with or without --sp. x may be
+    overwritten."""
 
     def __init__(self, group, sp=False):
         self.group, self.sp = group, sp
-        self.entering = gather_tokens if sp else identity
-        self.leaving = scatter_tokens if sp else all_reduce_sum
 
     def enter(self, x):
-        return self.entering(x, self.group)()
+        """With --sp this rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
+        return self.start_enter(x, async_op=False)()
 
     def leave(self, x):
-        return self.leaving(x, self.group)()
+        """(B, S, C), partial over tp -> the sum, (B, S, C) or, with --sp, this rank's tokens of it,
+        (B, S/T, C)."""
+        return self.start_leave(x, async_op=False)()
 
-    def start_enter(self, x):
-        """In the background: returns a function that waits and returns the result."""
-        return self.entering(x, self.group, async_op=True)
+    def start_enter(self, x, async_op=True):
+        """Start the messages of enter(), in the background if async_op. Returns a function that
+        waits and returns the result."""
+        if not self.sp:
+            return lambda: x
+        parts = x.new_empty((self.group.size, *x.shape))  # (T, B, S/T, C): each chunk is contiguous
+        parts[self.group.rank] = x
+        gathered = self.start(all_gather, parts, async_op)
+        return lambda: gathered().movedim(0, 1).flatten(1, 2)
 
-    def start_leave(self, x):
-        return self.leaving(x, self.group, async_op=True)
+    def start_leave(self, x, async_op=True):
+        """The same for leave()."""
+        if not self.sp:
+            return self.start(all_reduce, x, async_op)
+        parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
+        summed = self.start(reduce_scatter, parts, async_op)
+        return lambda: summed()[self.group.rank].clone()  # a copy: the other chunks are freed
+
+    def start(self, collective, tensor, async_op):
+        """Returns a function that waits for the collective, and returns the tensor."""
+        work = collective(tensor, self.group, async_op=async_op)
+
+        def finish():
+            if async_op:
+                work.wait()
+            return tensor
+
+        return finish
 
 
-class Enter(torch.autograd.Function):
-    """f of tensor_parallel.py; under --sp an all-gather of the tokens. For experts, whose backward
-    is autograd's; columns and rows call the region themselves."""
-
-    @staticmethod
-    def forward(ctx, x, region):
-        ctx.region = region
-        return region.enter(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.region.leave(grad.clone(memory_format=torch.contiguous_format)), None
+# For experts and embedding, whose backward is autograd's. Columns and rows call the region
+# themselves.
 
 
-class Leave(torch.autograd.Function):
+def enter_region(x, region):
+    """f of tensor_parallel.py; under --sp an all-gather of the tokens."""
+    return WithBackward.apply(x, region.enter, lambda grad: region.leave(
+        grad.clone(memory_format=torch.contiguous_format)))
+
+
+def leave_region(x, region):
     """g of tensor_parallel.py; under --sp a reduce-scatter of the tokens. Each rank's term is part
     of the sums of all tokens, so backward needs the gradients of all tokens: under --sp it gathers
     them."""
-
-    @staticmethod
-    def forward(ctx, x, region):
-        ctx.region = region
-        return region.leave(x.clone())
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.region.enter(grad), None
+    return WithBackward.apply(x, lambda x: region.leave(x.clone()), region.enter)
 
 
 def demo(mesh):

@@ -94,8 +94,6 @@ def split(full, dim, group, parts=1):
     """This rank's slice of a tagged parameter: 1/T of `dim`, or 1/T of each of `parts` equal parts
     (c_attn is three matrices in one: q, k, v). A tied weight is split once: its second user gets
     the same slice."""
-    if full is None:  # no bias
-        return None
     if not hasattr(full, "own_slice"):
         n = full.size(dim) // parts
         start, stop = bounds(n, group)

@@ -22,10 +22,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from collectives import all_gather, all_reduce, own_chunk, plain_all_reduce
+from collectives import WithBackward, all_gather, all_reduce, own_chunk, plain_all_reduce
 from model import ABSENT, MLP
-from sequence_parallel import Leave, Region
-from shard import split, tag_replicated, tag_whole
+from sequence_parallel import Region, leave_region
+from shard import split, tag_replicated
 
 #   x (B, S, C)  ->  column: W1 (4C/T, C)  ->  GELU  ->  row: W2 (C, 4C/T)  ->  sum over ranks
 #
@@ -33,37 +33,27 @@ from shard import split, tag_replicated, tag_whole
 #   rank 1   x  [ W1 lower ]   h, right half   [ W2 right ]   partial y /  + = y on both
 #
 # A hidden unit is a column of W1^T and a row of W2^T. Hidden units do not meet before W2 adds them
-# up. So a block's MLP needs one all-reduce forward, after the row (SumOverRanks, Megatron's g), and
-# one in backward, of the gradient of the column's input (CopyToRanks, f). Attention is the same,
-# with heads in the place of hidden units.
+# up. So a block's MLP needs one all-reduce forward, after the row (sum_over_ranks, Megatron's g),
+# and one in backward, of the gradient of the column's input (copy_to_ranks, f). Attention is the
+# same, with heads in the place of hidden units.
 
 
-class CopyToRanks(torch.autograd.Function):
+def sum_of_copy(x, group):
+    """The ranks' sum. Of a copy, as plain_all_reduce works in place, on contiguous tensors."""
+    return plain_all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+
+def copy_to_ranks(x, group):
     """Megatron's f. Forward: nothing, all ranks hold x. Backward: every rank used x, so the
     gradient of x is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)  # autograd wants a new tensor object
-
-    @staticmethod
-    def backward(ctx, grad):  # a copy, as it is summed in place
-        return plain_all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+    return WithBackward.apply(x, lambda x: x, lambda grad: sum_of_copy(grad, group))
 
 
-class SumOverRanks(torch.autograd.Function):
+def sum_over_ranks(x, group):
     """Megatron's g. Forward: the sum of the ranks' partial sums. Backward: all ranks compute the
     same loss from the sum, and it counts once; d(sum)/d(term) = 1, so the gradient passes through
     unchanged. (If each rank added a loss of its own, backward would be an all-reduce again.)"""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return plain_all_reduce(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    return WithBackward.apply(x, lambda x: sum_of_copy(x, group), lambda grad: grad)
 
 
 class PlainColumn(nn.Module):
@@ -76,7 +66,7 @@ class PlainColumn(nn.Module):
         self.bias = split(linear.bias, 0, group, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
-        return F.linear(CopyToRanks.apply(x, self.group), self.weight, self.bias)
+        return F.linear(copy_to_ranks(x, self.group), self.weight, self.bias)
 
 
 class PlainRow(nn.Module):
@@ -88,7 +78,7 @@ class PlainRow(nn.Module):
         self.weight, self.bias = split(linear.weight, 1, group), linear.bias
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
-        return SumOverRanks.apply(F.linear(x, self.weight), self.group) + self.bias
+        return sum_over_ranks(F.linear(x, self.weight), self.group) + self.bias
 
 
 def plain_tensor_parallel(model, group):
@@ -209,7 +199,7 @@ class VocabEmbedding(nn.Module):
     def forward(self, idx):  # (B, S)
         local, outside = to_local(idx, *self.weight.shard.ranges[0])
         x = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return Leave.apply(x, self.region)  # (B, S, C), under --sp (B, S/T, C)
+        return leave_region(x, self.region)  # (B, S, C), under --sp (B, S/T, C)
 
 
 def log_share(logits, log_probs, group):
@@ -328,18 +318,16 @@ def parallelize(model, group, sp=False, defer=None):
 
 def demo(mesh):
     """Gradients of a small GPT, compared with one process's; and what rank 0 holds of it."""
-    from run.demonstrations import show_difference, small_gpt, token_ids
-    group, alone, ids = mesh.group("tp"), small_gpt(), token_ids(2)
-    alone(ids, ids).backward()
+    from run.demonstrations import show_difference, small_gpt
+    group = mesh.group("tp")
     forms = {"plain": lambda model: plain_tensor_parallel(model, group),
              "fast": lambda model: parallelize(model, group),
              "fast --sp": lambda model: parallelize(model, group, sp=True)}
     for name, split_model in forms.items():
-        model = small_gpt()
-        tag_whole(model, mesh.group("dp"))
+        model, ids = small_gpt(mesh)
         split_model(model)
         model(ids, ids).backward()
-        show_difference(name, mesh, model, alone)
+        show_difference(name, mesh, model)
     for param in model.parameters() if mesh.rank == 0 else ():
         full = str([*param.shard.shape])
         print(f"{param.shard.name:34} {full:>9} on rank 0: {[*param.shape]}")

@@ -15,6 +15,7 @@ import hashlib
 import math
 import sys
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 
 from run.launch import start
@@ -25,11 +26,11 @@ if __name__ == "__main__":  # before torch is imported, which takes 2 s
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
-from collectives import all_reduce, barrier
+from collectives import all_reduce, barrier, broadcast
 from context_parallel import split_sequences
 from data.batches import Data, DataError
 from expert_parallel import Routing, spread_experts
-from group import CommunicationError, no_span
+from group import CommunicationError
 from mesh import Mesh
 from model import GPT, Block, initial_value
 from optimizer import Optimizer, clip_coefficient, learning_rate
@@ -129,7 +130,6 @@ class Trainer:
         self.pipeline = Pipeline(self.stages, self.where, pp, shape, self.dtype, self.reducer,
                                  deferred)
         self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
-        self.span = no_span  # times the optimizer; replaced in trace
         # On the device: the loss's factor, and steps in a row with finite gradients
         self.scale = torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0, device=mesh.device)
         self.good_steps = torch.zeros((), dtype=torch.long, device=mesh.device)
@@ -189,7 +189,7 @@ class Trainer:
     def update(self, norm, lr):
         """Clip and step; skip it if the norm is not finite. All ranks have the same norm."""
         finite = norm.isfinite()
-        with self.span("optimizer"):
+        with self.mesh.span("optimizer"):
             coefficient = clip_coefficient(norm, self.cfg.grad_clip)
             self.optimizer.step(lr, coefficient / self.scale, finite)
         if self.cfg.dtype == "float16":  # dynamic loss scaling
@@ -224,17 +224,12 @@ class Trainer:
         self.reducer.release_weights()
         differ = torch.zeros(1, dtype=torch.long, device=self.mesh.device)
         for group in sorted(hashes, key=lambda group: group.name):  # all ranks in one order
-            high = torch.tensor(hashes[group], dtype=torch.long, device=group.device)
-            low = -all_reduce(-high, group, "max")  # the least
-            differ += (all_reduce(high, group, "max") != low).sum()
+            own = torch.tensor(hashes[group], dtype=torch.long, device=group.device)
+            differ += (broadcast(own.clone(), group) != own).sum()
         return self.mesh.world.read(all_reduce(differ, self.mesh.world)) == [0]
 
     def ask_to_stop(self):
         self.stop_asked = True
-
-    def trace(self, tracer, step, on):
-        """Start or stop to record spans."""
-        self.span = self.pipeline.span = tracer.at(step, on)
 
 
 def train(cfg, data, mesh):
@@ -278,13 +273,10 @@ def train(cfg, data, mesh):
             log.validation(step, trainer.validation_loss(data, cfg.eval_batches, log.validating))
         lr = learning_rate(cfg, step)
         batches = batches_of(step)
-        if tracer:
-            trainer.trace(tracer, step, on=2 <= step - start < 5)
-        _, norm = trainer.gradients(batches)
-        trainer.update(norm, lr)
+        with tracer.at(step) if tracer and 2 <= step - start < 5 else nullcontext():
+            _, norm = trainer.gradients(batches)
+            trainer.update(norm, lr)
         unread.append((step, lr, trainer.read))
-        if tracer:
-            trainer.trace(tracer, None, on=False)
         done = step + 1
         saving = cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps
         catch_up(0 if saving or done == cfg.steps else mesh.world.late)

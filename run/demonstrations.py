@@ -13,6 +13,7 @@ from mesh import Mesh
 from model import build
 from run import signals
 from run.processes import init, shutdown
+from shard import tag_whole
 from sizes import GPTConfig
 
 
@@ -46,21 +47,19 @@ class NoReducer:
     """Takes the place of DDP or ZeRO where there are no replicas."""
 
     every_microbatch = False
-
-    def nothing(self, *args):
-        pass
-
-    expect = grad_added = flush = release_weights = nothing
+    expect = grad_added = flush = release_weights = lambda self, *args: None
 
 
-def small_gpt(n_layer=2, **more):
+# 8 of 8 token ids, the same on every rank
+SEQUENCES = torch.randint(50, (8, 8), generator=torch.Generator().manual_seed(0))
+
+
+def small_gpt(mesh, n_layer=2, **more):
+    """A tagged GPT, the same on every rank, and the sequences of this data rank."""
     config = GPTConfig(50, block_size=8, n_layer=n_layer, n_head=4, n_embd=16, **more)
-    return build(config, dtype=torch.double)
-
-
-def token_ids(n):
-    """(n, 8), the same on every rank."""
-    return torch.randint(50, (n, 8), generator=torch.Generator().manual_seed(0))
+    model, (index, size) = build(config, dtype=torch.double), mesh.place("dp", "ep")
+    tag_whole(model, mesh.group("dp", "ep"))
+    return model, SEQUENCES.chunk(size)[index]
 
 
 def report_difference(name, rank, pairs):
@@ -69,11 +68,15 @@ def report_difference(name, rank, pairs):
     print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
 
 
-def show_difference(name, mesh, model, alone):
-    """Sum the gradients of a split model over the groups in their tags; report_difference."""
-    for param in model.parameters():
-        for group in param.shard.sum_over:
-            all_reduce(param.grad, group)
+def show_difference(name, mesh, model, summed=False):
+    """Compare the gradients of a small_gpt with one process's, of all sequences, once they are
+    summed over the groups in their tags. Those of another rank's stage are None."""
+    alone = build(model.config, dtype=torch.double)
+    alone(SEQUENCES, SEQUENCES).backward()
     whole = {name: param.grad for name, param in alone.canonical_parameters()}
-    report_difference(name, mesh.rank, [(param.grad, param.shard.slice(whole[param.shard.name]))
-                                        for param in model.parameters()])
+    held = [param for param in model.parameters() if param.grad is not None]
+    for param in held:
+        for group in param.shard.sum_over if not summed else ():
+            all_reduce(param.grad, group)
+    report_difference(name, mesh.rank, [
+        (param.grad, param.shard.slice(whole[param.shard.name])) for param in held])

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 import schedules
-from group import no_span
 from mesh import lay_out
 from run.processes import all_gather_text
 
@@ -75,12 +74,12 @@ class Tracer:
             torch.cuda.current_stream(self.mesh.device).synchronize()
         return time.time() - self.ahead
 
-    def at(self, step, on):
-        """Switch tracing on or off for a step; returns the span for the code outside of groups."""
-        self.step, span = step, self.span if on else no_span
-        for group in self.mesh.groups.values():
-            group.span = span
-        return span
+    @contextmanager
+    def at(self, step):
+        """Record the spans inside of this context, as those of a step."""
+        self.step, self.mesh.span = step, self.span
+        yield
+        del self.mesh.span  # Mesh's own, again
 
 
 def write_chrome(path, every):

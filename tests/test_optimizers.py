@@ -191,7 +191,7 @@ def _empty(rank, cfg, n):
     bucket.grad_shard.copy_(torch.full_like(bucket.full, 0.5)[bucket.own])
     one = torch.ones((), dtype=torch.double)
     optimizer.step(0.1, one, one.bool())
-    return optimizer.ratios.tolist(), len(optimizer.index_of[bucket])
+    return optimizer.ratios.tolist(), len(optimizer.indices)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

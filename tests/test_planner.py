@@ -23,7 +23,7 @@ import plan
 import schedules
 import sizes
 from data.batches import Data
-from group import Group, Work, no_span
+from group import Group, Work
 from mesh import Mesh
 from model import Block
 from planner import costs, draw, hardware, memory, pictures, published
@@ -205,12 +205,12 @@ class Watch:
 
     @contextmanager
     def watching(self):
-        self.pipeline.span = self.span
+        self.pipeline.group.span = self.span
         for block in self.recomputed:  # forward is a functools.partial, made in train.py
             block.forward.keywords["context_fn"] = lambda: (nullcontext(), self.again())
         with saved_tensors_hooks(self.note, lambda tensor: tensor):
             yield
-        self.pipeline.span = no_span
+        del self.pipeline.group.span  # the class's, again
         for block in self.recomputed:
             del block.forward.keywords["context_fn"]
 

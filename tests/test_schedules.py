@@ -178,10 +178,9 @@ def _traced(rank, cfg):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     tracer = timeline.Tracer(mesh)
     for step in range(2):
-        trainer.trace(tracer, step, on=True)
-        _, norm = trainer.gradients(data.training(cfg, step, mesh))
-        trainer.update(norm, 1e-3)
-    trainer.trace(tracer, None, on=False)
+        with tracer.at(step):
+            _, norm = trainer.gradients(data.training(cfg, step, mesh))
+            trainer.update(norm, 1e-3)
     every = [json.loads(text) for text in all_gather_text(json.dumps(tracer.events), mesh.world)]
     return every, timeline.shares(every, lambda rank, s: trainer.where[s])
 

@@ -134,8 +134,8 @@ def _overlap(rank, cfg):
     trainer.reducer.launch = lambda bucket: (launched.append(tracer.now()), launch(bucket))
     loss_under_way, finish = [], trainer.reducer.finish
     trainer.reducer.finish = lambda: (loss_under_way.append(bool(mesh.world.last.waits)), finish())
-    trainer.trace(tracer, 0, on=True)
-    trainer.gradients(data.training(cfg, 0, mesh))
+    with tracer.at(0):
+        trainer.gradients(data.training(cfg, 0, mesh))
     return tracer.events, launched, ahead, loss_under_way
 
 
