@@ -42,9 +42,17 @@ def link(device, members, size):
     return 1e9 * min(inside, members * device.network * device.f_network)
 
 
+def ring_latency(device, members, size):
+    """Seconds in which a first byte goes around the ring: one hop for each node but the last leads
+    to another."""
+    outside = size / min(members, size) - 1
+    return outside * device.far_latency + (size - 1 - outside) * device.latency
+
+
 def ring_time(device, members, size, nbytes, rounds=1):
     """Seconds of a collective on `nbytes`: rounds 2 for an all-reduce, 1 for either half."""
-    return rounds * (size - 1) * (nbytes / size / link(device, members, size) + device.latency)
+    travel = (size - 1) * nbytes / size / link(device, members, size)
+    return rounds * (travel + ring_latency(device, members, size))
 
 
 def swap_time(device, members, size, nbytes):
@@ -52,7 +60,7 @@ def swap_time(device, members, size, nbytes):
     NVLink, the rest through the rank's own port, at the same time."""
     inside = nbytes * (members - 1) / size / link(device, members, members)
     outside = nbytes * (size - members) / size / (1e9 * device.network * device.f_network)
-    return max(inside, outside) + (size - 1) * device.latency
+    return max(inside, outside) + ring_latency(device, members, size)
 
 
 def exposed(device, messages, computing):
@@ -186,9 +194,10 @@ class Costs:
             return swap, swap
         # seconds for a byte of each key and value. A hop from node to node goes through one port
         hop = 2 * n * kv / T / link(device, C if members == C else 1, C)
-        forward = exposed(device, hop * w, attention / C) + device.latency
+        latency = device.latency if members == C else device.far_latency
+        forward = exposed(device, hop * w, attention / C) + latency
         # keys and values, and their gradients in at least 32 bits
-        backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + device.latency
+        backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + latency
         return (C - 1) * forward, (C - 1) * backward
 
     def block(self, n, layout, split):
@@ -260,7 +269,7 @@ class Costs:
         P, T = layout.pp, layout.tp
         members = P if self.device.node % (T * layout.cp * P) == 0 else 1
         return (nbytes / (T if layout.sp else 1) / link(self.device, members, P)
-                + self.device.latency)
+                + (self.device.latency if members == P else self.device.far_latency))
 
     def pipeline_time(self, layout, messages=True):
         """Seconds from the first forward to the last backward, on the slowest rank."""
@@ -280,10 +289,15 @@ class Costs:
         trip = P * f + (P - 1) * i * (layout.schedule != "zb-v")
         return max(m * f, trip) + m * (i + w)
 
+    def beside(self, actions):
+        """(forward, backward) of a microbatch: the seconds that can hide data-parallel messages."""
+        forward, *backward = actions
+        return forward, sum(backward)
+
     def data_time(self, layout):
         """(exposed time of data-parallel messages, time of the optimizer)."""
-        (forward, *backward), part = self.busiest_rank(layout)  # of a microbatch
-        job, device, backward = self.job, self.device, sum(backward)
+        actions, part = self.busiest_rank(layout)
+        job, device, (forward, backward) = self.job, self.device, self.beside(actions)
         model, w, m = job.model, job.width, layout.microbatches
         D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
         ranks, outer = D * C, T * C * P
@@ -299,7 +313,7 @@ class Costs:
                 seconds += self.ring(outer * E, ranks // E, experts * w)
             # one message for each layer or, DDP, for each bucket of 25 MiB
             count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
-            return seconds + (count - 1) * (ranks - 1) * device.latency
+            return seconds + (count - 1) * ring_latency(device, members, ranks)
 
         grads = job.grad_width / w * half(numel)
         if layout.zero == 0:  # an all-reduce beside the last backward

@@ -22,7 +22,9 @@ class Device:
     f_nvlink: float = 0.54  # in a ring around which all wait
     f_network: float = 0.78
     unhidden: float = 0.42  # of messages beside compute: messages also slow the compute down
-    latency: float = 1e-5  # seconds for a message to get going
+    # seconds for a message to get going, in the node and to another: of NCCL's rings (tuning.cc)
+    latency: float = 3.4e-6
+    far_latency: float = 14e-6
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from planner.costs import Costs, Time, step_flops
+from planner.costs import Costs, Time, exposed, step_flops
 from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 
 FLASH1 = 0.64  # fitted: speed of fused attention before July 2023 to that of FlashAttention-2's
-SLOW = 0.108  # fitted: what 2021's ZeRO-3 reaches of a node's ports; one is an eighth
+SLOW = 1 / 8  # 2021's ZeRO-3 goes through one port of a node
+FLASH3 = 1.6  # its speed, and that of cuDNN's attention, to FlashAttention-2's (arXiv 2407.08608)
 
 
 class Run(NamedTuple):
@@ -98,11 +99,29 @@ class PublishedCosts(Costs):
             device = replace(device, unhidden=1.0)
         if "flash1" in traits:
             device = replace(device, f_attention=device.f_attention * FLASH1)
+        if "flash3" in traits:
+            device = replace(device, f_attention=device.f_attention * FLASH3)
         super().__init__(run.job, device)
+        h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
         if "eager" in traits:  # counted in PyTorch's own operations: RMSNorm in 32 bits moves 18
             # numbers of 16 bits for each element, rotary positions 10 for each of queries and keys
-            h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
             self.moved = (2 * 18 + 6) * h, 5 * inner + 12 * (h + kv)
+        of_norms, inside = self.moved
+        if "wide" in traits:  # norms and residuals in 32 bits
+            self.moved = 2 * of_norms, inside
+        if "compiled" in traits:  # a residual is added in the kernel of the norm after it
+            self.moved = of_norms - 2 * h, inside
+
+    def beside(self, actions):
+        """With "after", data-parallel messages travel when backward is over."""
+        return (0.0, 0.0) if "after" in self.run.traits else super().beside(actions)
+
+    def tensor_messages(self, n, layout, split, products):
+        waits = super().tensor_messages(n, layout, split, products)
+        if "overlapped" not in self.run.traits:
+            return waits
+        beside = self.compute(products)  # in pieces, beside the products that they belong to
+        return tuple(exposed(self.device, wait, beside) for wait in waits)
 
     def parts(self, layout):
         """Pipeline ranks have as many blocks each; "counted": the ends count as blocks, too."""
@@ -130,8 +149,14 @@ class PublishedCosts(Costs):
         return self.compute(flops, moved=5.5 * moved), self.compute(2 * flops, moved=9 * moved)
 
     def recomputed(self, layout, forward, attention):
-        selective = self.run.recompute == "selective"
-        return Time(attention) if selective else super().recomputed(layout, forward, attention)
+        if self.run.recompute == "selective":
+            return Time(attention)
+        again = super().recomputed(layout, forward, attention)
+        if "early" in self.run.traits and layout.recompute:  # no backward needs the last product
+            model, n = self.job.model, tokens_of(self.job, layout)
+            last = self.compute(2 * n * model.n_embd * shape_of(model)[1] / layout.tp)
+            again = again._replace(compute=again.compute - last)
+        return again
 
 
 def errors(runs):
