@@ -294,6 +294,10 @@ class Costs:
         forward, *backward = actions
         return forward, sum(backward)
 
+    def data_messages(self, layout, part, nbytes):
+        """In how many messages they travel: one for each layer or, DDP, each bucket of 25 MiB."""
+        return max(1, sum(part) if layout.zero else nbytes / (25 * 2**20))
+
     def data_time(self, layout):
         """(exposed time of data-parallel messages, time of the optimizer)."""
         actions, part = self.busiest_rank(layout)
@@ -311,8 +315,7 @@ class Costs:
             seconds = ring_time(device, members, ranks, numel * w)
             if experts:
                 seconds += self.ring(outer * E, ranks // E, experts * w)
-            # one message for each layer or, DDP, for each bucket of 25 MiB
-            count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
+            count = self.data_messages(layout, part, numel * w)
             return seconds + (count - 1) * ring_latency(device, members, ranks)
 
         grads = job.grad_width / w * half(numel)

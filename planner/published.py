@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from planner.costs import Costs, Time, exposed, step_flops
+from planner.costs import Costs, Time, exposed, on_node, step_flops
 from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
@@ -95,7 +95,7 @@ class PublishedCosts(Costs):
         device, self.run, traits = run.machine, run, run.traits
         if "slow" in traits:
             device = replace(device, f_network=device.f_network * SLOW)
-        if "blocking" in traits:
+        if "serial" in traits:
             device = replace(device, unhidden=1.0)
         if "flash1" in traits:
             device = replace(device, f_attention=device.f_attention * FLASH1)
@@ -115,6 +115,21 @@ class PublishedCosts(Costs):
     def beside(self, actions):
         """With "after", data-parallel messages travel when backward is over."""
         return (0.0, 0.0) if "after" in self.run.traits else super().beside(actions)
+
+    def data_messages(self, layout, part, nbytes):
+        count = super().data_messages(layout, part, nbytes)
+        return 9 * part.blocks if "tensors" in self.run.traits else count
+
+    def data_time(self, layout):
+        """A ring takes as many of a node's ports as it has ranks there. Where there are fewer than
+        GPUs, all rings of a node take the same: NCCL looks for each ring's alone."""
+        device, ports = self.device, [int(t[0]) for t in self.run.traits if t[1:] == "ports"]
+        if ports:
+            share = min(1, on_node(device, layout.tp, layout.dp) / ports[0])
+            self.device = replace(device, network=device.network * share)
+        times = super().data_time(layout)
+        self.device = device
+        return times
 
     def tensor_messages(self, n, layout, split, products):
         waits = super().tensor_messages(n, layout, split, products)
