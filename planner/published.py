@@ -95,8 +95,6 @@ class PublishedCosts(Costs):
         device, self.run, traits = run.machine, run, run.traits
         if "slow" in traits:
             device = replace(device, f_network=device.f_network * SLOW)
-        if "serial" in traits:
-            device = replace(device, unhidden=1.0)
         if "flash1" in traits:
             device = replace(device, f_attention=device.f_attention * FLASH1)
         if "flash3" in traits:
@@ -132,11 +130,15 @@ class PublishedCosts(Costs):
         return times
 
     def tensor_messages(self, n, layout, split, products):
+        device, traits = self.device, self.run.traits
+        if "alone" in traits:
+            self.device = replace(device, unhidden=1.0)
         waits = super().tensor_messages(n, layout, split, products)
-        if "overlapped" not in self.run.traits:
+        self.device = device
+        if "overlapped" not in traits:
             return waits
         beside = self.compute(products)  # in pieces, beside the products that they belong to
-        return tuple(exposed(self.device, wait, beside) for wait in waits)
+        return tuple(exposed(device, wait, beside) for wait in waits)
 
     def parts(self, layout):
         """Pipeline ranks have as many blocks each; "counted": the ends count as blocks, too."""
