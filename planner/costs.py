@@ -42,17 +42,9 @@ def link(device, members, size):
     return 1e9 * min(inside, members * device.network * device.f_network)
 
 
-def ring_latency(device, members, size):
-    """Seconds in which a first byte goes around the ring: one hop for each node but the last leads
-    to another."""
-    outside = size / min(members, size) - 1
-    return outside * device.far_latency + (size - 1 - outside) * device.latency
-
-
 def ring_time(device, members, size, nbytes, rounds=1):
     """Seconds of a collective on `nbytes`: rounds 2 for an all-reduce, 1 for either half."""
-    travel = (size - 1) * nbytes / size / link(device, members, size)
-    return rounds * (travel + ring_latency(device, members, size))
+    return rounds * (size - 1) * (nbytes / size / link(device, members, size) + device.latency)
 
 
 def swap_time(device, members, size, nbytes):
@@ -60,12 +52,7 @@ def swap_time(device, members, size, nbytes):
     NVLink, the rest through the rank's own port, at the same time."""
     inside = nbytes * (members - 1) / size / link(device, members, members)
     outside = nbytes * (size - members) / size / (1e9 * device.network * device.f_network)
-    return max(inside, outside) + ring_latency(device, members, size)
-
-
-def exposed(device, messages, computing):
-    """Seconds of communication that compute does not hide."""
-    return max(messages - computing, device.unhidden * messages)
+    return max(inside, outside) + (size - 1) * device.latency
 
 
 class Time(NamedTuple):
@@ -158,6 +145,10 @@ class Costs:
                 + attention / (1e12 * device.tflops * device.f_attention)
                 + moved / (1e9 * device.hbm * device.f_hbm) + kernels * device.launch)
 
+    def exposed(self, messages, computing, axis):
+        """Seconds of an axis' messages that compute beside them does not hide."""
+        return max(messages - computing, self.device.unhidden * messages)
+
     def ring(self, stride, size, nbytes, rounds=1):
         return ring_time(self.device, on_node(self.device, stride, size), size, nbytes, rounds)
 
@@ -171,17 +162,17 @@ class Costs:
     def tensor_messages(self, n, layout, split, products):
         """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the FLOPs of
         the block's forward."""
-        model, device = self.job.model, self.device
-        half = self.ring(1, layout.tp, n * model.n_embd * self.job.width)
-        whole = 2 * half
+        model = self.job.model
+        whole = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
+        alone = 2 * self.exposed(whole, 0.0, "tp")
         share = matrices(model)[0] / sum(matrices(model)) / 2  # in one of two columns
         column = self.compute(share * products)  # either half of its backward
-        waits = 2 * exposed(device, half, column) if layout.sp else 0.0
+        waits = 2 * self.exposed(whole / 2, column, "tp") if layout.sp else 0.0
         if split:  # only the second all-gather of x (--sp) overlaps with compute
-            return 2 * whole, 2 * whole + waits, 0.0
+            return alone, alone + waits, 0.0
         if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
-            return 2 * whole, whole + waits, waits
-        return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
+            return alone, alone / 2 + waits, waits
+        return alone, 0.0, 2 * self.exposed(whole, column, "tp")  # beside the weight gradient
 
     def context_messages(self, n, layout, attention, attention_back):
         """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
@@ -194,10 +185,10 @@ class Costs:
             return swap, swap
         # seconds for a byte of each key and value. A hop from node to node goes through one port
         hop = 2 * n * kv / T / link(device, C if members == C else 1, C)
-        latency = device.latency if members == C else device.far_latency
-        forward = exposed(device, hop * w, attention / C) + latency
+        forward = self.exposed(hop * w, attention / C, "cp") + device.latency
         # keys and values, and their gradients in at least 32 bits
-        backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + latency
+        bytes_back = hop * (w + max(4, w))
+        backward = self.exposed(bytes_back, attention_back / C, "cp") + device.latency
         return (C - 1) * forward, (C - 1) * backward
 
     def block(self, n, layout, split):
@@ -269,7 +260,7 @@ class Costs:
         P, T = layout.pp, layout.tp
         members = P if self.device.node % (T * layout.cp * P) == 0 else 1
         return (nbytes / (T if layout.sp else 1) / link(self.device, members, P)
-                + (self.device.latency if members == P else self.device.far_latency))
+                + self.device.latency)
 
     def pipeline_time(self, layout, messages=True):
         """Seconds from the first forward to the last backward, on the slowest rank."""
@@ -289,19 +280,10 @@ class Costs:
         trip = P * f + (P - 1) * i * (layout.schedule != "zb-v")
         return max(m * f, trip) + m * (i + w)
 
-    def beside(self, actions):
-        """(forward, backward) of a microbatch: the seconds that can hide data-parallel messages."""
-        forward, *backward = actions
-        return forward, sum(backward)
-
-    def data_messages(self, layout, part, nbytes):
-        """In how many messages they travel: one for each layer or, DDP, each bucket of 25 MiB."""
-        return max(1, sum(part) if layout.zero else nbytes / (25 * 2**20))
-
     def data_time(self, layout):
         """(exposed time of data-parallel messages, time of the optimizer)."""
-        actions, part = self.busiest_rank(layout)
-        job, device, (forward, backward) = self.job, self.device, self.beside(actions)
+        (forward, *backward), part = self.busiest_rank(layout)  # of a microbatch
+        job, device, backward = self.job, self.device, sum(backward)
         model, w, m = job.model, job.width, layout.microbatches
         D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
         ranks, outer = D * C, T * C * P
@@ -315,21 +297,22 @@ class Costs:
             seconds = ring_time(device, members, ranks, numel * w)
             if experts:
                 seconds += self.ring(outer * E, ranks // E, experts * w)
-            count = self.data_messages(layout, part, numel * w)
-            return seconds + (count - 1) * ring_latency(device, members, ranks)
+            # one message for each layer or, DDP, for each bucket of 25 MiB
+            count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
+            return seconds + (count - 1) * (ranks - 1) * device.latency
 
         grads = job.grad_width / w * half(numel)
         if layout.zero == 0:  # an all-reduce beside the last backward
-            sent = exposed(device, 2 * grads, backward)
+            sent = self.exposed(2 * grads, backward, "dp")
         elif layout.zero < 3:  # reduce-scatters there, of ZeRO-2 beside every backward; then an
             # all-gather of new weights beside the next forward
-            sent = (m if layout.zero == 2 else 1) * exposed(device, grads, backward)
-            sent += exposed(device, half(numel), forward)
+            sent = (m if layout.zero == 2 else 1) * self.exposed(grads, backward, "dp")
+            sent += self.exposed(half(numel), forward, "dp")
         else:  # and an all-gather of the weights beside every forward, of each end's matrix, and
             # beside every backward, of neither
             whole = half(dense + (part.embedding + part.head) * vocabulary)
-            sent = m * (exposed(device, whole, forward)
-                        + exposed(device, half(dense) + grads, backward))
+            sent = m * (self.exposed(whole, forward, "dp")
+                        + self.exposed(half(dense) + grads, backward, "dp"))
         if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
             members, of_shards = 2 if device.node % outer == 0 else 1, ranks if layout.zero else 1
             sent += ring_time(device, members, 2, vocabulary * job.grad_width / of_shards, rounds=2)

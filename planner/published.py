@@ -1,30 +1,30 @@
 """Published runs beside their predictions: python plan.py --published
 
-published.txt has the runs and their sources. The fractions in hardware.py were fitted on whole
-sources; the others are held out. Beside each prediction stands that of a baseline: one constant MFU
-for each kind of GPU, the median of the fitted runs. What a source leaves open (?) is what predicts
-the fastest step that fits. What only these runs do, and train.py does not, is here.
+published.txt has the runs, their sources and what their software does ("traits"). The fractions in
+hardware.py are fitted to all but those held out. Beside each prediction stands a baseline: one
+constant MFU for each kind of GPU, the median of the fitted runs. What a source leaves open (?) is
+what predicts the fastest step that fits. What only these runs do, and train.py does not, is here.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from planner.costs import Costs, Time, exposed, on_node, step_flops
+from planner.costs import Costs, Time, on_node, step_flops
 from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 
-FLASH1 = 0.64  # fitted: speed of fused attention before July 2023 to that of FlashAttention-2's
-SLOW = 1 / 8  # 2021's ZeRO-3 goes through one port of a node
-FLASH3 = 1.6  # its speed, and that of cuDNN's attention, to FlashAttention-2's (arXiv 2407.08608)
+ATTENTION = {  # speed of fused attention to FlashAttention-2's
+    "flash1": 0.55, "flash3": 1.6}  # before July 2023, fitted; FlashAttention-3's and cuDNN's
 
 
 class Run(NamedTuple):
     source: str  # with its year
-    status: str  # fitted, held out, or held out later
+    status: str  # fitted, or held out third: the hold-outs before are fitted by now
     traits: tuple  # of its software, as published.txt explains them
     model: str
     device: str
@@ -93,52 +93,22 @@ class PublishedCosts(Costs):
 
     def __init__(self, run):
         device, self.run, traits = run.machine, run, run.traits
-        if "slow" in traits:
-            device = replace(device, f_network=device.f_network * SLOW)
-        if "flash1" in traits:
-            device = replace(device, f_attention=device.f_attention * FLASH1)
-        if "flash3" in traits:
-            device = replace(device, f_attention=device.f_attention * FLASH3)
-        super().__init__(run.job, device)
-        h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
+        ports = next((int(trait[0]) for trait in traits if trait[1:] == "ports"), 1)
+        # a ring takes as many ports as it has ranks on a node, and all rings of the node the same
+        # of fewer ports than GPUs: NCCL looks for each ring's alone
+        network = device.network * min(1.0, on_node(device, run.layout.tp, run.layout.dp) / ports)
+        speed = device.f_attention * ATTENTION.get(traits[0], 1.0)
+        super().__init__(run.job, replace(device, network=network, f_attention=speed))
         if "eager" in traits:  # counted in PyTorch's own operations: RMSNorm in 32 bits moves 18
             # numbers of 16 bits for each element, rotary positions 10 for each of queries and keys
+            h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
             self.moved = (2 * 18 + 6) * h, 5 * inner + 12 * (h + kv)
-        of_norms, inside = self.moved
-        if "wide" in traits:  # norms and residuals in 32 bits
-            self.moved = 2 * of_norms, inside
-        if "compiled" in traits:  # a residual is added in the kernel of the norm after it
-            self.moved = of_norms - 2 * h, inside
 
-    def beside(self, actions):
-        """With "after", data-parallel messages travel when backward is over."""
-        return (0.0, 0.0) if "after" in self.run.traits else super().beside(actions)
-
-    def data_messages(self, layout, part, nbytes):
-        count = super().data_messages(layout, part, nbytes)
-        return 9 * part.blocks if "tensors" in self.run.traits else count
-
-    def data_time(self, layout):
-        """A ring takes as many of a node's ports as it has ranks there. Where there are fewer than
-        GPUs, all rings of a node take the same: NCCL looks for each ring's alone."""
-        device, ports = self.device, [int(t[0]) for t in self.run.traits if t[1:] == "ports"]
-        if ports:
-            share = min(1, on_node(device, layout.tp, layout.dp) / ports[0])
-            self.device = replace(device, network=device.network * share)
-        times = super().data_time(layout)
-        self.device = device
-        return times
-
-    def tensor_messages(self, n, layout, split, products):
-        device, traits = self.device, self.run.traits
-        if "alone" in traits:
-            self.device = replace(device, unhidden=1.0)
-        waits = super().tensor_messages(n, layout, split, products)
-        self.device = device
-        if "overlapped" not in traits:
-            return waits
-        beside = self.compute(products)  # in pieces, beside the products that they belong to
-        return tuple(exposed(device, wait, beside) for wait in waits)
+    def exposed(self, messages, computing, axis):
+        if axis == "tp" and "overlapped" in self.run.traits:  # in pieces, beside their own product
+            return self.device.unhidden * messages
+        alone = {"tp": "alone", "dp": "after"}.get(axis) in self.run.traits
+        return messages if alone else super().exposed(messages, computing, axis)
 
     def parts(self, layout):
         """Pipeline ranks have as many blocks each; "counted": the ends count as blocks, too."""
@@ -149,13 +119,10 @@ class PublishedCosts(Costs):
         return {Part(1, each - counted, 0), Part(0, each, 0), Part(0, each - counted, 1)}
 
     def boundary(self, layout):
-        """Megatron's and DeepSpeed's ranks each send 1/T of a message, and gather the rest from one
-        another (arXiv 2104.04473, section 4.1)."""
-        whole, T, latency = super().boundary(layout), layout.tp, self.device.latency
-        if T == 1 or layout.sp:
-            return whole
+        """Ranks each send 1/T of a message and gather the rest (arXiv 2104.04473, section 4.1)."""
+        sent = super().boundary(layout._replace(sp=True))
         nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
-        return (whole - latency) / T + latency + self.ring(1, T, nbytes)
+        return sent if layout.sp else sent + self.ring(1, layout.tp, nbytes)
 
     def attention(self, n, T):
         if "naive" not in self.run.traits:
@@ -166,27 +133,18 @@ class PublishedCosts(Costs):
         return self.compute(flops, moved=5.5 * moved), self.compute(2 * flops, moved=9 * moved)
 
     def recomputed(self, layout, forward, attention):
-        if self.run.recompute == "selective":
-            return Time(attention)
-        again = super().recomputed(layout, forward, attention)
-        if "early" in self.run.traits and layout.recompute:  # no backward needs the last product
-            model, n = self.job.model, tokens_of(self.job, layout)
-            last = self.compute(2 * n * model.n_embd * shape_of(model)[1] / layout.tp)
-            again = again._replace(compute=again.compute - last)
-        return again
+        selective = self.run.recompute == "selective"
+        return Time(attention) if selective else super().recomputed(layout, forward, attention)
 
 
 def errors(runs):
     """[(run, error of the prediction, error of the baseline)]: predicted speed over the published,
     less 1, so above 0 is too fast."""
-    def constant(tflops):  # of this kind of GPU or, if none of it was fitted, of all
-        fitted = [run for run in RUNS if run.status == "fitted"]
-        return median(run.mfu for run in [run for run in fitted if run.machine.tflops == tflops]
-                      or fitted)
-
-    known = {tflops: constant(tflops) for tflops in {run.machine.tflops for run in runs}}
+    mfus = defaultdict(list)  # of the fitted runs on a kind of GPU
+    for run in RUNS:
+        mfus[run.machine.tflops] += [run.mfu] * (run.status == "fitted")
     return [(run, run.seconds / PublishedCosts(run).step_time(run.layout) - 1,
-             known[run.machine.tflops] / run.mfu - 1) for run in runs]
+             median(mfus[run.machine.tflops]) / run.mfu - 1) for run in runs]
 
 
 def main():
@@ -203,7 +161,7 @@ def main():
                 f"{baseline:+.0%}"))])
             why += [f"  {error:+.1%}: {run.reason}"] * bool(run.reason)
         print(table(f"{source}: {status}", rows), *why, sep="\n")
-    for name in ("fitted", "held out", "held out later"):
+    for name in dict.fromkeys(run.status for run in RUNS):
         rows = [row for row in found if row[0].status == name]
         sizes, baseline = ([abs(row[i]) for row in rows] for i in (1, 2))
         print(f"{name}: {len(rows)} rows of {len({row[0].source for row in rows})} sources, median "
