@@ -6,7 +6,6 @@ constant MFU for each kind of GPU, the median of the fitted runs. What a source 
 what predicts the fastest step that fits. What only these runs do, and train.py does not, is here.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +18,7 @@ from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 
 ATTENTION = {  # speed of fused attention to FlashAttention-2's
-    "flash1": 0.55, "flash3": 1.6}  # before July 2023, fitted; FlashAttention-3's and cuDNN's
+    "flash1": 0.55, "fa3": 1.6}  # before July 2023, fitted; FlashAttention-3's and cuDNN's
 
 
 class Run(NamedTuple):
@@ -97,8 +96,9 @@ class PublishedCosts(Costs):
         # a ring takes as many ports as it has ranks on a node, and all rings of the node the same
         # of fewer ports than GPUs: NCCL looks for each ring's alone
         network = device.network * min(1.0, on_node(device, run.layout.tp, run.layout.dp) / ports)
-        speed = device.f_attention * ATTENTION.get(traits[0], 1.0)
-        super().__init__(run.job, replace(device, network=network, f_attention=speed))
+        speed, = [ATTENTION[trait] for trait in traits if trait in ATTENTION] or [1.0]
+        device = replace(device, network=network, f_attention=device.f_attention * speed)
+        super().__init__(run.job, device)
         if "eager" in traits:  # counted in PyTorch's own operations: RMSNorm in 32 bits moves 18
             # numbers of 16 bits for each element, rotary positions 10 for each of queries and keys
             h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
@@ -140,11 +140,10 @@ class PublishedCosts(Costs):
 def errors(runs):
     """[(run, error of the prediction, error of the baseline)]: predicted speed over the published,
     less 1, so above 0 is too fast."""
-    mfus = defaultdict(list)  # of the fitted runs on a kind of GPU
-    for run in RUNS:
-        mfus[run.machine.tflops] += [run.mfu] * (run.status == "fitted")
+    fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     return [(run, run.seconds / PublishedCosts(run).step_time(run.layout) - 1,
-             median(mfus[run.machine.tflops]) / run.mfu - 1) for run in runs]
+             median([mfu for tflops, mfu in fitted if tflops == run.machine.tflops]
+                    or [mfu for _, mfu in fitted]) / run.mfu - 1) for run in runs]
 
 
 def main():

@@ -40,8 +40,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_published_runs_are_predicted_better_than_by_one_mfu():
-    """Less than half the error of one constant MFU for each kind of GPU on what was fitted; held-out
-    sources within the band in the median, and two thirds of their runs within 15%."""
+    """Less than half the error of one constant MFU for each kind of GPU; held-out sources within
+    the band in the median, and two thirds of their runs within 15%."""
     found = published.errors(published.RUNS)
     for status in {run.status for run in published.RUNS}:
         errors, baseline = ([abs(row[i]) for row in found if row[0].status == status]
@@ -56,6 +56,12 @@ def test_published_runs_are_predicted_better_than_by_one_mfu():
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
     for run, error, _ in published.errors(published.RUNS):
         assert (abs(error) > 0.15) == bool(run.reason), (run, error)
+
+
+def test_each_trait_of_a_published_program_is_known():
+    known = {*"""naive flash1 flash fa3 eager fused compiled even counted alone overlapped after
+             4ports inplace""".split()}
+    assert {trait for run in published.RUNS for trait in run.traits} <= known
 
 
 def test_no_source_is_fitted_and_held_out():
