@@ -59,7 +59,7 @@ LIMITS = {  # (least, most): flags; train.py's have theirs, too
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network", (0, 1): "unhidden"}
-BAND = 0.12  # the median error on sources that nothing was fitted to: python plan.py --published
+BAND = 0.12  # the median error on the first two hold-outs, before they were fitted, too
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; of the others those that differ
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
 gpipe, more than 16 chunks, more than 16 sequences in a microbatch

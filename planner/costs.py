@@ -55,11 +55,6 @@ def swap_time(device, members, size, nbytes):
     return max(inside, outside) + (size - 1) * device.latency
 
 
-def exposed(device, messages, computing):
-    """Seconds of communication that compute does not hide."""
-    return max(messages - computing, device.unhidden * messages)
-
-
 class Time(NamedTuple):
     """Seconds of compute, and of messages that compute waits for, by axis."""
     compute: float = 0.0
@@ -150,6 +145,10 @@ class Costs:
                 + attention / (1e12 * device.tflops * device.f_attention)
                 + moved / (1e9 * device.hbm * device.f_hbm) + kernels * device.launch)
 
+    def exposed(self, messages, computing, axis):
+        """Seconds of an axis' messages that compute beside them does not hide."""
+        return max(messages - computing, self.device.unhidden * messages)
+
     def ring(self, stride, size, nbytes, rounds=1):
         return ring_time(self.device, on_node(self.device, stride, size), size, nbytes, rounds)
 
@@ -163,17 +162,17 @@ class Costs:
     def tensor_messages(self, n, layout, split, products):
         """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the FLOPs of
         the block's forward."""
-        model, device = self.job.model, self.device
-        half = self.ring(1, layout.tp, n * model.n_embd * self.job.width)
-        whole = 2 * half
+        model = self.job.model
+        whole = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
+        alone = 2 * self.exposed(whole, 0.0, "tp")
         share = matrices(model)[0] / sum(matrices(model)) / 2  # in one of two columns
         column = self.compute(share * products)  # either half of its backward
-        waits = 2 * exposed(device, half, column) if layout.sp else 0.0
+        waits = 2 * self.exposed(whole / 2, column, "tp") if layout.sp else 0.0
         if split:  # only the second all-gather of x (--sp) overlaps with compute
-            return 2 * whole, 2 * whole + waits, 0.0
+            return alone, alone + waits, 0.0
         if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
-            return 2 * whole, whole + waits, waits
-        return 2 * whole, 0.0, 2 * exposed(device, whole, column)  # beside the weight gradient
+            return alone, alone / 2 + waits, waits
+        return alone, 0.0, 2 * self.exposed(whole, column, "tp")  # beside the weight gradient
 
     def context_messages(self, n, layout, attention, attention_back):
         """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
@@ -186,9 +185,10 @@ class Costs:
             return swap, swap
         # seconds for a byte of each key and value. A hop from node to node goes through one port
         hop = 2 * n * kv / T / link(device, C if members == C else 1, C)
-        forward = exposed(device, hop * w, attention / C) + device.latency
+        forward = self.exposed(hop * w, attention / C, "cp") + device.latency
         # keys and values, and their gradients in at least 32 bits
-        backward = exposed(device, hop * (w + max(4, w)), attention_back / C) + device.latency
+        bytes_back = hop * (w + max(4, w))
+        backward = self.exposed(bytes_back, attention_back / C, "cp") + device.latency
         return (C - 1) * forward, (C - 1) * backward
 
     def block(self, n, layout, split):
@@ -303,16 +303,16 @@ class Costs:
 
         grads = job.grad_width / w * half(numel)
         if layout.zero == 0:  # an all-reduce beside the last backward
-            sent = exposed(device, 2 * grads, backward)
+            sent = self.exposed(2 * grads, backward, "dp")
         elif layout.zero < 3:  # reduce-scatters there, of ZeRO-2 beside every backward; then an
             # all-gather of new weights beside the next forward
-            sent = (m if layout.zero == 2 else 1) * exposed(device, grads, backward)
-            sent += exposed(device, half(numel), forward)
+            sent = (m if layout.zero == 2 else 1) * self.exposed(grads, backward, "dp")
+            sent += self.exposed(half(numel), forward, "dp")
         else:  # and an all-gather of the weights beside every forward, of each end's matrix, and
             # beside every backward, of neither
             whole = half(dense + (part.embedding + part.head) * vocabulary)
-            sent = m * (exposed(device, whole, forward)
-                        + exposed(device, half(dense) + grads, backward))
+            sent = m * (self.exposed(whole, forward, "dp")
+                        + self.exposed(half(dense) + grads, backward, "dp"))
         if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
             members, of_shards = 2 if device.node % outer == 0 else 1, ranks if layout.zero else 1
             sent += ring_time(device, members, 2, vocabulary * job.grad_width / of_shards, rounds=2)

@@ -16,17 +16,17 @@ class Device:
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices in one
     # fractions of these that programs reach: fitted, but for f_attention of A100s
-    f_products: float = 0.8  # of tflops, in matrix products once their operands are there
+    f_products: float = 0.81  # of tflops, in matrix products once their operands are there
     f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
-    f_hbm: float = 0.67
-    f_nvlink: float = 0.54  # in a ring around which all wait
-    f_network: float = 0.78
-    unhidden: float = 0.42  # of messages beside compute: messages also slow the compute down
-    latency: float = 1e-5  # seconds for a message to get going
+    f_hbm: float = 0.66
+    f_nvlink: float = 0.52  # in a ring around which all wait
+    f_network: float = 0.65
+    unhidden: float = 0.27  # of messages beside compute: messages also slow the compute down
+    latency: float = 5e-6  # seconds for a message to get going, as NCCL counts (its tuning.cc)
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
 
 
-HOPPER = {"f_products": 0.7, "f_attention": 0.256}
+HOPPER = {"f_products": 0.78, "f_attention": 0.24}
 DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
     "v100": Device(125, 32, 900, 150, 12.5),  # SXM, NVLink 2, EDR InfiniBand
     "a100-40": Device(312, 40, 1555, 300, 25),  # SXM, NVLink 3, HDR

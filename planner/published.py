@@ -1,9 +1,9 @@
 """Published runs beside their predictions: python plan.py --published
 
-published.txt has the runs and their sources. The fractions in hardware.py were fitted on whole
-sources; the others are held out. Beside each prediction stands that of a baseline: one constant MFU
-for each kind of GPU, the median of the fitted runs. What a source leaves open (?) is what predicts
-the fastest step that fits. What only these runs do, and train.py does not, is here.
+published.txt has the runs, their sources and what their software does ("traits"). The fractions in
+hardware.py are fitted to all but those held out. Beside each prediction stands a baseline: one
+constant MFU for each kind of GPU, the median of the fitted runs. What a source leaves open (?) is
+what predicts the fastest step that fits. What only these runs do, and train.py does not, is here.
 """
 
 from dataclasses import replace
@@ -12,18 +12,18 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from planner.costs import Costs, Time, step_flops
+from planner.costs import Costs, Time, on_node, step_flops
 from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 
-FLASH1 = 0.64  # fitted: speed of fused attention before July 2023 to that of FlashAttention-2's
-SLOW = 0.108  # fitted: what 2021's ZeRO-3 reaches of a node's ports; one is an eighth
+ATTENTION = {  # speed of fused attention to FlashAttention-2's
+    "flash1": 0.55, "fa3": 1.6}  # before July 2023, fitted; FlashAttention-3's and cuDNN's
 
 
 class Run(NamedTuple):
     source: str  # with its year
-    status: str  # fitted, held out, or held out later
+    status: str  # fitted, or held out third: the hold-outs before are fitted by now
     traits: tuple  # of its software, as published.txt explains them
     model: str
     device: str
@@ -92,17 +92,23 @@ class PublishedCosts(Costs):
 
     def __init__(self, run):
         device, self.run, traits = run.machine, run, run.traits
-        if "slow" in traits:
-            device = replace(device, f_network=device.f_network * SLOW)
-        if "blocking" in traits:
-            device = replace(device, unhidden=1.0)
-        if "flash1" in traits:
-            device = replace(device, f_attention=device.f_attention * FLASH1)
+        ports = next((int(trait[0]) for trait in traits if trait[1:] == "ports"), 1)
+        # a ring takes as many ports as it has ranks on a node, and all rings of the node the same
+        # of fewer ports than GPUs: NCCL looks for each ring's alone
+        network = device.network * min(1.0, on_node(device, run.layout.tp, run.layout.dp) / ports)
+        speed, = [ATTENTION[trait] for trait in traits if trait in ATTENTION] or [1.0]
+        device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
         if "eager" in traits:  # counted in PyTorch's own operations: RMSNorm in 32 bits moves 18
             # numbers of 16 bits for each element, rotary positions 10 for each of queries and keys
             h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
             self.moved = (2 * 18 + 6) * h, 5 * inner + 12 * (h + kv)
+
+    def exposed(self, messages, computing, axis):
+        if axis == "tp" and "overlapped" in self.run.traits:  # in pieces, beside their own product
+            return self.device.unhidden * messages
+        alone = {"tp": "alone", "dp": "after"}.get(axis) in self.run.traits
+        return messages if alone else super().exposed(messages, computing, axis)
 
     def parts(self, layout):
         """Pipeline ranks have as many blocks each; "counted": the ends count as blocks, too."""
@@ -113,13 +119,10 @@ class PublishedCosts(Costs):
         return {Part(1, each - counted, 0), Part(0, each, 0), Part(0, each - counted, 1)}
 
     def boundary(self, layout):
-        """Megatron's and DeepSpeed's ranks each send 1/T of a message, and gather the rest from one
-        another (arXiv 2104.04473, section 4.1)."""
-        whole, T, latency = super().boundary(layout), layout.tp, self.device.latency
-        if T == 1 or layout.sp:
-            return whole
+        """Ranks each send 1/T of a message and gather the rest (arXiv 2104.04473, section 4.1)."""
+        sent = super().boundary(layout._replace(sp=True))
         nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
-        return (whole - latency) / T + latency + self.ring(1, T, nbytes)
+        return sent if layout.sp else sent + self.ring(1, layout.tp, nbytes)
 
     def attention(self, n, T):
         if "naive" not in self.run.traits:
@@ -137,14 +140,10 @@ class PublishedCosts(Costs):
 def errors(runs):
     """[(run, error of the prediction, error of the baseline)]: predicted speed over the published,
     less 1, so above 0 is too fast."""
-    def constant(tflops):  # of this kind of GPU or, if none of it was fitted, of all
-        fitted = [run for run in RUNS if run.status == "fitted"]
-        return median(run.mfu for run in [run for run in fitted if run.machine.tflops == tflops]
-                      or fitted)
-
-    known = {tflops: constant(tflops) for tflops in {run.machine.tflops for run in runs}}
+    fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     return [(run, run.seconds / PublishedCosts(run).step_time(run.layout) - 1,
-             known[run.machine.tflops] / run.mfu - 1) for run in runs]
+             median([mfu for tflops, mfu in fitted if tflops == run.machine.tflops]
+                    or [mfu for _, mfu in fitted]) / run.mfu - 1) for run in runs]
 
 
 def main():
@@ -161,7 +160,7 @@ def main():
                 f"{baseline:+.0%}"))])
             why += [f"  {error:+.1%}: {run.reason}"] * bool(run.reason)
         print(table(f"{source}: {status}", rows), *why, sep="\n")
-    for name in ("fitted", "held out", "held out later"):
+    for name in dict.fromkeys(run.status for run in RUNS):
         rows = [row for row in found if row[0].status == name]
         sizes, baseline = ([abs(row[i]) for row in rows] for i in (1, 2))
         print(f"{name}: {len(rows)} rows of {len({row[0].source for row in rows})} sources, median "
