@@ -85,12 +85,14 @@ class Step(NamedTuple):
 
 
 def start_steps(steps, group, op, K=1):
-    """Start a list of steps, of which step i + K sends what step i received. Posts the first
-    receives and K sends here, all others in wait() of the Work that it returns.
+    """Start a list of steps. A chunk travels in K pieces, so a hop is K steps, and step i + K sends
+    the piece that step i received. Posts the first receives and K sends here, all others in wait()
+    of the Work that it returns.
 
-    A receive in place may be posted long before this rank sends what lies there. That is safe: what
-    lands there is a sum with that very piece as a term, so it cannot exist before the piece has
-    left. (all_gather alone receives only what this rank has not got.)"""
+    The all-gather's receives land in place, perhaps while this rank's partial sum in that place is
+    still to be sent. That is safe: the complete sum has the partial sum as a term, so it cannot
+    arrive before the partial sum has left. (all_gather alone receives only what this rank lacks.)
+    """
     combine, _ = OPS[op]
     sizes = [step.into.numel() for step in steps if step.reduce]
     # Buffers for arriving terms, used in turn: as many as receives can be pending
@@ -108,6 +110,7 @@ def start_steps(steps, group, op, K=1):
     post_receive(send=steps[0].out, dst=steps[0].dst)  # one operation: 7 us less than two
     for _ in range(AHEAD - 1):
         post_receive()
+    # receives[0] is the Work of both
     sends = [receives[0], *(group.send(step.out, step.dst) for step in steps[1:K])]
 
     def finish():

@@ -183,7 +183,7 @@ class RingAttentionFunction(torch.autograd.Function):
                     out, lse, ctx.rest = part.to(wide), part_lse, rest  # rest: the same in all hops
                 else:
                     merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
-            del kv  # frees them before the next but one are received
+            del kv  # else it would keep a third buffer: ring_hops makes one before its next yield
         out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group

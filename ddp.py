@@ -56,7 +56,9 @@ class Bucket:
         # Gradients in the same order. ZeRO-2 has them during a backward only. None where there are
         # no other ranks to sum over: the gradients stay in param.grad.
         self.grad = None
-        self.views = {}  # parameter -> its view into `grad`, where `grad` lives from step to step
+        # parameter -> its view into `grad`. Empty where param.grad cannot be that view: `grad` is
+        # None, wider than the weights, or made anew in each backward (ZeRO-2)
+        self.views = {}
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
         self.grad_shard = None  # the summed gradients of weight_shard: see allocate_gradients
         self.missing = 0  # gradients that the current backward has yet to add

@@ -4,7 +4,7 @@ N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E,
 data, P pipeline, C context (here not the width) and T tensor ranks. The D data ranks are two axes,
 dp of D/E and ep of E (E = 1 without experts):
 
-    dp  data parallel     talks once per step, so it may cross the slowest links
+    dp  data parallel     talks once per step (ZeRO-2, 3: in every microbatch): on the slowest links
     ep  expert parallel   talks in each layer's experts; E of the D data ranks share the experts
     pp  pipeline          talks twice per microbatch and boundary of stages: forward, backward
     cp  context parallel  talks in each layer's attention

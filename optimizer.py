@@ -59,9 +59,9 @@ class Optimizer:
             wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if wide else bucket.weight_shard.float()
             bucket.moments = {name: torch.zeros_like(bucket.master) for name in MOMENTS[self.kind]}
-            # A piece has one data rank in norm_group: under ZeRO D ranks / D shards, else 1 / 1.
-            # But with --ep and without ZeRO norm_group is the E replicas that share the experts: E
-            # of them hold a piece that is no expert's.
+            # How many data ranks of norm_group hold these pieces: 1 under ZeRO (D ranks, D shards),
+            # and 1 under DDP, where norm_group is one replica. DDP with --ep: norm_group has the E
+            # data ranks that share the experts, and all E hold what is no expert's.
             data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks}) / bucket.num_shards
             tags = [param.shard for param, _ in bucket.pieces(bucket.master)]
             copies += [tag.copies * data_ranks for tag in tags]

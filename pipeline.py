@@ -182,8 +182,8 @@ class Pipeline:
 
         early receives   on gloo a send completes only when its receive is posted, so receives are
                          posted one ahead of the list: 10% off the step time of tiny stages
-        freed outputs    backward needs the graph of a stage's output, not its values: free them
-                         once they are sent
+        freed outputs    a stage ends in a sum (Block's residual), which saves no values, so
+                         backward needs the output's graph only: free the values once sent
 
     Everywhere below, s is a stage, k a microbatch, and data "F", an activation, or "B", a gradient.
     """
@@ -253,8 +253,8 @@ class Pipeline:
             if self.where[s + 1] == self.group.rank:  # no message between stages of one rank
                 self.arriving["F", s + 1, k] = y.detach(), Work()
             else:
-                # finish_send() frees what was sent. A loss of this stage may need y's values in its
-                # backward: then send a copy. (A Stage of yours; the balance loss needs none)
+                # finish_send() frees what was sent. Send a copy if this stage has a loss, whose
+                # backward may need y's values. (The balance loss does not; one that you add may.)
                 self.leaving["F", s, k] = y.detach() if loss is None else y.detach().clone()
         if loss is not None:
             loss = loss / tokens
@@ -270,7 +270,7 @@ class Pipeline:
             grads.append(self.take("B", s, k))  # (b, S, C)
         if loss is not None:
             outputs.append(loss * scale)
-            grads.append(None)  # 1: given as a tensor, torch would import 0.5 s of code
+            grads.append(None)  # stands for 1; for a tensor of 1 torch would import 0.5 s of code
         torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:
             self.arriving["B", s - 1, k] = x.grad, Work()

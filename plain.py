@@ -52,8 +52,8 @@ FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
 def part_of_model(cfg, mesh, vocab_size):
     """The layers of this rank's pipeline stage, with this rank's slice of each block's matrices.
     Each layout starts from the same whole model, so from the same weights."""
-    shape = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
-    model = build(shape, cfg.seed, getattr(torch, cfg.dtype))
+    config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
+    model = build(config, cfg.seed, getattr(torch, cfg.dtype))
     # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over
     tag_whole(model, data=mesh.group("dp"))
     plain_tensor_parallel(model, mesh.group("tp"))
@@ -61,7 +61,7 @@ def part_of_model(cfg, mesh, vocab_size):
     # that both gradients are summed
     tie_ends(model.layers, mesh.ends("pp"))
     pipeline = mesh.group("pp")
-    start, stop = cut(shape.layer_costs(), pipeline.size)[pipeline.rank]
+    start, stop = cut(config.layer_costs(), pipeline.size)[pipeline.rank]
     return Stage(model.layers[start:stop])
 
 

@@ -8,11 +8,11 @@ the stage's input, W: of its weights).
                  bubble, share of the time          in flight on a rank (forward done, backward not)
     gpipe        (P-1)/(m+P-1)                      m                   arXiv 1811.06965
     1f1b         (P-1)/(m+P-1)                      min(P-rank, m)      arXiv 1806.03377
-    interleaved  (P-1)/(vm+P-1)                     P + (P-1)/v *       arXiv 2104.04473
+    interleaved  (P-1)/(vm+P-1)                     P + (P-1)/v * **    arXiv 2104.04473
     zb-h1, -h2   idle: (P-1)(F+I-W), (P-1)(F+I-2W)  P, 2P-1             arXiv 2401.10241
     zb-v         0 if F = I = W and m >= 2P-1       P *                 arXiv 2405.15362
 
-    * a microbatch in one of v > 1 chunks counts 1/v; interleaved: of rank 0
+    * a microbatch in one of v chunks counts 1/v (simulate counts it as 1)    ** of rank 0, if v > 1
 
     python schedules.py 1f1b 4 8    or    python schedules.py 4 8 --compare
 """
@@ -23,9 +23,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 # Each schedule is a function of P, m, v and the rank, and names kind and chunk of each action: "F1"
-# is a forward of the rank's chunk 1, and the k-th "F1" is for microbatch k. Kinds: F forward, B
-# backward. Zero bubble splits B into I, the gradient of the stage's input, for which the previous
-# rank waits, and W, the gradients of the stage's weights, for which no rank waits.
+# is a forward of the rank's chunk 1, and the k-th "F1", from 0, is for microbatch k. Kinds: F
+# forward, B backward. Zero bubble splits B into I, the gradient of the stage's input, for which the
+# previous rank waits, and W, the gradients of the stage's weights, for which no rank waits.
 
 
 def gpipe(P, m, v, rank):
@@ -62,8 +62,9 @@ def interleaved(P, m, v, rank):
                          f"try {' or '.join(fits)}")
     chunks = [i // P % v for i in range(m * v)]
     num_warmup = P - 1 - rank
-    if v > 1:  # P for each chunk before the last; then, as there are v times the messages, twice as
-        # many as 1F1B: this hides their latency (of 0.1 F: 4 to 8% of the time; of 0: nothing)
+    if v > 1:  # P forwards of each chunk before the last, without which no backward can start; then
+        # twice 1F1B's warm-up, to hide the latency of v times the messages (saves 4 to 8% of the
+        # step if the latency is 0.1 F, nothing if it is 0)
         num_warmup = (v - 1) * P + 2 * (P - 1 - rank)
     return weave([f"F{chunk}" for chunk in chunks], [f"B{v - 1 - chunk}" for chunk in chunks],
                  num_warmup)
@@ -73,8 +74,10 @@ def zero_bubble(depth, P, m, v, rank):
     """1F1B with B split into I and W. W of microbatch k waits until I of microbatch k + lag has
     run, so `lag` Ws are left for the end: rank r runs its last I r hops before rank 0 does, which
     leaves it time for r Ws. That is depth 1, zb-h1. depth 2, zb-h2, fills the warm-up too, with
-    more forwards: rank r, which starts r forwards late, may end as much later, with r Ws more. In
-    flight are depth * (P-1) + 1 microbatches at most.
+    more forwards. Rank r starts r forwards after rank 0, and ends as much later, with r Ws more. As
+    the bubble counts each rank from its first action to its last (simulate), this is none; but then
+    rank 0 waits for the last rank's gradients in the all-reduce of the norm (train.py). (The paper
+    steps first, and checks the norm later.) In flight: depth * (P-1) + 1 microbatches at most.
     depth 1, P = 4, rank 1, m = 4: num_warmup 2, lag 1: F F, F I, F I W, I W, I W, W."""
     num_warmup = min(depth * (P - 1 - rank), m)
     lag = min(depth * rank, m)

@@ -7,10 +7,11 @@
 
 Sent per rank, block and microbatch: four all-reduces, 4 * 2 (T-1)/T b S C elements; --sp adds half
 an all-reduce per column. Embedding and head send one all-reduce each, the loss (T-1) b S elements.
-For backward each rank keeps, per block and token: input, output and 2 statistics of 2 LayerNorms, 4
-C + 4 elements; and 1/T of q, k, v (3 C), attention (C, and a logsumexp per head), c_fc and GELU (4
-C each). --sp: 1/T of all. --recompute: C, the block's input. For the head: 2 C + 2 per token and,
-once per microbatch, the gradient of its matrix, V C/T elements of at least 32 bits.
+For backward each rank keeps, per block and token: of each of 2 LayerNorms input, output and 2
+statistics, 4 C + 4 elements in all; and 1/T of q, k, v (3 C), attention (C, and a logsumexp per
+head), c_fc and GELU (4 C each). --sp: 1/T of all. --recompute: C, the block's input. For the head:
+2 C + 2 per token and, as ChunkedLoss computes gradients in forward, that of its matrix, V C/T
+elements of at least 32 bits.
 Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks        torchrun train.py --tp 2
@@ -125,7 +126,7 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,), grad = ctx.saved_tensors, grad.contiguous()
         # Overlap: x is gathered (--sp) during the product for grad_x, and grad_x is reduced during
-        # the product for grad_W. del: --sp sends a copy of grad_x, so free grad_x before
+        # the product for grad_W. del: --sp sends a copy of grad_x, so free grad_x before grad_W
         entering = ctx.region.start_enter(x)
         grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
         x = entering()
@@ -237,7 +238,9 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.dtype, loss = x.dtype, x.new_zeros(1, dtype=wide)
         grad_x = torch.empty_like(x) if training else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
-        n = max(1, max(C, 256) // (B * parts))  # positions of a chunk, on this rank
+        # A chunk: n positions of each rank's part (without --sp there is one part), in the order in
+        # which region.enter() gathers them: c = B * parts * n tokens
+        n = max(1, max(C, 256) // (B * parts))
         for i in range(0, S, n):
             words = targets[:, :, i : i + n].flatten()  # (c,)
             # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient

@@ -105,7 +105,7 @@ class Trainer:
             spread_experts(model, mesh, cfg.sp)
 
         # pipeline stages
-        if self.where[0] != self.where[-1]:  # zb-v has both ends on one rank
+        if self.where[0] != self.where[-1]:  # zb-v and --pp 1 have both ends on one rank
             tie_ends(model.layers, mesh.ends("pp"))
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
         layers = {s: model.layers[a:b] for s, (a, b) in enumerate(self.cuts)
@@ -288,7 +288,8 @@ def train(cfg, data, mesh):
         if saving:
             save(done)
     catch_up()
-    last = saved if saved and done == start else save(done)  # save() gives None: not finite
+    # the last checkpoint: the loaded one if no step was run; None if save() found not all finite
+    last = saved if saved and done == start else save(done)
     if skipped or not last:
         log.not_finite(skipped, done - 1, saved)
     if trainer.stopping:

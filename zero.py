@@ -1,5 +1,6 @@
-"""ZeRO: shards what data parallelism replicates. Each layer is one flat buffer of weights, and each
-of D ranks runs the optimizer on 1/D of it. ZeRO-1, 2 and 3 each keep one thing more as 1/D only.
+"""ZeRO: shards what data parallelism replicates. Each layer's weights are a flat buffer (partition
+names the exceptions), and each of D ranks runs the optimizer on 1/D of it. ZeRO-1, 2 and 3 each
+keep one thing more as 1/D only.
 
       sharded                    bytes per parameter (16-bit training)   elements sent per step
     0 nothing: DDP               16 = 2 weights + 2 gradients + 12 Adam  2 Psi (D-1)/D
@@ -9,7 +10,7 @@ of D ranks runs the optimizer on 1/D of it. ZeRO-1, 2 and 3 each keep one thing 
 
 for m microbatches: ZeRO-2 and 3 reduce the gradients of each microbatch, as keeping their sum would
 keep a full gradient; ZeRO-3 also gathers the weights for each forward and each backward
-(wpe's for forward only). ZeRO, arXiv 1910.02054.
+(wpe's and, under --pp, the tied matrix's for forward only). ZeRO, arXiv 1910.02054.
 
     python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
@@ -90,7 +91,8 @@ class ZeRO1(DDP):
 class ZeRO2(ZeRO1):
     """Shards gradients too: reduce-scatters each microbatch's, layer by layer, and adds this rank's
     shard of the sum to grad_shard. At most one layer's full gradient exists at a time, but for the
-    tied embedding's, complete only after its second use, and those that collect() leaves."""
+    tied embedding's, complete only after its second use, and those that collect() leaves in
+    param.grad."""
 
     zero, every_microbatch = 2, True
 
@@ -108,7 +110,8 @@ class ZeRO2(ZeRO1):
 
     def collect(self, param, bucket):
         """Move param.grad into its bucket, if the bucket is filling. If not, leave it until launch:
-        zero bubble adds some gradients, as LayerNorm's, in I, and fills the bucket later, in W."""
+        zero bubble (pipeline.py) defers the gradients of linear layers to W. Autograd adds the
+        others, as LayerNorm's, before that, in I, when no bucket is filling."""
         if bucket in self.filling:
             self.move(param, bucket)
 
