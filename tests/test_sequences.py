@@ -19,6 +19,8 @@ from model import build, causal_attention
 from planner import memory
 from run.config import check
 from sizes import GPTConfig
+from tests import test_experts as experts
+from tests import test_layouts as layouts
 from tests.cover import covering, named
 from tests.harness import (
     BATCH,
@@ -33,7 +35,6 @@ from tests.harness import (
     train_with,
 )
 from tests.pool import Pool
-from tests.test_layouts import _bytes
 from tests.test_schedules import _live
 from tests.test_zero import _overlap, _under_limit
 
@@ -65,7 +66,8 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize("flags", covering(SEQUENCES), ids=named)
+@pytest.mark.parametrize("flags", covering(
+    SEQUENCES, besides=[*layouts.CHOSEN, *experts.CHOSEN]), ids=named)
 def test_split_sequences_equal_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, **flags})
 
@@ -263,7 +265,7 @@ def test_bugs_of_split_sequences_are_noticed(corpus, bug, flags):
     {"cp": 2, "recompute": True}, {"pp": 2, "tp": 2, "sp": True, "microbatches": 3}], ids=str)
 def test_split_sequences_send_the_formulas(corpus, flags):
     cfg = config(corpus, **{"microbatches": 1, **flags})
-    got, width = pool(check(cfg, 1), _bytes, cfg), 8
+    got, width = pool(check(cfg, 1), layouts._bytes, cfg), 8
     C, T, m, S, L = cfg.cp, cfg.tp, cfg.microbatches, cfg.block_size, cfg.n_layer
     bSC = BATCH // m * S // C * cfg.n_embd  # elements of a microbatch's activation, on all of T
     h = cfg.n_embd // T  # the width of this rank's heads
