@@ -1,10 +1,10 @@
 """Chooses few of many layouts: those that together hold each pair of features.
 
-A feature is the value of a flag, its default where a layout leaves it out. Of what is counted (ranks
-of an axis, microbatches, experts, ...) a feature is only whether there is more than one; in no pair,
-but by itself, each layout's count is held too: 1, 2, or 3 and more. So tp > 1 meets each ZeRO stage,
-schedule and cp > 1, and no cp, somewhere; tp 3 is somewhere. Rooms share: what the layouts chosen in
-one hold is not asked for again in the next. With FULL=1 all layouts of all rooms are run.
+A feature is the value of a flag, its default where a layout leaves it out. Of what is counted, as
+ranks of an axis, it is only whether there are more than one; each count by itself, of 1, 2, 3 and
+more, is held, too. So tp > 1 meets each ZeRO stage, each schedule, cp > 1 and no cp, and there is a
+tp of 3. Rooms share: what the layouts chosen in one hold is not asked for again in the next one.
+With FULL=1 all layouts of all rooms are run.
 """
 
 import math
