@@ -333,7 +333,7 @@ def test_peak_memory_of_a_long_sequence_falls_with_c_and_with_sp(long_corpus):
     for name, flags in {"alone": {}, "cp": {"cp": 4}, "all-to-all": {
             "cp": 4, "cp_attention": "all-to-all"}, "tp": {"tp": 4},
             "sp": {"tp": 4, "sp": True}}.items():
-        cfg = config(long_corpus, n_layer=4, n_embd=96, block_size=1024, batch_size=1,
+        cfg = config(long_corpus, n_layer=4, n_embd=96, n_head=4, block_size=1024, batch_size=1,
                      microbatches=1, dtype="float32", **flags)
         peak[name] = max(got[2] for got in pool(check(cfg, 1), _live, cfg))
     # a block saves 16 or, under tp alone, 4 + 12/4 of b S C; there are transients beside that
@@ -343,7 +343,7 @@ def test_peak_memory_of_a_long_sequence_falls_with_c_and_with_sp(long_corpus):
 
 @pytest.mark.parametrize("C,outcome", [(1, "out of memory"), (4, "trains")])
 def test_a_sequence_too_long_for_one_rank_trains_on_four(long_corpus, C, outcome):
-    cfg = config(long_corpus, cp=C, n_layer=8, n_embd=96, block_size=4096, batch_size=1,
+    cfg = config(long_corpus, cp=C, n_layer=8, n_embd=96, n_head=2, block_size=4096, batch_size=1,
                  microbatches=1, dtype="float32")
     block = 16 * 4096 * 96 * 4  # bytes that one saves: 25 MB
     fresh = Pool()  # address space that an old process has freed would be used again
