@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -171,12 +172,17 @@ def trained(corpus, tmp_path_factory):
     return folder / "out"
 
 
+def _result(run, test, **given):
+    return test(**given) if run.cancel() else run.result()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _start_what_waits(request, tmp_path_factory):
-    """Tests marked `waits` run two at a time, each in a thread, beside all others, and are looked
-    at last. They are given their parameters, tmp_path and fixtures of the session. They use neither
-    the pool nor what belongs to this process, and measure no time."""
-    with ThreadPoolExecutor(2) as threads:
+    """Tests marked `waits` run one after the other in a thread, beside all others, and are looked
+    at last; those that it has not begun by then run as usual. They are given their parameters,
+    tmp_path and fixtures of the session. They use neither the pool nor what belongs to this process
+    (capsys, monkeypatch), and measure no time."""
+    with ThreadPoolExecutor(1) as threads:
         for item in request.session.items:
             if item.get_closest_marker("waits"):
                 given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
@@ -184,7 +190,7 @@ def _start_what_waits(request, tmp_path_factory):
                     given[name] = (tmp_path_factory.mktemp("waits") if name == "tmp_path" else
                                    request.getfixturevalue(name))
                 run = threads.submit(item.obj, **given)
-                item.obj = lambda run=run, **_: run.result()
+                item.obj = partial(_result, run, item.obj)
         yield
         threads.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():  # none, but where a test has failed
