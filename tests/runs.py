@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,10 @@ import train
 from run import tensorfile
 from tests.harness import FULL, HERE, VOCAB
 from tests.pool import forkserver
+
+ENVIRONMENT = dict(os.environ)  # of all commands: that of this process changes while they start
+# Starting a process looks at all others first: it would take the exit code that a thread waits for
+multiprocessing.process._cleanup = lambda: None
 
 # ---- a corpus ----
 
@@ -48,7 +54,7 @@ def long_corpus(tmp_path_factory):
 
 def command(*args, env=None, timeout=120):
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
-                          timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
+                          timeout=timeout, cwd=HERE, env={**ENVIRONMENT, **(env or {})})
 
 
 def one_line(main, argv, capsys, monkeypatch):
@@ -138,7 +144,7 @@ def launched(argv, agent=False):
     in no order."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
     run = subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
-                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                           text=True, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def ranks():
@@ -166,21 +172,29 @@ def trained(corpus, tmp_path_factory):
     return folder / "out"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _start_what_waits(request, corpus, tmp_path_factory):
-    """Tests marked `waits` run three at a time, each in a thread, beside the other tests of their
-    file, and are looked at in their turn. They are given corpus, tmp_path and their parameters, and
-    use neither the pool nor what belongs to this process."""
-    with ThreadPoolExecutor(3) as threads:
+def _result(run, test, **given):
+    return test(**given) if run.cancel() else run.result()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_what_waits(request, tmp_path_factory):
+    """Tests marked `waits` run one after the other in a thread, beside all others, and are looked
+    at last; those that it has not begun by then run as usual. They are given their parameters,
+    tmp_path and fixtures of the session. They use neither the pool nor what belongs to this process
+    (capsys, monkeypatch), and measure no time."""
+    with ThreadPoolExecutor(1) as threads:
         for item in request.session.items:
-            if item.module is request.module and item.get_closest_marker("waits"):
-                given = {"corpus": corpus, "tmp_path": tmp_path_factory.mktemp("waits"),
-                         **(item.callspec.params if hasattr(item, "callspec") else {})}
-                names = inspect.signature(item.obj).parameters
-                run = threads.submit(item.obj, **{name: given[name] for name in names})
-                item.obj = lambda run=run, **_: run.result()
+            if item.get_closest_marker("waits"):
+                given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+                for name in inspect.signature(item.obj).parameters.keys() - given.keys():
+                    given[name] = (tmp_path_factory.mktemp("waits") if name == "tmp_path" else
+                                   request.getfixturevalue(name))
+                run = threads.submit(item.obj, **given)
+                item.obj = partial(_result, run, item.obj)
         yield
-        threads.shutdown(cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():  # none, but where a test has failed
+            process.kill()
 
 
 def contents(folder):

@@ -17,7 +17,7 @@ import train
 from planner import pictures
 from run import checkpoint, export, tensorfile
 from tests.harness import HERE
-from tests.runs import Run, _main, command, flags, one_line
+from tests.runs import ENVIRONMENT, Run, _main, command, flags, one_line
 
 # ---- the first minute ----
 
@@ -26,26 +26,6 @@ from tests.runs import Run, _main, command, flags, one_line
 def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
     done = command("-X", "importtime", "train.py", *argv.split())
     assert done.returncode in (0, 2) and "torch" not in re.findall(r"\| +(\S+)", done.stderr)
-
-
-def test_a_run_says_at_once_what_it_trains_and_imports_no_compiler(corpus, tmp_path):
-    """torch._dynamo and sympy take as long to import as torch does."""
-    with open(tmp_path / "stderr", "w") as stderr:  # beside the other run
-        alone = subprocess.Popen([sys.executable, "-X", "importtime", "train.py",
-                                  *map(str, flags(corpus, tmp_path / "one", eval_interval=9))],
-                                 stdout=subprocess.DEVNULL, stderr=stderr, cwd=HERE)
-    done = command("-X", "importtime", "train.py", *flags(corpus, tmp_path / "out", tp=2, steps=12,
-                                                          log_interval=5, eval_interval=6))
-    imported = set(re.findall(r"\| +(\S+)", done.stderr))
-    assert done.returncode == 0 and "torch" not in imported  # this process is the launcher
-    lines = done.stdout.splitlines()
-    assert lines[0] == "GPT of 2 layers, 8 wide, on 2 ranks: 2 tensor; loading torch"
-    assert [int(n) for n in re.findall(r"^step +(\d+)  loss", done.stdout, re.MULTILINE)] == [
-        *range(11), 11]  # the first ten, multiples of --log-interval, the last
-    assert "validation: " in done.stdout and "--" not in "".join(lines)
-    alone.wait(60)
-    imported = set(re.findall(r"\| +(\S+)", (tmp_path / "stderr").read_text()))
-    assert "torch" in imported and not imported & {"torch._dynamo", "sympy"}
 
 
 # ---- nothing is destroyed ----
@@ -100,6 +80,7 @@ def test_a_users_file_in_a_checkpoints_folder_stays(trained, tmp_path):
 # ---- a run that diverges, a world that is broken ----
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("name,value", [("lr", 1e308), ("lr", 1e200), ("weight_decay", 1e200)])
 def test_a_run_that_diverges_says_so(corpus, tmp_path, name, value):
     run = Run(1, flags(corpus, tmp_path / "out", eval_interval=2, steps=3, **{name: value}),
@@ -126,6 +107,7 @@ def _other_code(rank, *args):
     _main(rank, *args)
 
 
+@pytest.mark.waits
 def test_nodes_with_other_code_are_refused(corpus, tmp_path):
     run = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path, fn=_other_code)
     assert run.wait() == [2, 2]
@@ -138,10 +120,12 @@ def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypa
     assert "of this machine's" in one_line(train.main, argv, capsys, monkeypatch)
 
 
+@pytest.mark.waits
 def test_a_closed_terminal_does_not_end_a_run(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto")
     script = f"exec {sys.executable} train.py {' '.join(map(str, argv))} >&- 2>&-"
-    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=60,
+                          env=ENVIRONMENT).returncode == 0
     assert len((tmp_path / "log").read_text().splitlines()) == 4
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"GPT of" in
                 path.read_bytes()]  # no line went into another file
@@ -154,11 +138,12 @@ def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypa
     assert says in one_line(train.main, argv, capsys, monkeypatch)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("argv", ["plan.py --model gpt2 --gpus 8", "schedules.py 1f1b 4 8"])
 def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, *argv.split()], stdout=full, text=True, cwd=HERE,
-                              stderr=subprocess.PIPE, timeout=60)
+                              stderr=subprocess.PIPE, timeout=60, env=ENVIRONMENT)
     assert done.returncode == 1
     assert done.stderr == f"{argv.split()[0]}: No space left on device\n"
 

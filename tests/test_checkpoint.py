@@ -197,7 +197,7 @@ def spoil(folder, how):
         path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("how,says", [
+DAMAGE = [
     ("truncated", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg: cut off"),
     ("data", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg_sq: damaged, the check"),
     ("weights", "model.safetensors, tensor transformer.ln_f.bias: damaged, the check"),
@@ -211,10 +211,12 @@ def spoil(folder, how):
     *((how, "manifest.json: damaged") for how in ("deep", *MANIFESTS)),
     *((how, "model.safetensors: not a safetensors file, or its header is damaged")
       for how in HEADERS),
-])
-def test_damage_is_one_line_that_names_file_and_tensor(
-        corpus, trained, tmp_path, how, says, capsys, monkeypatch):
-    """... to whoever reads it: training that resumes, training that starts from weights, sample."""
+]
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("how,says", DAMAGE)
+def test_damage_is_one_line_that_names_file_and_tensor(corpus, trained, tmp_path, how, says):
     out = shutil.copytree(trained, tmp_path / "out")
     last = out / "step-00000004"
     spoil(last, how)
@@ -222,11 +224,19 @@ def test_damage_is_one_line_that_names_file_and_tensor(
     run = Run(2, flags(corpus, out, dp=2, steps=6, resume=last), tmp_path)
     assert run.wait() == [2, 2] and says in run.read(), run.read()
     assert run.read().count("\n") == 1 and contents(out) == before
-    if "optimizer" not in says:
-        argv = flags(corpus, tmp_path / "new", init_from=last / checkpoint.MODEL)
-        error = one_line(train.main, ["train.py", *argv], capsys, monkeypatch)
-        assert error.startswith("train.py: ") and says in error, error
-        error = one_line(sample.main, ["sample.py", "--out", last], capsys, monkeypatch)
-        says = "h.2.ln_1.weight: missing" if how == "another model" else says
-        assert error.startswith("sample.py: ") and says in error, error
-        assert contents(out) == before and not contents(tmp_path / "new")
+
+
+@pytest.mark.parametrize("how,says", [row for row in DAMAGE if "optimizer" not in row[1]])
+def test_damaged_weights_are_one_line_also_where_a_run_starts_and_in_sample(
+        corpus, trained, tmp_path, how, says, capsys, monkeypatch):
+    out = shutil.copytree(trained, tmp_path / "out")
+    last = out / "step-00000004"
+    spoil(last, how)
+    before = contents(out)
+    argv = flags(corpus, tmp_path / "new", init_from=last / checkpoint.MODEL)
+    error = one_line(train.main, ["train.py", *argv], capsys, monkeypatch)
+    assert error.startswith("train.py: ") and says in error, error
+    error = one_line(sample.main, ["sample.py", "--out", last], capsys, monkeypatch)
+    says = "h.2.ln_1.weight: missing" if how == "another model" else says
+    assert error.startswith("sample.py: ") and says in error, error
+    assert contents(out) == before and not contents(tmp_path / "new")

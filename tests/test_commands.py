@@ -27,7 +27,7 @@ from planner.hardware import peak_flops
 from run.config import check
 from run.processes import out_of_memory
 from tests.harness import HERE, VOCAB, config, needs_minutes
-from tests.runs import command, one_line
+from tests.runs import Run, command, flags, one_line
 
 FORGED = {  # meta.json: a text, or what is put into a sound one
     "meta": "{}", "deep": "[" * 100_000, "list": "[1]", "binary": "\\x00\u2028",
@@ -211,25 +211,42 @@ def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
 
 
+@pytest.mark.waits
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
-    def train_py(flags):
-        out = tmp_path / flags.replace(" ", "")
-        flags += (f" --data {corpus} --dtype float64 --steps 4 --block-size 8 --n-embd 16"
-                  f" --metrics {out}.jsonl --batch-size 8 --eval-interval 2 --eval-batches 2"
-                  f" --out {out}")
-        run = command("train.py", *flags.split())
-        assert run.returncode == 0 and run.stdout.endswith("replicas agree\n"), run.stderr
-        return [json.loads(line) for line in Path(f"{out}.jsonl").read_text().splitlines()]
+    """It says at once what it trains: the launcher does not import torch, which takes a second. A
+    rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one."""
+    def argv(name, **more):
+        return flags(corpus, tmp_path / name, metrics=tmp_path / f"{name}.log", **more)
 
-    with ThreadPoolExecutor(2) as both:
-        logs = list(both.map(train_py, ("--dp 1", "--tp 2 --pp 2")))
-    assert len(logs[0]) == len(logs[1]) == 4 + 2
-    for one, four in zip(*logs, strict=True):
-        assert one.keys() == four.keys()
+    def train_py(name, **more):
+        """What it prints, and the modules that its first process imports."""
+        run = command("-X", "importtime", "train.py", *argv(name, **more))
+        assert run.returncode == 0 and run.stdout.endswith("replicas agree\n"), run.stderr
+        return run.stdout, {*re.findall(r"\| +(\S+)", run.stderr)}
+
+    more = dict(steps=12, log_interval=5, eval_interval=6, eval_batches=2)
+    with ThreadPoolExecutor(2) as threads:
+        runs = (threads.submit(train_py, "alone", eval_interval=9),
+                threads.submit(train_py, "two", tp=2, **more))
+    (_, rank), (said, launcher) = (run.result() for run in runs)
+    assert "torch" not in launcher
+    assert "torch" in rank and not rank & {"torch._dynamo", "sympy"}
+    assert said.startswith("GPT of 2 layers, 8 wide, on 2 ranks: 2 tensor; loading torch\n")
+    assert [int(n) for n in re.findall(r"^step +(\d+)  loss", said, re.MULTILINE)] == [
+        *range(11), 11]  # the first ten, multiples of --log-interval, the last
+    assert "validation: " in said and "--" not in said
+
+    one = Run(1, argv("one", **more), tmp_path)
+    assert one.wait() == [0], one.read()
+    logs = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+            for name in ("one.log", "two.log")]
+    assert len(logs[0]) == len(logs[1]) == 12 + 2
+    for one, two in zip(*logs, strict=True):
+        assert one.keys() == two.keys()
         for key in {"loss", "grad_norm", "lr", "val_loss", "val_bits_per_byte"} & one.keys():
-            assert math.isclose(one[key], four[key], rel_tol=1e-10), (key, one, four)
+            assert math.isclose(one[key], two[key], rel_tol=1e-10), (key, one, two)
         if "ms" in one:
-            assert math.isclose(one["tokens_per_s"] * one["ms"] / 1e3, 8 * 8)
+            assert math.isclose(one["tokens_per_s"] * one["ms"] / 1e3, 4 * 8)
 
 
 def test_the_next_batch_is_read_while_this_one_is_computed(corpus):

@@ -12,6 +12,7 @@ from data.batches import Data
 from model import build
 from run.config import check
 from sizes import GPTConfig
+from tests import test_layouts as layouts
 from tests.cover import covering, named
 from tests.harness import (
     BATCH,
@@ -50,9 +51,10 @@ EXPERTS = [
     *[{"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
       {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3}] * FULL,
 ]
+CHOSEN = covering(EXPERTS, besides=layouts.CHOSEN)
 
 
-@pytest.mark.parametrize("flags", covering(EXPERTS), ids=named)
+@pytest.mark.parametrize("flags", CHOSEN, ids=named)
 def test_experts_equal_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, **flags})
 

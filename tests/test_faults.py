@@ -24,7 +24,6 @@ import sample
 import schedules
 import train
 from data.batches import Data
-from data.prepare import prepare
 from group import CommunicationError, Group
 from mesh import Mesh
 from run import checkpoint, processes, signals
@@ -42,6 +41,7 @@ from tests.harness import (
     pool,
 )
 from tests.runs import (
+    ENVIRONMENT,
     STORM,
     Run,
     _main,
@@ -57,6 +57,7 @@ from tests.runs import (
 from tests.test_checkpoint import spoil
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("kills,layout", STORM if FULL else STORM[:1], ids=str)
 def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         corpus, tmp_path, kills, layout):
@@ -182,6 +183,7 @@ def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(corpus, tmp_pat
                           r"(receive from|send to) rank \d", run.read()), run.read()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
     args = dict(dp=2, steps=10**6)
@@ -193,6 +195,7 @@ def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path,
     assert f"goes on from {last}\n" in run.read("stdout")
 
 
+@pytest.mark.waits
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     before = contents(out)
@@ -217,6 +220,7 @@ def _main_with_nan(rank, *args, late):
     _main(rank, *args)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("late", [0, 1])
 def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
     argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
@@ -231,6 +235,7 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
         assert (four / name).read_bytes() == (six / name).read_bytes()
 
 
+@pytest.mark.waits
 def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     """A step of 1e300 and the next ones: weights are infinite, or their squares are."""
     out, args = tmp_path / "out", dict(save_interval=1, keep=1, dp=2, zero=1, warmup_steps=0)
@@ -242,6 +247,7 @@ def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     assert contents(out) == before and run.read().count("\n") <= 1
 
 
+@pytest.mark.waits
 def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     spoil(out / "step-00000002", "manifest")
@@ -254,6 +260,7 @@ def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     assert checkpoint.newest(out).name == "step-00000006"
 
 
+@pytest.mark.waits
 def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     last = out / "step-00000004"
@@ -266,6 +273,7 @@ def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, t
         "step-00000004.old.tmp", "step-00000006"]
 
 
+@pytest.mark.waits
 def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
     one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
     one.until(lambda: "step      2" in one.read("stdout"))
@@ -403,6 +411,7 @@ def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
     ours[1].kill()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])
 def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
     out, log = shutil.copytree(trained, tmp_path / "out"), f"/dev/{path}"
@@ -446,6 +455,7 @@ def _node(rank, size, port, argv, folder, limit):
     _main(rank, size, port, argv, folder, limit)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("how,says", [
     ("flags", "has other flags than rank 0; all need the same"),
     ("out", "has other files in --out out than rank 0; all need the same"),
@@ -484,7 +494,7 @@ def agents(folder, argv):
              str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port",
              str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}))
+            env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}))
     return runs
 
 
@@ -596,10 +606,12 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
 @pytest.mark.waits
 def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
-    prepare([tmp_path / "text"], tmp_path / "data", "bytes")
+    done = command("data/prepare.py", tmp_path / "text", "--out", tmp_path / "data", "--tokenizer",
+                   "bytes")
+    assert done.returncode == 0, done.stderr
     argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
     run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
     for line in run.stdout:
         if line.startswith("step "):
             break
@@ -623,6 +635,7 @@ def test_a_wrong_flag_of_sample_is_one_line(trained, name, value, says, capsys, 
     assert one_line(sample.main, argv, capsys, monkeypatch).startswith(f"sample.py: {says}")
 
 
+@pytest.mark.waits
 def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", dp=2, eval_interval=2, eval_batches=1, resume="auto")
     for _ in range(2):

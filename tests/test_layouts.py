@@ -22,7 +22,6 @@ from tests.harness import (
     config,
     equals_one_process,
     mesh_of,
-    needs_minutes,
     pool,
     train_with,
 )
@@ -83,9 +82,10 @@ def dicts(names, rows):
 EVERY = [*dicts("dp tp pp schedule microbatches", LAYOUTS),
          *dicts("schedule chunks dp tp pp microbatches zero", SCHEDULE_LAYOUTS),
          *dicts("zero dp tp pp microbatches recompute", ZERO_LAYOUTS)]
+CHOSEN = covering(EVERY)
 
 
-@pytest.mark.parametrize("flags", covering(EVERY), ids=named)
+@pytest.mark.parametrize("flags", CHOSEN, ids=named)
 def test_layout_equals_one_process(corpus, flags):
     odd = {"n_embd": 25, "n_head": 5}  # D divides few of these layers' sizes
     equals_one_process(corpus, **flags, **odd if "recompute" in flags and flags["tp"] == 1 else {})
@@ -123,9 +123,10 @@ def _compiled(rank, cfg):
 
 
 @pytest.mark.parametrize("flags", [
-    {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},  # puts weight gradients off
+    {"tp": 2, "schedule": "zb-h1", "microbatches": 2},  # puts weight gradients off
     {"dp": 2, "zero": 3, "microbatches": 2, "ep": 2, "experts": 4},  # weights come and go
-    pytest.param({"cp": 2, "tp": 2, "sp": True}, marks=needs_minutes)], ids=str)
+    *[{"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},
+      {"cp": 2, "tp": 2, "sp": True}] * FULL], ids=str)
 def test_compiled_layers_give_the_same(corpus, flags):
     equals_one_process(corpus, _compiled, compile=True, **flags)
 
@@ -149,7 +150,7 @@ def test_bfloat16_layouts_agree_as_far_as_rounding_allows(corpus, flags):
     partial sums in other places. The loss is a mean over 288 tokens, in which these errors mostly
     cancel: layouts stay within 2^-8 of one another, while training changes it by several times
     that."""
-    flags = {"dtype": "bfloat16", "steps": 12, "lr": 3e-3, "warmup_steps": 0, **flags}
+    flags = {"dtype": "bfloat16", "steps": 6, "lr": 3e-3, "warmup_steps": 0, **flags}
     one = pool(1, _losses, config(corpus, **{**flags, "dp": 1, "tp": 1, "pp": 1, "cp": 1,
                                                 "zero": 0, "microbatches": 1}))[0]
     cfg = config(corpus, **flags)
