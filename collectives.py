@@ -9,7 +9,7 @@ is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent b
 
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops (in a hop each
 rank sends one message); a small tensor takes fewer, by the butterfly. All ranks end with the same
-bits. "Backward of X": if a layer's forward calls X, its backward calls this (WithBackward).
+bits. "Backward of X": if a layer's forward calls X, its backward calls this collective.
 
     python collectives.py        a ring of 4 processes, hop by hop, and the bytes it sends
 """
@@ -75,90 +75,74 @@ OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),  # ours, in place; the lib
        "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}
 
 
-class Step(NamedTuple):
-    """Send `out` to rank dst, receive from rank src as many elements as `into` has."""
-    dst: int
-    src: int
-    out: torch.Tensor
-    into: torch.Tensor
+class RingStep(NamedTuple):
+    """One piece in one hop."""
     reduce: bool  # True: add what arrives to `into`; False: receive in place
-
-
-def start_steps(steps, group, op, K=1):
-    """Start a list of steps. A chunk travels in K pieces, so a hop is K steps, and step i + K sends
-    the piece that step i received. Posts the first receives and K sends here, all others in wait()
-    of the Work that it returns.
-
-    The all-gather's receives land in place, perhaps while this rank's partial sum in that place is
-    still to be sent. That is safe: the complete sum has the partial sum as a term, so it cannot
-    arrive before the partial sum has left. (all_gather alone receives only what this rank lacks.)
-    """
-    combine, _ = OPS[op]
-    sizes = [step.into.numel() for step in steps if step.reduce]
-    # Buffers for arriving terms, used in turn: as many as receives can be pending
-    num_buffers = min(AHEAD, len(sizes))
-    buffers = [steps[0].into.new_empty(max(sizes)) for _ in range(num_buffers)]
-    receives, landings = [], []  # landings: where each step receives
-
-    def post_receive(**first_send):
-        i = len(receives)
-        if i < len(steps):
-            _, src, _, into, reduce = steps[i]
-            landings.append(buffers[i % num_buffers].narrow(0, 0, len(into)) if reduce else into)
-            receives.append(group.exchange(recv=landings[i], src=src, **first_send))
-
-    post_receive(send=steps[0].out, dst=steps[0].dst)  # one operation: 7 us less than two
-    for _ in range(AHEAD - 1):
-        post_receive()
-    # receives[0] is the Work of both
-    sends = [receives[0], *(group.send(step.out, step.dst) for step in steps[1:K])]
-
-    def finish():
-        with group.span("wait"):
-            for i, step in enumerate(steps):
-                receives[i].wait()
-                if step.out is step.into:  # the butterfly's swap: combine() overwrites what is sent
-                    sends[i].wait()
-                if step.reduce:
-                    combine(step.into, landings[i])
-                post_receive()  # the buffer of step i is free
-                if i + K < len(steps):
-                    sends.append(group.send(steps[i + K].out, steps[i + K].dst))
-            wait_all(sends)
-
-    return Work([finish], f"group {group.name}")
+    out: torch.Tensor  # sent to the next rank
+    into: torch.Tensor
 
 
 def ring_steps(tensor, group, hops, K):
-    """The steps of a ring with K pieces per chunk. Hops 0 .. N-2 are the reduce-scatter, hops N-1
-    .. 2N-3 the all-gather."""
+    """The steps of a ring with K pieces per chunk. The piece that step i receives is the piece that
+    step i + K sends. Hops 0 .. N-2 are the reduce-scatter, hops N-1 .. 2N-3 the all-gather."""
     N, r = group.size, group.rank
     chunks = tensor.view(-1).tensor_split(N)
     steps = []
     for hop in hops:  # N = 4, r = 1: sends chunks 0 3 2, then 1 0 3; receives 3 2 1, then 0 3 2
         out = chunks[(r - 1 - hop) % N].tensor_split(K)
         into = chunks[(r - 2 - hop) % N].tensor_split(K)
-        steps += [Step(group.next, group.prev, *pair, reduce=hop < N - 1)
-                  for pair in zip(out, into, strict=True)]
+        steps += [RingStep(hop < N - 1, *pair) for pair in zip(out, into, strict=True)]
     return steps
 
 
 def ring(tensor, group, op, hops):
-    """Run some hops of the ring."""
+    """Run some hops of the ring. The all-gather's receives land in place, perhaps while this rank's
+    partial sum in that place is still to be sent. That is safe: the complete sum has the partial
+    sum as a term, so it cannot arrive before that has left. (all_gather alone receives only chunks
+    that this rank lacks.)"""
     assert tensor.is_contiguous(), "collectives take contiguous tensors"
     chunk = tensor.view(-1).tensor_split(group.size)[0]
+    # pieces pay only with early receives
+    K = 1 if group.in_order else max(1, chunk.nbytes // PIECE)
+    steps = ring_steps(tensor, group, hops, K)
+    num_reduce = sum(step.reduce for step in steps)
+    # Buffers for arriving terms, used in turn: as many as receives can be pending
+    num_buffers = min(1 if group.in_order else AHEAD, num_reduce)
+    buffers = [torch.empty_like(chunk.tensor_split(K)[0]) for _ in range(num_buffers)]
+    receives, sends = [], []
+
+    def landing(i):
+        """Where step i receives: in a buffer if it reduces, else in place."""
+        into = steps[i].into
+        return buffers[i % num_buffers][: into.numel()] if steps[i].reduce else into
+
+    def post_receive():
+        i = len(receives)
+        if i < len(steps):
+            receives.append(group.recv(landing(i), group.prev))
+
+    def finish(i):
+        """Complete step i; its buffer is free for the next receive."""
+        receives[i].wait()
+        if steps[i].reduce:
+            combine, _ = OPS[op]
+            combine(steps[i].into, landing(i))
+        if not group.in_order:
+            post_receive()
+
     if not group.in_order:
-        K = max(1, chunk.nbytes // PIECE)
-        start_steps(ring_steps(tensor, group, hops, K), group, op, K).wait()
-        return
-    # no early receives; then pieces do not pay either
-    buffer = torch.empty_like(chunk) if 0 in hops else None  # for the terms to add
-    combine, _ = OPS[op]
-    for dst, src, out, into, reduce in ring_steps(tensor, group, hops, K=1):
-        landing = buffer[: into.numel()] if reduce else into
-        group.exchange(out, dst, landing, src).wait()
-        if reduce:
-            combine(into, landing)
+        for _ in range(AHEAD):
+            post_receive()
+    for i, step in enumerate(steps):
+        if i >= K:
+            finish(i - K)  # step i sends what step i - K received
+        if group.in_order:
+            receives.append(group.exchange(step.out, group.next, landing(i), group.prev))
+        else:
+            sends.append(group.send(step.out, group.next))
+    for i in range(len(steps) - K, len(steps)):
+        finish(i)
+    wait_all(sends)
 
 
 # ---- fewer hops for small tensors ----
@@ -174,10 +158,16 @@ def takes_butterfly(tensor, group):
     return tensor.nbytes <= SMALL and power_of_two and not group.in_order and not group.native
 
 
-def butterfly(tensor, group):
-    """The steps of an all-reduce of N = 2^k ranks in 2k - 1 hops instead of 2 (N-1), with the bytes
-    of the ring: halve the part to sum, then double the complete part. All ranks get the same bits,
-    as a + b = b + a. Rabenseifner 2004. N = 4, rank 1, a tensor of the quarters q0 q1 q2 q3:
+class ButterflyStep(NamedTuple):
+    peer: int
+    out: torch.Tensor
+    into: torch.Tensor  # receives
+    total: torch.Tensor | None  # `into` is added to it; None: `into` is complete
+
+
+def butterfly_steps(tensor, group):
+    """Halve the part to sum, then double the complete part. N = 4, rank 1, a tensor of the quarters
+    q0 q1 q2 q3:
 
         distance 2, with rank 3    sends q2 q3, adds what arrives to q0 q1
         distance 1, with rank 0    swaps q0 q1: both ranks add, q0 q1 is complete on both
@@ -188,13 +178,42 @@ def butterfly(tensor, group):
         lower, upper = kept.tensor_split(2)
         keeps_upper = bool(group.rank & distance)
         kept, given = (upper, lower) if keeps_upper else (lower, upper)
-        peer = group.rank ^ distance
-        halving.append(Step(peer, peer, given, kept, reduce=True))
+        halving.append(ButterflyStep(group.rank ^ distance, given, torch.empty_like(kept), kept))
         distance //= 2
-    swap = Step(group.rank ^ 1, group.rank ^ 1, kept, kept, reduce=True)
-    doubling = [Step(step.dst, step.src, step.into, step.out, reduce=False)
-                for step in reversed(halving)]
+    swap = ButterflyStep(group.rank ^ 1, kept, torch.empty_like(kept), kept)
+    doubling = [ButterflyStep(step.peer, step.total, step.out, None) for step in reversed(halving)]
     return [*halving, swap, *doubling]
+
+
+def butterfly(tensor, group, op):
+    """All-reduce of N = 2^k ranks in 2k - 1 hops instead of 2 (N-1), with the bytes of the ring.
+    Posts all receives and the first send here, the other sends in wait(). All ranks get the same
+    bits, as a + b = b + a. Rabenseifner 2004.
+
+    All receives are posted at once, also a receive into a half that this rank has yet to send: the
+    peer sends its complete half only after it has received that half's terms."""
+    steps = butterfly_steps(tensor, group)
+    combine, _ = OPS[op]
+    first = steps[0]
+    receives = [group.exchange(first.out, first.peer, first.into, first.peer)]
+    receives += [group.recv(step.into, step.peer) for step in steps[1:]]
+
+    def finish():
+        sends = []
+        with group.span("wait"):
+            for step, receive in zip(steps, receives, strict=True):
+                if step is not first:
+                    sends.append(group.send(step.out, step.peer))
+                receive.wait()
+                # The swap sends what combine() overwrites: wait for its send. (`first` is an
+                # exchange, whose Work has waited for the send, too)
+                if step.out is step.total and step is not first:
+                    sends[-1].wait()
+                if step.total is not None:
+                    combine(step.total, step.into)
+            wait_all(sends)
+
+    return Work([finish], f"group {group.name}")
 
 
 # ---- the family ----
@@ -232,7 +251,7 @@ def _all_reduce(tensor, group, op):
     if group.native:
         group.run_native("all_reduce", tensor, OPS[op][1])
     elif takes_butterfly(tensor, group):
-        start_steps(butterfly(tensor, group), group, op).wait()
+        butterfly(tensor, group, op).wait()
     else:
         ring(tensor, group, op, range(2 * group.size - 2))
 
@@ -243,7 +262,7 @@ def all_reduce(tensor, group, op="sum", async_op=False):
     # Between two ranks the butterfly is one exchange: post it here, without submit()'s thread, if
     # no earlier work is pending. (Otherwise its messages could overtake those of earlier work.)
     if async_op and group.size == 2 and takes_butterfly(tensor, group) and not group.last.waits:
-        return start_steps(butterfly(tensor, group), group, op)
+        return butterfly(tensor, group, op)
     return _all_reduce(tensor, group, op, async_op=async_op)
 
 

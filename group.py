@@ -51,9 +51,10 @@ class Work:
 
     def wait(self):
         waits, self.waits = self.waits, ()
-        with naming(self.what):
-            for wait in waits:
-                wait()
+        if waits:
+            with naming(self.what):
+                for wait in waits:
+                    wait()
 
 
 def wait_all(works):

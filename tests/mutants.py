@@ -114,12 +114,11 @@ MUTANTS = {
         ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
     "collectives.py": [
-        ("sends[i].wait()", "pass", "collectives:change_no_collective"),
-        ("landing, src).wait()", "landing, src)", "streams:zb_v"),
-        ("            wait_all(sends)\n\n    return", "\n    return",
-         "collectives:change_no_collective"),
+        ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
+        ("receives[i].wait()", "pass", "streams:zb_v"),
+        ("finish(i)\n    wait_all(sends)", "finish(i)", "collectives:change_no_collective"),
         (" and not group.last.waits", "", "collectives:overtake"),
-        ("min(AHEAD, len", "min(AHEAD // 2, len", "collectives:fast_ring"),
+        ("else AHEAD, num_reduce)", "else AHEAD // 2, num_reduce)", "collectives:fast_ring"),
         ("power_of_two = ", "power_of_two = group.size % 2 == 0 or ", "collectives:definition")],
     "group.py": [
         ("future.result()", "pass", "collectives:change_nothing"),
