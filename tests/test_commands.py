@@ -227,11 +227,12 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
     more = dict(steps=12, log_interval=5, eval_interval=6, eval_batches=2)
     with ThreadPoolExecutor(2) as threads:
         runs = (threads.submit(train_py, "alone", eval_interval=9),
-                threads.submit(train_py, "two", tp=2, **more))
+                threads.submit(train_py, "four", tp=2, pp=2, **more))
     (_, rank), (said, launcher) = (run.result() for run in runs)
     assert "torch" not in launcher
     assert "torch" in rank and not rank & {"torch._dynamo", "sympy"}
-    assert said.startswith("GPT of 2 layers, 8 wide, on 2 ranks: 2 tensor; loading torch\n")
+    assert said.startswith("GPT of 2 layers, 8 wide, on 4 ranks: 2 pipeline x 2 tensor; "
+                           "loading torch\n")
     assert [int(n) for n in re.findall(r"^step +(\d+)  loss", said, re.MULTILINE)] == [
         *range(11), 11]  # the first ten, multiples of --log-interval, the last
     assert "validation: " in said and "--" not in said
@@ -239,12 +240,12 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
     one = Run(1, argv("one", **more), tmp_path)
     assert one.wait() == [0], one.read()
     logs = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-            for name in ("one.log", "two.log")]
+            for name in ("one.log", "four.log")]
     assert len(logs[0]) == len(logs[1]) == 12 + 2
-    for one, two in zip(*logs, strict=True):
-        assert one.keys() == two.keys()
+    for one, four in zip(*logs, strict=True):
+        assert one.keys() == four.keys()
         for key in {"loss", "grad_norm", "lr", "val_loss", "val_bits_per_byte"} & one.keys():
-            assert math.isclose(one[key], two[key], rel_tol=1e-10), (key, one, two)
+            assert math.isclose(one[key], four[key], rel_tol=1e-10), (key, one, four)
         if "ms" in one:
             assert math.isclose(one["tokens_per_s"] * one["ms"] / 1e3, 4 * 8)
 

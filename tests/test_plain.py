@@ -21,6 +21,7 @@ from run.demonstrations import NoReducer
 from shard import tag_whole
 from sizes import GPTConfig
 from tests.harness import (
+    STEPS,
     VOCAB,
     _train,
     close,
@@ -62,8 +63,7 @@ def test_plain_py_equals_one_process_and_train_py(corpus, flags):
     cfg = config(corpus, **flags)
     world = check(cfg, 1)
     want = reference(corpus, **same_model(cfg))
-    pages, traces = pool(world, _plain_page, cfg), pool(
-        world, _train, cfg, 3, None, ())
+    pages, traces = pool(world, _plain_page, cfg), pool(world, _train, cfg, STEPS, None, ())
     for page, trace in zip(pages, traces, strict=True):
         for step, (loss, norm) in enumerate(page, 1):
             for other in (want[step], trace[step]):
