@@ -1,266 +1,67 @@
 """Data parallelism: D replicas of the model, each with 1/D of the batch; gradients are summed.
-(Ranks that split sequences, --cp, see different tokens too: here D counts them as replicas.)
 
-Sent per rank and step: 2 (D-1)/D Psi elements for Psi parameters, whatever the number of
-microbatches. Held: weights, gradients and optimizer states, all whole. No average is taken: the
-loss was divided by the number of tokens in the whole batch before backward, so the sum of the
-ranks' gradients is the gradient. PyTorch Distributed, arXiv 2006.15704.
+Split: the batch. Replicated: weights, gradients, optimizer states. Sent per rank and step:
+2 (D-1)/D Psi elements for Psi parameters, whatever the number of microbatches.
 
-    python ddp.py        a small GPT on 4 ranks        torchrun train.py --dp 2
+No average is taken. The loss was divided by the number of tokens in the whole batch before
+backward, so the sum of the ranks' gradients is the gradient of the whole batch. PyTorch
+Distributed, arXiv 2006.15704.
+
+    python ddp.py        a small GPT on 4 ranks        torchrun plain.py --dp 2
+
+plain.py trains with this DDP. train.py runs engine/ddp.py: gradients lie side by side in buckets, a
+bucket is one message, and it travels while backward goes on: 1.5 times the speed where messages
+rule, 1.04 where computing does.
 """
 
-from weakref import WeakMethod
-
-import torch
-
-from collectives import all_reduce, plain_all_reduce
-from group import wait_all
+from collectives import all_reduce
 
 
-def plain_data_parallel(params, group):
-    """Data parallelism at its plainest. In: each rank has run backward on its part of the batch.
-    Out: every param.grad is the gradient of the whole batch, on every rank."""
-    for param in params:
-        plain_all_reduce(param.grad, group)
-
-
-# ---- the same, fast: 1.5 times the speed where messages rule, 1.04 where computing does ----
-#
-#   buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
-#            reaches them. Each param.grad becomes a view into a bucket: a step's first gradient is
-#            copied there (to clear the bucket and add takes longer). A bucket is one message.
-#   overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
-#            With accumulation, in the last microbatch only.
-
-
-class Bucket:
-    """Parameters side by side in one flat buffer, with the same groups to sum gradients over. Under
-    ZeRO (`split`) the buffer is padded and cut into equal shards, one per data rank.
-
-    train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
-    memory, a view into `full`, and its value, initial_value(tag)."""
-
-    def __init__(self, params, split, dtype, device, initial_value, grad_dtype=None):
-        self.params, self.grad_dtype = params, grad_dtype or dtype
-        self.group, *self.sum_at_end = params[0].shard.sum_over  # data ranks; then the others
-        self.starts, self.numel = {}, 0  # parameter -> its first element; length of the buffer
-        for param in params:
-            self.starts[param] = self.numel
-            self.numel += param.numel()
-        self.num_shards = self.group.size if split else 1  # DDP: one, the whole buffer
-        self.numel += -self.numel % self.num_shards  # padding
-        shard_numel = self.numel // self.num_shards
-        self.offset = self.group.rank * shard_numel if split else 0  # of this rank's shard
-        self.own = slice(self.offset, self.offset + shard_numel)
-        self.full = torch.zeros(self.numel, dtype=dtype, device=device)  # weights
-        # Gradients in the same order. ZeRO-2 has them during a backward only. None where there are
-        # no other ranks to sum over: the gradients stay in param.grad.
-        self.grad = None
-        # parameter -> its view into `grad`. Empty where param.grad cannot be that view: `grad` is
-        # None, wider than the weights, or made anew in each backward (ZeRO-2)
-        self.views = {}
-        self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
-        self.grad_shard = None  # the summed gradients of weight_shard: see allocate_gradients
-        self.missing = 0  # gradients that the current backward has yet to add
-        for param in params:
-            self.allocate(param, initial_value(param.shard))
-
-    def allocate(self, param, value):
-        """Turn a parameter of the meta device into a view of the buffer that holds this value; rows
-        beyond the value (--pad-vocab) stay zero. The layers keep the same Parameter object."""
-        view = self.view(self.full, param)
-        dim = param.shard.dim
-        view.narrow(dim, 0, value.size(dim)).copy_(value)
-        # .data: autograd does not see ZeRO-3 (zero.py) free the weights and gather them again
-        real = torch.nn.Parameter(view.data)
-        real.shard = param.shard
-        # The object `param`, which layers and dicts hold, gets the content and the tag of `real`
-        torch.utils.swap_tensors(param, real)
-
-    def view(self, flat, param):
-        """The part of a buffer, arranged like `full`, that belongs to the parameter."""
-        return flat.narrow(0, self.starts[param], param.numel()).view(param.shape)
-
-    def pieces(self, shard):
-        """(parameter, view) for each parameter of which this rank's shard holds a piece."""
-        for param, start in self.starts.items():
-            first = max(start - self.offset, 0)
-            last = min(start + param.numel() - self.offset, shard.numel())
-            if first < last:
-                yield param, shard[first:last]
+def parameters_of(layers):
+    """The parameters of some layers, each once: two layers may share one (the tied embedding)."""
+    return list(dict.fromkeys(param for layer in layers for param in layer.parameters()))
 
 
 class DDP:
-    """Sums gradients over the replicas, in buckets, during backward.
+    """Sums gradients over the replicas.
 
-    stages: this rank's pipeline stages (one; more under --schedule interleaved), {stage: [layers]}
-    in order of use; the parameters are tagged, and are allocated here.
-    Around each backward that completes a stage's gradients the pipeline calls expect() before and
-    flush() after; then gradients() of train.py calls finish(). After that each bucket's grad_shard
-    holds the sums for its weight_shard, which this rank's optimizer steps. Here both are whole;
-    ZeRO-1, 2 and 3 (zero.py) override what they split.
+    In: a list of layers whose parameters are tagged (shard.py); replicas hold the same weights.
+    ZeRO (zero.py) shards some of this over the replicas, under the same three names:
+
+        weights        the tensors that this rank's optimizer steps, in place. Here: whole
+                       parameters. params[i] is the parameter of weights[i]
+        gradients()    after the last backward of a step: the gradient of each of `weights`, summed
+                       over the replicas. Starts the next step's gradients anew
+        publish()      after the optimizer's step: every rank has the new weights
     """
 
-    zero = 0  # ZeRO stage
-    # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
-    every_microbatch = False
+    def __init__(self, layers):
+        self.params = parameters_of(layers)
+        self.weights = [param.data for param in self.params]
 
-    def __init__(self, stages, dtype, device, initial_value, bucket_bytes=25 << 20,
-                 grad_dtype=None):
-        self.bucket_numel = bucket_bytes // dtype.itemsize
-        self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
-        self.home = {}  # parameter -> its bucket
-        self.filling = []  # buckets that the current backward has yet to launch, in order
-        self.works = []  # pending reductions
-        users = {}  # parameter -> [(stage, index)] of the layers that use it, in order of use
-        for stage, layers in stages.items():
-            for i, layer in enumerate(layers):
-                for param in layer.parameters():
-                    users.setdefault(param, []).append((stage, i))
-        # weak: a strong reference would be a cycle that the gc cannot free
-        grad_added = WeakMethod(self.grad_added)
-        for stage, params in self.partition(users):
-            bucket = Bucket(params, self.zero > 0, dtype, device, initial_value, grad_dtype)
-            self.allocate_gradients(bucket)
-            self.stages[stage].append(bucket)
-            for param in params:
-                self.home[param] = bucket
-                param.register_post_accumulate_grad_hook(lambda param: grad_added()(param))
-        self.buckets = [bucket for stage in self.stages.values() for bucket in stage]
-
-    def partition(self, users):
-        """Cut the parameters into buckets: [(stage, parameters)], in reverse order of use. A bucket
-        has bucket_bytes at most, or one parameter."""
-        found = []
-        open_buckets = {}  # (stage, groups to sum over) -> (its open bucket, elements left there)
-        for param, where in reversed(users.items()):
-            stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
-            key = stage, param.shard.sum_over
-            bucket, left = open_buckets.get(key, (None, -1))
-            if param.numel() > left:
-                bucket, left = [], self.bucket_numel
-                found.append((stage, bucket))
-            bucket.append(param)
-            open_buckets[key] = bucket, left - param.numel()
-        return found
-
-    def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradients: here whole, for the whole run. Without other ranks to sum
-        them over, they stay in param.grad, and no copy is made."""
-        same_dtype = bucket.grad_dtype == bucket.full.dtype
-        if same_dtype and bucket.group.size == 1 and not bucket.sum_at_end:
-            return
-        bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
-        bucket.grad_shard = bucket.grad[bucket.own]
-        if same_dtype:  # else param.grad cannot be a view of it
-            bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
-
-    def zero_grad(self):
-        """Drop the gradients. The next ones are copied over the old (clearing took 3 ms of 70)."""
-        for param in self.home:
+    def gradients(self):
+        summed = []
+        for param in self.params:
+            replicas = param.shard.sum_over[0]
+            summed.append(all_reduce(param.grad, replicas))
             param.grad = None
-        for bucket in self.buckets:
-            if bucket.grad is not None and not bucket.views:
-                bucket.grad.zero_()
+        return summed
 
-    def expect(self, stage, params=None):
-        """Call before the backward that completes this stage's gradients. params: those that this
-        backward adds (W of zero bubble, in pipeline.py); None: all. A bucket that waits for none
-        of them is launched at once."""
-        self.filling = list(self.stages[stage])
-        for bucket in self.filling:
-            bucket.missing = sum(params is None or param in params for param in bucket.params)
-        self.launch_full()
-
-    def grad_added(self, param):
-        """Called by autograd when it is done with this parameter; there is no gradient yet if zero
-        bubble defers it (pipeline.py), which then calls again. Outside of expect() .. flush() no
-        bucket is filling: nothing is launched, and the next expect() sets `missing` anew."""
-        bucket = self.home[param]
-        if param.grad is not None:
-            self.collect(param, bucket)
-        bucket.missing -= 1
-        self.launch_full()
-
-    def launch_full(self):
-        """A full bucket waits for the buckets before it, so that all ranks reduce in one order."""
-        while self.filling and self.filling[0].missing <= 0:
-            self.launch(self.filling.pop(0))
-
-    def collect(self, param, bucket):
-        """Move param.grad into its bucket, or add it there if the bucket's gradients are wider."""
-        if bucket.grad is None:  # alone: nothing to sum
-            return
-        if not bucket.views:
-            bucket.view(bucket.grad, param).add_(param.grad)
-            param.grad = None
-        elif param.grad is not bucket.views[param]:
-            param.grad = bucket.views[param].copy_(param.grad)
-
-    def flush(self):
-        """Backward is over: launch the rest, the buckets with a parameter that got no gradient."""
-        while self.filling:
-            self.launch(self.filling.pop(0))
-
-    def launch(self, bucket, reduction=all_reduce):
-        """Start the reduction of a bucket."""
-        if bucket.grad is None:  # alone: nothing to sum
-            return
-        for param, view in bucket.views.items():
-            if param.grad is None:  # unused in this step: its gradient is zero
-                param.grad = view.zero_()
-        self.works.append(reduction(bucket.grad, bucket.group, async_op=True))
-
-    def finish(self):
-        """Wait for the reductions; then sum over the groups other than the data ranks."""
-        wait_all(self.works)
-        self.works.clear()
-        for bucket in self.buckets:
-            for group in bucket.sum_at_end:
-                all_reduce(bucket.grad_shard, group)
-
-    def grad_pieces(self, bucket):
-        """(parameter, this rank's piece of its summed gradient) for a bucket, after finish()."""
-        if bucket.grad_shard is not None:
-            return bucket.pieces(bucket.grad_shard)
-        return [(param, torch.zeros_like(piece) if param.grad is None else param.grad.flatten())
-                for param, piece in bucket.pieces(bucket.full)]
-
-    # For ZeRO, where a rank does not hold all weights all the time. Here it does.
-
-    def gather_weights(self, layers):
-        """Return when the weights of `layers` are whole: ZeRO1 waits for those on their way, ZeRO3
-        gathers them and frees all others. Called before a layer runs, by ZeRO's hooks."""
-
-    def release_weights(self):
-        """Free all gathered weights. The pipeline calls it after each forward and backward."""
-        self.gather_weights([])
-
-    def publish(self, bucket):
-        """Start to send this rank's new weight_shard to the data ranks. ZeRO1 overrides it;
-        Optimizer.step and checkpoint.load call it."""
+    def publish(self):
+        """Nothing to send: every rank has stepped every weight, with the same gradients."""
 
 
 def demo(mesh):
     """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
-    from run.demonstrations import show_difference, small_gpt
-    plain, mine = small_gpt(mesh)
-    plain(mine, mine).backward()
-    plain_data_parallel(plain.parameters(), mesh.group("dp"))
-    show_difference("plain", mesh, plain, summed=True)
-    fast, _ = small_gpt(mesh)
-    values = dict(fast.canonical_parameters())
-    ddp = DDP({0: fast.layers}, torch.double, "cpu", lambda tag: values[tag.name].data, 20_000)
-    ddp.expect(0)
-    fast(mine, mine).backward()
-    launched = len(ddp.works)
-    ddp.flush()
-    ddp.finish()
-    show_difference("buckets", mesh, fast, summed=True)
-    print(f"rank {mesh.rank}: {launched} of {len(ddp.buckets)} buckets were on their way when "
-          "backward ended")
+    from show.demonstrations import show_difference, small_gpt
+    model, mine = small_gpt(mesh)
+    model(mine, mine).backward()
+    ddp = DDP(model.layers)
+    for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
+        param.grad = grad
+    show_difference("DDP", mesh, model, summed=True)
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, dp=4)

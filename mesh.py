@@ -1,34 +1,30 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, as arange(N).view(D/E, E, P, C, T) for D
-data, P pipeline, C context (here not the width) and T tensor ranks. The D data ranks are two axes,
-dp of D/E and ep of E (E = 1 without experts):
+N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T):
 
-    dp  data parallel     talks once per step (ZeRO-2, 3: in every microbatch): on the slowest links
-    ep  expert parallel   talks in each layer's experts; E of the D data ranks share the experts
-    pp  pipeline          talks twice per microbatch and boundary of stages: forward, backward
-    cp  context parallel  talks in each layer's attention
-    tp  tensor parallel   talks several times per layer: innermost, on the fastest links
+    dp  data parallel      talks once per step: outermost, on the slowest links
+    pp  pipeline           talks twice per microbatch and boundary of stages: forward, backward
+    tp  tensor parallel    talks several times per layer: innermost, on the fastest links
+
+Further axes lie between them: ep, expert parallel, after dp; cp, context parallel, before tp.
 
 A group along some axes: the ranks that differ in these axes only. With D = P = T = 2 and rank 5,
 mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is one full copy of
 the model (a replica). A collective (an operation that all ranks of a group call together) does
-nothing in a group of one, so code need not ask for sizes.
+nothing in a group of one, so the code that trains need not ask for sizes.
 
     python mesh.py 2 1 2 1 2        sizes of dp ep pp cp tp: prints the ranks and every group
+
+plain.py trains with this Mesh; train.py with engine/mesh.py, which chooses the class of groups for
+CPU or GPU, and records spans of time for --trace.
 """
 
 import math
-from collections import deque
-from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
 
 import torch
 import torch.distributed as dist
-
-from group import Group, naming
-from nccl_group import CudaGroup, InOrderGroup
 
 
 def lay_out(sizes, axes):
@@ -45,31 +41,30 @@ def lay_out(sizes, axes):
 
 
 class Mesh:
-    """The world's ranks on named axes, the outermost first: Mesh(dp=2, pp=2, tp=2). All ranks make
-    the same groups in the same order. in_order: post messages in the order that NCCL demands
-    (nccl_group.py), also on CPU, for tests."""
+    """The world's ranks on named axes, the outermost first: Mesh(Group, dp=2, pp=2, tp=2). Every
+    rank makes the same groups in the same order."""
 
-    def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
-        self.sizes, self.device = sizes, torch.device(device)
-        self.native = native  # True: call torch's own collectives, not collectives.py's
-        self.timeout = timeout  # seconds to wait for another rank
-        cuda = self.device.type == "cuda"
-        self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
-        self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        alone = not dist.is_initialized()  # then no group needs a communicator
-        self.rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    def __init__(self, group_class, device="cpu", timeout=600, **sizes):
+        """group_class: group.Group, or a subclass. timeout: seconds to wait for another rank."""
+        self.group_class = group_class
+        self.device = torch.device(device)
+        self.timeout = timeout
+        self.sizes = sizes
+        alone = not dist.is_initialized()  # one process: no group needs a communicator
+        self.rank = 0 if alone else dist.get_rank()
+        world = 1 if alone else dist.get_world_size()
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
-        self.groups = {}  # made so far, by name
+        self.groups = {}  # groups made so far, by name
         self.world = self.join("world", [list(range(world))])
 
     def group(self, *axes):
-        """This rank's group along these axes, with a communicator of its own, so its
-        messages do not wait behind those of another group."""
+        """This rank's group along these axes. It has a communicator of its own, so its messages do
+        not wait behind those of another group."""
         return self.join("_".join(axes), lay_out(self.sizes, axes))
 
     def place(self, *axes):
-        """(index, size): this rank's index in its group along these axes, and how many ranks the
-        group has. Needs no communicator."""
+        """(index, size): this rank's index in its group along these axes, and the number of ranks
+        in that group. Needs no communicator."""
         row = next(row for row in lay_out(self.sizes, axes) if self.rank in row)
         return row.index(self.rank), len(row)
 
@@ -78,14 +73,10 @@ class Mesh:
         rows = [sorted({row[0], row[-1]}) for row in lay_out(self.sizes, [axis])]
         return self.join(axis + "_ends", rows)
 
-    def span(self, name, **args):
-        """A span is a named stretch of time, for --trace. This one records nothing: replaced in
-        Tracer.at (run/timeline.py)."""
-        return nullcontext()
-
     def join(self, name, rows):
-        """This rank's group called `name`. rows: the ranks of every group of that name. All ranks
-        make all communicators, as torch demands."""
+        """This rank's group called `name`. rows: the ranks of every group of that name. Every rank
+        makes the communicators of all rows, also of those it is not in, because torch demands
+        that."""
         if name not in self.groups:
             mine = self.group_class(self, name, [self.rank], 0)  # alone, unless a row has it
             for ranks in rows:
@@ -96,10 +87,8 @@ class Mesh:
         return self.groups[name]
 
     def communicator(self, name, ranks):
-        with naming(f"rank {self.rank}: joining group {name}"):
-            # NCCL's watchdog aborts the process at this limit; CudaGroup.start_read raises earlier
-            limit = self.timeout * (2 if self.device.type == "cuda" else 1)
-            return dist.new_group(ranks, timeout=timedelta(seconds=limit))
+        """A new ProcessGroup of torch, which all ranks of the world call for, in one order."""
+        return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
 
 
 def grid(sizes):
@@ -113,5 +102,5 @@ def grid(sizes):
 
 
 if __name__ == "__main__":
-    from planner.tables import mesh_command
+    from show.tables import mesh_command
     mesh_command()

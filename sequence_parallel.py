@@ -5,110 +5,85 @@ same activations and repeat the same work: bias, residual, LayerNorm. But an all
 reduce-scatter and an all-gather, and bias, residual and LayerNorm treat each token by itself. So
 place them between the two halves, on 1/T of the tokens per rank:
 
-    without --sp   row -> all-reduce     -> LayerNorm of S tokens                 -> column
-    with --sp      row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
+    without    row -> all-reduce     -> LayerNorm of S tokens                 -> column
+    with       row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent per pair of a row and the next column, in forward and again in backward: as much as one
-all-reduce, 2 (T-1)/T b S C elements; and in backward half of that once more, to gather the column's
-x, of which only 1/T was saved. Held: all that a block saves / T (zero bubble keeps the gathered x).
-Korthikanti et al., arXiv 2205.05198.
+Sent: as much as without. Held: 1/T of what is between row and column. Replicated parameters
+(LayerNorm, wpe, biases of rows) now see 1/T of the tokens on each rank, so their gradients are
+summed over the T ranks. Korthikanti et al., arXiv 2205.05198.
 
-    python sequence_parallel.py        both ways on 4 ranks        torchrun train.py --tp 2 --sp
+    python sequence_parallel.py        a GPT on 4 ranks
+
+train.py runs engine/sequence_parallel.py (--sp), which gathers while it computes, and saves only
+1/T of a column's input for backward (here autograd saves all of it).
 """
 
 import torch
-import torch.nn.functional as F
 
-from collectives import WithBackward, all_gather, all_reduce, reduce_scatter
-
-# How activations cross the border of the tensor-parallel region, between a column and its row:
-#
-#               entering (before a column)       leaving (after a row)
-#    no --sp    nothing: all ranks hold x        all-reduce
-#    --sp       all-gather of the tokens         reduce-scatter of the tokens
-#
-# In each line one is the backward of the other: every rank multiplies what enters by its own part
-# of W, so the gradients of the input are partial sums.
+from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
+from shard import tag_replicated
+from tensor_parallel import split_layers
 
 
-class Region:
-    """The border of the tensor-parallel region of a group, with or without --sp. x may be
-    overwritten."""
-
-    def __init__(self, group, sp=False):
-        self.group, self.sp = group, sp
-
-    def enter(self, x):
-        """With --sp this rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
-        return self.start_enter(x, async_op=False)()
-
-    def leave(self, x):
-        """(B, S, C), partial over tp -> the sum, (B, S, C) or, with --sp, this rank's tokens of it,
-        (B, S/T, C)."""
-        return self.start_leave(x, async_op=False)()
-
-    def start_enter(self, x, async_op=True):
-        """Start the messages of enter(), in the background if async_op. Returns a function that
-        waits and returns the result."""
-        if not self.sp:
-            return lambda: x
-        parts = x.new_empty((self.group.size, *x.shape))  # (T, B, S/T, C): each chunk is contiguous
-        parts[self.group.rank] = x
-        gathered = self.start(all_gather, parts, async_op)
-        return lambda: gathered().movedim(0, 1).flatten(1, 2)
-
-    def start_leave(self, x, async_op=True):
-        """The same for leave()."""
-        if not self.sp:
-            return self.start(all_reduce, x, async_op)
-        parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
-        summed = self.start(reduce_scatter, parts, async_op)
-        return lambda: summed()[self.group.rank].clone()  # a copy: the other chunks are freed
-
-    def start(self, collective, tensor, async_op):
-        """Returns a function that waits for the collective, and returns the tensor."""
-        work = collective(tensor, self.group, async_op=async_op)
-
-        def finish():
-            if async_op:
-                work.wait()
-            return tensor
-
-        return finish
+def all_tokens(x, group):
+    """Every rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
+    parts = x.new_empty((group.size, *x.shape))  # (T, B, S/T, C): chunk r is rank r's
+    parts[group.rank] = x
+    return all_gather(parts, group).movedim(0, 1).flatten(1, 2)
 
 
-# For experts and embedding, whose backward is autograd's. Columns and rows call the region
-# themselves.
+def own_tokens_of_sum(x, group):
+    """(B, S, C), partial over tp -> this rank's tokens of the sum, (B, S/T, C)."""
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0)  # (T, B, S/T, C)
+    summed = reduce_scatter(parts.clone(memory_format=torch.contiguous_format), group)
+    return summed[group.rank]
 
 
-def enter_region(x, region):
-    """f of tensor_parallel.py; under --sp an all-gather of the tokens."""
-    return WithBackward.apply(x, region.enter, lambda grad: region.leave(
-        grad.clone(memory_format=torch.contiguous_format)))
+def gather_tokens(x, group):
+    """In the place of f: all-gather. Backward: every rank multiplied all tokens by its own part of
+    W, so their gradients are partial sums, and a rank needs those of its own tokens."""
+    return WithBackward.apply(x, lambda x: all_tokens(x, group),
+                              lambda grad: own_tokens_of_sum(grad, group))
 
 
-def leave_region(x, region):
-    """g of tensor_parallel.py; under --sp a reduce-scatter of the tokens. Each rank's term is part
-    of the sums of all tokens, so backward needs the gradients of all tokens: under --sp it gathers
-    them."""
-    return WithBackward.apply(x, lambda x: region.leave(x.clone()), region.enter)
+def scatter_tokens(x, group):
+    """In the place of g: reduce-scatter. Backward: x holds this rank's term of every token's sum,
+    so its gradient needs every token's gradient."""
+    return WithBackward.apply(x, lambda x: own_tokens_of_sum(x, group),
+                              lambda grad: all_tokens(grad, group))
+
+
+def sequence_parallel(model, group):
+    """tensor_parallel() with another f and g. In: a whole, tagged model. After: as there, and the
+    gradients of replicated parameters are to be summed over the group. T must divide the tokens of
+    a sequence on this rank."""
+    split_layers(model, group, f=gather_tokens, g=scatter_tokens)
+    tag_replicated(model, group, sum_gradients=True)
+    embedding = model.layers[0]
+    positions = embedding.positions  # of all tokens
+    embedding.positions = lambda idx: own_chunk(positions(idx), group)  # of this rank's
 
 
 def demo(mesh):
-    """LayerNorm between a row and a column: of all tokens on every rank, or each rank's own."""
-    group, C = mesh.group("tp"), 16
-    x, results = torch.randn(2, 8, C, dtype=torch.double), []  # a different x on each rank
-    for sp in (False, True):
-        region, before = Region(group, sp), group.bytes_sent
-        y = F.layer_norm(region.leave(x.clone()), (C,))
-        results.append(region.enter(y))
+    """Gradients of a small GPT, compared with one process's; and the bytes beside tensor
+    parallelism's."""
+    from show.demonstrations import show_difference, small_gpt
+    from tensor_parallel import tensor_parallel
+    group = mesh.group("tp")
+    for technique in (tensor_parallel, sequence_parallel):
+        model, ids = small_gpt(mesh)
+        technique(model, group)
+        sizes = []  # of what the first block's LayerNorm sees
+        model.layers[1].ln_1.register_forward_hook(
+            lambda layer, args, y, sizes=sizes: sizes.append([*y.shape]))
+        before = group.bytes_sent
+        model(ids, ids).backward()
+        sent = group.bytes_sent - before
+        show_difference(technique.__name__, mesh, model)
         if mesh.rank == 0:
-            print(f"{'--sp   ' if sp else 'without'} LayerNorm of {[*y.shape]} on each rank, "
-                  f"{group.bytes_sent - before} bytes sent")
-    same = torch.allclose(*results, rtol=1e-12, atol=1e-12)
-    print(f"rank {mesh.rank}: the column gets {'the same' if same else 'something ELSE'}")
+            print(f"{technique.__name__}: LayerNorm of {sizes[0]} on each rank, {sent} bytes sent")
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, tp=4)

@@ -44,7 +44,7 @@ class Shard:
             (start, stop), = self.ranges
             return full.narrow(self.dim, start, stop - start)
         held = [i for start, stop in self.ranges for i in range(start, stop)]
-        # (torch.cat on the meta device would import 2 s of torch.compile)
+        # (torch.cat on the meta device would make torch import torch.compile, which takes 2 s)
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
     def runs(self, start, stop):
@@ -111,18 +111,3 @@ def tag_replicated(model, group, sum_gradients):
             param.shard.shared_by += (group,)
             if sum_gradients:
                 param.shard.sum_over += (group,)
-
-
-def pad_vocabulary(model, multiple):
-    """Pad this rank's rows of the tied embedding with zeros up to a multiple, as GPUs are slow at
-    products of odd sizes. Call it after parallelize. No token has a padded id, and ChunkedLoss
-    (tensor_parallel.py) sets the padded logits to minus infinity. The tag does not describe the
-    padding, so norm, parameter count and checkpoints leave it out."""
-    head, embedding = model.layers[-1].lm_head, model.layers[0].wte
-    weight = embedding.weight
-    rows = weight.size(0)
-    if rows % multiple:
-        # shapes only, as train.py's model is on the meta device: Bucket (ddp.py) fills in zeros
-        padded = weight.new_empty(rows + -rows % multiple, weight.size(1))
-        embedding.weight = head.weight = torch.nn.Parameter(padded)
-        head.weight.shard = weight.shard

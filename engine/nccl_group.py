@@ -1,8 +1,8 @@
-"""NCCL's manner of a Group (group.py has gloo's). A reader without a GPU can leave this file out.
+"""NCCL's manner of a Group (engine/group.py has gloo's). A reader without a GPU can leave this out.
 
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the process
-    NCCL (CUDA)  operations of two ranks run in the order in which they were posted, without tags;
-                 wait() makes the current stream wait, and the host goes on
+    NCCL (CUDA)  between two ranks, operations are matched in the order in which both posted them;
+                 there are no tags; wait() makes the current stream wait, and the host goes on
 
 So no receive is posted early, and both directions of an exchange are posted as one batch; otherwise
 two ranks that first send to each other would wait forever. InOrderGroup does this on CPU, too, so
@@ -16,14 +16,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from group import LIBRARY, CommunicationError, Group, Work, naming
+from engine.group import LIBRARY, CommunicationError, Group, Work, naming
 
 
 class InOrderGroup(Group):
     """Posts both directions of an exchange as one operation."""
 
     in_order = True
-    late = 1  # so the host posts the next step while the device still computes this one
 
     def post(self, ends):
         operations = [dist.P2POp(operation, tensor, group=self.communicator, group_peer=peer)
@@ -33,8 +32,8 @@ class InOrderGroup(Group):
 
 def is_done(work, posted):
     """Has the device finished? posted: the library's works. If so, calls work.wait(), which raises
-    the error of an operation that its caller has not waited for. (One that failed after the wait
-    is ended, with its process, by NCCL's watchdog.)"""
+    the error of an operation that its caller has not waited for. (If an operation fails after
+    wait() has returned, NCCL's watchdog kills the process.)"""
     done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
@@ -93,8 +92,8 @@ class CudaGroup(InOrderGroup):
         return tensor, Work([work.wait, use])
 
     def run_native(self, name, *args):
-        """Order the collective on the current stream. An event stands for it in mesh.pending, as
-        the library's Work would keep the tensors alive until it is polled."""
+        """Order the collective on the current stream. mesh.pending gets an event, not the library's
+        Work: a Work keeps its tensors alive until is_done() asks for it."""
         def post():
             LIBRARY[name](*args, group=self.communicator)
             event = torch.cuda.current_stream().record_event()

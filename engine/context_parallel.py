@@ -1,0 +1,209 @@
+"""Context parallelism as train.py runs it: the root's ring (context_parallel.py) at 1.6 to 2.4 times
+the speed, in less than a quarter of the memory.
+
+    kernels   torch's fused attention computes each hop: no matrix of scores is in memory. It also
+              returns each query's logsumexp, log(sum(exp(score))), by which results are merged.
+    overlap   the next keys and values travel during the computation
+    skip      segments of keys that the mask hides entirely are left out
+
+Sent by the ring: what the root sends forward; in backward twice as much as forward, because keys
+and values go around once more, and their gradients (in fp32 at least) follow them. Held for
+backward: q, k, v, the output and one logsumexp per query. The all-to-all form is the root's, with
+the engine's all_to_all; it saves attention's output twice, before and after the swap back.
+
+    torchrun train.py --cp 2        torchrun train.py --cp 2 --cp-attention all-to-all
+"""
+
+import math
+from functools import partial
+
+import torch
+
+import context_parallel
+from context_parallel import all_to_all_attention
+from engine.collectives import all_to_all
+from engine.group import Work
+
+
+# ---- one hop ----
+
+
+def takes_flash(q):
+    """FlashAttention takes 16 bits, on GPUs since the A100."""
+    return q.is_cuda and q.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def kernel(q, k, v, causal):
+    """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs). Returns out (B, nh, Sq, hs), the
+    logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout, unused."""
+    aten = torch.ops.aten
+    if takes_flash(q):  # both GPU kernels have been read, never run: no GPU was at hand
+        out, lse, _, _, _, _, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse, rest[:2]
+    if q.is_cuda:
+        out, lse, *rest = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal)
+        return out, lse[..., : q.size(2)], rest  # the kernel pads lse
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse, ()
+
+
+def kernel_backward(grad, q, k, v, out, lse, rest, causal):
+    """Gradients of q, k, v from the gradient of out. q may be some of the queries, k and v some of
+    their keys: given out and lse over all keys, the kernel recomputes the right weights,
+    exp(score - lse), and returns these keys' terms of the gradients."""
+    aten = torch.ops.aten
+    if takes_flash(q):  # None: all sequences of a batch are of one length
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
+            *rest)
+    if q.is_cuda:  # the kernel wants its rows padded to a multiple of 32
+        lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
+        return aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)[:3]
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal)
+
+
+def visible(rank, key_rank, half):
+    """(queries, keys, causal): slices of this rank's queries and of key_rank's keys such that each
+    of these queries attends to all of these keys, or, if causal, under the ordinary causal mask.
+    half: the tokens in a segment. Rank 1 of 4 has segments 1 and 6:
+
+        its own keys             segments 1 6: in order, so the causal mask is right
+        keys of rank 0 (before)  segments 0 7: 0 is earlier than both of 1 6, 7 is later than both
+        keys of rank 2 (after)   segments 2 5: both are later than 1 and earlier than 6"""
+    if key_rank == rank:
+        return slice(None), slice(None), True
+    if key_rank < rank:  # all queries, the first segment of keys
+        return slice(None), slice(half), False
+    return slice(half, None), slice(None), False  # the second segment of queries, all keys
+
+
+def merge(out, lse, part, part_lse):
+    """Add further keys to out (B, nh, Sq, hs) and lse (B, nh, Sq), in place. The further keys hold
+    exp(part_lse) / (exp(lse) + exp(part_lse)) = sigmoid(part_lse - lse) of the softmax's weight.
+    out and lse have 32 bits at least, as each merge rounds."""
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def start_passing(x, group):
+    """Start to send x to the next rank. Returns (tensor, Work): the previous rank's x, valid after
+    work.wait()."""
+    received = torch.empty_like(x)
+    return received, group.submit(
+        lambda: group.exchange(x, group.next, received, group.prev).wait(), "pass on")
+
+
+def ring_hops(kv, group):
+    """Pass keys and values kv (2, B, nh, S/N, hs) around the ring. Yields for each hop: its number;
+    the keys and values to compute with, which this rank now has; and what visible() returned. The
+    next ones travel meanwhile (overlap)."""
+    for hop in range(group.size):
+        if hop < group.size - 1:
+            next_kv, passing = start_passing(kv, group)
+        # N = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
+        key_rank = (group.rank - hop) % group.size
+        queries, keys, causal = visible(group.rank, key_rank, half=kv.size(-2) // 2)
+        yield hop, kv[..., keys, :], queries, keys, causal
+        if hop < group.size - 1:
+            passing.wait()
+            kv = next_kv
+
+
+class RingAttentionFunction(torch.autograd.Function):
+    """In: q, k, v (B, nh, S/N, hs) of this rank's tokens, split by zigzag over N ranks. Out:
+    (B, nh, S/N, hs), attention over all S tokens for this rank's queries. N-1 sends each of keys
+    and values."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
+        for hop, kv, queries, _, causal in ring_hops(torch.stack([k, v]), group):
+            with group.span("attention", hop=hop):
+                part, part_lse, rest = kernel(q[:, :, queries], *kv, causal)
+                if hop == 0:
+                    out = part.to(wide)
+                    lse = part_lse
+                    ctx.rest = rest  # the same in all hops
+                else:
+                    merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+            del kv  # or the loop variable would keep these keys while ring_hops allocates the next
+        out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Keys and values go around once more. In each hop this rank computes one term of their
+        gradient, from its own queries. The sum of the terms follows its keys around the ring, one
+        hop behind. Three ranks, as rank 0 sees them:
+
+            hop   has the keys of   receives the sum so far   adds    sends the sum
+            0     rank 0            -                         -       -  (keeps its own term)
+            1     rank 2            - (starts one)            a term  to rank 1
+            2     rank 1            from rank 2               a term  to rank 1
+            end   -                 from rank 2, for rank 0's own keys: adds the term of hop 0
+        """
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.group
+        wide = torch.promote_types(q.dtype, torch.float)
+        grad_kv = q.new_zeros((2, *k.shape), dtype=wide)  # (2, B, nh, S/N, hs): the sum of hop 1
+        passing_grad = Work()  # the sum's last passing on
+        for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):
+            with group.span("attention", hop=hop):
+                dq, dk, dv = kernel_backward(
+                    grad[:, :, queries], q[:, :, queries], *kv,
+                    out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
+            del kv
+            if hop == 0:
+                grad_q, own_dk, own_dv = dq.to(wide), dk, dv
+            else:
+                grad_q[:, :, queries] += dq
+                passing_grad.wait()
+                grad_kv[0][:, :, keys] += dk
+                grad_kv[1][:, :, keys] += dv
+                grad_kv, passing_grad = start_passing(grad_kv, group)
+        passing_grad.wait()
+        grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)
+        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
+
+
+# ---- both forms, for split_sequences ----
+
+
+def ring_attention(q, k, v, group):
+    """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
+    # The kernels read the last dim with stride 1, and give wrong numbers for others
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return RingAttentionFunction.apply(q, k, v, group)
+
+
+def swap(parts, group):
+    """context_parallel.swap with the engine's all_to_all, which NCCL gets as one operation."""
+    parts = [part.contiguous() for part in parts]
+    received = [torch.empty_like(part) for part in parts]
+    all_to_all(received, parts, group)
+    return received
+
+
+KINDS = {"ring": ring_attention, "all-to-all": partial(all_to_all_attention, swap=swap)}
+
+
+def split_sequences(model, group, kind="ring"):
+    """context_parallel.split_sequences with one of KINDS."""
+    return context_parallel.split_sequences(model, group, KINDS[kind])
+
+
+def demo(mesh):
+    """The gradients of the ring, compared with one process's."""
+    from show.demonstrations import compare_attention
+    group = mesh.group("cp")
+    compare_attention("fast ring", partial(ring_attention, group=group), group)
+
+
+if __name__ == "__main__":
+    from show.demonstrations import demonstrate_engine, ranks_asked
+    demonstrate_engine(demo, cp=ranks_asked(4))

@@ -1,0 +1,186 @@
+"""The root's Group with what a long, fast run needs: one trick or safeguard per method.
+
+    submit          runs a function in the background, after all earlier work of the group, so that
+                    messages travel while the caller computes
+    start           every operation gets a number, and an error names rank, operation and peer
+    span            a named stretch of time, for --trace
+    run_native      one of torch's own collectives (--collectives native): the default on GPUs.
+                    Those bypass exchange(), and bytes_sent does not count them
+    start_read      copies a tensor to the host; on GPUs without a wait (engine/nccl_group.py)
+
+This file is for gloo, torch's message library for CPUs; engine/nccl_group.py has subclasses for
+NCCL, the one for GPUs.
+"""
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+
+import group
+
+# The library's own collectives. torch 2.13 renamed two of them.
+LIBRARY = {
+    "all_reduce": dist.all_reduce,
+    "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor}
+
+
+class CommunicationError(RuntimeError):
+    """A rank died, hung or never joined: one line that names rank, operation and peer."""
+
+
+@contextmanager
+def naming(what):
+    """Re-raise a RuntimeError of the library as a CommunicationError that names `what`."""
+    try:
+        yield
+    except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
+        raise
+    except RuntimeError as error:
+        # Strip the C++ location and hints. "[/w/pair.cc:5] Connection closed by peer. This is
+        # likely ..." becomes "Connection closed by peer".
+        text = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*", "", str(error).splitlines()[0])
+        raise CommunicationError(f"{what}: {text}") from None
+
+
+class Work:
+    """A pending operation. Do not touch its tensors before wait() has returned. Any thread may call
+    wait(), and each call returns only when the operation is complete."""
+
+    def __init__(self, waits=(), what=""):
+        self.waits = waits  # functions; each blocks until one part of the operation is complete
+        self.what = what  # names the operation in an error
+        self.lock = threading.RLock()  # held by the thread that waits; a second thread waits for it
+
+    def wait(self):
+        if not self.waits:  # complete: most Works are asked twice
+            return
+        with self.lock, naming(self.what):
+            for wait in self.waits:
+                wait()
+            self.waits = ()
+
+
+class Group(group.Group):
+    """Some ranks in a ring order."""
+
+    # True: the library demands that two ranks post their messages in one order, both directions of
+    # an exchange as one operation (engine/nccl_group.py). False: a receive may be posted long
+    # before its send, and the ring does so, for speed.
+    in_order = False
+
+    def __init__(self, mesh, name, ranks, rank, communicator=None):
+        super().__init__(mesh, name, ranks, rank, communicator)
+        self.mesh = mesh
+        self.native = mesh.native  # True: collectives are the library's own
+        self.sequence = 0  # number of the last operation, for error messages
+        self.last = Work()  # the Work that was submitted last
+        self.executor = None  # one thread, which runs submitted work; made by the first submit()
+        self.worker = None  # identifies that thread, from its first job on
+
+    def span(self, name, **args):
+        """A context: a named stretch of time, for --trace."""
+        return self.mesh.span(name, group=self.name, **args)
+
+    def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
+        """group.Group.exchange. more: further (send, dst, recv, src) of the same operation."""
+        ends = []  # (dist.irecv or dist.isend, tensor, peer): the form that dist.P2POp takes
+        names = []
+        for out, to, into, source in [(send, dst, recv, src), *more]:
+            if into is not None and into.numel() > 0:
+                ends.append((dist.irecv, into, source))
+                names.append(f"receive from rank {self.ranks[source]}")
+            if out is not None and out.numel() > 0:
+                ends.append((dist.isend, out, to))
+                names.append(f"send to rank {self.ranks[to]}")
+                self.bytes_sent += out.numel() * out.element_size()
+        return self.start(", ".join(names), lambda: self.post(ends))
+
+    def post(self, ends):
+        """Post these sends and receives; return the library's works."""
+        return [self.communicator.recv([tensor], peer, 0) if operation is dist.irecv else
+                self.communicator.send([tensor], peer, 0) for operation, tensor, peer in ends]
+
+    def start(self, what, post):
+        """Call post(), which starts an operation and returns the library's works; return one Work.
+        An error names rank, number of the operation, group and `what`."""
+        self.sequence += 1
+        what = f"rank {self.ranks[self.rank]}: operation {self.sequence} of group {self.name}, " \
+               f"{what}"
+        with naming(what):
+            posted = post()
+        work = Work([part.wait for part in posted], what)
+        self.track(work, posted)
+        return work
+
+    def track(self, work, posted):
+        """Remember a pending Work for start_read(). Needed by NCCL only: see CudaGroup.track."""
+
+    def recv_new(self, shape, dtype, src):
+        """Post a receive into a new tensor. Return (tensor, Work)."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        return tensor, self.recv(tensor, src)
+
+    def run_native(self, name, *args):
+        """Run one of the library's own collectives and wait for it."""
+        self.start(f"native {name}", lambda: [
+            LIBRARY[name](*args, group=self.communicator, async_op=True)]).wait()
+
+    def start_read(self, tensor):
+        """Start to copy a tensor to the host. Returns a function that waits and returns the
+        numbers; until then the tensor must not change. On CUDA the host waits nowhere else."""
+        return tensor.tolist
+
+    def read(self, tensor):
+        return self.start_read(tensor)()
+
+    def submit(self, job, name):
+        """Run job(), which sends and receives, after all earlier work of this group, on a thread of
+        the group; return its Work at once. All ranks submit in the same order, so each receive
+        meets its own send; no message carries a number."""
+        def run():
+            self.worker = threading.get_ident()
+            with self.span(name):
+                job()
+
+        self.executor = self.executor or ThreadPoolExecutor(1, f"ring-{self.name}")
+        future = self.executor.submit(run)
+
+        def wait():
+            with self.span("wait"):
+                future.result()
+
+        self.last = Work([wait], f"group {self.name}")
+        return self.last
+
+    def is_running_job(self):
+        """Is the caller a job that was submitted to this group?"""
+        return threading.get_ident() == self.worker
+
+
+def queued(collective):
+    """Make a collective(tensor, group, ...) run after all earlier work of its group. With async_op
+    it runs in the background and returns its Work; without, it returns the tensor when complete. In
+    a group of one it does nothing. A queued collective may call others: those run at once, inside
+    of its job."""
+    name = collective.__name__.strip("_")
+
+    @wraps(collective)
+    def queue(tensor, group, *args, async_op=False, **more):
+        if group.size == 1:
+            return Work() if async_op else tensor
+        if async_op:
+            return group.submit(lambda: collective(tensor, group, *args, **more), name)
+        if not group.is_running_job():  # or it would wait for itself
+            group.last.wait()
+        with (group.span(name),
+              naming(f"rank {group.ranks[group.rank]}: {name} of group {group.name}")):
+            collective(tensor, group, *args, **more)
+        return tensor
+
+    return queue

@@ -1,0 +1,135 @@
+"""AdamW as train.py runs it: on the shards that DDP or ZeRO leaves to this rank, with torch's fused
+kernel (torch.optim would import torch.compile, which takes 2 s), and without a wait of the host: the
+norm, the clipping and the decision to skip a step stay on the device.
+
+The root's optimizer.py spells AdamW out. SGD, LARS and LAMB: engine/layerwise.py. 16-bit weights
+have a 32-bit master copy. Held per parameter: sizes.bytes_per_parameter.
+"""
+
+import math
+
+import torch
+
+from optimizer import decays
+from sizes import MOMENTS, bytes_per_parameter
+
+
+def holders(bucket, tag, norm_group):
+    """How many ranks of the norm group hold each element of this rank's piece of a parameter.
+
+    Within a replica: tag.copies. Times the data ranks in the norm group that hold the same shard:
+        DDP                 1: the norm group is one replica
+        ZeRO                1: the norm group is all ranks, and D data ranks hold D shards
+        DDP with --ep E     E for what is no expert's: the norm group is the E replicas that share
+                            the experts, and each of them holds the rest; 1 for experts"""
+    data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks})
+    return tag.copies * data_ranks / bucket.num_shards
+
+
+class Optimizer:
+    """What all optimizers share: masters, moments, the norm. norm_group: the ranks that together
+    hold every gradient. shapes: {name: full shape} of all tensors, in one order on all ranks."""
+
+    def __init__(self, reducer, norm_group, cfg, shapes):
+        self.reducer = reducer
+        self.norm_group = norm_group
+        self.beta1, self.beta2 = cfg.beta1, cfg.beta2
+        self.weight_decay = cfg.weight_decay
+        self.in_order_of_use = [bucket for stage in reducer.stages.values()
+                                for bucket in reversed(stage)]
+        for bucket in reducer.buckets:
+            is_wide = bucket.weight_shard.element_size() > 2
+            bucket.master = bucket.weight_shard if is_wide else bucket.weight_shard.float()
+            bucket.moments = {name: torch.zeros_like(bucket.master)
+                              for name in MOMENTS[cfg.optimizer]}
+        self.wide = reducer.buckets[0].master.dtype  # 32 bits at least
+        self.device = reducer.buckets[0].full.device
+        # For each piece of a parameter on this rank: how many ranks hold the same piece
+        self.copies = torch.tensor([holders(bucket, param.shard, norm_group)
+                                    for bucket in reducer.buckets
+                                    for param, _ in bucket.pieces(bucket.master)],
+                                   dtype=torch.double, device=self.device)
+        self.updates = torch.zeros((), device=self.device)  # steps so far, without skipped ones
+
+    def grad_square(self):
+        """This rank's part of the squared global norm, to be summed over norm_group. Ranks that
+        hold the same piece each add an equal part of its square: so each element counts once, and
+        an overflow on any rank reaches the sum."""
+        grads = [grad for bucket in self.reducer.buckets
+                 for _, grad in self.reducer.grad_pieces(bucket)]
+        if not grads:  # fewer parameters than ranks
+            return torch.zeros((), dtype=torch.double, device=self.device)
+        norms = torch._foreach_norm(grads, 2, dtype=self.wide)  # one kernel
+        return (torch.stack(norms).double().square() / self.copies).sum()
+
+    def step(self, lr, factor, finite):
+        """Step this rank's shards, with gradients times `factor`, and start to send the weights,
+        bucket by bucket, those first that forward uses first. `factor` and `finite` are 0-dim
+        tensors on the device; if `finite` is false nothing changes. After: each layer's forward
+        waits for its new weights."""
+        raise NotImplementedError
+
+    def publish(self, bucket):
+        """Round the masters to the weights, and start to send these."""
+        if bucket.master is not bucket.weight_shard:
+            bucket.weight_shard.copy_(bucket.master)
+        self.reducer.publish(bucket)
+
+    def finite(self):
+        """Are all weights and moments of this rank finite?"""
+        held = [x for bucket in self.reducer.buckets
+                for x in (bucket.master, *bucket.moments.values())]
+        norms = torch._foreach_norm(held, math.inf)  # makes no copy
+        return bool(torch.stack(norms).isfinite().all())
+
+    def state_bytes(self):
+        """Bytes of the model states on this rank: (by the formula, in live storages)."""
+        first = self.reducer.buckets[0]
+        width = first.full.element_size()
+        grad_width = first.grad_dtype.itemsize
+        formula = 0
+        live = {}  # address of a storage -> its bytes, because tensors share storages
+        for bucket in self.reducer.buckets:
+            formula += bucket.numel * sum(bytes_per_parameter(
+                self.reducer.zero, bucket.num_shards, width, grad_width, len(bucket.moments)))
+            for x in (bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard,
+                      bucket.master, *bucket.moments.values(),
+                      *(param.grad for param in bucket.params)):
+                if x is not None:
+                    live[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return round(formula), sum(live.values())
+
+
+class AdamW(Optimizer):
+    def step(self, lr, factor, finite):
+        self.updates += finite
+        # A 1-dim float32 factor makes torch promote 16-bit gradients to float32; a 0-dim one
+        # does not
+        factor = factor.to(self.wide).view(1)
+        skip = (~finite).float()
+        for bucket in self.in_order_of_use:
+            self.step_bucket(bucket, lr, factor, skip)
+            self.publish(bucket)
+
+    def scaled(self, bucket, factor):
+        """{parameter: this rank's piece of its gradient, times factor}; in place if the gradients
+        are as wide as the factor."""
+        times = torch.Tensor.mul_ if bucket.grad_dtype == factor.dtype else torch.mul
+        if bucket.grad_shard is None:
+            return {p: times(grad, factor) for p, grad in self.reducer.grad_pieces(bucket)}
+        return dict(bucket.pieces(times(bucket.grad_shard, factor)))
+
+    def step_bucket(self, bucket, lr, factor, skip):
+        grads = self.scaled(bucket, factor)
+        masters = dict(bucket.pieces(bucket.master))
+        means = dict(bucket.pieces(bucket.moments["exp_avg"]))
+        squares = dict(bucket.pieces(bucket.moments["exp_avg_sq"]))
+        for matrices in (True, False):  # a call of the kernel has one weight decay
+            params = [param for param in masters if decays(param.shard) == matrices]
+            if params:
+                torch._fused_adamw_(
+                    [masters[p] for p in params], [grads[p] for p in params],
+                    [means[p] for p in params], [squares[p] for p in params], [],
+                    [self.updates] * len(params), lr=lr, beta1=self.beta1, beta2=self.beta2,
+                    eps=1e-8, amsgrad=False, maximize=False, found_inf=skip,
+                    weight_decay=self.weight_decay if matrices else 0.0)

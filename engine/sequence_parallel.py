@@ -1,0 +1,79 @@
+"""How activations cross the border of the tensor-parallel region, with or without --sp, at once or
+in the background. The root's sequence_parallel.py says why.
+
+               entering (before a column)       leaving (after a row)
+    no --sp    nothing: all ranks hold x        all-reduce
+    --sp       all-gather of the tokens         reduce-scatter of the tokens
+
+In each line one is the backward of the other: every rank multiplies what enters by its own part of
+W, so the gradients of the input are partial sums.
+
+Held with --sp: all that a block saves / T (zero bubble keeps the gathered x).
+"""
+
+import torch
+
+from collectives import WithBackward
+from engine.collectives import all_gather, all_reduce, reduce_scatter
+
+
+class Region:
+    """The border of the tensor-parallel region of a group, with or without --sp. x may be
+    overwritten."""
+
+    def __init__(self, group, sp=False):
+        self.group = group
+        self.sp = sp
+
+    def enter(self, x):
+        """With --sp this rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
+        return self.start_enter(x, async_op=False)()
+
+    def leave(self, x):
+        """(B, S, C), partial over tp -> the sum, (B, S, C) or, with --sp, this rank's tokens of it,
+        (B, S/T, C)."""
+        return self.start_leave(x, async_op=False)()
+
+    def start_enter(self, x, async_op=True):
+        """Start the messages of enter(), in the background if async_op. Returns a function that
+        waits and returns the result."""
+        if not self.sp:
+            return lambda: x
+        parts = x.new_empty((self.group.size, *x.shape))  # (T, B, S/T, C): each chunk is contiguous
+        parts[self.group.rank] = x
+        gathered = self.start(all_gather, parts, async_op)
+        return lambda: gathered().movedim(0, 1).flatten(1, 2)
+
+    def start_leave(self, x, async_op=True):
+        """The same for leave()."""
+        if not self.sp:
+            return self.start(all_reduce, x, async_op)
+        parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
+        summed = self.start(reduce_scatter, parts, async_op)
+        return lambda: summed()[self.group.rank].clone()  # a copy, so that the rest is freed
+
+    def start(self, collective, tensor, async_op):
+        """Returns a function that waits for the collective, and returns the tensor."""
+        work = collective(tensor, self.group, async_op=async_op)
+
+        def finish():
+            if async_op:
+                work.wait()
+            return tensor
+
+        return finish
+
+
+# For experts and embedding, whose backward is autograd's. Columns and rows call the region
+# themselves.
+
+
+def enter_region(x, region):
+    """The root's f (copy_to_ranks); under --sp its gather_tokens."""
+    return WithBackward.apply(x, region.enter, lambda grad: region.leave(
+        grad.clone(memory_format=torch.contiguous_format)))
+
+
+def leave_region(x, region):
+    """The root's g (sum_over_ranks); under --sp its scatter_tokens."""
+    return WithBackward.apply(x, lambda x: region.leave(x.clone()), region.enter)

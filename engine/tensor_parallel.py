@@ -1,0 +1,161 @@
+"""Tensor parallelism as train.py runs it: the root's columns and rows (tensor_parallel.py), with
+their backwards written out. Each trick needs that:
+
+    overlap    the all-reduce of grad_x travels while grad_W is computed: 0 to 22% faster
+    --sp       the column saves its input with 1/T of the tokens, and backward gathers it again,
+               while grad_x is computed: less memory
+    deferral   zero bubble schedules compute grad_W later (engine/pipeline.py)
+
+A column enters and a row leaves through a Region (engine/sequence_parallel.py), which all-reduces,
+or under --sp gathers and scatters tokens. Elements sent: the root's; --sp adds half an all-reduce
+per column, for the second gather. The two ends of the model: engine/vocabulary_parallel.py. Elements
+that each rank keeps for backward, per token and block (--recompute: C, the block's input):
+
+                                                        without --sp      with --sp
+    two LayerNorms: input, output, two statistics       4 C + 4           (4 C + 4)/T
+    q, k, v; attention's output and logsumexps          (4 C + nh)/T      (4 C + nh)/T
+    c_fc's output and GELU's                            8 C/T             8 C/T
+
+    python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from collectives import own_chunk
+from engine.sequence_parallel import Region
+from engine.vocabulary_parallel import ChunkedHead, VocabularyEmbedding
+from model import MLP
+from shard import split, tag_replicated
+
+
+def weight_gradients(grad, x, weight, bias):
+    """Gradients of W (out, in) and b (out,), given that of the output (B, S, out)."""
+    grad = grad.flatten(0, -2)
+    return grad.t() @ x.flatten(0, -2), None if bias is None else grad.sum(0)
+
+
+def compute_now(fn, *args):
+    """The usual `defer`: returns the weight gradients fn(*args). The other one, Deferred.add
+    (engine/pipeline.py), keeps fn and args for later, and returns None for each gradient."""
+    return fn(*args)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """x W^T + b for this rank's rows of W. Before: x enters, multiply; in backward multiply twice,
+    then all-reduce grad_x. Now the all-reduce starts between the two products."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, region, defer):
+        ctx.save_for_backward(x)  # under --sp before it is gathered
+        ctx.weight, ctx.bias = weight, bias  # parameters: a deferred gradient goes to their .grad
+        ctx.region = region
+        ctx.defer = defer
+        return F.linear(region.enter(x), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        entering = ctx.region.start_enter(x)  # --sp: gather x during the product for grad_x
+        grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
+        x = entering()
+        leaving = ctx.region.start_leave(grad_x)  # reduce grad_x during the product for grad_W
+        del entering  # a function that holds the gathered x
+        del grad_x  # --sp sends a copy of it
+        grads = ctx.defer(weight_gradients, grad, x, ctx.weight, ctx.bias)
+        return leaving(), *grads, None, None
+
+
+class RowLinear(torch.autograd.Function):
+    """x W^T for this rank's columns of W, summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight, region, defer):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        ctx.region = region
+        ctx.defer = defer
+        return region.leave(F.linear(x, weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = ctx.region.enter(grad.contiguous())
+        grad_weight, _ = ctx.defer(weight_gradients, grad, x, ctx.weight, None)
+        return grad @ ctx.weight.detach(), grad_weight, None, None
+
+
+class Column(nn.Module):
+    """Whole x -> a slice of y. parts: 3 for c_attn, which is q, k and v in one matrix."""
+
+    def __init__(self, linear, region, defer, parts=1):
+        super().__init__()
+        self.weight = split(linear.weight, 0, region.group, parts)
+        self.bias = split(linear.bias, 0, region.group, parts)
+        self.region = region
+        self.defer = defer
+
+    def forward(self, x):  # (B, S, in), under --sp (B, S/T, in) -> (B, S, out/T)
+        return ColumnLinear.apply(x, self.weight, self.bias, self.region, self.defer)
+
+
+class Row(nn.Module):
+    """A slice of x -> whole y. The bias is replicated, and added once, after the sum."""
+
+    def __init__(self, linear, region, defer):
+        super().__init__()
+        self.weight = split(linear.weight, 1, region.group)
+        self.bias = linear.bias
+        self.region = region
+        self.defer = defer
+
+    def forward(self, x):  # (B, S, in/T) -> (B, S, out), under --sp (B, S/T, out)
+        return RowLinear.apply(x, self.weight, self.region, self.defer).add_(self.bias)
+
+
+def parallelize(model, group, sp=False, defer=None):
+    """Replace the layers of a whole, tagged model by their parallel versions.
+
+    After: each parameter is this rank's slice, tagged as such, or is tagged as replicated over the
+    group. With sp the ranks hold different tokens outside of the matrices, so the gradients of
+    replicated parameters are to be summed over the group. defer: see compute_now.
+    T must divide n_head and, with sp, the tokens of a sequence on this rank. Call it after
+    split_sequences (engine/context_parallel.py).
+
+    A group of one keeps torch's own linear layers, because an autograd function in Python costs
+    45 us; unless `defer` is given, which only ColumnLinear and RowLinear know."""
+    sp = sp and group.size > 1
+    region = Region(group, sp)
+    embedding, *blocks, head = model.layers
+    if group.size > 1 or defer:
+        now_or_later = defer or compute_now
+        embedding.wte = VocabularyEmbedding(embedding.wte, region)
+        for block in blocks:
+            block.attn.c_attn = Column(block.attn.c_attn, region, now_or_later, parts=3)
+            block.attn.c_proj = Row(block.attn.c_proj, region, now_or_later)
+            if isinstance(block.mlp, MLP):  # experts: engine/expert_parallel.py
+                block.mlp.c_fc = Column(block.mlp.c_fc, region, now_or_later)
+                block.mlp.c_proj = Row(block.mlp.c_proj, region, now_or_later)
+        head.lm_head.weight = split(head.lm_head.weight, 0, group)  # the embedding's slice
+    model.layers[-1] = ChunkedHead(head, region)
+    tag_replicated(model, group, sum_gradients=sp)
+    if sp:
+        positions = embedding.positions  # of all tokens on this rank's context place
+        embedding.positions = lambda idx: own_chunk(positions(idx), group)
+
+
+def demo(mesh):
+    """Gradients of a small GPT, compared with one process's, without --sp and with it."""
+    from show.demonstrations import show_difference, small_gpt
+    for sp in (False, True):
+        model, ids = small_gpt(mesh)
+        parallelize(model, mesh.group("tp"), sp)
+        model(ids, ids).backward()
+        show_difference("fast --sp" if sp else "fast", mesh, model)
+
+
+if __name__ == "__main__":
+    from show.demonstrations import demonstrate_engine
+    demonstrate_engine(demo, dp=1, tp=4)

@@ -1,0 +1,161 @@
+"""The two ends of the model as train.py runs them, also on one rank.
+
+    VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
+    ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
+                          logits of all tokens, often the largest tensor of a step, never exist at
+                          once; and one number per token is sent, where the root sends three
+    pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
+
+Held for backward by the head: 2 C + 2 numbers per token and, because ChunkedLoss computes gradients
+in forward, the gradient of its matrix, V C/T elements of at least 32 bits.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from engine.collectives import all_gather, all_reduce
+from engine.sequence_parallel import leave_region
+from model import ABSENT
+from shard import split
+from tensor_parallel import to_local
+
+
+class VocabularyEmbedding(nn.Module):
+    """Each token's row is on one rank; the other ranks add zero to it."""
+
+    def __init__(self, embedding, region):
+        super().__init__()
+        self.region = region
+        self.weight = split(embedding.weight, 0, region.group)
+
+    def forward(self, idx):  # (B, S)
+        local, outside = to_local(idx, *self.weight.shard.ranges[0])
+        x = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
+        return leave_region(x, self.region)  # (B, S, C), under --sp (B, S/T, C)
+
+
+# ---- the loss, some tokens at a time ----
+
+
+def log_share(logits, log_probs, group):
+    """log of the total probability of this rank's words, (c, 1), for c tokens. log_probs (c, V/T):
+    log-softmax over this rank's words only; with the result added, over all words."""
+    # This rank's logsumexp is logit - log_prob of any word. Take the word with the largest logit,
+    # where rounding is least.
+    largest, word = logits.max(-1, keepdim=True)
+    own = largest - log_probs.gather(-1, word)
+    of_ranks = own.new_empty(group.size, len(own))
+    of_ranks[group.rank] = own.squeeze(-1)
+    all_gather(of_ranks, group)
+    return own - of_ranks.logsumexp(0).unsqueeze(-1)
+
+
+def gradient_of_logits(log_probs, of_target, local, outside, out):
+    """softmax - onehot(target), written into `out` (c, V/T), which may have 16 bits. log_probs
+    (c, V/T); of_target (c, 1): log-probability at `local`, the target's column on this rank."""
+    grad = torch.exp(log_probs, out=out)  # the probability p of every word
+    # At the target p - 1, from 32 bits: a p of 16 bits may have been rounded to 1 already.
+    # If another rank has the target, `local` is 0, and p of word 0 is written over itself.
+    of_target = torch.where(outside, of_target.exp(), of_target.expm1())
+    return grad.scatter_(-1, local, of_target.to(grad.dtype))
+
+
+def add_weight_gradient(grad_weight, grad, inputs):
+    """grad_weight += grad^T inputs, for c tokens. In 16 bits a sum of c products might overflow
+    float16: divide the inputs by a power of two above c (exact), and multiply the product by it in
+    32 bits."""
+    if grad_weight.dtype == inputs.dtype:
+        grad_weight.addmm_(grad.t(), inputs)
+    else:
+        power = 2.0 ** len(inputs).bit_length()
+        grad_weight.add_(grad.t() @ (inputs / power), alpha=power)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Product with lm_head and cross-entropy, over chunks of tokens: for each chunk its logits,
+    then at once their loss and gradient. A chunk has as many tokens as the model is wide, so its
+    logits are as large as the gradient of the matrix (at least 256 tokens: each chunk costs kernel
+    launches and, under --tp, messages). Backward only multiplies the gradients of x and weight,
+    which forward saves, by that of the loss, in place: it runs once.
+
+    In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
+    loss, summed over tokens and words, the same on all ranks. Ranks exchange one number per token,
+    log(sum(exp(logits))) of their words."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, region, training):
+        group = region.group
+        start, stop = weight.shard.ranges[0]  # this rank's words
+        wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
+        parts = group.size if region.sp else 1  # the sequence is in so many parts, one per rank
+        B, S, C = x.shape  # S is the length of this rank's part
+        targets = targets.unflatten(1, (parts, -1))  # (B, parts, S)
+        loss = x.new_zeros(1, dtype=wide)
+        grad_x = torch.empty_like(x) if training else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
+        # A chunk: n positions of each part, in the order in which region.enter() gathers them:
+        # c = B * parts * n tokens
+        n = max(1, max(C, 256) // (B * parts))
+        for i in range(0, S, n):
+            words = targets[:, :, i : i + n].flatten()  # (c,)
+            # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient
+            present = (words != ABSENT).unsqueeze(-1)
+            inputs = region.enter(x[:, i : i + n]).flatten(0, 1) * present  # (c, C)
+            logits = inputs @ weight.t()  # (c, V/T)
+            logits[:, stop - start :] = -torch.inf  # rows of --pad-vocab are no words
+            log_probs = F.log_softmax(logits, -1, dtype=wide)
+            if group.size > 1:
+                log_probs += log_share(logits, log_probs, group)
+            local, outside = (part.unsqueeze(-1) for part in to_local(words, start, stop))
+            of_target = log_probs.gather(-1, local)  # (c, 1)
+            loss -= of_target.masked_fill(outside, 0).sum()
+            if training:
+                grad = gradient_of_logits(log_probs, of_target, local, outside, out=logits)
+                del log_probs  # free (c, V/T) elements before the products
+                grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
+                leaving = region.start_leave(grad_inputs.view(B, -1, C))
+                del grad_inputs  # --sp sends a copy of it
+                add_weight_gradient(grad_weight, grad, inputs)  # while grad_inputs is reduced
+                grad_x[:, i : i + n] = leaving()
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(grad_x, grad_weight)
+        return all_reduce(loss, group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        grad = grad.view(1)  # 1-dim: CUDA would first round a 0-dim tensor to grad_x's dtype
+        return grad_x.mul_(grad), grad_weight.mul_(grad).to(ctx.dtype), None, None, None
+
+
+class ChunkedHead(nn.Module):
+    """model.Head with ChunkedLoss."""
+
+    def __init__(self, head, region):
+        super().__init__()
+        self.ln_f = head.ln_f
+        self.lm_head = head.lm_head  # its weight: (V/T, C)
+        self.region = region
+
+    def loss(self, x, targets):
+        return ChunkedLoss.apply(x, self.lm_head.weight, targets, self.region,
+                                 torch.is_grad_enabled())
+
+    def forward(self, x, targets):  # (B, S, C), under --sp (B, S/T, C); (B, S)
+        return self.loss(self.ln_f(x), targets)
+
+
+def pad_vocabulary(model, multiple):
+    """Pad this rank's rows of the tied embedding with zeros up to a multiple. Call it after
+    parallelize. No token has a padded id, and ChunkedLoss sets the padded logits to minus infinity.
+    The tag does not describe the padding, so the parameter count and checkpoints leave it out. Its
+    gradient is 0, so the norm does not change."""
+    head, embedding = model.layers[-1].lm_head, model.layers[0].wte
+    weight = embedding.weight
+    rows = weight.size(0)
+    if rows % multiple:
+        # a shape only: the model is on the meta device, and Bucket (engine/ddp.py) fills in zeros
+        padded = weight.new_empty(rows + -rows % multiple, weight.size(1))
+        embedding.weight = head.weight = torch.nn.Parameter(padded)
+        head.weight.shard = weight.shard

@@ -1,0 +1,198 @@
+"""ZeRO as train.py runs it: three differences to the DDP of engine/ddp.py, each a class.
+
+    ZeRO1    new weights are all-gathered while the next forward begins
+    ZeRO2    one full gradient at a time: a layer's is reduced while backward goes on
+    ZeRO3    a layer's weights are gathered while the layer before it computes
+
+A bucket is one layer's weights (partition names the exceptions), and each of D ranks runs the
+optimizer on 1/D of it. Bytes held: the root's table (zero.py). Elements sent: the same, but for the
+weights that ZeRO-3 gathers for a backward that does not read them: the position embedding is
+gathered for forward only, and so is the tied matrix, once for each of its two uses there.
+
+    python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
+"""
+
+from engine.collectives import all_gather, reduce_scatter
+from engine.ddp import DDP
+from engine.group import Work
+from engine.vocabulary_parallel import ChunkedHead
+from model import Embedding
+
+
+class ZeRO1(DDP):
+    """Shards optimizer states: reduce-scatters gradients, and all-gathers new weights while the
+    next forward begins."""
+
+    zero = 1
+
+    def __init__(self, stages, *args):
+        # bucket -> Work of its all_gather, until waited for; under ZeRO-3 until freed
+        self.gathered = {}
+        super().__init__(stages, *args)
+        self.watch(stages)
+
+    def watch(self, stages):
+        """Have each layer wait for its new weights, which travel while the layers before it run."""
+        for layers in stages.values():
+            for layer in layers:
+                layer.register_forward_pre_hook(lambda layer, args: self.gather_weights([layer]))
+
+    def partition(self, users):
+        """Make one bucket of what the same layers use: one layer's parameters, or a weight that two
+        layers share. Then ZeRO-3 can gather just what a layer needs. In reverse order of use."""
+        units = {}  # (groups to sum over, users) -> parameters
+        for param, where in users.items():
+            units.setdefault((param.shard.sum_over, tuple(where)), []).append(param)
+        found = []
+        for (_, where), params in reversed(units.items()):
+            stage, _ = where[0]  # the first user, which backward reaches last
+            found.append((stage, params))
+        return found
+
+    def launch(self, bucket):
+        super().launch(bucket, reduce_scatter)
+
+    def publish(self, bucket):
+        self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
+
+    def gather_weights(self, layers):
+        for layer in layers:
+            for param in layer.parameters():
+                self.gathered.pop(self.home[param], Work()).wait()
+
+
+class ZeRO2(ZeRO1):
+    """Shards gradients too: reduce-scatters each microbatch's, layer by layer, and adds this rank's
+    shard of the sum to grad_shard. At most one layer's full gradient exists at a time. Exceptions:
+    the tied embedding's, from its first use in backward to its second; and, under zero bubble,
+    those that wait in param.grad (see collect)."""
+
+    zero = 2
+    every_microbatch = True
+
+    def __init__(self, *args):
+        self.reducing = None  # the bucket whose reduction is pending
+        super().__init__(*args)
+
+    def allocate_gradients(self, bucket):
+        bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
+
+    def zero_grad(self):
+        super().zero_grad()
+        for bucket in self.buckets:
+            bucket.grad_shard.zero_()
+
+    def collect(self, param, bucket):
+        """Move param.grad into its bucket. If the bucket is not filling (the I of a split backward,
+        engine/pipeline.py), leave the gradient in param.grad until launch()."""
+        if bucket in self.filling:
+            self.move(param, bucket)
+
+    def move(self, param, bucket):
+        """Add param.grad to the bucket's full gradient."""
+        bucket.view(self.full_gradient(bucket), param).add_(param.grad)
+        param.grad = None
+
+    def full_gradient(self, bucket):
+        """The full gradient of a bucket, to add to. It lives until it is reduced. If the bucket has
+        none, or has one that is being reduced for an earlier microbatch, make a new one, of zeros;
+        one exists at a time, so first end the pending reduction, of whatever bucket."""
+        if bucket.grad is None or bucket is self.reducing:
+            self.keep_shard()
+            bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
+        return bucket.grad
+
+    def launch(self, bucket):
+        for param in bucket.params:
+            if param.grad is not None:
+                self.move(param, bucket)
+        full = self.full_gradient(bucket)  # zeros if none came: other ranks may have a gradient
+        self.keep_shard()  # of another bucket
+        self.works.append(reduce_scatter(full, bucket.group, async_op=True))
+        self.reducing = bucket
+
+    def keep_shard(self):
+        """Wait for the pending reduction, add this rank's shard of the sum, and free the rest."""
+        if self.reducing:
+            self.works.pop().wait()
+            bucket = self.reducing
+            self.reducing = None
+            bucket.grad_shard.add_(bucket.grad[bucket.own])
+            bucket.grad = None
+
+    def finish(self):
+        self.keep_shard()
+        super().finish()
+
+
+class ZeRO3(ZeRO2):
+    """Shards weights too: gathers a layer's weights while the layer before it computes, and frees
+    them after the layer has run. At most two layers' full weights exist at a time."""
+
+    zero = 3
+
+    def allocate_gradients(self, bucket):
+        """Called when the bucket has its values: keep this rank's shard of the weights too, and
+        free the rest."""
+        super().allocate_gradients(bucket)
+        bucket.weight_shard = bucket.weight_shard.clone()
+        bucket.full.untyped_storage().resize_(0)
+
+    def watch(self, stages):
+        for layers in stages.values():
+            read = [self.read_in_backward(layer) for layer in layers]
+            for i, layer in enumerate(layers):
+                previous = read[i - 1] if i > 0 else []
+                self.watch_layer(layer, layers[i + 1 : i + 2], read[i], previous)
+
+    def read_in_backward(self, layer):
+        """The modules whose weights the layer's backward reads: none of the embedding; of the head
+        only its LayerNorm, because its loss (ChunkedLoss) computes the matrix's gradient already in
+        forward; of a block all."""
+        if isinstance(layer, Embedding):
+            return []
+        if isinstance(layer, ChunkedHead):
+            return [layer.ln_f]
+        return [layer]
+
+    def watch_layer(self, layer, next_layers, needed, previous):
+        """Before the layer's forward gather its weights, and start to gather those of the next
+        layers. Before its backward gather those of `needed`, which backward reads, and start to
+        gather those of `previous`, which the backward after it reads."""
+        def before_forward(module, args):
+            self.gather_weights([layer], next_layers)
+
+        def after_forward(module, args, out):
+            if out.requires_grad and needed:
+                out.register_hook(before_backward)
+
+        def before_backward(grad):
+            self.gather_weights(needed, previous)
+
+        layer.register_forward_pre_hook(before_forward)
+        layer.register_forward_hook(after_forward)
+
+    def gather_weights(self, layers, prefetch=()):
+        """Make the weights of `layers` whole, start to gather those of `prefetch`, and free all
+        others. A bucket is refilled in the same storage, as tensors that autograd saved point into
+        it."""
+        # dicts, not sets: all ranks need the same order
+        needed = {self.home[param]: None for layer in layers for param in layer.parameters()}
+        kept = dict(needed)
+        kept.update({self.home[param]: None for layer in prefetch for param in layer.parameters()})
+        for bucket in [bucket for bucket in self.gathered if bucket not in kept]:
+            self.gathered.pop(bucket).wait()
+            bucket.full.untyped_storage().resize_(0)
+        for bucket in kept:
+            if bucket not in self.gathered:
+                bucket.full.untyped_storage().resize_(bucket.full.nbytes)
+                bucket.full[bucket.own].copy_(bucket.weight_shard)
+                self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
+        for bucket in needed:
+            self.gathered[bucket].wait()
+
+    def publish(self, bucket):
+        """Nothing to send: gather_weights gathers the new weights."""
+
+
+REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage

@@ -1,0 +1,127 @@
+"""Mixture of experts in plain PyTorch: a GPT whose blocks have a router and experts in the place of
+an MLP. Nothing here is parallel: expert_parallel.py spreads the experts over ranks.
+
+The router scores all experts for each token; the token runs through the k with the highest scores,
+and their outputs are summed, weighted by k gates (the softmax of those scores). An expert is 1/k as
+wide as the MLP, so a layer has n_experts / k times the MLP's parameters at the MLP's FLOPs.
+Dropless: an expert runs all tokens that choose it. Shazeer et al., arXiv 1701.06538; Switch
+Transformer, arXiv 2101.03961.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT
+
+
+class StackedLinear(nn.Module):
+    """The weights of n linear layers in one tensor: weight (n, out, in), bias (n, out)."""
+
+    def __init__(self, n, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, n_out, n_in))
+        self.bias = nn.Parameter(torch.empty(n, n_out))
+
+
+class Experts(nn.Module):
+    """n MLPs of width C, with `hidden` hidden units each."""
+
+    def __init__(self, n, C, hidden):
+        super().__init__()
+        self.c_fc = StackedLinear(n, C, hidden)
+        self.c_proj = StackedLinear(n, hidden, C)
+
+    def forward(self, inputs):
+        """Run expert i on the tokens inputs[i] (n_i, C). Returns a list of outputs, (n_i, C) each.
+
+        The experts run one after the other: on a CPU, padding all inputs to one size and batching
+        them takes 1.4 to 1.8 times as long. An expert without tokens (n_i = 0) runs too, so that
+        backward reaches a rank's experts even if none of them has a token."""
+        outputs = []
+        for x, W1, b1, W2, b2 in zip(inputs, self.c_fc.weight.unbind(), self.c_fc.bias.unbind(),
+                                     self.c_proj.weight.unbind(), self.c_proj.bias.unbind(),
+                                     strict=True):
+            hidden = F.gelu(F.linear(x, W1, b1), approximate="tanh")  # (n_i, hidden)
+            outputs.append(F.linear(hidden, W2, b2))  # (n_i, C)
+        return outputs
+
+
+class MixtureOfExperts(nn.Module):
+    """Takes the place of a block's MLP. Where experts or tokens are spread over ranks, two methods
+    are replaced: run_experts and sum_counts."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_experts = config.n_experts
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.n_embd, config.n_experts, bias=False)
+        self.experts = Experts(config.n_experts, config.n_embd, 4 * config.n_embd // config.top_k)
+        self.balance_weight = 0.01  # weight of `balance` in the loss
+        # Load-balance term of the last forward, summed over its tokens: 1 per token when the
+        # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437)
+        self.balance = None
+        self.load = None  # (n_experts,): how many tokens of the last forward chose each expert
+
+    def run_experts(self, x, gates, chosen):
+        """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
+        Dispatch: each expert gets the tokens that chose it. Combine: the outputs of a token's k
+        experts are added up, each times its gate. Returns (B, S, C)."""
+        tokens = x.flatten(0, 1)  # (B * S, C)
+        gates = gates.flatten(0, 1)  # (B * S, k)
+        chosen = chosen.flatten(0, 1)
+        # chosen = [[0, 2], [2, 1]]: expert 2 is choice 1 of token 0 and choice 0 of token 1, so
+        # assigned[2] = ([0, 1], [1, 0])
+        assigned = [(chosen == i).nonzero(as_tuple=True) for i in range(self.n_experts)]
+        outputs = self.experts([tokens[token] for token, _ in assigned])  # (n_i, C) each
+        y = torch.zeros_like(tokens)
+        for (token, choice), output in zip(assigned, outputs, strict=True):
+            y.index_add_(0, token, gates[token, choice].unsqueeze(1) * output)
+        return y.view_as(x)
+
+    def sum_counts(self, counts):
+        """counts (B, n_experts): how many of this process's tokens of each sequence chose each
+        expert. Returns the counts of all tokens of the sequences: here this process has all."""
+        return counts
+
+    def forward(self, x):  # (B, S, C)
+        wide = torch.promote_types(x.dtype, torch.float)  # the router computes in fp32 or fp64
+        logits = F.linear(x.to(wide), self.router.weight.to(wide))  # (B, S, n_experts)
+        scores, chosen = logits.topk(self.top_k)  # (B, S, k) each
+        # counts (B, n_experts): how many tokens of each sequence chose each expert
+        ones = torch.ones_like(scores).flatten(1)
+        counts = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
+        # The balance loss multiplies each expert's share of the choices by its router probability.
+        # Taken per sequence, the loss is a sum over sequences, and so the same in every layout.
+        total = self.sum_counts(counts.clone())
+        share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
+        self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
+        self.load = counts.sum(0)
+        return self.run_experts(x, scores.softmax(-1).to(x.dtype), chosen)  # (B, S, C)
+
+
+def balance_loss(layers):
+    """The load-balance loss of these layers' experts in the last forward, summed over tokens; None
+    if no layer has experts."""
+    routed = [layer.mlp for layer in layers if isinstance(getattr(layer, "mlp", None),
+                                                          MixtureOfExperts)]
+    return sum(mlp.balance_weight * mlp.balance for mlp in routed) if routed else None
+
+
+class MixtureGPT(GPT):
+    """A GPT with experts in each block. Given targets, forward returns the summed loss with the
+    load-balance loss in it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.layers[1:-1]:
+            block.mlp = MixtureOfExperts(config)
+
+    def forward(self, idx, targets=None):  # (B, S) each
+        result = super().forward(idx, targets)
+        return result if targets is None else result + balance_loss(self.layers)
+
+
+def kind_of(config):
+    """The class of the model that a GPTConfig describes."""
+    return MixtureGPT if config.n_experts else GPT

@@ -1,0 +1,48 @@
+"""Statistics of the experts' routers, for the log."""
+
+from functools import partial
+
+import torch
+
+
+class Routing:
+    """Statistics of the routers, summed over the microbatches of a step, for the log."""
+
+    def __init__(self, stages, cuts, cfg, mesh):
+        """stages: {stage: its layers}, on this rank; cuts[stage]: (start, stop) of these layers."""
+        # Per block: sum over tokens of the balance term, then each expert's number of tokens
+        self.sums = torch.zeros(cfg.n_layer if cfg.experts else 0, 1 + cfg.experts,
+                                dtype=torch.double, device=mesh.device)
+        self.weight = cfg.balance
+        self.copies = 1 if cfg.sp else cfg.tp  # ranks that hold the same tokens
+        self.balance = None  # of the last step, per token: 1 if the experts were even
+        self.busiest = None  # of the last step: the largest load over the mean load
+        for stage, layers in stages.items():
+            start, _ = cuts[stage]
+            for i, layer in enumerate(layers, start - 1):  # block i of the model is layer i + 1
+                if hasattr(layer, "mlp") and cfg.experts:
+                    layer.mlp.balance_weight = cfg.balance
+                    layer.register_forward_hook(partial(self.add, self.sums[i]))
+
+    def add(self, sums, block, args, output):
+        """Forward hook of a block. Recomputing does not call it: train.py wraps layer.forward, and
+        hooks run outside of that, in __call__."""
+        sums[0] += block.mlp.balance.detach() / self.copies
+        sums[1:] += block.mlp.load / self.copies
+        # With --recompute backward runs forward again, and mlp.balance keeps that graph alive. Free
+        # it once backward has left the block: the input's gradient is the last one computed
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: setattr(block.mlp, "balance", None))
+
+    def part_of_loss(self):
+        """The balance loss already included in this rank's loss."""
+        return self.weight * self.sums[:, 0].sum() * self.copies
+
+    def read(self, sums, tokens):
+        """Set balance and busiest. sums: self.sums as a flat list, summed over all ranks; tokens:
+        their number in the step."""
+        if sums:
+            sums = torch.tensor(sums, dtype=torch.double).view(self.sums.shape)
+            balance, loads = sums[:, 0], sums[:, 1:]  # (L,), (L, N)
+            self.balance = balance.mean().item() / tokens
+            self.busiest = (loads.amax(1) / loads.mean(1)).max().item()
