@@ -18,9 +18,10 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.schedules import DIRECTION, lower, make_schedule
 from group import Work, wait_all
 from model import Head, extra_loss
-from schedules import DIRECTION, cut, lower, make_schedule, placement
+from schedules import cut, placement
 
 
 def plain_1f1b(stage, group, batches, shape, tokens):
@@ -202,9 +203,9 @@ class Pipeline:
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
-        """Execute the actions (schedules.Action) in order; without autograd if no backward is among
-        them. batches: the (ids, targets) of each microbatch. The loss is divided by `tokens`, the
-        global number of tokens; its gradient is multiplied by `scale` (float16). Returns this
+        """Execute the actions of engine/schedules.py in order; without autograd if no backward is
+        among them. batches: the (ids, targets) of each microbatch. The loss is divided by `tokens`,
+        the global number of tokens; its gradient is multiplied by `scale` (float16). Returns this
         rank's part of the loss."""
         training = any(action.kind in ("B", "I") for action in actions)
         # {stage: the action that completes its gradients, the last B or W}
