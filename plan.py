@@ -21,6 +21,7 @@ from planner.memory import Job, Layout, memory, n_parameters
 from planner.search import Search, as_config, departures, layout_of
 from run import config
 from run.signals import end_quietly
+from schedules import SCHEDULES
 
 
 def command(cfg, ranks, node):
@@ -42,7 +43,7 @@ def figures(job, layout, device):
     seconds, parts = costs.step_time(layout), costs.time_by_part(layout)
     per_gpu = 1e12 * layout.ranks * seconds
     cfg = as_config(job, layout._asdict())
-    if layout.schedule != "interleaved":
+    if SCHEDULES[layout.schedule].chunks:
         cfg.chunks = 0  # follows from the schedule
     return {**layout._asdict(), "step_s": seconds,
             "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,

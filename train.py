@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from collectives import all_reduce, barrier, broadcast
 from context_parallel import split_sequences
 from data.batches import Data, DataError
+from engine.schedules import lower, make_schedule, validate
 from expert_parallel import Routing, spread_experts
 from group import CommunicationError
 from mesh import Mesh
@@ -43,7 +44,7 @@ from run.processes import choose_device, give_up, init, out_of_memory, shutdown
 from run.timeline import Tracer, report
 from run.weights import read_weights
 from sample import sample_text
-from schedules import cut, lower, make_schedule, placement, validate
+from schedules import cut, placement, splits_backward
 from shard import pad_vocabulary, tag_whole
 from sizes import GPTConfig
 from tensor_parallel import parallelize
@@ -96,8 +97,8 @@ class Trainer:
 
         # tensor parallel shards
         deferred = Deferred()
-        split_backward = any(a.kind == "W" for a in self.lists[0])
-        parallelize(model, tp, sp=cfg.sp, defer=deferred.add if split_backward else None)
+        defer = deferred.add if splits_backward(cfg.schedule) else None
+        parallelize(model, tp, sp=cfg.sp, defer=defer)
         pad_vocabulary(model, cfg.pad_vocab or 1)
 
         # experts
@@ -105,7 +106,7 @@ class Trainer:
             spread_experts(model, mesh, cfg.sp)
 
         # pipeline stages
-        if self.where[0] != self.where[-1]:  # zb-v and --pp 1 have both ends on one rank
+        if self.where[0] != self.where[-1]:  # a V-shaped schedule and --pp 1 have both on one
             tie_ends(model.layers, mesh.ends("pp"))
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
         layers = {s: model.layers[a:b] for s, (a, b) in enumerate(self.cuts)

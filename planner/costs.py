@@ -10,13 +10,14 @@
 
 import math
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from operator import mul
 from typing import NamedTuple
 
+from engine.schedules import make_schedule
 from planner.hardware import Llama
 from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
-from schedules import make_schedule, placement
+from schedules import placement, splits_backward
 
 
 def step_flops(job, recompute=False):
@@ -66,18 +67,41 @@ class Time(NamedTuple):
         return Time(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
+# ---- the bubble, by formula ----
+# Each function returns the time that a rank idles, in units of 1/v of F, I and W, as the schedule's
+# paper has it; or None where the paper's assumptions do not hold.
+
+
+def idle_of_1f1b(P, m, f, i, w):
+    """For each later rank, the time of an F and of a B."""
+    return (P - 1) * (f + i + w)
+
+
+def idle_of_zero_bubble(depth, P, m, f, i, w):
+    """For each later rank, the time of an F and of an I, which zb-h1 (depth 1) fills with one W,
+    and zb-h2 (depth 2) with two. Assumes W <= F, and microbatches that fill the pipeline."""
+    idle = (P - 1) * (f + i - depth * w)
+    return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
+
+
+def idle_of_zb_v(P, m, f, i, w):
+    return 0 if f == i == w and m >= 2 * P - 1 else None
+
+
+IDLE = {"gpipe": idle_of_1f1b, "1f1b": idle_of_1f1b, "interleaved": idle_of_1f1b,
+        "zb-h1": partial(idle_of_zero_bubble, 1), "zb-h2": partial(idle_of_zero_bubble, 2),
+        "zb-v": idle_of_zb_v}
+
+
 def closed_form(name, P, m, v, costs):
-    """The published bubble, idle / (idle + work). None where its assumptions do not hold: comm = 0;
-    for zb-h1 and zb-h2 W <= F and enough microbatches to fill the pipeline, for zb-v F = I = W."""
+    """The published bubble, idle / (idle + work). None if messages take time (comm), if the
+    schedule has no formula, or where its assumptions do not hold."""
     f, i, w, comm = costs
-    depth = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(name, 0)
-    # For each later rank, 1F1B idles during an F, an I and a W; zb-h1 idles for F and I only, and
-    # fills one W's time of it with a W; zb-h2 and zb-v fill two
-    idle = (P - 1) * (f + i + {0: w, 1: -w, 2: -2 * w}[depth])
-    full = depth == 0 or (w <= f and m > depth * (P - 1))
-    if comm != 0 or idle < 0 or not full or (name == "zb-v" and not f == i == w):
-        return None
-    return idle / (idle + m * (f + i + w) * (v if name == "interleaved" else 1))
+    idle = IDLE[name](P, m, f, i, w) if name in IDLE and comm == 0 else None
+    return None if idle is None else idle / (idle + v * m * (f + i + w))
+
+
+# ---- the makespan, by the clock ----
 
 
 @cache
@@ -120,11 +144,18 @@ def makespan(schedule, P, m, v, costs):
             ends.append(free[rank])
         return max(end - start for start, end in zip(first, free, strict=True))
 
-    few = (1 + schedule.startswith("zb")) * P + m % P
+    few = (2 if splits_backward(schedule) else 1) * P + m % P
     if m <= few + P:
         return simulated(m)
     start, later = simulated(few), simulated(few + P)
     return later + (m - few - P) * (later - start) / P
+
+
+@cache
+def stages_behind_rank_0(schedule, P, v):
+    """Number of stages after the last one of rank 0. A V has none: the last stage is on rank 0."""
+    where = placement(schedule, P, v)
+    return len(where) - 1 - max(s for s, rank in enumerate(where) if rank == 0)
 
 
 class Costs:
@@ -235,7 +266,7 @@ class Costs:
 
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head."""
-        n, split = tokens_of(self.job, layout), layout.schedule.startswith("zb")
+        n, split = tokens_of(self.job, layout), splits_backward(layout.schedule)
         key = (n, split, layout.tp, layout.ep > 1 and layout.pp, layout[3:6], layout[10:])
         if key not in self.known:
             embedding, head = self.ends(n, layout.tp)
@@ -270,14 +301,15 @@ class Costs:
 
     def lower_bound(self, layout):
         """Fewest seconds that a step can take: messages between stages cost nothing, the bubble is
-        the formula's. Without a formula, of zero bubble: before rank 0's first I a microbatch goes
-        through all stages and, unless the last is on rank 0 (zb-v), back."""
+        the formula's. Without a formula: before rank 0's first I (or B) a microbatch goes forward
+        through all stages, and back through those behind rank 0's last."""
         (actions, _), P, m = self.busiest_rank(layout), layout.pp, layout.microbatches
         rate = closed_form(layout.schedule, P, m, layout.chunks, (*actions, 0.0))
         if rate is not None:
             return m * sum(actions) / (1 - rate)
         f, i, w = actions
-        trip = P * f + (P - 1) * i * (layout.schedule != "zb-v")
+        behind = stages_behind_rank_0(layout.schedule, P, layout.chunks)
+        trip = P * f + behind * i / layout.chunks
         return max(m * f, trip) + m * (i + w)
 
     def data_time(self, layout):
@@ -313,7 +345,8 @@ class Costs:
             whole = half(dense + (part.embedding + part.head) * vocabulary)
             sent = m * (self.exposed(whole, forward, "dp")
                         + self.exposed(half(dense) + grads, backward, "dp"))
-        if P > 1 and layout.schedule != "zb-v" and not isinstance(model, Llama):  # tied ends
+        where = placement(layout.schedule, P, layout.chunks)
+        if where[0] != where[-1] and not isinstance(model, Llama):  # tied ends
             members, of_shards = 2 if device.node % outer == 0 else 1, ranks if layout.zero else 1
             sent += ring_time(device, members, 2, vocabulary * job.grad_width / of_shards, rounds=2)
         owned = numel / ranks + experts * E / ranks if layout.zero else numel + experts

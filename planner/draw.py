@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 import schedules
+from engine.schedules import make_schedule, simulate, validate
 from planner.costs import closed_form
 from run.signals import end_quietly
 
@@ -140,7 +141,8 @@ def schedules_command():
     parser.add_argument("schedule", nargs="?", default="1f1b", help=", ".join(schedules.SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")
-    parser.add_argument("--chunks", type=int, metavar="v", help="stages per rank (interleaved: 2)")
+    parser.add_argument("--chunks", type=int, metavar="v", default=0,
+                        help="stages per rank (interleaved: 2)")
     parser.add_argument("--costs", default=(1, 1, 1, 0), metavar="F,I,W,comm",
                         type=lambda words: tuple(map(float, words.split(","))))
     output = parser.add_mutually_exclusive_group()
@@ -152,18 +154,19 @@ def schedules_command():
     if P * m > 10**6:
         parser.error(f"{P} ranks x {m} microbatches are more than a million actions")
     for name in schedules.SCHEDULES if args.compare else [args.schedule]:
-        v = 1 if args.compare else args.chunks or 1
-        if name == "interleaved":
-            v = args.chunks or 2
         try:
-            lists, where = schedules.make_schedule(name, P, m, v), schedules.placement(name, P, v)
-            schedules.validate(lists, where)
-            timeline = schedules.simulate(lists, where, args.costs)
+            if args.compare and schedules.SCHEDULES[name].chunks:  # --chunks is for the others
+                v = schedules.chunks_of(name)
+            else:
+                v = schedules.chunks_of(name, args.chunks)
+            lists, where = make_schedule(name, P, m, v), schedules.placement(name, P, v)
+            validate(lists, where)
+            timeline = simulate(lists, where, args.costs)
             if args.svg:
                 title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
                 Path(args.svg).write_text(schedule_svg(timeline.times, title))
         except (ValueError, OSError) as error:
-            if not args.compare or name == "gpipe":  # gpipe takes any P and m
+            if not args.compare or not schedules.SCHEDULES[name].in_rounds:
                 parser.error(error)
             print(f"{name:11}  skipped: {error}")
             continue

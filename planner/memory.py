@@ -15,8 +15,9 @@ from functools import cache
 from operator import le, mul
 from typing import NamedTuple
 
+from engine.schedules import actions_of
 from planner.hardware import Llama
-from schedules import actions_of, cut, placement
+from schedules import SCHEDULES, cut, placement
 from sizes import GPTConfig, bytes_per_parameter
 
 cut_once = cache(cut)  # into stages, as train.py does
@@ -186,7 +187,7 @@ def activations(job, layout, rank):
     again = saved_by_block(job, layout, recompute=False) - saved
     each = n * saved, head, n * deferred, n * again
     m = layout.microbatches
-    if layout.schedule != "gpipe":  # the others hold no more, however many microbatches follow
+    if not SCHEDULES[layout.schedule].grows:  # no more are held, however many microbatches follow
         m = min(m, 2 * layout.pp)
     moments = occupancy(model, layout.schedule, layout.pp, m, layout.chunks, rank)
     return max(sum(map(mul, held, each)) for held in moments)

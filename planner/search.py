@@ -83,15 +83,18 @@ class Search:
         for axes in self.axes():
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
             pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
-            names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
+            names = ["1f1b"]
+            if pp > 1:  # not GPipe: 1F1B has its bubble, and holds less
+                names = [name for name, declared in SCHEDULES.items() if not declared.grows]
             # of many chunks, those that share the blocks evenly
             many = [v for v in range(2, 17) if v <= 8 or L % (v * pp) == 0] if pp > 1 else [1]
             many = [self.fixed.get("chunks")] if "chunks" in self.fixed else many
             for more in self.options(microbatches=counts, schedule=names, recompute=[False, True]):
                 m, schedule = more["microbatches"], more["schedule"]
-                if share % m or schedule == "interleaved" and m % pp:
+                declared = SCHEDULES[schedule]
+                if share % m or declared.in_rounds and m % pp:
                     continue
-                for v in {"zb-v": [2], "interleaved": many}.get(schedule, [1]):
+                for v in [declared.chunks] if declared.chunks else many:
                     if v * pp <= L + 2 and v == self.fixed.get("chunks", v):
                         yield Layout(**axes, **more, chunks=v)
 

@@ -8,8 +8,9 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from engine.schedules import make_schedule
 from run.signals import STORE, local_rank
-from schedules import SCHEDULES, make_schedule
+from schedules import SCHEDULES, chunks_of
 from sizes import MOMENTS, WIDTHS
 
 
@@ -189,11 +190,9 @@ def check_layout(cfg, world):
     if cfg.microbatches == 0:  # a bubble of a third or less, if the batch allows it
         most = 2 * cfg.pp if cfg.pp > 1 else 1
         fits = [m for m in range(1, most + 1) if cfg.batch_size // cfg.dp % m == 0]
-        wanted = cfg.pp if cfg.schedule == "interleaved" else 1  # needs multiples of --pp
+        wanted = cfg.pp if SCHEDULES[cfg.schedule].in_rounds else 1
         cfg.microbatches = max(fits, key=lambda m: (m % wanted == 0, m))
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
-    if cfg.schedule == "zb-v" and cfg.chunks < 2:
-        cfg.chunks = 2
     if cfg.scale_lr != "none":
         ratio = cfg.batch_size / cfg.base_batch_size
         factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
@@ -201,7 +200,7 @@ def check_layout(cfg, world):
         cfg.base_batch_size = cfg.batch_size  # of the new rates: a second call changes nothing
     if cfg.warmup_tokens:
         cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
-    cfg.chunks = cfg.chunks or (2 if cfg.schedule == "interleaved" else 1)
+    cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")

@@ -2,7 +2,7 @@
 
 A Tracer records spans: F, B, I, W of each stage and microbatch, sends, waits, collectives, the
 optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for ui.perfetto.dev, and
-sums them up per rank, beside schedules.simulate with the measured F, B and W.
+sums them up per rank, beside engine.schedules.simulate with the measured F, B and W.
 
     compute   inside F, B, I, W and the optimizer, less their waits
     exposed   waits for collectives, for sends, and for data that had been sent
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-import schedules
+from engine.schedules import simulate
 from mesh import lay_out
 from run.processes import all_gather_text
 
@@ -155,7 +155,8 @@ def report(path, tracer, mesh, lists, where):
         measured += max(a[-1][3] - a[0][2] for a in acts) / len(steps)
     chunks = len(where) // len(lists)
     f, b, i, w = (chunks * mean.get(kind, 0.0) for kind in ACTIONS)
-    t = schedules.simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
+    # A B that is not split counts half as I and half as W: only the sum of the two matters
+    t = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, {1e3 * t.makespan:.1f} ms "
                  f"simulated from F {1e3 * f:.2f}, B {1e3 * (b + i + w):.2f} ms, with a bubble of "
                  f"{t.bubble:.1%}: ratio {measured / t.makespan:.2f}")

@@ -101,9 +101,12 @@ MUTANTS = {
         ("layer.mlp.balance_weight = cfg.balance", "pass", "experts:equal_one")],
     "schedules.py": [
         ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
-        ("+ 2 * (P - 1 - rank)", "+ (P - 1 - rank)", "schedules:published"),
+        ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
-        ("(end, 0, start, rank, m", "(end, 2, start, rank, m", "schedules:deadlock"),
+        ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
+        (" or held < 2 * P)", ")", "schedules:published")],
+    "engine/schedules.py": [
+        ("Event(end, False,", "Event(end, True,", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged")],
     "pipeline.py": [
         ("in_flight.popleft()", "in_flight.pop()", "plain:pipelines"),

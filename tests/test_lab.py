@@ -22,6 +22,7 @@ import collectives
 import plan
 import schedules
 import sizes
+from engine.schedules import make_schedule, simulate
 from mesh import lay_out
 from planner import costs, memory, ring
 from planner.hardware import DEVICES, MODELS
@@ -138,8 +139,8 @@ def schedule_cases(rng):
         m = m + -m % P if name == "interleaved" and rng.random() < 0.9 else m
         times = rng.choice(([1, 1, 1, 0], [*rng.choices(range(1, 10), k=3), rng.randint(0, 2)]))
         try:
-            lists = schedules.make_schedule(name, P, m, v)
-            want = schedules.simulate(lists, schedules.placement(name, P, v), times)
+            lists = make_schedule(name, P, m, v)
+            want = simulate(lists, schedules.placement(name, P, v), times)
             yield ["closed_form", name, P, m, v, times], costs.closed_form(name, P, m, v, times)
         except ValueError as error:
             want = str(error)
@@ -232,7 +233,7 @@ def test_the_page_computes_what_python_computes():
 @pytest.mark.parametrize("right,wrong,where", [
     ("(zero ? 1 : 2) * half", "half", "messages"), ("(4 * h + 2 * norm)", "(4 * h)", "parts"),
     ('if (k >= lag) actions.push("W0");', 'if (k > lag) actions.push("W0");', "played"),
-    ('repeat(["I0", "I1"], rank)', 'repeat(["I1", "I0"], rank)', "played")])
+    ('["W1", "W0", "F1"', '["W1", "F1", "W0"', "played")])
 def test_the_comparison_notices(right, wrong, where):
     """A wrong factor of a formula; an action of a schedule that is missing, or moved."""
     assert CORE.count(right) == 1
@@ -244,7 +245,7 @@ def test_the_comparison_notices(right, wrong, where):
 @pytest.mark.parametrize("name,v", [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
     where, costs = schedules.placement(name, 4, v), (3, 2, 2, 0)
-    t = schedules.simulate(schedules.make_schedule(name, 4, 8, v), where, costs)
+    t = simulate(make_schedule(name, 4, 8, v), where, costs)
     every = [[[kind, "main", start, start + span, {**a._asdict(), "step": 2, "group": "tp"}]
               for a, start, end in row
               for kind, span in ((a.kind, end - start), ("wait", (end - start) / 4))]

@@ -13,6 +13,7 @@ import tensor_parallel
 import train
 import zero
 from data.batches import Data
+from engine.schedules import lower, make_schedule
 from group import Group
 from mesh import Mesh
 from model import build
@@ -165,7 +166,7 @@ def _plain_pipeline(rank, P, m, name):
         deferred, where = pipeline.Deferred(), schedules.placement(name, P)
         tag_whole(mine, group)
         tensor_parallel.parallelize(mine, Group(mesh, "solo", [0], 0), defer=deferred.add)
-        actions = schedules.lower(schedules.make_schedule(name, P, m), where)[rank]
+        actions = lower(make_schedule(name, P, m), where)[rank]
         pipe = pipeline.Pipeline({rank: kind(mine.layers[a:b])}, where, group, (1, 8, 12),
                                  torch.double, NoReducer(), deferred)
         loss = pipe.execute(actions, batches, tokens).item()

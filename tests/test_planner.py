@@ -23,6 +23,7 @@ import plan
 import schedules
 import sizes
 from data.batches import Data
+from engine.schedules import make_schedule, simulate
 from group import Group, Work
 from mesh import Mesh
 from model import Block
@@ -345,9 +346,9 @@ def test_flops_are_those_of_narayanan_et_al():
                                             ("zb-v", 4, 30, 2), ("gpipe", 3, 20, 1)])
 def test_two_short_simulations_tell_of_a_long_one(schedule, P, m, v):
     for times in ((1, 1, 1, 0), (1, 1, 1, 0.125), (1, 1.5, 0.75, 0.5)):
-        lists, where = schedules.make_schedule(schedule, P, m, v), schedules.placement(
+        lists, where = make_schedule(schedule, P, m, v), schedules.placement(
             schedule, P, v)
-        long = schedules.simulate(lists, where, times).makespan
+        long = simulate(lists, where, times).makespan
         assert math.isclose(costs.makespan(schedule, P, m, v, times), long, rel_tol=5e-3)
 
 
