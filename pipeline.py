@@ -20,9 +20,7 @@ from collections import deque
 import torch
 
 from group import wait_all
-from schedules import cut, gpipe, one_f_one_b
-
-PLAIN_SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # the schedules that run_pipeline takes
+from schedules import SCHEDULES, cut
 
 
 def run_layers(layers, x, *targets):
@@ -36,8 +34,8 @@ def run_layers(layers, x, *targets):
 def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
     """Forward and backward of all microbatches of a step.
 
-    In: this rank's layers (a stage); order, the schedule's list for this rank: "F0" for each
-    forward, "B0" for each backward; batches, the (ids, targets) of each microbatch of this
+    In: this rank's layers (a stage); order, a schedule's list for this rank: "F0" for each
+    forward, "B0" for each backward (schedules.py); batches, the (ids, targets) of each microbatch of this
     replica, the same on all ranks of the group; shape of an activation, (b, S, C); tokens, the
     number of tokens in the batch of all replicas.
     Out: this rank's parameters have their gradients. Returns this replica's part of the loss per
@@ -102,7 +100,7 @@ def demo(mesh):
         tie_ends(model.layers, mesh.ends("pp"))
         start, stop = cut(model.config.layer_costs(), group.size)[group.rank]
         batches = [(row, row) for row in ids.split(1)]
-        order = PLAIN_SCHEDULES[name](group.size, len(batches), 1, group.rank)
+        order = SCHEDULES[name].tokens(group.size, len(batches), 1, group.rank)
         run_pipeline(model.layers[start:stop], group, order, batches, (1, 8, 16), 1, torch.double)
         show_difference(name, mesh, model)
 

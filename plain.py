@@ -31,11 +31,11 @@ from group import Group
 from mesh import Mesh
 from model import build
 from optimizer import AdamW, global_norm
-from pipeline import PLAIN_SCHEDULES, run_pipeline, tie_ends
+from pipeline import run_pipeline, tie_ends
 from run.launch import launch
 from run.processes import init, shutdown
 from run.signals import local_rank
-from schedules import cut
+from schedules import SCHEDULES, cut, is_plain
 from shard import tag_whole
 from sizes import GPTConfig
 from tensor_parallel import tensor_parallel
@@ -75,7 +75,7 @@ def training_steps(cfg, mesh, data):
     # data rank holds other chunks
     norm_group = mesh.world if cfg.zero else mesh.group("pp", "tp")
     pipeline = mesh.group("pp")
-    order = PLAIN_SCHEDULES[cfg.schedule](pipeline.size, cfg.microbatches, 1, pipeline.rank)
+    order = SCHEDULES[cfg.schedule].tokens(pipeline.size, cfg.microbatches, 1, pipeline.rank)
     sequences = cfg.batch_size // cfg.dp // cfg.microbatches  # sequences of a microbatch
     shape = (sequences, cfg.block_size, cfg.n_embd)  # shape of an activation
     tokens = cfg.batch_size * cfg.block_size  # tokens of a step, on all ranks
@@ -111,11 +111,13 @@ def main():
     cfg = parser.parse_args()
     ranks = cfg.dp * cfg.pp * cfg.tp
     world = int(os.environ.get("WORLD_SIZE", 1))
+    schedules = [name for name in SCHEDULES if is_plain(name)]
     if (cfg.n_head % cfg.tp or cfg.batch_size % (cfg.dp * cfg.microbatches)
-            or cfg.zero not in range(4) or cfg.schedule not in PLAIN_SCHEDULES
+            or cfg.zero not in range(4) or cfg.schedule not in schedules
             or cfg.pp > cfg.n_layer + 2):
         parser.error("--tp must divide --n-head; --dp x --microbatches must divide --batch-size; "
-                     "--pp is at most --n-layer + 2; --zero is 0 to 3; --schedule gpipe or 1f1b")
+                     "--pp is at most --n-layer + 2; --zero is 0 to 3; --schedule is one of "
+                     + ", ".join(schedules))
     if ranks > world:  # started as one process: start all
         sys.exit(launch(ranks))
     if world > 1:

@@ -225,6 +225,11 @@ def splits_backward(name):
     return any(token[0] == "W" for token in SCHEDULES[name].tokens(1, 1, 1, 0))
 
 
+def is_plain(name):
+    """Has each rank one stage, whose backwards are whole? pipeline.py runs such schedules."""
+    return SCHEDULES[name].chunks == 1 and not splits_backward(name)
+
+
 def cut(costs, n):
     """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
     possible: it sets the pace. cut([0, 5, 5, 5, 5, 20], 3) = [(0, 3), (3, 5), (5, 6)]."""
@@ -251,5 +256,5 @@ def cut(costs, n):
 # messages; train.py trains with those.
 
 if __name__ == "__main__":
-    from planner.draw import schedules_command
+    from show.draw import schedules_command
     schedules_command()

@@ -1,11 +1,9 @@
 """Trains a GPT on D x P x C x T ranks: data, expert, pipeline, context, tensor parallel, composed.
 
-    mesh -> model -> context parallel tokens -> tensor parallel shards -> experts
-         -> pipeline stages -> DDP or ZeRO
-
     python train.py                          one process
     torchrun train.py --tp 2 --pp 2          four: it starts the other three
     torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          eight: the rest is data parallel
+    torchrun train.py --tp 2 --plain         the root's plain files train (plain.py), not engine/
 
 Any layout is the same computation: the same initial weights, the same batches, gradients that are
 only ever summed, and so the same losses. `python train.py --help` lists the flags.
@@ -14,111 +12,95 @@ only ever summed, and so the same losses. `python train.py --help` lists the fla
 import hashlib
 import math
 import sys
+import time
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
 
 from run.launch import start
 
-if __name__ == "__main__":  # before torch is imported, which takes 2 s
-    start(__doc__)  # exits if flags are wrong, or after it has run all ranks of the layout
+# The process that you start does not train: start() refuses wrong flags, or starts the ranks, waits
+# for them, and exits. A rank comes back here. All this before torch is imported, which takes 2 s.
+if __name__ == "__main__":
+    start(__doc__)
 
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
-from collectives import all_reduce, barrier, broadcast
-from context_parallel import split_sequences
+import mesh as mesh_file
 from data.batches import Data, DataError
+from engine.collectives import all_reduce, barrier, broadcast
+from engine.compiled import compile_layer
+from engine.context_parallel import split_sequences
+from engine.expert_parallel import spread_experts
+from engine.group import CommunicationError
+from engine.layerwise import OPTIMIZERS
+from engine.mesh import Mesh
+from engine.pipeline import Deferred, Pipeline, Stage
 from engine.schedules import lower, make_schedule, validate
-from expert_parallel import Routing, spread_experts
-from group import CommunicationError
-from mesh import Mesh
-from model import GPT, Block, initial_value
-from optimizer import Optimizer, clip_coefficient, learning_rate
-from pipeline import Deferred, Pipeline, Stage, tie_ends
+from engine.tensor_parallel import parallelize
+from engine.vocabulary_parallel import pad_vocabulary
+from engine.zero import REDUCERS
+from experts import kind_of
+from group import Group
+from model import Block, initial_value
+from optimizer import clip_coefficient, learning_rate
+from pipeline import tie_ends
+from plain import training_steps
 from planner.hardware import peak_flops
 from run import checkpoint, signals
 from run.config import check, fail, read_command_line
 from run.log import Log
 from run.processes import choose_device, give_up, init, out_of_memory, shutdown
+from run.routing import Routing
 from run.timeline import Tracer, report
 from run.weights import read_weights
 from sample import sample_text
 from schedules import cut, placement, splits_backward
-from shard import pad_vocabulary, tag_whole
+from shard import tag_whole
 from sizes import GPTConfig
-from tensor_parallel import parallelize
-from zero import REDUCERS
 
 # The run gives up after so many steps in a row whose loss or norm is not finite (float16: counted
 # only once the loss scale is down to 1)
 MAX_SKIPPED = 5
 
 
-def compile_layer(layer):
-    """torch.compile a layer, but for what its modules name as uncompiled: messages, and sizes that
-    depend on the data."""
-    for module in layer.modules():
-        for name in getattr(module, "uncompiled", ()):
-            setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    layer.forward = torch.compile(layer.forward)
-
-
 class Trainer:
     """One rank's part of the model, of the optimizer and of the step."""
 
     def __init__(self, cfg, mesh, vocab_size):
-        self.cfg, self.mesh, self.dtype = cfg, mesh, getattr(torch, cfg.dtype)
-        pp, cp, tp = (mesh.group(axis) for axis in ("pp", "cp", "tp"))
-        # The ranks that together hold every gradient: one replica (with --ep the E replicas that
-        # share the experts) or, under ZeRO, all ranks
-        norm_group = mesh.group("ep", "pp", "tp") if cfg.zero == 0 else mesh.world
+        self.cfg = cfg
+        self.mesh = mesh
+        self.dtype = getattr(torch, cfg.dtype)
+        model = self.whole_model(vocab_size)
 
-        # the pipeline's schedule: this rank's actions in training, and in validation (F only)
-        self.lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
-        self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)  # the pipeline rank of each stage
-        validate(self.lists, self.where)
-        self.actions = lower(self.lists, self.where)[pp.rank]
-        forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
-        self.forwards = lower(forwards, self.where)[pp.rank]
-
-        # the model, whole, on the meta device: shapes without memory
-        experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
-        self.model_config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head,
-                                      cfg.n_embd, **experts)
-        with torch.device("meta"):
-            model = GPT(self.model_config)
-        tag_whole(model, data=mesh.group("dp", "ep", "cp"))
-        self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
-        self.n_params = sum(shape.numel() for shape in self.shapes.values())
-
-        # context parallel: the positions in each sequence of this rank's tokens
-        self.positions = split_sequences(model, cp, cfg.cp_attention)
-
-        # tensor parallel shards
+        # 1. context and tensor parallel: which tokens, which slices of the matrices; 2. experts
+        self.positions = split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         deferred = Deferred()
         defer = deferred.add if splits_backward(cfg.schedule) else None
-        parallelize(model, tp, sp=cfg.sp, defer=defer)
+        parallelize(model, mesh.group("tp"), sp=cfg.sp, defer=defer)
         pad_vocabulary(model, cfg.pad_vocab or 1)
-
-        # experts
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
 
-        # pipeline stages
-        if self.where[0] != self.where[-1]:  # a V-shaped schedule and --pp 1 have both on one
+        # 3. pipeline: which layers, and which actions in which order
+        self.make_schedule()
+        if self.where[0] != self.where[-1]:  # embedding and head are on two ranks
             tie_ends(model.layers, mesh.ends("pp"))
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
-        layers = {s: model.layers[a:b] for s, (a, b) in enumerate(self.cuts)
-                  if self.where[s] == pp.rank}
+        layers = {s: model.layers[first:stop] for s, (first, stop) in enumerate(self.cuts)
+                  if self.where[s] == mesh.group("pp").rank}
         self.stages = {s: Stage(part) for s, part in layers.items()}
         self.routing = Routing(layers, self.cuts, cfg, mesh)
 
-        # DDP or ZeRO: allocates the parameters
+        # 4. DDP or ZeRO: which part of weights, gradients and optimizer states. Allocates them
         grad_dtype = self.dtype if cfg.grad_dtype == "same" else torch.float
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
                                           int(cfg.bucket_mb * 2**20), grad_dtype)
-        self.optimizer = Optimizer(self.reducer, norm_group, cfg, self.shapes)
+        # The ranks that together hold every gradient: one replica (with --ep the E replicas that
+        # share the experts; context ranks count among the replicas) or, under ZeRO, all ranks
+        norm_group = mesh.group("ep", "pp", "tp") if cfg.zero == 0 else mesh.world
+        self.optimizer = OPTIMIZERS[cfg.optimizer](self.reducer, norm_group, cfg, self.shapes)
 
         for layer in (layer for part in layers.values() for layer in part):
             if cfg.compile:
@@ -126,17 +108,40 @@ class Trainer:
             if cfg.recompute and isinstance(layer, Block):
                 # ZeRO-3's hooks stay outside: recomputing does not gather the weights once more
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-        shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), len(model.layers[0].positions),
-                 cfg.n_embd)  # of an activation (cfg.dp is D; the mesh's axis dp has D/E ranks)
-        self.pipeline = Pipeline(self.stages, self.where, pp, shape, self.dtype, self.reducer,
-                                 deferred)
-        self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
+        own_tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)  # of a sequence
+        shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), own_tokens, cfg.n_embd)
+        self.pipeline = Pipeline(self.stages, self.where, mesh.group("pp"), shape, self.dtype,
+                                 self.reducer, deferred)
+        self.tokens = cfg.batch_size * cfg.block_size  # tokens of a step, on all ranks
         # On the device: the loss's factor, and steps in a row with finite gradients
         self.scale = torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0, device=mesh.device)
         self.good_steps = torch.zeros((), dtype=torch.long, device=mesh.device)
-        self.stop_asked = self.stopping = False  # by a signal to this rank; to any rank
-        # A function that waits for the last step; returns loss, norm and scale, and sets stopping
-        self.read = None
+        self.stop_asked = False  # by a signal to this rank
+        self.stopping = False  # by a signal to any rank; set when a step is read
+
+    def whole_model(self, vocab_size):
+        """The model on the meta device: shapes without memory. Its parameters are tagged."""
+        cfg = self.cfg
+        experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
+        self.model_config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head,
+                                      cfg.n_embd, **experts)
+        with torch.device("meta"):
+            model = kind_of(self.model_config)(self.model_config)
+        tag_whole(model, data=self.mesh.replicas())
+        self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
+        self.n_params = sum(shape.numel() for shape in self.shapes.values())
+        return model
+
+    def make_schedule(self):
+        """This rank's actions in training, and in validation (forwards only)."""
+        cfg = self.cfg
+        rank = self.mesh.group("pp").rank
+        self.lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
+        self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)  # the pipeline rank of each stage
+        validate(self.lists, self.where)
+        self.actions = lower(self.lists, self.where)[rank]
+        forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
+        self.forwards = lower(forwards, self.where)[rank]
 
     def initial_values(self):
         """A function from a tag to the values of its slice: random, or from --init-from."""
@@ -154,31 +159,36 @@ class Trainer:
         return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
 
     def gradients(self, batches):
-        """Forward and backward of all microbatches. Returns loss and global gradient norm, tensors
-        on the device, the same on every rank; the norm is nan if the loss is not finite. After:
-        reducer.grad_pieces has the gradients, summed as the tags say."""
+        """Forward and backward of all microbatches, and the sum of the gradients over the ranks.
+        Returns (norm, read). norm: the global gradient norm, a tensor on the device, the same on
+        every rank; nan if the loss is not finite. read() waits for the step, and returns loss, norm
+        and loss scale as numbers. After: reducer.grad_pieces has the gradients, summed as the tags
+        say."""
+        # forward and backward; the reducer sums gradients while backward goes on
         self.reducer.zero_grad()
         loss = self.loss(self.actions, batches, self.scale)
-        # Sum the loss and the requests to stop while the gradients are reduced. All T ranks of a
-        # tensor-parallel group have this loss, so each adds 1/T of it.
-        sums = torch.stack([loss / self.mesh.sizes["tp"], torch.full_like(loss, self.stop_asked)])
-        sums = torch.cat([sums, self.routing.sums.flatten()])
+
+        # one all-reduce for three things, meanwhile: the loss, of which each of T ranks that have it
+        # adds 1/T; requests to stop; the experts' statistics
+        asked = torch.full_like(loss, self.stop_asked)
+        sums = torch.cat([torch.stack([loss / self.mesh.sizes["tp"], asked]),
+                          self.routing.sums.flatten()])
         work = all_reduce(sums, self.mesh.world, async_op=True)
+
+        # the end of the sum, and the norm
         self.reducer.finish()
         square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)
         work.wait()
-        loss, norm = sums[0], square.sqrt() / self.scale
-        norm = torch.where(loss.isfinite(), norm, math.nan)
-        read = self.mesh.world.start_read(torch.cat([torch.stack([norm, self.scale]), sums]))
-        self.read = partial(self.finish_read, read)
-        return loss, norm
+        norm = torch.where(sums[0].isfinite(), square.sqrt() / self.scale, math.nan)
+        numbers = torch.cat([torch.stack([norm, self.scale]), sums])
+        return norm, partial(self.finish_read, self.mesh.world.start_read(numbers))
 
     def finish_read(self, read):
         """The one place in a step where the host waits for the device (with --experts each layer
-        waits once, too). On GPUs it is called after the next step has been posted, so that the GPU
-        never runs out of work."""
-        norm, scale, loss, self.stopping, *sums = read()
-        self.routing.read(sums, self.tokens)
+        waits once, too)."""
+        norm, scale, loss, asked, *statistics = read()
+        self.stopping = bool(asked)
+        self.routing.read(statistics, self.tokens)
         return loss, norm, scale
 
     def loss(self, actions, batches, scale=1.0):
@@ -233,6 +243,12 @@ class Trainer:
         self.stop_asked = True
 
 
+def steps_read_late(mesh):
+    """How many steps may be posted before the oldest one's loss is read. On a GPU one, so that the
+    host posts the next step while the device still computes this one."""
+    return int(mesh.device.type == "cuda")
+
+
 def train(cfg, data, mesh):
     """The run of one rank. Returns (did it end well?, its Log)."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
@@ -248,15 +264,15 @@ def train(cfg, data, mesh):
         log.resumed(start, saved)
 
     def save(step):
+        """Returns the folder; None, and nothing is saved, if weights or moments are not finite."""
         nonlocal saved
         folder = checkpoint.save(trainer, step, data.folder)
         saved = folder or saved
         log.checkpoint(step, folder)
         return folder
 
-    tracer = Tracer(mesh) if cfg.trace else None
-    batches_of, done, skipped = data.ahead(cfg, mesh, start), start, 0
-    unread = deque()  # (step, learning rate, its Trainer.read) of steps whose losses are not read
+    unread = deque()  # (step, learning rate, read) of steps whose losses are not read
+    skipped = 0  # steps in a row that were not finite
 
     def catch_up(late=0):
         """Read and log all steps but the last `late`."""
@@ -267,20 +283,23 @@ def train(cfg, data, mesh):
             skipped = 0 if math.isfinite(norm) or scale > 1 else skipped + 1
             log.step(step, loss, norm, scale, lr)
 
+    tracer = Tracer(mesh) if cfg.trace else None
+    batches_of = data.ahead(cfg, mesh, start)
+    done = start  # steps
     log.clock()
     for step in range(start, cfg.steps):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
             catch_up()
             log.validation(step, trainer.validation_loss(data, cfg.eval_batches, log.validating))
-        lr = learning_rate(cfg, step)
         batches = batches_of(step)
+        lr = learning_rate(cfg, step)
         with tracer.at(step) if tracer and 2 <= step - start < 5 else nullcontext():
-            _, norm = trainer.gradients(batches)
-            trainer.update(norm, lr)
-        unread.append((step, lr, trainer.read))
+            norm, read = trainer.gradients(batches)  # forward, backward, sum over the ranks
+            trainer.update(norm, lr)  # clip, step, send the new weights
+        unread.append((step, lr, read))
         done = step + 1
         saving = cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps
-        catch_up(0 if saving or done == cfg.steps else mesh.world.late)
+        catch_up(0 if saving or done == cfg.steps else steps_read_late(mesh))
         if skipped >= MAX_SKIPPED:
             log.not_finite(skipped, step - len(unread), saved)
             return False, log
@@ -289,9 +308,12 @@ def train(cfg, data, mesh):
         if saving:
             save(done)
     catch_up()
-    # the last checkpoint: the loaded one if no step was run; None if save() found not all finite
-    last = saved if saved and done == start else save(done)
-    if skipped or not last:
+
+    if done == start and saved:  # no step was run: the loaded checkpoint is the last one
+        healthy = True
+    else:
+        healthy = bool(save(done)) and not skipped
+    if not healthy:
         log.not_finite(skipped, done - 1, saved)
     if trainer.stopping:
         log.say(f"stopped by a signal; --resume auto goes on from {saved or 'the start'}")
@@ -302,7 +324,25 @@ def train(cfg, data, mesh):
         log.validation(cfg.steps, trainer.validation_loss(data, show=log.validating), last=True)
     agree = trainer.replicas_agree()
     log.end(saved, agree)
-    return bool(agree and last and not skipped), log
+    return agree and healthy, log
+
+
+def train_plain(cfg, data):
+    """--plain: the page of plain.py trains, under this program's flags and data."""
+    mesh = mesh_file.Mesh(Group, timeout=cfg.timeout, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
+    say = print if mesh.rank == 0 else lambda *args, **more: None
+    if mesh.world.size > 1:
+        say(mesh_file.grid(mesh.sizes))
+    say("--plain: the files of the root train; no validation, no checkpoint", flush=True)
+    since = time.perf_counter()
+    for step, (loss, norm) in enumerate(training_steps(cfg, mesh, data)):
+        seconds = time.perf_counter() - since
+        since += seconds
+        if step < 10 or step % cfg.log_interval == 0 or step == cfg.steps - 1:
+            tokens = cfg.batch_size * cfg.block_size
+            say(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}  "
+                f"lr {learning_rate(cfg, step):.2e}  {1e3 * seconds:.0f} ms  "
+                f"{tokens / seconds:,.0f} tokens/s", flush=True)
 
 
 def main():
@@ -316,6 +356,9 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
+        if cfg.plain:
+            train_plain(cfg, data)
+            return shutdown()
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
         checkpoint.agree(cfg, data, mesh.world)

@@ -1,0 +1,25 @@
+"""torch.compile of a layer, but for what must stay Python: functions that send messages, and sizes
+that depend on the data.
+
+    torchrun train.py --compile
+"""
+
+import torch
+
+from engine.tensor_parallel import Column, Row
+from engine.vocabulary_parallel import ChunkedHead, VocabularyEmbedding
+from experts import MixtureOfExperts
+from model import Attention
+
+UNCOMPILED = {Column: ["forward"], Row: ["forward"], VocabularyEmbedding: ["forward"],
+              ChunkedHead: ["loss"], MixtureOfExperts: ["run_experts", "sum_counts"]}
+
+
+def compile_layer(layer):
+    for module in layer.modules():
+        names = UNCOMPILED.get(type(module), [])
+        if isinstance(module, Attention) and "attend" in vars(module):
+            names = ["attend"]  # replaced in split_sequences: sends keys and values
+        for name in names:
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    layer.forward = torch.compile(layer.forward)
