@@ -234,21 +234,27 @@ def cut(costs, n):
     """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
     possible: it sets the pace. cut([0, 5, 5, 5, 5, 20], 3) = [(0, 3), (3, 5), (5, 6)]."""
     total = [0, *accumulate(costs)]  # total[i]: cost of the first i layers
+    layers = len(costs)
 
-    @cache
-    def best(stop, k):
-        """The best cut of the first `stop` layers into k stages: (cost of the costliest stage,
-        stages). The last stage is [start, stop), and k - 1 stages before it have a layer each."""
-        if k == 1:
-            return total[stop], [(0, stop)]
-        cuts = []
-        for start in range(k - 1, stop):
-            costliest, stages = best(start, k - 1)
+    def add_stage(shorter, stop, k):
+        """The best cut of the first `stop` layers into k stages: the last one is [start, stop), and
+        shorter[start] is the best cut of the layers before it into k - 1 stages."""
+        best = None
+        for start in reversed(range(k - 1, stop)):  # k - 1 stages before have a layer each
             last = total[stop] - total[start]
-            cuts.append((max(costliest, last), [*stages, (start, stop)]))
-        return min(cuts)
+            if best and last > best[0]:
+                break  # too costly, and a last stage that starts earlier costs no less
+            costliest, stages = shorter[start]
+            candidate = max(costliest, last), [*stages, (start, stop)]
+            best = min(best or candidate, candidate)
+        return best
 
-    return best(len(costs), n)[1]
+    # Dynamic programming. best[stop]: (cost of the costliest stage, stages); at first one stage
+    best = {stop: (total[stop], [(0, stop)]) for stop in range(1, layers + 1)}
+    for k in range(2, n + 1):
+        later = n - k  # stages that follow, and need a layer each
+        best = {stop: add_stage(best, stop, k) for stop in range(k, layers - later + 1)}
+    return best[layers][1]
 
 
 # pipeline.py runs GPipe and 1F1B straight from these lists, in plain.py and in its demonstration.
