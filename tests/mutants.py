@@ -159,9 +159,9 @@ MUTANTS = {
         ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "experts:equal_one"),
         ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm")],
     "run/checkpoint.py": [
-        ("> trainer.cfg.steps:", "> trainer.cfg.steps + 1:", "values:past_the_last"),
+        ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),
-        ("used != trainer.cfg.optimizer", "False", "optimizers:refused"),
+        ("used != cfg.optimizer", "False", "optimizers:refused"),
         ('fill_(manifest["updates"])', "zero_()", "checkpoint:float64"),
         ("trainer.reducer.publish(bucket)", "pass", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
