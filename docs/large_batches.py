@@ -19,7 +19,7 @@ from statistics import fmean
 
 import torch
 
-from collectives import all_reduce
+from engine.collectives import all_reduce
 from data.batches import Data
 from planner.draw import curves_svg, table
 from run.config import Config, check

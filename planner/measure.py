@@ -12,8 +12,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from collectives import all_reduce, barrier
-from mesh import Mesh
+from engine.collectives import all_reduce, barrier
+from engine.mesh import Mesh
 from run import signals
 from run.launch import launch
 from run.processes import choose_device, init, shutdown

@@ -1,14 +1,13 @@
 """Saves and loads checkpoints: any layout writes one, and any layout reads it.
 
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
-                      optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (of SGD and LARS .velocity);
-                                             for 16 bits also .master
+                      optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (SGD and LARS: .velocity);
+                                             for 16-bit weights also .master
                       manifest.json          step, flags, loss scale, a checksum for each tensor
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
-gather, and no extra memory but one tensor's slice on the way from a GPU. Bytes per parameter
-of AdamW and LAMB: 2 + 12 for 16-bit weights, 4 + 8 for float32. A folder is written as step-N.tmp,
-its manifest last, and renamed: a checkpoint is complete or does not exist.
+gather, and no extra memory but one tensor's slice on its way from a GPU. Bytes per parameter with
+AdamW or LAMB: 2 + 12 for 16-bit weights, 4 + 8 for float32.
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """
@@ -27,9 +26,10 @@ from pathlib import Path
 
 import torch
 
-from collectives import all_reduce
+from engine.collectives import all_reduce
 from model import ALIASES
 from run import tensorfile
+from run.config import require
 from run.processes import all_gather_text
 from run.signals import local_rank
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
@@ -37,6 +37,17 @@ from shard import bounds
 from sizes import MOMENTS, GPTConfig
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+
+# A checkpoint is complete or does not exist. Its folder has these names, in this order:
+#
+#     step-N.tmp       files are being written, the manifest last
+#     step-N           complete: step-N.tmp renamed, once all of it is on the disk
+#     step-N.old.tmp   to be deleted: a run that went on from an earlier checkpoint has come to step
+#                      N again, and its step-N.tmp is about to get the name step-N
+#
+# A crash may come between the two renames, of step-N to step-N.old.tmp and of step-N.tmp to step-N.
+# Then there is no step-N, and step-N.old.tmp still counts as a complete checkpoint.
+FOLDER = re.compile(r"step-\d{8,}")
 
 
 @contextmanager
@@ -53,62 +64,70 @@ def together(world):
             raise CheckpointError(error)
 
 
+# ---- the manifest ----
+
+
 def seal(manifest):
-    """CRC-32 of the manifest's own content."""
+    """CRC-32 of the manifest's content. It is stored in the manifest itself, under "seal"."""
     content = {key: value for key, value in manifest.items() if key != "seal"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def is_sound(manifest):
-    """Is the seal right, and is every value of its type and range? May also raise DAMAGED."""
-    counts = [manifest[name] for name in ("number", "step", "updates", "good_steps")]
+def refuse_unsound(manifest):
+    """Raise one of DAMAGED unless the seal is right and every value is of its type and range."""
+    require(manifest["seal"] == seal(manifest), "seal")
+    for name in ("number", "step", "updates", "good_steps"):
+        require(is_whole(manifest[name]), name)
     for file in (MODEL, OPTIMIZER):
-        counts += manifest["checksums"][file].values()
+        require(all(map(is_whole, manifest["checksums"][file].values())), file)
     sizes = asdict(GPTConfig(**manifest["model"]))
+    for name, size in sizes.items():
+        least = 0 if name == "n_experts" else 1
+        require(is_whole(size, 2**31) and size >= least, name)
+    require(sizes["n_embd"] % sizes["n_head"] == 0, "n_head")
     scale = manifest["scale"]
-    return (manifest["seal"] == seal(manifest) and all(map(is_whole, counts))
-            and all(is_whole(size, 2**31) for size in sizes.values())
-            and all(size > 0 for name, size in sizes.items() if name != "n_experts")
-            and sizes["n_embd"] % sizes["n_head"] == 0
-            and type(scale) is float and 0 < scale < 2.0**128 and type(manifest["data"]) is str)
+    require(type(scale) is float and 0 < scale < 2.0**128, "scale")
+    require(type(manifest["data"]) is str, "data")
 
 
 def read_manifest(folder):
-    """CheckpointError if the manifest is missing or damaged."""
+    """The manifest of a checkpoint. CheckpointError if it is missing or damaged."""
     path = Path(folder, MANIFEST)
     with about(path), suppress(*DAMAGED):
         manifest = json.loads(path.read_bytes())
-        if is_sound(manifest):
-            return manifest
+        refuse_unsound(manifest)
+        return manifest
     raise CheckpointError(f"{path}: damaged; --resume PATH takes another checkpoint")
 
 
 def refuse_other(folder, manifest, config):
     """CheckpointError unless the checkpoint is of this GPTConfig."""
     for name, found in asdict(GPTConfig(**manifest["model"])).items():
-        if found != getattr(config, name):
-            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is "
-                                  f"{getattr(config, name)}")
+        wanted = getattr(config, name)
+        if found != wanted:
+            raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {wanted}")
+
+
+# ---- the checkpoints in a run's folder (--out) ----
 
 
 @cache
 def warn(folder, error):
-    """Once for each folder; the folder stays on disk."""
+    """Print once that a damaged checkpoint is skipped. Its folder stays on the disk."""
     if local_rank() == 0:
         print(f"{folder} skipped: {error}", file=sys.stderr, flush=True)
 
 
 def complete(out):
-    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. A
-    checkpoint that put_in_place renamed to .old.tmp counts until the new one has its name."""
+    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written."""
     found = []
     for folder in Path(out).glob("step-*"):
         name = folder.name.removesuffix(".old.tmp")
-        there = name == folder.name or not Path(out, name).exists()
-        if re.fullmatch(r"step-\d{8,}", name) and there and (folder / MANIFEST).exists():
+        replaced = name != folder.name and Path(out, name).exists()
+        if FOLDER.fullmatch(name) and not replaced and (folder / MANIFEST).exists():
             try:
                 for file in (MODEL, OPTIMIZER):
-                    tensorfile.read_header(folder / file)  # there, and as long as it says
+                    tensorfile.read_header(folder / file)  # raises if the file is cut off
                 found.append((read_manifest(folder)["number"], folder))
             except CheckpointError as error:
                 warn(folder, str(error))
@@ -129,73 +148,110 @@ def find(path):
 
 
 def remove(folder):
-    """Delete a checkpoint. What is not ours in its folder stays, and so does the folder."""
-    if not folder.is_symlink():
-        for name in (MANIFEST, MODEL, OPTIMIZER):  # the manifest first: half deleted, not complete
-            (folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            folder.rmdir()
+    """Delete a checkpoint's three files, and its folder if nothing else is in it. A link to a
+    folder stays as it is."""
+    if folder.is_symlink():
+        return
+    # The manifest first: a checkpoint that is deleted half-way is not complete
+    for name in (MANIFEST, MODEL, OPTIMIZER):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        folder.rmdir()
 
 
 def prune(out, keep=0):
-    """Delete what interrupted saves left, and all but the last `keep` complete checkpoints."""
+    """Delete what interrupted saves left, and all but the last `keep` complete checkpoints (0: keep
+    all)."""
     whole = [folder for _, folder in complete(out)]
     old = whole[:-keep] if keep else []
     for folder in Path(out).glob("step-*"):
-        partial = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
-        if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", folder.name) and (
-                folder in old or partial and folder not in whole):
+        name = folder.name.removesuffix(".tmp").removesuffix(".old")
+        unfinished = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
+        if FOLDER.fullmatch(name) and (folder in old or (unfinished and folder not in whole)):
             remove(folder)
 
 
-def plan(trainer, folder):
-    """[(file, code of its dtype, {tensor: shape})] of the whole model, alike on every rank."""
+# ---- from this rank's slices to the files, and back ----
+
+
+def contents_of_files(trainer, folder):
+    """[(file, dtype's code in the file, {tensor: full shape})] of the whole model, the same on
+    every rank."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    narrow = trainer.dtype.itemsize == 2
-    kinds = (["master"] if narrow else []) + list(MOMENTS[trainer.cfg.optimizer])
-    aliases = {other: trainer.shapes[name] for name, others in ALIASES.items() for other in others}
-    state = {f"{name}.{kind}": shape for name, shape in trainer.shapes.items() for kind in kinds}
-    return [(Path(folder, MODEL), codes[trainer.dtype], trainer.shapes | aliases),
-            (Path(folder, OPTIMIZER), "F32" if narrow else codes[trainer.dtype], state)]
+    shapes = dict(trainer.shapes)
+    for name, aliases in ALIASES.items():  # the tied matrix is stored under both of its names
+        for alias in aliases:
+            shapes[alias] = shapes[name]
+    sixteen_bits = trainer.dtype.itemsize == 2
+    kinds = list(MOMENTS[trainer.cfg.optimizer])
+    if sixteen_bits:
+        kinds.insert(0, "master")
+    states = {f"{name}.{kind}": shape for name, shape in trainer.shapes.items() for kind in kinds}
+    return [(Path(folder, MODEL), codes[trainer.dtype], shapes),
+            (Path(folder, OPTIMIZER), "F32" if sixteen_bits else codes[trainer.dtype], states)]
 
 
 def slices(trainer):
-    """Yields each piece that this rank's optimizer steps: (bucket, the parameter's tag, index of
-    the piece's first element in the tag's slice, {tensor: elements})."""
+    """Yields each piece of a parameter that this rank's optimizer steps, with its states: (bucket,
+    the parameter's tag, first, {tensor: the elements of its piece}).
+
+    first: index of the piece's first element in the slice that the tag describes. A bucket may cut
+    a parameter: if its slice is elements 100 to 159 of the bucket, and this rank's shard of the
+    bucket begins at element 120, the piece begins at element 20 of the slice."""
     for bucket in trainer.reducer.buckets:
-        kinds = dict(bucket.moments)
+        flat = dict(bucket.moments)  # {kind: tensor that lies like bucket.weight_shard}
         if bucket.master is not bucket.weight_shard:
-            kinds["master"] = bucket.master
-        states = zip(*map(bucket.pieces, kinds.values()), strict=True)
-        for (param, weight), pieces in zip(bucket.pieces(bucket.weight_shard), states, strict=True):
+            flat["master"] = bucket.master
+        pieces = {kind: dict(bucket.pieces(values)) for kind, values in flat.items()}
+        for param, weight in bucket.pieces(bucket.weight_shard):
             name = param.shard.name
-            tensors = dict.fromkeys([name, *ALIASES.get(name, [])], weight)
-            for kind, (_, piece) in zip(kinds, pieces, strict=True):
-                tensors[f"{name}.{kind}"] = piece
-            yield bucket, param.shard, max(0, bucket.offset - bucket.starts[param]), tensors
+            tensors = {name: weight}
+            for alias in ALIASES.get(name, []):
+                tensors[alias] = weight
+            for kind in flat:
+                tensors[f"{name}.{kind}"] = pieces[kind][param]
+            first = max(0, bucket.offset - bucket.starts[param])
+            yield bucket, param.shard, first, tensors
 
 
 def transfer(trainer, entries, saving):
-    """Copies each run of this rank's slices to its place in the files {tensor: Entry}, or back. Of
-    the ranks that hold the same element, one saves it and all load it."""
+    """Write this rank's slices into the files {tensor: Entry}, or read them from there. Of the
+    ranks that hold the same element, one writes it and all read it."""
     for bucket, shard, first, tensors in slices(trainer):
         if saving and not shard.first:
-            continue
+            continue  # another rank of this replica writes this slice
         for name, values in tensors.items():
-            lo, hi = 0, len(values)
-            if saving and bucket.num_shards == 1:  # data-parallel replicas share the work
-                lo, hi = bounds(len(values), bucket.group)
-            buffer = values[lo:hi].to("cpu", copy=True)
-            data, width = memoryview(buffer.view(torch.uint8).numpy()), buffer.element_size()
-            path, begin = entries[name].path, entries[name].begin
-            with about(path, name), open(path, "r+b" if saving else "rb") as file:
-                for there, here, n in shard.runs(first + lo, first + hi):
-                    file.seek(begin + there * width)
-                    part = data[here * width : (here + n) * width]
-                    if (file.write(part) if saving else file.readinto(part)) < len(part):
-                        raise OSError(0, "the file ends early")
-            if not saving:
-                values.copy_(buffer)
+            part = values
+            start = first
+            if saving and bucket.num_shards == 1:  # all replicas hold these values: each writes 1/D
+                part_start, part_stop = bounds(len(values), bucket.group)
+                part = values[part_start:part_stop]
+                start = first + part_start
+            transfer_runs(entries[name], shard, start, part, saving)
+
+
+def transfer_runs(entry, shard, start, values, saving):
+    """Write `values`, the elements from index `start` on of the slice that the tag describes, to
+    their places in the file of the full tensor; or read them from there.
+
+    Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
+    start = 1 three values go to elements 2 7 8. They are two runs (in_full, in_values, length):
+    (2, 0, 1) and (7, 1, 2)."""
+    buffer = values.to("cpu", copy=True)
+    data = memoryview(buffer.view(torch.uint8).numpy())
+    width = buffer.element_size()
+    with about(entry.path, entry.name), open(entry.path, "r+b" if saving else "rb") as file:
+        for in_full, in_values, length in shard.runs(start, start + len(values)):
+            file.seek(entry.begin + in_full * width)
+            run = data[in_values * width : (in_values + length) * width]
+            moved = file.write(run) if saving else file.readinto(run)
+            if moved < len(run):
+                raise OSError(0, "the file ends early")
+    if not saving:
+        values.copy_(buffer)
+
+
+# ---- save ----
 
 
 def sync(path):
@@ -203,6 +259,16 @@ def sync(path):
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
+
+
+def share_checksums(entries, world):
+    """Collective: {tensor: CRC-32} of all tensors in the files. Each rank reads its share."""
+    sums = torch.zeros(len(entries), dtype=torch.long, device=world.device)
+    with together(world):
+        for i, entry in list(enumerate(entries.values()))[world.rank :: world.size]:
+            sums[i] = checksum(entry)
+    # every other rank has 0 where this rank has a checksum
+    return dict(zip(entries, world.read(all_reduce(sums, world)), strict=True))
 
 
 def put_in_place(folder, final, manifest):
@@ -221,15 +287,20 @@ def save(trainer, step, data_folder=""):
     """Collective: write the state after `step` steps into cfg.out and return its folder, or None,
     with nothing written, if weights or moments are not finite. If a rank cannot write, every rank
     raises CheckpointError; earlier checkpoints are untouched; the next save removes the rest."""
-    cfg, world = trainer.cfg, trainer.mesh.world
+    cfg = trainer.cfg
+    world = trainer.mesh.world
     if "False" in all_gather_text(str(trainer.optimizer.finite()), world):
         return None
     final = Path(cfg.out, f"step-{step:08d}")
     folder = Path(f"{final}.tmp")
-    files, heads, entries = plan(trainer, folder), {}, {}
+    files = contents_of_files(trainer, folder)
+    heads = {}  # file -> its first bytes
+    entries = {}  # tensor -> its Entry, of both files
     for path, code, shapes in files:
         heads[path], found = tensorfile.make_header(shapes, code, path)
         entries |= found
+
+    # rank 0 makes the files, all ranks fill them, rank 0 makes them a checkpoint
     with together(world), about(folder):
         if world.rank == 0:
             prune(cfg.out)
@@ -238,23 +309,38 @@ def save(trainer, step, data_folder=""):
                 path.write_bytes(head)
     with together(world):
         transfer(trainer, entries, saving=True)
-    sums = torch.zeros(len(entries), dtype=torch.long, device=world.device)
-    with together(world):
-        for i, entry in list(enumerate(entries.values()))[world.rank :: world.size]:
-            sums[i] = checksum(entry)
-    sums = iter(world.read(all_reduce(sums, world)))
+    sums = share_checksums(entries, world)
     with together(world), about(folder):
         if world.rank == 0:
             put_in_place(folder, final, {
-                "number": 1 + max(complete(cfg.out), default=(0,))[0], "step": step,
-                "updates": int(trainer.optimizer.updates),
-                "scale": trainer.scale.item(), "good_steps": trainer.good_steps.item(),
-                "model": asdict(trainer.model_config), "config": asdict(cfg),
+                # counts the checkpoints in the order they were written, which is not that of steps
+                "number": 1 + max(complete(cfg.out), default=(0,))[0],
+                "step": step,
+                "updates": int(trainer.optimizer.updates),  # steps less those that were skipped
+                "scale": trainer.scale.item(),
+                "good_steps": trainer.good_steps.item(),
+                "model": asdict(trainer.model_config),
+                "config": asdict(cfg),
                 "data": str(Path(data_folder).resolve()),
-                "checksums": {path.name: {name: next(sums) for name in shapes}
+                "checksums": {path.name: {name: sums[name] for name in shapes}
                               for path, _, shapes in files}})
             prune(cfg.out, cfg.keep)
     return final
+
+
+# ---- load ----
+
+
+def refuse_unfit(trainer, folder, manifest):
+    """CheckpointError if this run cannot go on from the checkpoint of this manifest."""
+    cfg = trainer.cfg
+    refuse_other(folder, manifest, trainer.model_config)
+    if manifest["step"] > cfg.steps:
+        raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps {cfg.steps}")
+    used = manifest["config"].get("optimizer", "adamw")
+    if used != cfg.optimizer:
+        raise CheckpointError(f"{folder}: its --optimizer is {used}, this run's is "
+                              f"{cfg.optimizer}; --init-from takes its weights alone")
 
 
 @torch.no_grad()
@@ -262,19 +348,13 @@ def load(trainer, folder):
     """Collective: give every rank its slices of a checkpoint of any layout; returns the number of
     steps done. CheckpointError, on every rank and before any state is changed, if the checkpoint is
     damaged, past --steps or of another model, optimizer or dtype. Each rank checks its share of the
-    sums."""
-    world, entries = trainer.mesh.world, {}
+    checksums."""
+    world = trainer.mesh.world
+    entries = {}  # tensor -> its Entry, of both files
     with together(world):
         manifest = read_manifest(folder)
-        refuse_other(folder, manifest, trainer.model_config)
-        if manifest["step"] > trainer.cfg.steps:
-            raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps "
-                                  f"{trainer.cfg.steps}")
-        used = manifest["config"].get("optimizer", "adamw")
-        if used != trainer.cfg.optimizer:
-            raise CheckpointError(f"{folder}: its --optimizer is {used}, this run's is "
-                                  f"{trainer.cfg.optimizer}; --init-from takes its weights alone")
-        for path, code, shapes in plan(trainer, folder):
+        refuse_unfit(trainer, folder, manifest)
+        for path, code, shapes in contents_of_files(trainer, folder):
             entries |= tensorfile.expect(path, tensorfile.read_header(path), shapes, [code])
         for entry in list(entries.values())[world.rank :: world.size]:
             checksum(entry, manifest["checksums"][entry.path.name].get(entry.name, -1))
@@ -288,38 +368,54 @@ def load(trainer, folder):
     return manifest["step"]
 
 
+# ---- before the first step: do all ranks have the same, and --out for this run alone? ----
+
+
 def claim(out, patience):
-    """Lock `out` until this process ends. CheckpointError if another run still writes there after
-    `patience` seconds: a run that was killed may take a moment to end."""
-    with about(Path(out, ".lock")):
-        file = os.open(Path(out, ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise CheckpointError(f"--out {out}: another run writes there; name another "
-                                          "folder") from None
-                time.sleep(0.1)
-            except OSError:
-                break  # a file system without locks
+    """Lock `out` until this process ends, and leave random bytes in its .lock for the other ranks
+    to compare. CheckpointError if another run still writes there after `patience` seconds: a run
+    that was killed may take a moment to end."""
+    path = Path(out, ".lock")
+    with about(path):
+        # never closed, because closing it would end the lock
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        wait_for_lock(file, out, patience)
         os.truncate(file, 0)
-        os.write(file, os.urandom(8))  # for the other ranks to compare
+        os.write(file, os.urandom(8))
         os.fsync(file)
 
 
+def wait_for_lock(file, out, patience):
+    """Return once this process has the lock on an open file."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:  # another process has it
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"--out {out}: another run writes there; name another "
+                                      "folder") from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks: go on without
+            return
+
+
 def digest(*path):
+    """CRC-32 of a file's content; None if there is no such file."""
     path = Path(*path)
     return zlib.crc32(path.read_bytes()) if path.is_file() else None
 
 
 def sources():
-    """The files of the project, and of its rooms, that this process has imported."""
+    """The files of the project (its root and the folders in it) that this process has imported."""
     root = Path(__file__).parent.parent
-    files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
-    return sorted(file for file in files if root in (file.parent, file.parent.parent))
+    found = set()
+    for module in list(sys.modules.values()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if root in (file.parent, file.parent.parent):
+            found.add(file)
+    return sorted(found)
 
 
 def agree(cfg, data, world):
@@ -328,19 +424,22 @@ def agree(cfg, data, world):
     with together(world):
         if world.rank == 0:
             claim(cfg.out, min(5, cfg.timeout / 2))
+            # only now: the run that had the folder before may have saved once more
             if cfg.resume == "auto":
                 cfg.resume = str(newest(cfg.out) or "no")
             elif cfg.resume != "no":
                 cfg.resume = str(find(cfg.resume))
     cfg.resume = all_gather_text(cfg.resume, world)[0]
     setup = {"flags": repr(cfg),
+             # a rank that does not share rank 0's --out finds no .lock there, or another one
              f"files in --out {cfg.out}": digest(cfg.out, ".lock"),
              f"files in --resume {cfg.resume}": digest(cfg.resume, MANIFEST),
              f"data in {cfg.data}": data.fingerprint().hex(),
              "code": [digest(file) for file in sources()]}
-    first, *others = map(json.loads, all_gather_text(json.dumps([*setup.values()]), world))
-    for rank, values in enumerate(others, 1):
-        for name, found, wanted in zip(setup, values, first, strict=True):
+    texts = all_gather_text(json.dumps(list(setup.values())), world)
+    of_rank_0, *of_others = map(json.loads, texts)
+    for rank, values in enumerate(of_others, start=1):
+        for name, found, wanted in zip(setup, values, of_rank_0, strict=True):
             if found != wanted:
                 raise CheckpointError(f"rank {rank} has other {name} than rank 0; all need the "
                                       "same")

@@ -1,5 +1,14 @@
-"""The flags of a run: one dataclass, validated before any process group exists. Bad input gets one
-line that names flag, values and fix, from one rank of each machine, and exit code 2."""
+"""The flags of a run: one dataclass, validated before any process group exists.
+
+    parse                   command line -> Config; also --help
+    check_layout            fills in the flags that are left to choose (0: chosen), then refuses a
+                            layout that cannot be; needs neither torch nor this machine's devices
+    check                   check_layout, then device, memory and files of this machine
+    read_command_line       parse and check_layout, for a command
+
+Bad input gets one line that names flag, values and fix, from one rank of each machine, and exit
+code 2. The functions that check raise it as a ValueError; fail() prints it.
+"""
 
 import argparse
 import math
@@ -10,11 +19,12 @@ from pathlib import Path
 
 from engine.schedules import make_schedule
 from run.signals import STORE, local_rank
-from schedules import SCHEDULES, chunks_of
+from schedules import SCHEDULES, chunks_of, is_plain
 from sizes import MOMENTS, WIDTHS
 
 
 def flag(default, group, help, choices=None):
+    """A field of Config. group: the heading of --help under which the flag is listed."""
     return field(default=default, metadata={"group": group, "help": help, "choices": choices})
 
 
@@ -30,39 +40,42 @@ class Config:
     zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3)", (0, 1, 2, 3))
     schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
     chunks: int = flag(0, "layout", "stages per pipeline rank, for interleaved; 0: chosen")
-    microbatches: int = flag(0, "layout", "per step and data rank; 0: chosen")
+    microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: chosen")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
-    collectives: str = flag("auto", "layout", "auto: native on GPUs", ("auto", "ring", "native"))
+    collectives: str = flag("auto", "layout", "ring: ours; native: torch's; auto: native on "
+                            "GPUs, else ring", ("auto", "ring", "native"))
     pad_vocab: int = flag(0, "layout", "pad a rank's vocabulary to a multiple; 0: 64 on GPUs")
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
-    experts: int = flag(0, "model", "in each block, in the place of an MLP; 0: none")
+    experts: int = flag(0, "model", "experts in each block, in place of its MLP; 0: none")
     top_k: int = flag(2, "model", "experts that a token goes through, each 4/top-k as wide")
     block_size: int = flag(128, "model", "tokens per sequence")
-    dtype: str = flag("float32", "model", "of weights, gradients and activations", tuple(WIDTHS))
-    grad_dtype: str = flag("same", "model", "of summed gradients", ("same", "float32"))
+    dtype: str = flag("float32", "model", "number format of weights, gradients and activations",
+                      tuple(WIDTHS))
+    grad_dtype: str = flag("same", "model", "number format of summed gradients",
+                           ("same", "float32"))
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
     lr: float = flag(4e-3, "training", "peak learning rate")
     min_lr: float = flag(0.0, "training", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    warmup_tokens: int = flag(0, "training", "warm-up in tokens, whatever the batch; 0: in steps")
-    optimizer: str = flag("adamw", "training", "lars, lamb: a rate per matrix", tuple(MOMENTS))
-    scale_lr: str = flag("none", "training", "--lr and --min-lr times --batch-size / "
-                         "--base-batch-size, or its root", ("none", "linear", "sqrt"))
+    warmup_tokens: int = flag(0, "training", "warm-up in tokens; 0: --warmup-steps counts")
+    optimizer: str = flag("adamw", "training", "lars and lamb: a rate per matrix", tuple(MOMENTS))
+    scale_lr: str = flag("none", "training", "multiply --lr and --min-lr by --batch-size / "
+                         "--base-batch-size, or by its root", ("none", "linear", "sqrt"))
     base_batch_size: int = flag(32, "training", "the batch that --lr was chosen for")
-    weight_decay: float = flag(0.1, "training", "on matrices only")
-    beta1: float = flag(0.9, "training", "AdamW, LAMB; SGD's and LARS's momentum")
-    beta2: float = flag(0.95, "training", "AdamW, LAMB")
+    weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
+    beta1: float = flag(0.9, "training", "of AdamW and LAMB; momentum of SGD and LARS")
+    beta2: float = flag(0.95, "training", "of AdamW and LAMB")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
-    seed: int = flag(1337, "training", "of initial weights and batches")
+    seed: int = flag(1337, "training", "number from which initial weights and batches follow")
     data: str = flag("stdlib", "run", "folder with train.bin and val.bin, or stdlib, shakespeare")
     out: str = flag("out", "run", "folder for checkpoints")
     save_interval: int = flag(0, "run", "steps between checkpoints in --out; 0: only at the end")
-    keep: int = flag(0, "run", "checkpoints to keep in --out, the last ones; 0: all")
+    keep: int = flag(0, "run", "number of last checkpoints to keep in --out; 0: all")
     resume: str = flag("no", "run", "no, auto (the last complete checkpoint of --out) or a path")
     init_from: str = flag("", "run", "model.safetensors to start from: ours, nanoGPT's or GPT-2's")
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
@@ -71,9 +84,10 @@ class Config:
     verbose: bool = flag(False, "run", "print all flags as they were resolved")
     log_interval: int = flag(20, "run", "steps between printed lines, after the first ten")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
-    eval_batches: int = flag(8, "run", "batches of a validation on the way; the last takes all")
+    eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
     device: str = flag("auto", "run", "where to compute", ("auto", "cpu", "cuda"))
     compile: bool = flag(False, "run", "torch.compile each layer")
+    plain: bool = flag(False, "run", "train with the plain files of the root (plain.py)")
 
 
 LIMITS = {  # (least, most): flags
@@ -88,18 +102,30 @@ LIMITS = {  # (least, most): flags
 }
 
 
-MARKS = {"metrics": '{"step": ', "trace": '{"traceEvents": '}  # how what these flags write begins
+# The first characters of the files that these flags write: a file that begins otherwise is not ours
+MARKS = {"metrics": '{"step": ', "trace": '{"traceEvents": '}
+
+
+# ---- the command line ----
 
 
 def add_flags(parser, names, **options):
-    """Add the flags of these fields to a parser, or to a group of its flags."""
+    """Add the flags of these fields to a parser, or to a group of its flags. options: arguments of
+    add_argument that replace the field's own, such as default=None."""
     for f in fields(Config):
-        if f.name in names:
-            kind = {"type": f.type, "choices": f.metadata["choices"]}
-            kind = {"action": "store_true"} if f.type is bool else kind
-            help = f.metadata["help"] + ("" if "default" in options else f" ({f.default})")
-            parser.add_argument("--" + f.name.replace("_", "-"),
-                                **{"default": f.default, "help": help, **kind, **options})
+        if f.name not in names:
+            continue
+        name = "--" + f.name.replace("_", "-")
+        text = f.metadata["help"]
+        if "default" not in options:
+            text += f" ({f.default})"
+        settings = {"default": f.default, "help": text}
+        if f.type is bool:
+            settings["action"] = "store_true"
+        else:
+            settings["type"] = f.type
+            settings["choices"] = f.metadata["choices"]
+        parser.add_argument(name, **{**settings, **options})
 
 
 def fail(message):
@@ -110,6 +136,7 @@ def fail(message):
 
 
 def parse(args, description=None):
+    """The Config of these command line arguments; a wrong one ends the process by fail()."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f"{message}; --help lists the flags")
@@ -119,29 +146,35 @@ def parse(args, description=None):
     return Config(**vars(parser.parse_args(args)))
 
 
+# ---- what the checks below are made of ----
+
+
 def require(condition, message):
     if not condition:
         raise ValueError(message)
 
 
 def given(cfg, *names):
+    """Flags with their values for a message: given(cfg, "tp", "n_head") = --tp 3 x --n-head 4."""
     return " x ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in names)
 
 
 def require_divides(cfg, *names, whole):
-    """ValueError unless the product of these flags divides another flag."""
+    """ValueError unless the product of these flags divides the flag `whole`."""
     total = getattr(cfg, whole)
     if total % math.prod(getattr(cfg, name) for name in names):
-        tries = [str(n) for n in range(1, total + 1) if total % n == 0][:4]
+        divisors = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ValueError(f"{given(cfg, *names)} must divide {given(cfg, whole)}; "
-                         f"try {' or '.join(tries)}")
+                         f"try {' or '.join(divisors[:4])}")
 
 
 def require_multiple(cfg, name, part, *of):
-    """ValueError unless a flag is a multiple of `part`, which follows from other flags."""
+    """ValueError unless the flag `name` is a multiple of `part`, which follows from the flags `of`.
+    """
     value = getattr(cfg, name)
+    next_multiple = math.ceil(value / part) * part
     require(value % part == 0, f"{given(cfg, name)} must be a multiple of {part}, for "
-            f"{given(cfg, *of)}; try {-(-value // part) * part}")
+            f"{given(cfg, *of)}; try {next_multiple}")
 
 
 def check_limits(cfg, limits=LIMITS):
@@ -152,74 +185,152 @@ def check_limits(cfg, limits=LIMITS):
                     f"{given(cfg, name)} must be from {least:,} to {most:,}")
 
 
+# ---- how many ranks share the work, and how ----
+
+
 def world_size():
-    """The number of processes in the environment that torchrun makes; 1 without. ValueError."""
-    world, rank = os.environ.get("WORLD_SIZE") or "1", os.environ.get("RANK", "")
-    met = STORE in os.environ or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    require(world == "1" or met and world.isdecimal() and rank.isdecimal() and
-            int(rank) < int(world), f"WORLD_SIZE={world} RANK={rank} in the environment is not "
+    """The number of processes in the environment that torchrun or run/launch.py made; 1 without
+    them. ValueError if the environment is not theirs."""
+    world = os.environ.get("WORLD_SIZE") or "1"
+    rank = os.environ.get("RANK", "")
+    if world == "1":
+        return 1
+    numbered = world.isdecimal() and rank.isdecimal() and int(rank) < int(world)
+    # where the ranks meet: at our launcher's store, or at torchrun's address
+    has_place = STORE in os.environ or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    require(numbered and has_place, f"WORLD_SIZE={world} RANK={rank} in the environment is not "
             "torchrun's; unset WORLD_SIZE, or use torchrun")
     return int(world)
 
 
 def check_layout(cfg, world):
-    """Validate how `world` processes share the work, and choose the flags that are 0: chosen.
-    Returns the number of ranks. ValueError: flag, values, fix."""
+    """Fill in the flags that are left to choose, then refuse a wrong layout for `world` processes.
+    Returns the number of ranks. ValueError: flag, values, fix.
+
+    Both launcher and rank call it, and a rank twice (read_command_line, check). The second call
+    changes nothing, because the first has left nothing to choose."""
     check_limits(cfg)
-    model_ranks = cfg.tp * cfg.pp * cfg.cp
-    cfg.dp = cfg.dp or (cfg.ep if world == 1 else max(1, world // model_ranks))
-    ranks = cfg.dp * model_ranks
+    resolve(cfg, world)
+    return refuse_wrong_layout(cfg, world)
+
+
+def resolve(cfg, world):
+    """Fill in the flags that are left to choose. A choice that is impossible (such as microbatches
+    for a batch that --dp does not divide) is left to refuse_wrong_layout."""
+    if cfg.dp == 0:  # all processes that the model's own split leaves over
+        model_ranks = cfg.tp * cfg.pp * cfg.cp
+        cfg.dp = cfg.ep if world == 1 else max(1, world // model_ranks)
+    if cfg.microbatches == 0:
+        cfg.microbatches = choose_microbatches(cfg)
+    cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
+    if cfg.scale_lr != "none":
+        ratio = cfg.batch_size / cfg.base_batch_size
+        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
+        cfg.lr *= factor
+        cfg.min_lr *= factor
+        cfg.scale_lr = "none"  # done: from now on --lr is the rate of this batch
+    if cfg.warmup_tokens:
+        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
+
+
+def choose_microbatches(cfg):
+    """The largest number up to 2 P that divides a data rank's sequences. With 2 P microbatches the
+    bubble of 1F1B, (P-1)/(2P+P-1), is less than a third of the time. A schedule in rounds, such as
+    interleaved, needs a multiple of P: take the largest one, if there is one."""
+    sequences = cfg.batch_size // cfg.dp
+    most = 2 * cfg.pp if cfg.pp > 1 else 1
+    fits = [m for m in range(1, most + 1) if sequences % m == 0]
+    wanted = cfg.pp if SCHEDULES[cfg.schedule].in_rounds else 1
+    return max(fits, key=lambda m: (m % wanted == 0, m))
+
+
+def refuse_wrong_layout(cfg, world):
+    """ValueError unless `world` processes can share the work as a resolved Config says. Returns the
+    number of ranks; the Config stays as it is."""
+    ranks = cfg.dp * cfg.tp * cfg.pp * cfg.cp
     require(world in (1, ranks), f"{given(cfg, 'dp', 'tp', 'pp', 'cp')} = {ranks} does not match "
             f"the {world} processes; start {ranks}, or one, which starts the others")
+    refuse_wrong_sizes(cfg)
+    refuse_wrong_pipeline(cfg)
+    refuse_wrong_files(cfg)
+    if cfg.plain:
+        refuse_what_plain_lacks(cfg)
+    require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
+            f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
+    return ranks
+
+
+# Flags that plain.py has, or that its runs, without validation and checkpoints, do not need
+PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
+    dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
+    weight_decay beta1 beta2 grad_clip top_k balance seed data timeout verbose log_interval
+    eval_interval eval_batches device""".split()
+
+
+def refuse_what_plain_lacks(cfg):
+    """ValueError for a flag that the plain files of the root do not have."""
+    for f in fields(cfg):
+        require(f.name in PLAIN_FLAGS or getattr(cfg, f.name) == f.default,
+                f"--plain has no --{f.name.replace('_', '-')}; leave out one of the two")
+    require(is_plain(cfg.schedule), f"--plain has no --schedule {cfg.schedule}; try "
+            f"{' or '.join(name for name in SCHEDULES if is_plain(name))}")
+    require(cfg.dtype != "float16", "--plain has no loss scaling, which --dtype float16 needs; try "
+            "bfloat16")
+    require(cfg.device != "cuda", "--plain runs on CPUs; leave out --device cuda")
+
+
+def refuse_wrong_sizes(cfg):
+    """Heads, tokens, experts and width must divide over the ranks that split them."""
     require_divides(cfg, "tp", whole="n_head")
-    if cfg.cp_attention == "all-to-all":
+    if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
         require_divides(cfg, "tp", "cp", whole="n_head")
-    part = math.lcm(2 * cfg.cp if cfg.cp > 1 else 1, cfg.cp * cfg.tp if cfg.sp else 1)
-    require_multiple(cfg, "block_size", part, "cp", "tp", "sp")
+    # --cp cuts each sequence into two chunks per rank; --sp gives each of cp x tp ranks one slice
+    zigzag = 2 * cfg.cp if cfg.cp > 1 else 1
+    slices = cfg.cp * cfg.tp if cfg.sp else 1
+    require_multiple(cfg, "block_size", math.lcm(zigzag, slices), "cp", "tp", "sp")
     require(cfg.ep == 1 or cfg.experts, f"{given(cfg, 'ep')} is for --experts; say how many")
     require_divides(cfg, "ep", whole="dp")
     if cfg.experts:
         require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
         require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "
                 f"{given(cfg, 'experts')}")
-        require(4 * cfg.n_embd % cfg.top_k == 0,
+        require(4 * cfg.n_embd % cfg.top_k == 0,  # an expert's hidden width: 4 n_embd / top_k
                 f"{given(cfg, 'top_k')} must divide 4 x {given(cfg, 'n_embd')}; try 1, 2 or 4")
     require_divides(cfg, "n_head", whole="n_embd")
+
+
+def refuse_wrong_pipeline(cfg):
+    """Stages need layers, microbatches need sequences, and the schedule may ask for more."""
     require(cfg.pp <= cfg.n_layer, f"{given(cfg, 'pp')} must be at most {given(cfg, 'n_layer')}")
     require_divides(cfg, "dp", whole="batch_size")
-    if cfg.microbatches == 0:  # a bubble of a third or less, if the batch allows it
-        most = 2 * cfg.pp if cfg.pp > 1 else 1
-        fits = [m for m in range(1, most + 1) if cfg.batch_size // cfg.dp % m == 0]
-        wanted = cfg.pp if SCHEDULES[cfg.schedule].in_rounds else 1
-        cfg.microbatches = max(fits, key=lambda m: (m % wanted == 0, m))
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
-    if cfg.scale_lr != "none":
-        ratio = cfg.batch_size / cfg.base_batch_size
-        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
-        cfg.lr, cfg.min_lr = cfg.lr * factor, cfg.min_lr * factor
-        cfg.base_batch_size = cfg.batch_size  # of the new rates: a second call changes nothing
-    if cfg.warmup_tokens:
-        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
-    cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
-    make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
+    make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)  # for its ValueError
+    require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
+            f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
+
+
+def refuse_wrong_files(cfg):
+    """Flags about files that exclude one another."""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
     require(not cfg.trace or cfg.trace != cfg.metrics, f"--trace {cfg.trace} and --metrics: take "
             "two files")
-    require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
-            f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
-    require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
-            f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
-    return ranks
+
+
+# ---- this machine: memory, files, devices ----
 
 
 def check_memory(cfg, share):
-    """ValueError if this machine cannot hold its share of weights and AdamW's states in float32,
-    and of one activation per block and token of a microbatch."""
-    mlps = cfg.experts / cfg.top_k if cfg.experts else 1  # an expert is 1/top_k as wide as an MLP
+    """ValueError if this machine cannot hold its share (0 to 1) of what the model needs at least:
+    weights, gradients and AdamW's two moments in float32 (16 bytes a parameter), and one activation
+    of n_embd numbers for each block and token of a microbatch."""
+    # Parameters of a block: 4 n_embd^2 in attention, 8 n_embd^2 in an MLP. An expert is 1/top_k as
+    # wide as an MLP.
+    mlps = cfg.experts / cfg.top_k if cfg.experts else 1
     states = 16 * (4 + 8 * mlps) * cfg.n_embd**2
-    activations = 4 * cfg.batch_size * cfg.block_size / cfg.microbatches * cfg.n_embd
+    tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
+    activations = 4 * tokens * cfg.n_embd
     need = share * cfg.n_layer * (states + activations)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     require(need < have, f"the model needs {need / 1e9:,.0f} GB of this machine's {have / 1e9:,.0f}"
@@ -227,19 +338,70 @@ def check_memory(cfg, share):
 
 
 def check_writable(name, path, mark=""):
-    """ValueError unless the file can be written and, if it has content, is ours: begins with the
-    mark."""
+    """ValueError unless the flag's file can be written and, if it has content, is ours: begins with
+    the mark (see MARKS)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # /dev/stdout may be a pipe; to open any other one would wait for its reader
+        # Opening a pipe would wait for its reader; /dev/stdout may be a pipe, and has one
         require(not path.is_fifo() or path.parent == Path("/dev"),
                 f"--{name} {path} is a pipe; name a file")
         open(path, "ab").close()
         begin = open(path, "rb").read(len(mark)) if path.is_file() else b""
     except OSError as error:
         raise ValueError(f"--{name} {path} cannot be written ({error.strerror})") from None
+    # a file that is empty, or that a crash has cut off within the mark, is ours, too
     require(mark.encode().startswith(begin), f"--{name} {path} holds something else than "
             f"--{name} writes; name another file")
+
+
+def choose_gpu_or_cpu(cfg, local, gpus, warn):
+    """Fill in --device auto for `local` ranks on this machine, which has `gpus` GPUs. ValueError if
+    --device cuda asks for more than there are. warn: this process prints a fall-back to the CPU."""
+    require(cfg.device != "cuda" or gpus >= local,
+            f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
+    if cfg.device == "auto":
+        if 0 < gpus < local and warn:
+            print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
+        cfg.device = "cuda" if gpus >= local else "cpu"
+
+
+def check_ring_kernels(cfg):
+    """ValueError if the GPU kernels of ring attention (context_parallel.kernel) do not take these
+    heads. A head's row is a multiple of 16 bytes: 8 numbers of 16 bits, or 4 of 32. Heads of 16
+    bits have up to 256 numbers. There is no kernel for 64 bits."""
+    size = cfg.n_embd // cfg.n_head
+    part = 16 // WIDTHS[cfg.dtype]  # numbers in 16 bytes
+    fits = {2: False,  # 64 bits
+            4: size % 4 == 0,  # 32 bits
+            8: size % 8 == 0 and size <= 256}  # 16 bits
+    require(fits[part], f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the ring's GPU kernels "
+            "take 16 bits and 8, 16, .. 256, or 32 and 4, 8, ..; try --cp-attention all-to-all")
+
+
+def check(cfg, world):
+    """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
+    import torch  # here, so that run/launch.py, which imports this file, does without
+
+    ranks = check_layout(cfg, world)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    is_first_rank = world == ranks and os.environ.get("RANK", "0") == "0"
+    choose_gpu_or_cpu(cfg, local, gpus, warn=is_first_rank)
+    cuda = cfg.device == "cuda"
+    if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
+        check_ring_kernels(cfg)
+    if not cuda:
+        check_memory(cfg, local / ranks)
+    if cfg.collectives == "auto":
+        cfg.collectives = "native" if cuda else "ring"
+    if cfg.pad_vocab == 0:
+        cfg.pad_vocab = 64 if cuda else 1
+    check_writable("out", Path(cfg.out, ".lock"))
+    for name, mark in MARKS.items():
+        path = getattr(cfg, name)
+        if path:
+            check_writable(name, Path(path), mark)
+    return ranks
 
 
 def read_command_line(description):
@@ -250,34 +412,3 @@ def read_command_line(description):
         return cfg, world, check_layout(cfg, world)
     except ValueError as error:
         fail(error)
-
-
-def check(cfg, world):
-    """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
-    import torch  # here, so that run/launch.py does without
-
-    ranks = check_layout(cfg, world)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    require(cfg.device != "cuda" or gpus >= local,
-            f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
-    if cfg.device == "auto":
-        if 0 < gpus < local and os.environ.get("RANK", "0") == "0" and world == ranks:
-            print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
-        cfg.device = "cuda" if gpus >= local else "cpu"
-    cuda = cfg.device == "cuda"
-    if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":  # what context_parallel.kernel takes
-        size, part = cfg.n_embd // cfg.n_head, 16 // WIDTHS[cfg.dtype]
-        require(part > 2 and size % part == 0 and (size <= 256 or part < 8),
-                f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the ring's GPU kernels take 16 "
-                "bits and 8, 16, .. 256, or 32 and 4, 8, ..; try --cp-attention all-to-all")
-    if not cuda:
-        check_memory(cfg, local / ranks)
-    if cfg.collectives == "auto":
-        cfg.collectives = "native" if cuda else "ring"
-    cfg.pad_vocab = cfg.pad_vocab or (64 if cuda else 1)
-    check_writable("out", Path(cfg.out, ".lock"))
-    for name, mark in MARKS.items():
-        if path := getattr(cfg, name):
-            check_writable(name, Path(path), mark)
-    return ranks

@@ -22,14 +22,15 @@ from run.processes import all_gather_text
 
 def is_before(line, step):
     """Is this line of --metrics whole, and of an earlier step?"""
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError):  # a crash may have left anything
         return line.endswith("\n") and json.loads(line)["step"] < step
     return False
 
 
 def open_metrics(path, start):
-    """Open the file to append to, without its lines from step `start` on, which a resumed run
-    writes again, or from a line on that a crash has cut off."""
+    """Open the file of --metrics to append to, for a run that begins with step `start`. Cut the
+    file at the first line that this run will write again (step >= start) or that a crash has left
+    incomplete."""
     if Path(path).is_file():
         with open(path, "r+", encoding="latin-1") as file:  # one character per byte
             kept = takewhile(lambda line: is_before(line, start), file.readlines())
@@ -38,65 +39,86 @@ def open_metrics(path, start):
 
 
 def peak_of_process():
-    """Most bytes that this process has held. (ru_maxrss starts with the parent's peak.)"""
+    """The most bytes that this process has held at one time."""
     with suppress(OSError), open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    # not Linux. (On Linux ru_maxrss is wrong: it starts with the peak of the parent.)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
 class Log:
-    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write. On a
-    terminal, what is not to stay there is one line, written over and over."""
+    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write.
+
+    On a terminal the lines that are not to stay there (most steps, the progress of a validation)
+    are written over one another, in place."""
 
     def __init__(self, trainer, data, start, peak_flops):
-        cfg, mesh = trainer.cfg, trainer.mesh
-        self.cfg, self.trainer, self.data, self.start = cfg, trainer, data, start
-        self.peak_flops = peak_flops  # of all GPUs together, per second; 0: unknown
-        self.silent = mesh.rank != 0
-        self.metrics = open_metrics(cfg.metrics, start) if cfg.metrics and not self.silent else None
-        self.saved, self.ending = None, ""  # set in end: the last checkpoint, the last lines
+        self.trainer = trainer
+        self.cfg = trainer.cfg
+        self.data = data
+        self.start = start
+        self.peak_flops = peak_flops  # FLOP/s of all GPUs together; 0: unknown
+        self.silent = trainer.mesh.rank != 0
+        self.metrics = None  # the open file of --metrics
+        if self.cfg.metrics and not self.silent:
+            self.metrics = open_metrics(self.cfg.metrics, start)
         self.since = time.perf_counter()  # when the current step began
         self.recent = deque(maxlen=50)  # seconds of the last steps
-        self.batch_seconds = 0.0  # of a batch of validation; 0: none yet
+        self.batch_seconds = 0.0  # seconds of one batch of validation; 0: none has been run
+        self.saved = None  # the last checkpoint; set in end()
+        self.ending = ""  # the last lines; set in end()
+        self.describe()
+
+    def describe(self):
+        """The lines before the first step: flags, model, rates, ranks, stages."""
+        trainer, cfg, mesh = self.trainer, self.cfg, self.trainer.mesh
         if cfg.verbose:
             self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
-        self.say(f"{trainer.n_params:,} parameters, {cfg.dtype} on the "
-                 f"{'GPU' if mesh.device.type == 'cuda' else 'CPU'}; {cfg.steps} steps of "
-                 f"{cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
-                 f"microbatch{'es' * (cfg.microbatches > 1)}")
+        device = "GPU" if mesh.device.type == "cuda" else "CPU"
+        plural = "es" if cfg.microbatches > 1 else ""
+        self.say(f"{trainer.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "
+                 f"of {cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
+                 f"microbatch{plural}")
         self.say(f"{cfg.optimizer}: learning rate up to {cfg.lr:.3g} in {cfg.warmup_steps} steps, "
                  f"then down to {cfg.min_lr:.3g}")
         if mesh.world.size > 1:
             self.say(grid(mesh.sizes))
         if len(trainer.cuts) > 1:
-            for s, (p, (a, b)) in enumerate(zip(trainer.where, trainer.cuts, strict=True)):
-                self.say(f"  stage {s} on p={p}: layers {a} to {b - 1} of {cfg.n_layer + 2}")
+            for stage, (start, stop) in enumerate(trainer.cuts):
+                self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "
+                         f"{stop - 1} of {cfg.n_layer + 2}")
 
     def say(self, text, file=None, stays=True):
-        """Print a line. One that does not stay is for a terminal only, until the next line."""
-        if text and not self.silent:
-            file = file or sys.stdout
-            try:
-                over = "\r\x1b[K" if file.isatty() else ""  # write over the current line
-                if stays:
-                    print(over + text, file=file, flush=True)
-                elif over:
-                    text = text[: shutil.get_terminal_size().columns - 1]
-                    print(over + text, file=file, end="", flush=True)
-            except OSError:  # the terminal or pipe is closed: the run goes on
-                self.silent = self.silent or file is sys.stdout
-                os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        """Print a line. A line that does not stay is for a terminal only, until the next line."""
+        if self.silent or not text:
+            return
+        file = file or sys.stdout
+        try:
+            # on a terminal: back to the first column, and clear the line that did not stay
+            clear = "\r\x1b[K" if file.isatty() else ""
+            if stays:
+                print(clear + text, file=file, flush=True)
+            elif clear:
+                fits = shutil.get_terminal_size().columns - 1
+                print(clear + text[:fits], file=file, end="", flush=True)
+        except OSError:  # the terminal or pipe is closed: the run goes on, and prints into nothing
+            if file is sys.stdout:
+                self.silent = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
     def write(self, **record):
-        if self.metrics:  # JSON has no nan and no infinity
-            record = {k: v if math.isfinite(v) else None for k, v in record.items()}
-            try:
-                print(json.dumps(record), file=self.metrics, flush=True)
-            except OSError as error:
-                self.metrics = None
-                self.say(f"train.py: --metrics {self.cfg.metrics}: {error.strerror}; the run goes "
-                         "on without", file=sys.stderr)
+        """Append a line to the file of --metrics."""
+        if not self.metrics:
+            return
+        # JSON has no nan and no infinity: null
+        record = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        try:
+            print(json.dumps(record), file=self.metrics, flush=True)
+        except OSError as error:
+            self.metrics = None
+            self.say(f"train.py: --metrics {self.cfg.metrics}: {error.strerror}; the run goes "
+                     "on without", file=sys.stderr)
 
     def clock(self):
         """A step begins now."""
@@ -107,8 +129,11 @@ class Log:
         self.say(f"step {step:6d}  resumed from {folder}{done}")
 
     def not_finite(self, skipped, step, saved):
-        what = f"loss or gradient norm was not finite for {skipped} steps up to" if skipped else (
-            "weights or moments are not finite after")
+        """skipped: how many steps up to `step` were skipped in a row; 0: a save was refused."""
+        if skipped:
+            what = f"loss or gradient norm was not finite for {skipped} steps up to"
+        else:
+            what = "weights or moments are not finite after"
         self.say(f"train.py: {what} step {step}; last good checkpoint: {saved or 'none'}; "
                  "a lower --lr may help", file=sys.stderr)
 
@@ -117,61 +142,86 @@ class Log:
         self.clock()
 
     def step(self, step, loss, norm, scale, lr):
-        cfg, now, routing = self.cfg, time.perf_counter(), self.trainer.routing
-        seconds, last = now - self.since, step == cfg.steps - 1
+        """A step is done: write its record, and print its line."""
+        cfg = self.cfg
+        seconds = time.perf_counter() - self.since
         self.recent.append(seconds)
         rate = self.trainer.tokens / seconds
-        scale = {"scale": scale} if cfg.dtype == "float16" else {}
-        experts = {"balance": routing.balance, "busiest": routing.busiest} if cfg.experts else {}
+        loss_scale = {"scale": scale} if cfg.dtype == "float16" else {}
+        experts = {}
+        if cfg.experts:
+            routing = self.trainer.routing
+            experts = {"balance": routing.balance, "busiest": routing.busiest}
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
-                   tokens_per_s=rate, **scale, **experts)
-        experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
-        flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
-        mfu = f"  mfu {flops / self.peak_flops:.1%}" if self.peak_flops else ""
-        wait = round(self.seconds_left(step))
-        self.say(f"step {step:6d}  loss {loss:.4f}{experts}  norm {norm:.3f}  lr {lr:.2e}  "
-                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}  {wait // 60} min "
-                 f"{wait % 60} s left",
-                 stays=step % cfg.log_interval == 0 or step - self.start < 10 or last)
+                   tokens_per_s=rate, **loss_scale, **experts)
+
+        of_experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
+        mfu = ""
+        if self.peak_flops:
+            flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
+            mfu = f"  mfu {flops / self.peak_flops:.1%}"
+        minutes, left = divmod(round(self.seconds_left(step)), 60)
+        is_first = step - self.start < 10
+        is_last = step == cfg.steps - 1
+        self.say(f"step {step:6d}  loss {loss:.4f}{of_experts}  norm {norm:.3f}  lr {lr:.2e}  "
+                 f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}  {minutes} min {left} s left",
+                 stays=step % cfg.log_interval == 0 or is_first or is_last)
         self.clock()
 
     def seconds_left(self, step):
-        """After this step: as long as the last steps took, and the validations to come."""
-        cfg, usual, batches = self.cfg, median(self.recent), 0
+        """Seconds from the end of this step to the end of the run, for all steps and all batches of
+        validation that are still to come."""
+        cfg = self.cfg
+        step_seconds = median(self.recent)
+        batches = 0
         if cfg.eval_interval:
-            all_batches = len(self.data.val) // cfg.block_size / cfg.batch_size
-            on_the_way = (cfg.steps - 1) // cfg.eval_interval - step // cfg.eval_interval
-            batches = on_the_way * min(cfg.eval_batches, all_batches) + all_batches
-        # a batch without backward takes a third of a step's time
-        return (cfg.steps - 1 - step) * usual + batches * (self.batch_seconds or usual / 3)
+            windows = len(self.data.val) // cfg.block_size
+            all_batches = windows / cfg.batch_size
+            # validations come before the steps that eval_interval divides, and after the last step
+            validations = (cfg.steps - 1) // cfg.eval_interval - step // cfg.eval_interval
+            batches = validations * min(cfg.eval_batches, all_batches) + all_batches
+        # until one is measured: a batch without backward takes a third of a step's time
+        batch_seconds = self.batch_seconds or step_seconds / 3
+        return (cfg.steps - 1 - step) * step_seconds + batches * batch_seconds
 
     def validating(self, done, batches):
-        """So many batches of a validation are done."""
+        """So many of a validation's batches are done. A terminal shows each; a file gets three
+        lines, and those for the last validation only, which takes all batches of val.bin."""
         self.batch_seconds = (time.perf_counter() - self.since) / done
         left = round((batches - done) * self.batch_seconds)
-        quarter = (done - 1) * 4 // batches < done * 4 // batches < 4  # without the last
+        quarters = [math.ceil(batches * quarter / 4) for quarter in (1, 2, 3)]
+        is_quarter = done in quarters and done < batches
+        is_long = batches > self.cfg.eval_batches
         self.say(f"validation: {done} of {batches} batches, {left} s left",
-                 stays=quarter and batches > self.cfg.eval_batches and not sys.stdout.isatty())
+                 stays=is_quarter and is_long and not sys.stdout.isatty())
 
     def validation(self, step, loss, last=False):
+        """A validation is done: nats per token and, if the data's meta.json says how long a token
+        is, bits per byte."""
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
-        gzip = self.data.meta.get("gzip_bits_per_byte")
         self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
-        known = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
-        known += f" (gzip -9: {gzip:.4f})" if last and gzip else ""
-        self.say(f"step {step:6d}  validation loss {loss:.4f} nats per token{known}")
+        line = f"step {step:6d}  validation loss {loss:.4f} nats per token"
+        if math.isfinite(bits):
+            line += f", {bits:.4f} bits per byte"
+        gzip = self.data.meta.get("gzip_bits_per_byte")
+        if last and gzip:
+            line += f" (gzip -9: {gzip:.4f})"
+        self.say(line)
         self.clock()
 
     def end(self, saved, agree):
-        """Collective: prepare the last lines, to be printed once the other ranks have left."""
-        world, cuda = self.trainer.mesh.world, self.trainer.mesh.device.type == "cuda"
-        # bytes of each rank: its peak, its model states as predicted and as measured
+        """Collective: prepare the last lines, to be printed once the other ranks have left. saved:
+        the last checkpoint. agree: replicas_agree() of train.py."""
+        world = self.trainer.mesh.world
+        cuda = self.trainer.mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
-        held = all_gather_text(json.dumps([peak, *self.trainer.optimizer.state_bytes()]), world)
-        peaks, predicted, measured = zip(*map(json.loads, held), strict=True)
-        most, fullest = peaks.index(max(peaks)), measured.index(max(measured))
+        by_formula, live = self.trainer.optimizer.state_bytes()  # bytes of the model states
+        texts = all_gather_text(json.dumps([peak, by_formula, live]), world)
+        peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)  # of each rank
+        highest = peaks.index(max(peaks))  # a rank
+        fullest = measured.index(max(measured))  # a rank
         self.saved = saved
         self.ending = (f"model states: {measured[fullest] / 1e6:.2f} MB on rank {fullest}, the "
                        f"fullest, {predicted[fullest] / 1e6:.2f} predicted; peak of the "
-                       f"{'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank {most}\n"
-                       f"replicas {'agree' if agree else 'DISAGREE'}")
+                       f"{'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank "
+                       f"{highest}\nreplicas {'agree' if agree else 'DISAGREE'}")

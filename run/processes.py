@@ -1,7 +1,14 @@
 """Lets the ranks meet at a store, and ends them together when one of them fails.
 
-The store is a server of keys and values. Through it torch sets up the communicators, and the ranks
-that fail agree on the one that says why.
+The store is a server of keys and values. Through it torch connects the ranks, and the ranks that
+fail agree which one of them prints the reason. A rank's life:
+
+    init        find the store, wait there until all ranks have started, join the process group
+    give_up     after a failure: print one line on one rank, end this process at once
+    shutdown    after a good end: leave the process group
+
+An attempt: the ranks from their start to the end or failure of the run. torchrun --max-restarts
+makes another attempt after a failure, with new processes at the same store.
 """
 
 import os
@@ -16,92 +23,134 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from collectives import all_gather, all_reduce
-from group import CommunicationError, naming
+from engine.collectives import all_gather, all_reduce
+from engine.group import CommunicationError, naming
 from run import signals
 
-PEER = re.compile(r"(?:from|to|for) rank (\d+)")  # in the text of a CommunicationError
+# The number of a rank in the text of a CommunicationError, such as "receive from rank 3"
+PEER = re.compile(r"(?:from|to|for) rank (\d+)")
 failing = threading.Lock()  # held by the thread that gives up
 # Replaced in init:
 place = 0, 1  # this process's rank, and the number of ranks
 store = dist.HashStore()  # shared by all ranks
-last_words = store  # a second connection: a thread that waits for a key blocks the first
+# A second connection to the store. A thread of torch that waits for a key holds the first one: a
+# rank that gives up could not speak through it.
+last_words = store
+
+
+# ---- a text from each rank ----
 
 
 def all_gather_text(text, world):
-    """Collective: the list of every rank's text, on every rank."""
+    """Collective: the list of every rank's text, on every rank. White space at the end is lost."""
     data = bytearray(text.encode() + b" ")  # not empty
     length = torch.tensor([len(data)], device=world.device)
-    length, = world.read(all_reduce(length, world, "max"))
-    every = torch.empty(world.size, length, dtype=torch.uint8, device=world.device)
-    every[world.rank] = torch.frombuffer(data.ljust(length), dtype=torch.uint8)
-    return [bytes(row).decode().rstrip() for row in world.read(all_gather(every, world))]
+    longest, = world.read(all_reduce(length, world, "max"))
+    texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
+    texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)  # with spaces
+    return [bytes(row).decode().rstrip() for row in world.read(all_gather(texts, world))]
+
+
+# ---- a failure ends all ranks, with one line ----
 
 
 def speaks_for_all(line, timeout):
-    """Of all ranks that give up, does this one print its error? The first to ask does, and a rank
-    asks later if its own peer has given up, too: the peer's error is nearer to the cause."""
-    wait = min(1.0, timeout / 4)
+    """Does this rank print its error? Of all ranks that give up, one does.
+
+    Say rank 2 has died. Rank 1 fails, because it waits for rank 2; then rank 0 fails, because it
+    waits for rank 1. Rank 1 should print: its error names the rank that died.
+
+    1. Say at the store that this rank has failed.
+    2. Wait a moment, in which the peer that this rank waited for may fail, too.
+    3. If the peer has failed, wait a moment more: the peer's error is nearer to the cause.
+    4. The first rank to add to a counter prints."""
+    moment = min(1.0, timeout / 4)
     last_words.set(f"rank {place[0]} has failed", "")
-    time.sleep(wait)  # the peer may be about to give up
+    time.sleep(moment)
     peers = [f"rank {peer} has failed" for peer in PEER.findall(line)]
     if peers and last_words.check(peers):
-        time.sleep(wait)
+        time.sleep(moment)
     return last_words.add("printed", 1) == 1
 
 
 def kill_stopped():
     """Kill the ranks of this machine that were stopped (SIGSTOP): torchrun would wait for them."""
+    if signals.parent <= 1:  # this process has no siblings (1: its parent has gone)
+        return
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):  # the process has gone
+            # "PID (NAME) STATE PARENT ...": NAME may have spaces and brackets in it
             state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
-            if state == b"T" and int(parent) == signals.parent > 1:
+            if state == b"T" and int(parent) == signals.parent:
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def give_up(error, timeout):
     """Print the error, if no other rank does, and end this process at once: its threads may be
-    waiting for messages that never come."""
+    waiting for messages that never come.
+
+        the store answers              speaks_for_all decides, after 2 s at most
+        the store has gone             every rank prints
+        the store does not answer      every rank prints, after 3 s (the timer)
+        the rank's parent has gone     watch_parent (signals.py) ends this process meanwhile
+    """
     failing.acquire()  # a second thread waits here until the first ends this process
 
     def end(speaks):
         kill_stopped()
         signals.end(1, error, speaks)
 
-    threading.Timer(3, end, [True]).start()  # the store may not answer
+    threading.Timer(3, end, [True]).start()
     try:
         speaks = speaks_for_all(str(error), timeout)
-    except RuntimeError:  # the store has gone: every rank prints, unless watch_parent does
-        time.sleep(0.5)
+    except RuntimeError:  # the store has gone, perhaps with this rank's parent
+        time.sleep(0.5)  # time for watch_parent to end this process, if so
         speaks = True
     end(speaks)
 
 
 def out_of_memory(cfg):
     """The line of a rank whose GPU is full: its peak, and flags that take less."""
-    m, peak = 2 * cfg.microbatches, torch.cuda.max_memory_allocated() / 1e9
-    tries = ["--recompute"] * (not cfg.recompute)
-    tries += [f"--microbatches {m}"] * (cfg.batch_size // cfg.dp % m == 0)
-    tries += [f"--zero {cfg.zero + 1}"] * (cfg.dp > 1 and cfg.zero < 3)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    more_microbatches = 2 * cfg.microbatches
+    tries = []
+    if not cfg.recompute:
+        tries.append("--recompute")
+    if cfg.batch_size // cfg.dp % more_microbatches == 0:
+        tries.append(f"--microbatches {more_microbatches}")
+    if cfg.dp > 1 and cfg.zero < 3:
+        tries.append(f"--zero {cfg.zero + 1}")
     return (f"rank {place[0]}: out of memory on the GPU; peak so far {peak:.1f} GB; "
             f"try {' or '.join(tries) or 'a smaller --batch-size'}")
 
 
+# ---- the ranks meet ----
+
+
 def restarts():
+    """How many times torchrun has restarted the ranks of this node."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def name_attempt(server, size):
-    """A prefix for the keys of this attempt, the same on all ranks. When torchrun restarts the
-    ranks, its store still has the addresses of the dead ranks."""
+    """A prefix for the keys of this attempt, the same on all ranks. It is needed because torchrun's
+    store outlives the ranks: after a restart it still has the addresses of the dead ranks.
+
+    add() returns how many ranks have joined under this number of restarts. The first `size` of them
+    are one attempt, the next `size` another: torchrun does not count the restart that follows when
+    a node joins or leaves. With size 4 the first to fourth rank that joins belongs to attempt 0.0,
+    the fifth to eighth to attempt 0.1."""
     joined = server.add(f"joined after {restarts()} restarts", 1)
     return f"attempt {restarts()}.{(joined - 1) // size}"
 
 
 def wait_for_start(server, timeout):
     """Wait until all ranks have started; the error names a rank that has not. If another node has
-    restarted its ranks since, fail at once: torchrun restarts this rank, too, and they meet."""
-    (rank, size), deadline = place, time.monotonic() + timeout
+    restarted its ranks since, fail at once: torchrun restarts this rank, too, and they meet.
+
+    Each rank sets a key. Rank 0 waits for all keys, then sets one for which the others wait."""
+    rank, size = place
+    deadline = time.monotonic() + timeout
     store.set(f"rank {rank} to start", "")
     awaited = ["rank 0 to see all ranks"]
     if rank == 0:
@@ -113,7 +162,7 @@ def wait_for_start(server, timeout):
             missing = [key for key in awaited if not store.check([key])]
             raise CommunicationError(f"rank {rank}: waiting for {missing[0]}: not within "
                                      f"{timeout:g} s")
-        time.sleep(max(0.02, size / 500))  # all ranks ask one store
+        time.sleep(max(0.02, size / 500))  # many ranks ask less often: all ask one store
     if rank == 0:
         store.set("rank 0 to see all ranks", "")
 
@@ -121,22 +170,27 @@ def wait_for_start(server, timeout):
 def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     """Join the process group that a url, run/launch.py or torchrun's environment describes."""
     global place, store, last_words
-    cuda, wait = torch.device(device).type == "cuda", timedelta(seconds=timeout)
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         url = url or os.environ.get(signals.STORE, "env://")
-        server, *place = next(dist.rendezvous(url, rank, size, timeout=wait))
-        rank, size = place
+        rendezvous = dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout))
+        server, rank, size = next(rendezvous)
+        place = rank, size
         attempt = name_attempt(server, size)
-        store, last_words = (dist.PrefixStore(attempt, s) for s in (server, server.clone()))
+        store = dist.PrefixStore(attempt, server)
+        last_words = dist.PrefixStore(attempt, server.clone())
         wait_for_start(server, timeout)
     joining = f"rank {rank}: waiting for all ranks to join"
+    # torch would try again and again: this timer ends the process instead
     late = threading.Timer(timeout, give_up, [f"{joining}: not within {timeout:g} s", timeout])
-    late.start()  # torch would try again and again
+    late.start()
+    cuda = torch.device(device).type == "cuda"
+    # Twice on GPUs: our own check (CudaGroup.start_read) is to fire first; at this limit NCCL's
+    # watchdog kills the process
+    limit = timedelta(seconds=timeout * (2 if cuda else 1))
     try:
         with naming(joining):
-            # NCCL's watchdog would abort the process: let start_read raise its error first
             dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank,
-                                    world_size=size, timeout=wait * (2 if cuda else 1))
+                                    world_size=size, timeout=limit)
     finally:
         late.cancel()
 
@@ -147,16 +201,17 @@ def choose_device(name):
         return torch.device(name)
     device = torch.device("cuda", signals.local_rank())
     torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # float32 products as TF32, as in nanoGPT
+    torch.set_float32_matmul_precision("high")  # float32 products as TF32, like in nanoGPT
     return device
 
 
 def shutdown(together=True):
-    """Leave the process group; `together`: after a barrier, as another rank may still be joining a
-    group or reading its messages."""
-    if dist.is_initialized():
-        if together:
-            with naming(f"rank {dist.get_rank()}: waiting for all ranks to leave"):
-                cuda = dist.get_backend() == "nccl"
-                dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
-        dist.destroy_process_group()
+    """Leave the process group. together: only after all ranks have called (a barrier), because
+    another rank may still be joining a group or reading this rank's messages."""
+    if not dist.is_initialized():
+        return
+    if together:
+        with naming(f"rank {dist.get_rank()}: waiting for all ranks to leave"):
+            cuda = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
+    dist.destroy_process_group()

@@ -1,4 +1,13 @@
-"""Saves or ends a run on SIGTERM, Ctrl-C or a closed terminal; ends ranks whose parent has died."""
+"""Saves or ends a run on SIGTERM, Ctrl-C or a closed terminal; ends ranks whose parent has died.
+
+    process          SIGINT, SIGTERM, SIGHUP                  set up by
+    launcher         passes the signal on to all ranks        launch
+    rank, starting   one line, exit                           before_training
+    rank, training   saves after the step; a second: exit     save_on_stop
+    other commands   exit without a traceback (SIGINT)        end_quietly
+
+A rank's parent is the process that started it: our launcher (run/launch.py) or torchrun's agent.
+"""
 
 import os
 import signal
@@ -8,9 +17,12 @@ import time
 from contextlib import suppress
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Environment variables of a rank that run/launch.py started: its launcher's pid, the store's url
-PARENT, STORE = "NANOPARALLEL_PARENT", "NANOPARALLEL_STORE"
-parent = 0  # the pid of the launcher or of torchrun's agent; 0: this process may outlive its parent
+# Environment variables of a rank that run/launch.py started
+PARENT = "NANOPARALLEL_PARENT"  # the launcher's pid
+STORE = "NANOPARALLEL_STORE"  # the url of the store at which the ranks meet
+# The pid of this process's parent, with which this process is to end. 0: it may outlive its parent.
+# Set in before_training.
+parent = 0
 
 
 def local_rank():
@@ -29,12 +41,17 @@ def end(code, line, speaks):
 
 
 def reopen():
-    """Let a process whose stdin, stdout or stderr is closed (>&-) print into nothing: no file that
-    it opens may take the closed one's number."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass
-    os.close(fd)
-    sys.stdout, sys.stderr = (file or open(os.devnull, "w") for file in (sys.stdout, sys.stderr))
+    """Let a process whose stdin, stdout or stderr is closed (>&-) print into nothing."""
+    # Closed file numbers from 0 to 2 would be given to the next files that this process opens, and
+    # its printed lines would go there: fill these numbers with /dev/null. (open takes the lowest.)
+    number = os.open(os.devnull, os.O_RDWR)
+    while number < 3:
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
+    if sys.stdout is None:  # Python found it closed
+        sys.stdout = open(os.devnull, "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
 
 
 def end_quietly():
@@ -47,18 +64,23 @@ def end_quietly():
 
     reopen()
     sys.excepthook = one_line
-    sys.stdout.reconfigure(line_buffering=True)  # what cannot be written fails at once
+    # Flush at each line, so that a full disk raises at once and not when Python exits
+    sys.stdout.reconfigure(line_buffering=True)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def on_stop(handler):
+    """Call handler(number, frame) when one of STOPS arrives. nohup has SIGHUP ignored: it stays so.
+    """
     for number in STOPS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        if not under_nohup:
             signal.signal(number, handler)
 
 
 def watch_parent():
+    """End this process when its parent has gone; the operating system then names another one."""
     while os.getppid() == parent:
         time.sleep(0.2)
     end(1, "the process that started the ranks has gone, so they end", local_rank() == 0)
@@ -68,15 +90,22 @@ def before_training():
     """Until save_on_stop, a signal ends the process with one line. Ranks end with their parent."""
     global parent
     reopen()
-    sys.stdout.reconfigure(errors="replace")  # a sample may have characters the terminal lacks
+    # A sample of text may have characters that the terminal lacks: print "?" for them
+    sys.stdout.reconfigure(errors="replace")
 
     def stop(number, frame):
         line = f"stopped by {signal.Signals(number).name} before the first step"
         end(128 + number, line, local_rank() == 0)
 
     on_stop(stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked by the launcher until now
-    parent = int(os.environ.get(PARENT, os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0))
+    # run/launch.py blocked them before it started this process: a blocked signal comes now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    if PARENT in os.environ:
+        parent = int(os.environ[PARENT])
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
+        parent = os.getppid()
+    else:
+        parent = 0
     if parent:
         threading.Thread(target=watch_parent, daemon=True).start()
 

@@ -1,11 +1,12 @@
-"""Reads and writes safetensors files in slices: a JSON header, then raw data.
+"""The format of safetensors files: a JSON header, then raw data.
 
     8 bytes           length of the header, little-endian
     header            {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     data              each tensor's elements, row after row; offsets count from here
 
-The header follows from names and shapes alone, so every rank knows without a message where each
-element of the model belongs in the file. github.com/huggingface/safetensors
+Here are headers, made and read, and checksums. checkpoint.py and weights.py read and write the data
+themselves, in slices. The header follows from names and shapes alone, so every rank knows without a
+message where each element of the model belongs in the file. github.com/huggingface/safetensors
 """
 
 import json
@@ -19,30 +20,36 @@ from pathlib import Path
 import torch
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CHUNK = 1 << 20  # bytes read at once for a checksum
-DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # by reading bad JSON
-# A tensor of a safetensors file; begin and end count bytes from the start of the file.
+READ_BYTES = 1 << 20  # bytes read at once for a checksum
+# What reading damaged JSON may raise. (AttributeError: a list where a dict should be.)
+DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+# A tensor of a safetensors file. dtype: its code, such as "F32". begin and end count bytes from the
+# start of the file, not from the start of the data as in the header.
 Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 
 class CheckpointError(ValueError):
-    """One line that names the file and, if one is at fault, the tensor."""
+    """A file cannot be used. One line that names the file and, if one is at fault, the tensor."""
 
     def __init__(self, message):
-        super().__init__(message.replace("\n", "\\n"))  # a tensor may have any name
+        super().__init__(message.replace("\n", "\\n"))  # a tensor's name may have line breaks
 
 
 @contextmanager
 def about(path, tensor=""):
-    """Re-raise an OSError inside as a CheckpointError that names its file, or else `path`."""
+    """Re-raise an OSError of this block as a CheckpointError that names the error's own file or, if
+    it names none, `path`."""
     try:
         yield
     except OSError as error:
-        where = f"{error.filename or path}{tensor and f', tensor {tensor}'}"
+        where = str(error.filename or path)
+        if tensor:
+            where += f", tensor {tensor}"
         raise CheckpointError(f"{where}: {error.strerror}") from None
 
 
 def is_whole(value, most=2**53):
+    """Is it an int (in JSON: neither 1.0 nor true) from 0 to `most`?"""
     return type(value) is int and 0 <= value <= most
 
 
@@ -51,36 +58,45 @@ def locate(path, header, start):
     raises one of DAMAGED."""
     entries = {}
     for name, value in header.items():
-        if name != "__metadata__":
-            dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-            if type(dtype) is not str or not all(map(is_whole, [*shape, begin, end - begin])):
-                raise ValueError(name)
-            entries[name] = Entry(path, name, dtype, tuple(shape), start + begin, start + end)
+        if name == "__metadata__":
+            continue
+        dtype = value["dtype"]
+        shape = value["shape"]
+        begin, end = value["data_offsets"]
+        if type(dtype) is not str or not all(map(is_whole, [*shape, begin, end - begin])):
+            raise ValueError(name)
+        entries[name] = Entry(path, name, dtype, tuple(shape), start + begin, start + end)
     places = sorted((entry.begin, entry.end) for entry in entries.values())
-    for (_, end), (begin, _) in pairwise(places):
-        if begin < end:
+    for (_, end), (next_begin, _) in pairwise(places):
+        if next_begin < end:
             raise ValueError("two tensors overlap")
     return entries
 
 
 def make_header(shapes, code, path=None):
-    """{name: shape} -> (the first bytes of the file, {name: Entry})."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    """{name: shape} -> (the first bytes of the file, {name: Entry}), for a file in which all
+    tensors have the dtype of this code and lie side by side in this order."""
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + shape.numel() * DTYPES[code].itemsize
+        begin = end
+        end = begin + shape.numel() * DTYPES[code].itemsize
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data begins aligned
-    return len(text).to_bytes(8, "little") + text, locate(path, header, 8 + len(text))
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    first_bytes = len(text).to_bytes(8, "little") + text
+    return first_bytes, locate(path, header, start=len(first_bytes))
 
 
 def read_header(path):
-    """{name: Entry} of a safetensors file that is as long as its header says. CheckpointError."""
+    """{name: Entry} of a safetensors file that is as long as its header says. CheckpointError if it
+    is damaged."""
     if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for ever
         raise CheckpointError(f"{path}: not a file")
     with about(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
+        # a damaged length may be huge: read nothing, which is no JSON either
         text = file.read(length) if length < size else b""
     try:
         entries = locate(path, json.loads(text), 8 + length)
@@ -93,16 +109,20 @@ def read_header(path):
 
 
 def expect(path, entries, shapes, dtypes):
-    """The Entries of {name: shape}, each of one of the dtypes. CheckpointError if they differ."""
+    """The Entries of {name: shape}. CheckpointError if a tensor is missing, has another shape or
+    none of the `dtypes` (codes), or not as many bytes as they imply."""
     for name, shape in shapes.items():
         where = f"{path}, tensor {name}"
         if name not in entries:
             raise CheckpointError(f"{where}: missing")
-        _, _, dtype, found, begin, end = entries[name]
-        if (found != tuple(shape) or dtype not in dtypes
-                or end - begin != torch.Size(shape).numel() * DTYPES[dtype].itemsize):
-            raise CheckpointError(f"{where}: {dtype} {list(found)}, not {' or '.join(dtypes)} "
-                                  f"{list(shape)}")
+        entry = entries[name]
+        fits = entry.shape == tuple(shape) and entry.dtype in dtypes
+        if fits:
+            n_bytes = torch.Size(shape).numel() * DTYPES[entry.dtype].itemsize
+            fits = entry.end - entry.begin == n_bytes
+        if not fits:
+            raise CheckpointError(f"{where}: {entry.dtype} {list(entry.shape)}, not "
+                                  f"{' or '.join(dtypes)} {list(shape)}")
     return {name: entries[name] for name in shapes}
 
 
@@ -111,8 +131,8 @@ def checksum(entry, want=None):
     crc = 0
     with about(entry.path, entry.name), open(entry.path, "rb") as file:
         file.seek(entry.begin)
-        for at in range(entry.begin, entry.end, CHUNK):
-            crc = zlib.crc32(file.read(min(CHUNK, entry.end - at)), crc)
+        for begin in range(entry.begin, entry.end, READ_BYTES):
+            crc = zlib.crc32(file.read(min(READ_BYTES, entry.end - begin)), crc)
     if want not in (None, crc):
         raise CheckpointError(f"{entry.path}, tensor {entry.name}: damaged, the checksum differs")
     return crc

@@ -162,16 +162,16 @@ MUTANTS = {
         ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "experts:equal_one"),
         ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm")],
     "run/checkpoint.py": [
-        ("> trainer.cfg.steps:", "> trainer.cfg.steps + 1:", "values:past_the_last"),
+        ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),
-        ("used != trainer.cfg.optimizer", "False", "optimizers:refused"),
+        ("used != cfg.optimizer", "False", "optimizers:refused"),
         ('fill_(manifest["updates"])', "zero_()", "checkpoint:float64"),
         ("trainer.reducer.publish(bucket)", "pass", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
         ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file")],
     "run/config.py": [
-        ("math.lcm(2 * cfg.cp if", "math.lcm(cfg.cp if", "commands:one_line and cp"),
-        ("cfg.base_batch_size = cfg.batch_size", "pass", "optimizers:rates"),
+        ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
+        ('cfg.scale_lr = "none"', "pass", "optimizers:rates"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
         ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out")],
     "run/log.py": [
