@@ -128,9 +128,9 @@ def trainer(job):
     t = train.Trainer(job.cfg, job.mesh(), job.vocabulary)
 
     def step():
-        _, norm = t.gradients(job.batches)
+        norm, read = t.gradients(job.batches)
         t.update(norm, job.cfg.lr)
-        loss, *_ = t.read()
+        loss, *_ = read()
         return loss if job.rank == 0 else 0.0
 
     return step
@@ -141,7 +141,7 @@ def save_and_load(job):
     cfg = replace(job.cfg, out=f"{job.folder}/ours")
     os.makedirs(cfg.out, exist_ok=True)
     t = train.Trainer(cfg, job.mesh(), job.vocabulary)
-    _, norm = t.gradients(job.batches)
+    norm, read = t.gradients(job.batches)
     t.update(norm, job.cfg.lr)
     return lambda: checkpoint.load(t, checkpoint.save(t, 1, job.folder)) * 0.0
 
@@ -656,9 +656,9 @@ def our_gpu_step(cfg, batch, device):
     t = train.Trainer(cfg, Mesh(device, native=True, **one), 50257)
 
     def step():
-        _, norm = t.gradients([batch])
+        norm, read = t.gradients([batch])
         t.update(norm, cfg.lr)
-        return t.read()[0]
+        return read()[0]
 
     return step, t.model_config.flops_per_token(t.n_params)
 

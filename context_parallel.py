@@ -129,10 +129,10 @@ def all_to_all_attention(q, k, v, group, swap=swap):
 
 
 def split_sequences(model, group, attention=ring_attention):
-    """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which is
-    also the length of all sequences, is a multiple of 2 N. After: its attention is over the tokens
-    of all ranks, and its embedding knows this rank's positions, which are returned: feed the model
-    ids[:, positions]."""
+    """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
+    is also the length of all sequences, is a multiple of 2 N. After: its attention is over the
+    tokens of all ranks, and its embedding knows this rank's positions, which are returned: feed the
+    model ids[:, positions]."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     model.layers[0].positions = lambda idx: positions
     if group.size > 1:

@@ -34,10 +34,10 @@ def run_layers(layers, x, *targets):
 def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
     """Forward and backward of all microbatches of a step.
 
-    In: this rank's layers (a stage); order, a schedule's list for this rank: "F0" for each
-    forward, "B0" for each backward (schedules.py); batches, the (ids, targets) of each microbatch of this
-    replica, the same on all ranks of the group; shape of an activation, (b, S, C); tokens, the
-    number of tokens in the batch of all replicas.
+    In: this rank's layers (a stage); order, a schedule's list for this rank (schedules.py): "F0"
+    for each forward, "B0" for each backward; batches, the (ids, targets) of each microbatch of this
+    replica, the same on all ranks of the group; shape of an activation, (b, S, C), and its dtype;
+    tokens, the number of tokens in the batch of all replicas.
     Out: this rank's parameters have their gradients. Returns this replica's part of the loss per
     token on the last rank, 0 on all others.
 

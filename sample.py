@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from data.batches import load_tokenizer
-from model import causal_attention
 from run import checkpoint
 from run.signals import end_quietly
 from run.weights import load_model
 
 
 class CachedAttention:
-    """What stands in for model.causal_attention in one layer: keeps the keys and values of the
+    """Attention.attend of one layer while it generates: keeps the keys and values of the
     tokens so far. Either there are none yet or one token follows: no mask but the causal one."""
 
     def __init__(self):
@@ -45,11 +44,12 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     for i in range(n):
         anew = i == 0 or out.size(1) > window  # or else the caches have all but the last token
         start = 0 if anew else out.size(1) - 1
-        embedding.positions = torch.arange(start, min(out.size(1), window), device=out.device)
+        positions = torch.arange(start, min(out.size(1), window), device=out.device)
+        embedding.positions = lambda idx, positions=positions: positions
         x = embedding(out[:, -window:][:, start:])
         for block in blocks:
             if anew:
-                block.attn.core = CachedAttention()
+                block.attn.attend = CachedAttention()
             x = block(x)
         logits = head(x[:, -1:]).squeeze(1)  # (samples, V)
         top, index = logits.topk(min(top_k or V, V))  # sorted
@@ -58,9 +58,9 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
             weights = ((top - top[:, :1]).double() / temperature).softmax(1)  # 1e-300, too
             pick = torch.multinomial(weights, 1, generator=rng)
         out = torch.cat([out, index.gather(1, pick)], dim=1)
-    embedding.positions = None
+    del embedding.positions  # the model's own methods again
     for block in blocks:
-        block.attn.core = causal_attention  # as it was
+        del block.attn.attend
     return out.tolist()
 
 

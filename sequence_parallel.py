@@ -68,6 +68,7 @@ def demo(mesh):
     """Gradients of a small GPT, compared with one process's; and the bytes beside tensor
     parallelism's."""
     from show.demonstrations import show_difference, small_gpt
+
     from tensor_parallel import tensor_parallel
     group = mesh.group("tp")
     for technique in (tensor_parallel, sequence_parallel):

@@ -34,7 +34,7 @@ from shard import split, tag_replicated
 #
 # A hidden unit is a column of W1^T and a row of W2^T. Hidden units do not meet before W2 adds them
 # up. So a block's MLP needs one all-reduce forward, after the row (g), and one in backward, of the
-# gradient of the column's input (f). Attention is the same, with heads in the place of hidden units.
+# gradient of the column's input (f). Attention is the same, with heads for hidden units.
 
 
 def sum_of_copy(x, group):
@@ -115,9 +115,9 @@ def maximum(into, received):
 
 
 def vocabulary_loss(logits, targets, words, group):
-    """cross_entropy of logits (B, S, V/T), each rank's of its own words; targets (B, S). Returns the
-    sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. What the ranks
-    send is three numbers per token, never a logit of each word."""
+    """cross_entropy of logits (B, S, V/T), each rank's of its own words; targets (B, S). Returns
+    the sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. The ranks
+    send three numbers per token, never the logits of all words."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float))  # exp and sum in fp32
     # The largest logit is subtracted, because exp could overflow. It cancels, so its gradient is 0.
     largest = all_reduce(logits.detach().amax(-1), group, maximum)  # (B, S)

@@ -168,8 +168,8 @@ class Trainer:
         self.reducer.zero_grad()
         loss = self.loss(self.actions, batches, self.scale)
 
-        # one all-reduce for three things, meanwhile: the loss, of which each of T ranks that have it
-        # adds 1/T; requests to stop; the experts' statistics
+        # meanwhile one all-reduce for three things: the loss, of which each of the T ranks that
+        # have it adds 1/T; requests to stop; the experts' statistics
         asked = torch.full_like(loss, self.stop_asked)
         sums = torch.cat([torch.stack([loss / self.mesh.sizes["tp"], asked]),
                           self.routing.sums.flatten()])

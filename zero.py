@@ -12,7 +12,8 @@ stage keeps one thing more as a chunk. For Psi parameters and m microbatches:
 ZeRO-2 and 3 reduce the gradients of every microbatch, because keeping their sum until the last one
 would keep a full gradient. arXiv 1910.02054.
 
-    python zero.py    4 ranks, each stage        torchrun plain.py --dp 4 --zero 3        python sizes.py 7e9
+    python zero.py        4 ranks, each stage        torchrun plain.py --dp 4 --zero 3
+    python sizes.py 7e9   the table for 7 billion parameters
 
 plain.py trains with these. train.py runs engine/zero.py: layer by layer in flat buffers, gathered
 while the layer before computes, and the tied matrix not gathered where backward does not read it.

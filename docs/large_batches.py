@@ -19,8 +19,8 @@ from statistics import fmean
 
 import torch
 
-from engine.collectives import all_reduce
 from data.batches import Data
+from engine.collectives import all_reduce
 from planner.draw import curves_svg, table
 from run.config import Config, check
 from run.demonstrations import demonstrate
@@ -94,7 +94,7 @@ def demo(mesh):
     trainer.reducer.launch, norms = launch, []
     for step in range(cfg.steps):
         squares.append(torch.zeros((), dtype=torch.double))
-        _, norm = trainer.gradients(data.training(cfg, step, mesh))
+        norm, read = trainer.gradients(data.training(cfg, step, mesh))
         trainer.update(norm, learning_rate(cfg, step))
         norms.append(norm.item() ** 2)
     # the loss was divided by all tokens, so a rank's gradient is 1/2 of the mean over its own

@@ -1,5 +1,5 @@
-"""The root's collectives, fast. Each is queued: with async_op=True it runs in the background, behind
-earlier work of its group, and returns its Work.
+"""The root's collectives, fast. Each is queued: with async_op=True it runs in the background,
+behind earlier work of its group, and returns its Work.
 
     pieces          a chunk travels in pieces, and a piece is added while the next one travels
     early receives  the receives of the next pieces are posted ahead: a gloo send completes when it

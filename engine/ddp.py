@@ -196,7 +196,7 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """Backward is over: launch the remaining buckets, which have a parameter without gradient."""
+        """Backward is over: launch the buckets that are left: a parameter got no gradient."""
         while self.filling:
             self.launch(self.filling.pop(0))
 

@@ -1,11 +1,12 @@
 """Expert parallelism as train.py runs it: the root's (expert_parallel.py), with
 
-    --tp     whole experts are spread over the T ranks of a tensor-parallel group too. All T hold the
-             same tokens: each sends those for 1/T of the experts, so together they send each token
-             once per chosen expert. (If each expert were split over the T ranks: T times.) A token's
-             k experts lie on several of these ranks: each adds up the outputs that it got, and the
-             partial sums are all-reduced like after any row-parallel layer.
-    one wait per layer: counts to send and counts to run are read from the device together
+    tensor ranks    Whole experts are spread over the T ranks of a tensor-parallel group too. All T
+                    hold the same tokens: each sends those for 1/T of the experts, so together they
+                    send each token once per chosen expert. (If each expert were split over the T
+                    ranks: T times.) A token's k experts lie on several of these ranks: each adds up
+                    the outputs that it got, and the partial sums are all-reduced like after any
+                    row-parallel layer.
+    one wait        Per layer the host waits once for the device, for all counts together.
 
 Zero bubble (schedules.py) does not defer the experts' weight gradients.
 

@@ -1,6 +1,6 @@
-"""AdamW as train.py runs it: on the shards that DDP or ZeRO leaves to this rank, with torch's fused
-kernel (torch.optim would import torch.compile, which takes 2 s), and without a wait of the host: the
-norm, the clipping and the decision to skip a step stay on the device.
+"""AdamW as train.py runs it: on the shards that DDP or ZeRO leaves to this rank, with torch's
+fused kernel (torch.optim would import torch.compile, which takes 2 s), and without a wait of the
+host: the norm, the clipping and the decision to skip a step stay on the device.
 
 The root's optimizer.py spells AdamW out. SGD, LARS and LAMB: engine/layerwise.py. 16-bit weights
 have a 32-bit master copy. Held per parameter: sizes.bytes_per_parameter.

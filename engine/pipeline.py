@@ -101,8 +101,8 @@ def finish_weights(queue):
 
 
 def receive_early(actions):
-    """Post each receive in the place of the receive before it, the first at the front: RF0 F0 RF1 F1
-    becomes RF0 RF1 F0 F1."""
+    """Post each receive in the place of the receive before it, the first at the front: RF0 F0 RF1
+    F1 becomes RF0 RF1 F0 F1."""
     places = [i for i, action in enumerate(actions) if action.kind in ("RF", "RB")]
     if not places:
         return actions

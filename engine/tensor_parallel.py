@@ -8,8 +8,8 @@ their backwards written out. Each trick needs that:
 
 A column enters and a row leaves through a Region (engine/sequence_parallel.py), which all-reduces,
 or under --sp gathers and scatters tokens. Elements sent: the root's; --sp adds half an all-reduce
-per column, for the second gather. The two ends of the model: engine/vocabulary_parallel.py. Elements
-that each rank keeps for backward, per token and block (--recompute: C, the block's input):
+per column, for the second gather. The two ends of the model: engine/vocabulary_parallel.py.
+Elements that each rank keeps for backward, per token and block (--recompute: C, its input):
 
                                                         without --sp      with --sp
     two LayerNorms: input, output, two statistics       4 C + 4           (4 C + 4)/T

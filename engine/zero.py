@@ -12,6 +12,8 @@ gathered for forward only, and so is the tied matrix, once for each of its two u
     python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
 
+import torch
+
 from engine.collectives import all_gather, reduce_scatter
 from engine.ddp import DDP
 from engine.group import Work

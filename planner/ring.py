@@ -3,7 +3,8 @@ Beside the ring two all-reduces that the ring beats: sequential, and by a parame
 
 import torch
 
-from collectives import all_gather, all_reduce, all_to_all, plain_all_reduce, reduce_scatter
+from collectives import all_reduce as plain_all_reduce
+from engine.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
 def pass_to(tensor, group, src, dst, add=False):

@@ -362,7 +362,7 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
     if cfg.device == "auto":
         if 0 < gpus < local and warn:
             print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
-        cfg.device = "cuda" if gpus >= local else "cpu"
+        cfg.device = "cuda" if gpus >= local and not cfg.plain else "cpu"
 
 
 def check_ring_kernels(cfg):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from collectives import all_reduce
-from mesh import Mesh
+from engine.collectives import all_reduce
+from engine.mesh import Mesh
+from experts import kind_of
 from model import build
 from run import signals
 from run.processes import init, shutdown
@@ -57,7 +58,8 @@ SEQUENCES = torch.randint(50, (8, 8), generator=torch.Generator().manual_seed(0)
 def small_gpt(mesh, n_layer=2, **more):
     """A tagged GPT, the same on every rank, and the sequences of this data rank."""
     config = GPTConfig(50, block_size=8, n_layer=n_layer, n_head=4, n_embd=16, **more)
-    model, (index, size) = build(config, dtype=torch.double), mesh.place("dp", "ep")
+    model = build(config, dtype=torch.double, kind=kind_of(config))
+    index, size = mesh.place("dp", "ep")
     tag_whole(model, mesh.group("dp", "ep"))
     return model, SEQUENCES.chunk(size)[index]
 
@@ -71,7 +73,7 @@ def report_difference(name, rank, pairs):
 def show_difference(name, mesh, model, summed=False):
     """Compare the gradients of a small_gpt with one process's, of all sequences, once they are
     summed over the groups in their tags. Those of another rank's stage are None."""
-    alone = build(model.config, dtype=torch.double)
+    alone = build(model.config, dtype=torch.double, kind=kind_of(model.config))
     alone(SEQUENCES, SEQUENCES).backward()
     whole = {name: param.grad for name, param in alone.canonical_parameters()}
     held = [param for param in model.parameters() if param.grad is not None]

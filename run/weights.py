@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT
+from experts import kind_of
 from run import tensorfile
 from run.checkpoint import MANIFEST, MODEL, read_manifest, refuse_other
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
@@ -73,7 +73,7 @@ def read_weights(path, shapes, config):
 def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
     config = GPTConfig(**read_manifest(folder)["model"])
-    model = GPT(config)
+    model = kind_of(config)(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
     get = read_weights(Path(folder, MODEL), shapes, config)
     for name, param in model.canonical_parameters():

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-import collectives as c
-import model as model_file
+import engine.collectives as c
 import train
 from data.batches import Data
-from mesh import Mesh
+from engine.mesh import Mesh
+from experts import balance_loss, kind_of
 from model import build
 from run.config import Config, check, check_layout
 from sizes import GPTConfig
@@ -71,7 +71,7 @@ def reference(corpus, **flags):
     cfg = config(corpus, microbatches=1, **flags)
     shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
                       cfg.top_k)
-    model = build(shape, cfg.seed, torch.double)
+    model = build(shape, cfg.seed, torch.double, kind_of(shape))
     names = dict(model.canonical_parameters())
     matrices = [n for n, p in names.items() if p.dim() >= 2 and n.endswith("weight")]
     decay = [{"params": [names[n] for n in matrices], "weight_decay": 0.1},
@@ -88,7 +88,7 @@ def reference(corpus, **flags):
         loss = model(ids, targets) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
-        loss = loss - (model_file.extra_loss(blocks) or 0.0) / targets.numel()
+        loss = loss - (balance_loss(blocks) or 0.0) / targets.numel()
         balance = busiest = None
         if cfg.experts:
             balance = sum(block.mlp.balance.item() for block in blocks) / ids.numel() / len(blocks)
@@ -133,10 +133,10 @@ def _train(rank, cfg, steps=STEPS, mesh=None, kinds=("grads", "weights")):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     trace = [{"weights": local_tensors(trainer, "weights")}]
     for step in range(steps):
-        _, norm = trainer.gradients(data.training(cfg, step, mesh))
+        norm, read = trainer.gradients(data.training(cfg, step, mesh))
         grads = local_tensors(trainer, "grads") if "grads" in kinds else None
         trainer.update(norm, train.learning_rate(cfg, step))
-        loss, norm, _ = trainer.read()
+        loss, norm, _ = read()
         weights = local_tensors(trainer, "weights") if "weights" in kinds else None
         trace.append({"loss": loss, "norm": norm, "grads": grads, "weights": weights,
                       "balance": trainer.routing.balance, "busiest": trainer.routing.busiest})
@@ -206,3 +206,4 @@ def equals_one_process(corpus, run=_train, *args, **flags):
     for step in range(1, STEPS + 1):
         matches(cfg, got, step, ("grads", "weights"), want)
     assert all(trace[0]["agree"] for trace in got), "replicas disagree"
+    return got, want

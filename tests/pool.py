@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from mesh import Mesh
+import engine.group as engine_group
+import engine.mesh as engine_mesh
+import mesh as mesh_file
 from run.config import Config
 from run.processes import init, shutdown
 
@@ -44,14 +46,15 @@ class Communicators:
     def __init__(self, folder):
         self.store = torch.distributed.FileStore(f"{folder}/groups")
         self.device = ProcessGroupGloo.create_device(interface="lo")  # a thread, shared by all
-        self.kept, self.asked, self.meshes, self.usual = {}, [], [], Mesh.communicator
+        self.kept, self.asked, self.meshes = {}, [], []
+        self.usual = engine_mesh.Mesh.communicator
 
     def communicator(self, mesh, name, ranks):
-        """Replaces Mesh.communicator, but for groups that call torch's own functions."""
+        """Replaces communicator() of both Meshes, but for groups that call torch's functions."""
         self.asked.append((name, ranks))
         if mesh not in self.meshes:
             self.meshes.append(mesh)
-        if mesh.native or mesh.group_class.in_order:
+        if isinstance(mesh, engine_mesh.Mesh) and (mesh.native or mesh.group_class.in_order):
             return self.usual(mesh, name, ranks)
         # A second mesh of a test has connections of its own: the first may have work under way
         number = self.meshes.index(mesh)
@@ -67,14 +70,16 @@ class Communicators:
         """Wait for what the test has left under way, so that no message meets the next test's."""
         for mesh in self.meshes:
             for group in mesh.groups.values():
-                group.last.wait()
+                if isinstance(group, engine_group.Group):
+                    group.last.wait()
         self.meshes, self.asked = [], []
 
 
 def _worker(rank, jobs, results, folder):
     torch.set_num_threads(1)
     groups = Communicators(folder)
-    Mesh.communicator = lambda *args: groups.communicator(*args)
+    for owner in (engine_mesh.Mesh, mesh_file.Mesh):
+        owner.communicator = lambda *args: groups.communicator(*args)
     # Lazy: the world's own connections, which only shutdown() uses, are made for the barrier
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_GLOO_LAZY_INIT="1")
     # Several ranks on one GPU: NCCL takes them for different machines

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import collectives as c
+import engine.collectives as c
 import sample
 import train
 from data.batches import Data

@@ -9,11 +9,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-import collectives as c
+import engine.collectives as c
 import mesh as mesh_file
-from group import Group, Work
-from mesh import Mesh
-from nccl_group import CudaGroup
+from engine.group import Group, Work
+from engine.mesh import Mesh
+from engine.nccl_group import CudaGroup
 from planner import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 

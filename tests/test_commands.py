@@ -21,8 +21,8 @@ import torch
 import train
 from data.batches import Data, DataError, load_tokenizer
 from data.prepare import BYTES, PATTERN, encode, learn_bpe, make_encoding, prepare
-from group import naming
-from mesh import Mesh
+from engine.group import naming
+from engine.mesh import Mesh
 from planner.hardware import peak_flops
 from run.config import check
 from run.processes import out_of_memory

@@ -8,7 +8,7 @@ import torch
 
 import train
 from data.batches import Data
-from group import Group
+from engine.group import Group
 from run import checkpoint
 from run.config import check_layout
 from tests.harness import (
@@ -77,9 +77,9 @@ def _scale(rank, cfg):
     trainer.scale.fill_(2.0**40)  # float16 has no such number: steps are skipped
     seen = []
     for step in range(30):
-        _, norm = trainer.gradients(data.training(cfg, step, trainer.mesh))
+        norm, read = trainer.gradients(data.training(cfg, step, trainer.mesh))
         trainer.update(norm, 1e-3)
-        seen.append(trainer.read())
+        seen.append(read())
     return seen
 
 
@@ -100,11 +100,11 @@ def _saved(rank, cfg, folder, load):
     if load:
         checkpoint.load(trainer, folder)
     else:
-        _, norm = trainer.gradients(data.training(cfg, 0, trainer.mesh))
+        norm, read = trainer.gradients(data.training(cfg, 0, trainer.mesh))
         trainer.update(norm, 0.01)
         folder = checkpoint.save(trainer, 1)
     trainer.gradients(data.training(cfg, 1, trainer.mesh))
-    return str(folder), *trainer.read()[:2]
+    return str(folder), *read()[:2]
 
 
 @needs_gpu
@@ -131,7 +131,7 @@ def _reserved(rank, cfg):
     Group.submit = slow
     try:
         for step in range(3):
-            _, norm = trainer.gradients(data.training(cfg, step, mesh))
+            norm, read = trainer.gradients(data.training(cfg, step, mesh))
             trainer.update(norm, 1e-3)
     finally:
         Group.submit = submit

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import collectives as c
-import ddp
-import expert_parallel
+import engine.collectives as c
+import engine.ddp as ddp
+import engine.expert_parallel as expert_parallel
 import model as model_file
 import train
 from data.batches import Data

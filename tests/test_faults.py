@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-import pipeline
+import engine.pipeline as pipeline
 import sample
 import schedules
 import train
 from data.batches import Data
-from group import CommunicationError, Group
-from mesh import Mesh
+from engine.group import CommunicationError, Group
+from engine.mesh import Mesh
 from run import checkpoint, processes, signals
 from run.config import Config, check, parse
 from run.tensorfile import CheckpointError
@@ -435,7 +435,7 @@ def _nan_on_one_rank(rank, cfg):
     before = [(tag.name, x.clone()) for tag, x in local_tensors(trainer, "weights")]
     param = next(trainer.stages[max(trainer.stages)].parameters())
     param.register_hook(lambda grad: grad * math.nan if rank == 1 else grad)
-    _, norm = trainer.gradients(data.training(cfg, 0, trainer.mesh))
+    norm, read = trainer.gradients(data.training(cfg, 0, trainer.mesh))
     trainer.update(norm, 1.0)
     after = local_tensors(trainer, "weights")
     assert math.isnan(norm) and trainer.replicas_agree()

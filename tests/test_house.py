@@ -14,7 +14,7 @@ import schedules
 from data import batches
 from data import prepare as prepare_file
 from data.batches import Data
-from group import CommunicationError, naming
+from engine.group import CommunicationError, naming
 from planner import tables
 from run import demonstrations
 from run import export as export_file

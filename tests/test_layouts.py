@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-import ddp
-import tensor_parallel
+import engine.ddp as ddp
+import engine.tensor_parallel as tensor_parallel
 import train
 from data.batches import Data
 from model import initial_value

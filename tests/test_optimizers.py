@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+import engine.zero as zero
 import model as model_file
-import optimizer as optimizer_file
 import sizes
 import train
-import zero
 from data.batches import Data
 from docs.large_batches import TOKENS, curve, noise_scale
-from mesh import Mesh
+from engine import layerwise
+from engine.layerwise import OPTIMIZERS
+from engine.mesh import Mesh
 from model import build, initial_value
-from optimizer import Optimizer, learning_rate
+from optimizer import learning_rate
 from planner import memory
 from run import checkpoint
 from run.config import check, check_layout
@@ -92,7 +93,9 @@ def by_the_paper(corpus, kind, **flags):
 def _trained(rank, cfg, bug):
     """_train's trace with ratios and norms of each tensor in each step, of a model with a matrix of
     zeros."""
-    ratios, norms, original = [], [], Optimizer.trust_ratios
+    ratios, norms = [], []
+    kind = OPTIMIZERS[cfg.optimizer]
+    original = kind.trust_ratios
 
     def reduced(squares, group):
         if bug != "the norm of the shard":
@@ -110,12 +113,13 @@ def _trained(rank, cfg, bug):
         self.weight_decay, self.copies = kept
         return ratios[-1]
 
-    Optimizer.trust_ratios, optimizer_file.all_reduce = recorded, reduced
+    kind.trust_ratios = recorded
+    layerwise.all_reduce = reduced
     try:
         trace = train_with(rank, cfg, train, "initial_value", with_a_zero, kinds=("weights",))
     finally:
-        Optimizer.trust_ratios = original
-        optimizer_file.all_reduce = train.all_reduce
+        kind.trust_ratios = original
+        layerwise.all_reduce = train.all_reduce
     norms = norms or [None] * len(ratios)  # SGD
     assert trace[0]["agree"]
     return [{**step, "ratios": x, "norms": y}
@@ -185,7 +189,7 @@ def _empty(rank, cfg, n):
     layer = Small(n, mesh.group("dp"))
     reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, torch.float64, "cpu",
                                       lambda shard: torch.full(shard.shape, 3.0))
-    optimizer = Optimizer(reducer, mesh.world, cfg, layer.shapes)
+    optimizer = OPTIMIZERS[cfg.optimizer](reducer, mesh.world, cfg, layer.shapes)
     bucket, = reducer.buckets
     reducer.zero_grad()
     bucket.grad_shard.copy_(torch.full_like(bucket.full, 0.5)[bucket.own])
@@ -209,15 +213,15 @@ def test_a_rank_with_an_empty_shard_has_the_same_ratios(corpus, kind, ratio, sta
 def _bytes(rank, cfg, kind):
     """(bytes that norm_group's ranks send in a step, all-reduces of optimizer.py, tensors)."""
     trainer, calls = train.Trainer(replace(cfg, optimizer=kind), mesh_of(cfg), VOCAB), []
-    _, norm = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     group = trainer.optimizer.norm_group
     before = {name: other.bytes_sent for name, other in trainer.mesh.groups.items()}
-    optimizer_file.all_reduce = lambda *args: (calls.append(1), train.all_reduce(*args))[1]
+    layerwise.all_reduce = lambda *args: (calls.append(1), train.all_reduce(*args))[1]
     try:
         trainer.update(norm, 1e-3)
         trainer.reducer.gather_weights(trainer.stages[0].layers) if cfg.zero in (1, 2) else None
     finally:
-        optimizer_file.all_reduce = train.all_reduce
+        layerwise.all_reduce = train.all_reduce
     sent = {name: other.bytes_sent - before[name] for name, other in trainer.mesh.groups.items()}
     return sent, len(calls), len(trainer.shapes), group.name
 
@@ -262,7 +266,7 @@ def _skipped(rank, cfg):
 
         changed = []
         for step in range(4):
-            _, norm = trainer.gradients(data.training(one, step, trainer.mesh))
+            norm, read = trainer.gradients(data.training(one, step, trainer.mesh))
             before = state()
             if step % 2 == 0 and rank == 0:
                 for bucket in trainer.reducer.buckets:

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import collectives as c
+import engine.collectives as c
 import model as model_file
 import plan
 import schedules
 import sizes
 from data.batches import Data
+from engine.group import Group, Work
+from engine.mesh import Mesh
 from engine.schedules import make_schedule, simulate
-from group import Group, Work
-from mesh import Mesh
 from model import Block
 from planner import costs, draw, hardware, memory, pictures, published
 from planner import search as search_file
@@ -235,7 +235,7 @@ def _held(rank, cfg):
     trainer = Trainer(cfg, mesh, data.vocab_size)
     watch = Watch(trainer)
     with watch.watching():
-        _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+        norm, read = trainer.gradients(data.training(cfg, 0, mesh))
         trainer.update(norm, cfg.lr)
     return trainer.optimizer.state_bytes()[1] + watch.peak
 
@@ -297,7 +297,7 @@ def _sent(rank, cfg):
     """Bytes that this rank sends in a step, by axis."""
     mesh, data = mesh_of(cfg), Data(cfg)
     trainer = Trainer(cfg, mesh, data.vocab_size)
-    _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    norm, read = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, cfg.lr)
     if cfg.zero in (1, 2):  # new weights are still on their way
         for stage in trainer.stages.values():

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import collectives as c
+import engine.collectives as c
 import train
 from data.batches import Data
-from group import CommunicationError, Group, Work
-from mesh import Mesh
-from nccl_group import CudaGroup
+from engine.group import CommunicationError, Group, Work
+from engine.mesh import Mesh
+from engine.nccl_group import CudaGroup
 from run.config import check
 from tests.harness import (
     FULL,
@@ -159,10 +159,10 @@ def one_order(queues):
 
 def _step(rank, cfg, mesh):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-    _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    norm, read = trainer.gradients(data.training(cfg, 0, mesh))
     grads = local_tensors(trainer, "grads")
     trainer.update(norm, cfg.lr)
-    loss, norm, _ = trainer.read()
+    loss, norm, _ = read()
     if cfg.zero == 3:
         trainer.validation_loss(data, 1)
     assert trainer.replicas_agree()

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-import pipeline
+import engine.pipeline as pipeline
+import engine.tensor_parallel as tensor_parallel
 import schedules
-import tensor_parallel
 import train
 from data.batches import Data
+from engine.group import Group
+from engine.mesh import Mesh
 from engine.schedules import Action, lower, make_schedule, simulate, validate
-from group import Group
-from mesh import Mesh
+from engine.sequence_parallel import Region
 from planner import costs, draw
 from run import timeline
 from run.processes import all_gather_text
-from sequence_parallel import Region
 from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
 
 # ---- schedules: pure lists ----
@@ -180,7 +180,7 @@ def _traced(rank, cfg):
     tracer = timeline.Tracer(mesh)
     for step in range(2):
         with tracer.at(step):
-            _, norm = trainer.gradients(data.training(cfg, step, mesh))
+            norm, read = trainer.gradients(data.training(cfg, step, mesh))
             trainer.update(norm, 1e-3)
     every = [json.loads(text) for text in all_gather_text(json.dumps(tracer.events), mesh.world)]
     return every, timeline.shares(every, lambda rank, s: trainer.where[s])

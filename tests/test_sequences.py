@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import context_parallel
-import ddp
-import pipeline
+import engine.context_parallel as context_parallel
+import engine.ddp as ddp
+import engine.pipeline as pipeline
 import train
 from data.batches import Data
-from mesh import Mesh
+from engine.mesh import Mesh
 from model import build, causal_attention
 from planner import memory
 from run.config import check

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import collectives
-import group
-import mesh
-from nccl_group import CudaGroup
+import engine.collectives as collectives
+import engine.group as group
+import engine.mesh as mesh
+from engine.nccl_group import CudaGroup
 from tests.harness import _train, equals_one_process, local_tensors, mesh_of
 
 LIBRARY = {**group.LIBRARY}  # gloo's

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 import train
 from data.batches import Data
-from group import Group
-from mesh import Mesh
+from engine.group import Group
+from engine.mesh import Mesh
+from engine.sequence_parallel import Region
 from model import ABSENT, Head, MixtureOfExperts, build, initial_value
 from optimizer import clip_coefficient, learning_rate
 from run import checkpoint
 from run.config import check_layout
 from run.log import Log, open_metrics
-from sequence_parallel import Region
 from sizes import GPTConfig
 from tensor_parallel import chunked_loss
 from tests.harness import BATCH, SHAPE, VOCAB, close, config, mesh_of

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import collectives as c
+import engine.collectives as c
+import engine.zero as zero
 import sizes
 import train
-import zero
 from data.batches import Data
-from group import Group
-from mesh import Mesh
+from engine.group import Group
+from engine.mesh import Mesh
 from run import checkpoint, timeline
 from run.config import check
 from shard import Shard
@@ -38,7 +38,7 @@ def _memory(rank, cfg):
     mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     batch = data.training(cfg, 0, mesh)
-    _, norm = trainer.gradients(batch)
+    norm, read = trainer.gradients(batch)
     trainer.update(norm, 1e-3)
     formula, measured = trainer.optimizer.state_bytes()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
@@ -96,7 +96,7 @@ def test_bytes_per_parameter_are_the_published_ones(gb, psi):
 def _zero_bytes(rank, cfg):
     mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-    _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+    norm, read = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, 1e-3)
     units = {b: b.full.numel() * 8 for b in trainer.reducer.buckets}
     first = trainer.stages[0].layers[0]
@@ -165,7 +165,7 @@ def _under_limit(rank, cfg, limit):
     resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
     try:
         trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-        _, norm = trainer.gradients(data.training(cfg, 0, mesh))
+        norm, read = trainer.gradients(data.training(cfg, 0, mesh))
         trainer.update(norm, 1e-3)
         return "trains"
     except RuntimeError as error:
@@ -205,7 +205,7 @@ def _overflow(rank, cfg):
     unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     halved = trainer.scale == scale / 2
     trainer.reducer.launch = launch
-    _, norm = trainer.gradients(data.training(cfg, 1, mesh))
+    norm, read = trainer.gradients(data.training(cfg, 1, mesh))
     trainer.update(norm, 1e-2)
     stepped = not torch.equal(before[0], local_tensors(trainer, "weights")[0][1])
     return unchanged, halved, math.isfinite(norm) and stepped
@@ -265,18 +265,18 @@ def _counted(rank, cfg):
     """(what a step calls to look into a tensor, operations of norm and optimizer, buckets)."""
     trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     batches = [data.training(cfg, step, trainer.mesh) for step in range(2)]
-    _, norm = trainer.gradients(batches[0])
+    norm, read = trainer.gradients(batches[0])
     trainer.update(norm, 1e-3)
     reads, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
     for name, method in kept.items():
         setattr(torch.Tensor, name, lambda self, *args, method=method, name=name: (
             reads.append(name), method(self, *args))[1])
     try:
-        _, norm = trainer.gradients(batches[1])
+        norm, read = trainer.gradients(batches[1])
         with Launches() as launches:
             trainer.optimizer.grad_square()
             trainer.update(norm, 1e-3)
-        trainer.read()
+        read()
     finally:
         for name, method in kept.items():
             setattr(torch.Tensor, name, method)
@@ -375,8 +375,8 @@ def _late(rank, cfg, seconds, load):
             for bucket in trainer.reducer.buckets:
                 bucket.full.zero_()
             checkpoint.load(trainer, folder)
-        _, norm = trainer.gradients(data.training(cfg, step, trainer.mesh))
-        found.append(trainer.read())
+        norm, read = trainer.gradients(data.training(cfg, step, trainer.mesh))
+        found.append(read())
         trainer.update(norm, 1e-2)
     return found
 
