@@ -335,6 +335,6 @@ class WithBackward(torch.autograd.Function):
 
 
 if __name__ == "__main__":
-    from planner.ring import demo
-    from run.demonstrations import demonstrate, ranks_asked
+    from show.demonstrations import demonstrate, ranks_asked
+    from show.ring import demo
     demonstrate(demo, dp=ranks_asked(4))

@@ -279,10 +279,10 @@ def split_sequences(model, group, kind="ring"):
 
 
 def demo(mesh):
-    """Print which rank attends to which keys in which hop (planner/tables.py); then the gradients
+    """Print which rank attends to which keys in which hop (show/tables.py); then the gradients
     of each form, compared with one process's."""
-    from planner.tables import zigzag_table
-    from run.demonstrations import report_difference
+    from show.demonstrations import report_difference
+    from show.tables import zigzag_table
 
     group, C, S = mesh.group("cp"), mesh.sizes["cp"], 8 * mesh.sizes["cp"]
     if group.rank == 0:
@@ -304,5 +304,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate, ranks_asked
+    from show.demonstrations import demonstrate, ranks_asked
     demonstrate(demo, cp=ranks_asked(4))

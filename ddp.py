@@ -243,7 +243,7 @@ class DDP:
 
 def demo(mesh):
     """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
-    from run.demonstrations import show_difference, small_gpt
+    from show.demonstrations import show_difference, small_gpt
     plain, mine = small_gpt(mesh)
     plain(mine, mine).backward()
     plain_data_parallel(plain.parameters(), mesh.group("dp"))
@@ -262,5 +262,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, dp=4)

@@ -172,7 +172,7 @@ class Routing:
 
 def demo(mesh):
     """Print where 16 tokens of each rank go; then the gradients, compared with one process's."""
-    from run.demonstrations import show_difference, small_gpt
+    from show.demonstrations import show_difference, small_gpt
     group, (spread, mine) = mesh.group("ep"), small_gpt(mesh, n_experts=8, top_k=2)
     spread_experts(spread, mesh)
     spread(mine, mine).backward()
@@ -189,5 +189,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, dp=1, ep=4, pp=1, cp=1, tp=1)

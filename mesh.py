@@ -113,5 +113,5 @@ def grid(sizes):
 
 
 if __name__ == "__main__":
-    from planner.tables import mesh_command
+    from show.tables import mesh_command
     mesh_command()

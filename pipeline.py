@@ -310,7 +310,7 @@ class Pipeline:
 
 def demo(mesh):
     """Gradients of a GPT cut into 4 or 8 stages, compared with one process's."""
-    from run.demonstrations import NoReducer, show_difference, small_gpt
+    from show.demonstrations import NoReducer, show_difference, small_gpt
     group, P, m, shape = mesh.group("pp"), 4, 8, (1, 8, 16)
     for name, v in (("plain", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         model, ids = small_gpt(mesh, n_layer=6)
@@ -328,5 +328,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, pp=4)

@@ -257,5 +257,5 @@ def cut(costs, n):
 # messages; train.py trains with those.
 
 if __name__ == "__main__":
-    from planner.draw import schedules_command
+    from show.draw import schedules_command
     schedules_command()

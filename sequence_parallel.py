@@ -110,5 +110,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, tp=4)

@@ -321,7 +321,7 @@ def parallelize(model, group, sp=False, defer=None):
 
 def demo(mesh):
     """Gradients of a small GPT, compared with one process's; and what rank 0 holds of it."""
-    from run.demonstrations import show_difference, small_gpt
+    from show.demonstrations import show_difference, small_gpt
     group = mesh.group("tp")
     forms = {"plain": lambda model: plain_tensor_parallel(model, group),
              "fast": lambda model: parallelize(model, group),
@@ -337,5 +337,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from run.demonstrations import demonstrate
+    from show.demonstrations import demonstrate
     demonstrate(demo, dp=1, tp=4)

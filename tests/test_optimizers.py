@@ -15,7 +15,7 @@ import sizes
 import train
 import zero
 from data.batches import Data
-from docs.large_batches import TOKENS, curve, noise_scale
+from experiments.large_batches import TOKENS, curve, noise_scale
 from mesh import Mesh
 from model import build, initial_value
 from optimizer import Optimizer, learning_rate

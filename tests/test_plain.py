@@ -18,8 +18,8 @@ from group import Group
 from mesh import Mesh
 from model import build
 from run.config import Config, check
-from run.demonstrations import NoReducer
 from shard import tag_whole
+from show.demonstrations import NoReducer
 from sizes import GPTConfig
 from tests.harness import (
     STEPS,

@@ -1,4 +1,5 @@
-"""Runs the demonstration at the end of a technique's file: fn(mesh) as several processes here."""
+"""Runs the demonstration at the end of a technique's file: demo(mesh), on several processes of this
+machine. And the model, the sequences and the comparison that the demonstrations share."""
 
 import math
 import os
@@ -18,7 +19,7 @@ from sizes import GPTConfig
 
 
 def ranks_asked(default):
-    """The number on the command line."""
+    """The number of ranks on the command line, or the default."""
     given = sys.argv[1:] or [str(default)]
     if len(given) > 1 or not given[0].isdecimal() or not 0 < int(given[0]) <= 64:
         print(f"{sys.argv[0]}: say how many ranks, 1 to 64", file=sys.stderr)
@@ -27,6 +28,7 @@ def ranks_asked(default):
 
 
 def _demonstrate(rank, fn, sizes, folder):
+    """One of the processes: fn(mesh), with print() to a file."""
     signals.end_quietly()
     sys.stdout = open(f"{folder}/printed", "a", buffering=1)
     init(url=f"file://{folder}/rendezvous", rank=rank, size=math.prod(sizes.values()))
@@ -44,33 +46,39 @@ def demonstrate(fn, **sizes):
 
 
 class NoReducer:
-    """Takes the place of DDP or ZeRO where there are no replicas."""
+    """Takes the place of DDP or ZeRO where there are no replicas: each method does nothing."""
 
     every_microbatch = False
-    expect = grad_added = flush = release_weights = lambda self, *args: None
+
+    def nothing(self, *args):
+        pass
+
+    expect = grad_added = flush = release_weights = nothing
 
 
-# 8 of 8 token ids, the same on every rank
+# 8 sequences of 8 token ids, the same on every rank
 SEQUENCES = torch.randint(50, (8, 8), generator=torch.Generator().manual_seed(0))
 
 
 def small_gpt(mesh, n_layer=2, **more):
     """A tagged GPT, the same on every rank, and the sequences of this data rank."""
     config = GPTConfig(50, block_size=8, n_layer=n_layer, n_head=4, n_embd=16, **more)
-    model, (index, size) = build(config, dtype=torch.double), mesh.place("dp", "ep")
+    model = build(config, dtype=torch.double)
+    index, size = mesh.place("dp", "ep")
     tag_whole(model, mesh.group("dp", "ep"))
     return model, SEQUENCES.chunk(size)[index]
 
 
 def report_difference(name, rank, pairs):
-    """Print the largest relative difference of pairs of gradients (this rank's, one process's)."""
+    """Print the largest relative difference. pairs: [(this rank's gradient, one process's)]."""
     off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs)
     print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
 
 
 def show_difference(name, mesh, model, summed=False):
-    """Compare the gradients of a small_gpt with one process's, of all sequences, once they are
-    summed over the groups in their tags. Those of another rank's stage are None."""
+    """Compare the gradients of a small_gpt with those of one process that trains on all sequences.
+    Unless they are `summed` already, sum them first over the groups in their tags. A parameter of
+    another rank's stage has no gradient here, and is left out."""
     alone = build(model.config, dtype=torch.double)
     alone(SEQUENCES, SEQUENCES).backward()
     whole = {name: param.grad for name, param in alone.canonical_parameters()}
