@@ -192,7 +192,8 @@ def shown(args):
         del numbers["times"]
         return [json.dumps(numbers)]
     width = min(160, shutil.get_terminal_size((120, 24)).columns)
-    return [schedule_text(timeline.times, width), line_of_figures(name, P, m, v, args.costs, timeline)]
+    return [schedule_text(timeline.times, width),
+            line_of_figures(name, P, m, v, args.costs, timeline)]
 
 
 def schedules_command():
