@@ -14,11 +14,11 @@ import gc
 import json
 from dataclasses import fields, replace
 
-from planner import draw
 from planner.costs import Costs, step_flops
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
 from planner.search import Search, as_config, departures, layout_of
+from planner.table import table
 from run import config
 from run.signals import end_quietly
 from schedules import SCHEDULES
@@ -81,7 +81,7 @@ def summary(rows, job, tokens, title):
                       f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
                       f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
                       f"{steps * row['step_s'] / 86400:.4g}"])
-    return draw.table(title, lines)
+    return table(title, lines)
 
 
 def listed(values, digits):

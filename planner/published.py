@@ -13,9 +13,9 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.costs import Costs, Time, on_node, step_flops
-from planner.draw import table
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
+from planner.table import table
 
 ATTENTION = {  # speed of fused attention to FlashAttention-2's
     "flash1": 0.55, "fa3": 1.6}  # before July 2023, fitted; FlashAttention-3's and cuDNN's

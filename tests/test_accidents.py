@@ -14,8 +14,8 @@ import torch
 
 import sample
 import train
-from planner import pictures
 from run import checkpoint, export, tensorfile
+from show import pictures
 from tests.harness import HERE
 from tests.runs import ENVIRONMENT, Run, _main, command, flags, one_line
 

@@ -14,7 +14,7 @@ import mesh as mesh_file
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
-from planner import ring
+from show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 
 # ---- collectives ----

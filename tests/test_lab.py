@@ -24,12 +24,12 @@ import schedules
 import sizes
 from engine.schedules import make_schedule, simulate
 from mesh import lay_out
-from planner import costs, memory, ring
+from planner import costs, memory, traffic
 from planner.hardware import DEVICES, MODELS
 from planner.search import as_config
 from run import timeline
 from run.config import check_layout
-from tests import traffic
+from show import ring
 from tests.harness import HERE
 
 PAGE = HERE.joinpath("lab.html").read_text()

@@ -14,10 +14,10 @@ import model as model_file
 import sizes
 import train
 from data.batches import Data
-from docs.large_batches import TOKENS, curve, noise_scale
 from engine import layerwise
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
+from experiments.large_batches import TOKENS, curve, noise_scale
 from model import build, initial_value
 from optimizer import learning_rate
 from planner import memory

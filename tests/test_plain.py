@@ -21,7 +21,7 @@ from group import Group
 from mesh import Mesh
 from model import ABSENT, build, cross_entropy
 from run.config import Config, check
-from run.demonstrations import NoReducer
+from show.demonstrations import NoReducer
 from sequence_parallel import sequence_parallel
 from shard import tag_whole
 from sizes import GPTConfig

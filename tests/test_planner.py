@@ -27,11 +27,11 @@ from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.schedules import make_schedule, simulate
 from model import Block
-from planner import costs, draw, hardware, memory, pictures, published
+from planner import costs, hardware, memory, published, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
+from show import draw, pictures
 from sizes import GPTConfig
-from tests import traffic
 from tests.harness import config, mesh_of, pool
 from train import Trainer
 

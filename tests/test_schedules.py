@@ -20,9 +20,10 @@ from engine.group import Group
 from engine.mesh import Mesh
 from engine.schedules import Action, lower, make_schedule, simulate, validate
 from engine.sequence_parallel import Region
-from planner import costs, draw
+from planner import costs
 from run import timeline
 from run.processes import all_gather_text
+from show import draw
 from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
 
 # ---- schedules: pure lists ----
@@ -252,7 +253,7 @@ def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
     run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
-    assert (tmp_path / "x.svg").read_text().count('stroke="white"') == 2 * 2 * 4 * 3
+    assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
     assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
     for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
         with pytest.raises(SystemExit) as stop:

@@ -1,10 +1,11 @@
-"""python collectives.py: one ring all-reduce, hop by hop, and the bytes that each collective sends.
-Beside the ring two all-reduces that the ring beats: sequential, and by a parameter server."""
+"""What `python collectives.py` shows: one ring all-reduce, hop by hop, and the bytes that each
+collective sends. Beside the ring stand two all-reduces that it beats: sequential, and through a
+parameter server."""
 
 import torch
 
-from collectives import all_reduce as plain_all_reduce
-from engine.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from tensor_parallel import maximum
 
 
 def pass_to(tensor, group, src, dst, add=False):
@@ -18,7 +19,8 @@ def pass_to(tensor, group, src, dst, add=False):
 
 
 def sequential_all_reduce(tensor, group):
-    """Add from rank to rank, then copy from rank to rank: the busiest rank sends 2 n."""
+    """Add from rank to rank, then copy from rank to rank. For a tensor of n bytes, the busiest rank
+    sends 2 n."""
     for r in range(1, group.size):
         pass_to(tensor, group, r - 1, r, add=True)
     for r in range(group.size - 1):
@@ -27,7 +29,7 @@ def sequential_all_reduce(tensor, group):
 
 
 def parameter_server_all_reduce(tensor, group):
-    """Rank 0 adds what all others send, then sends N-1 copies back: (N-1) n."""
+    """Rank 0 adds the tensors of all others, then sends N-1 copies of the sum: (N-1) n bytes."""
     for r in range(1, group.size):
         pass_to(tensor, group, r, 0, add=True)
     for r in range(1, group.size):
@@ -38,10 +40,13 @@ def parameter_server_all_reduce(tensor, group):
 def demo(mesh):
     """One ring all-reduce, hop by hop; then bytes against the formulas."""
     group, N = mesh.group("dp"), mesh.world.size
-    x = torch.full((N,), 10.0 ** group.rank)  # digit r of a sum: does it contain rank r's term?
+    # Rank r's terms are 10^r. So digit r of a number, from the right, says whether the number
+    # contains rank r's term: with N = 4, 0110 is the sum of the terms of ranks 1 and 2
+    x = torch.full((N,), 10.0 ** group.rank)
     phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
 
     def show():
+        """Print x of all ranks, on rank 0."""
         rows = [torch.zeros(N) for _ in range(N)]
         all_to_all(rows, [x.clone() for _ in range(N)], mesh.world)
         phase = next(phases)
@@ -51,20 +56,20 @@ def demo(mesh):
 
     exchange = group.exchange
 
-    def shown_exchange(*args):
+    def shown_exchange(*args):  # every hop of the ring is one exchange
         show()
         return exchange(*args)
 
     group.exchange = shown_exchange
-    plain_all_reduce(x, group)
+    all_reduce(x, group)
     show()
     group.exchange = exchange
-    n, once = 3360, (N - 1) * 3360 // N  # bytes of the tensor; of a reduce-scatter or all-gather
-    for fn, formula in ((plain_all_reduce, 2 * once), (all_reduce, 2 * once),
-                        (reduce_scatter, once), (all_gather, once),
+    n = 3360  # bytes of the tensor
+    once = (N - 1) * n // N  # bytes that a rank sends in a reduce-scatter, or in an all-gather
+    for fn, formula in ((all_reduce, 2 * once), (reduce_scatter, once), (all_gather, once),
                         (sequential_all_reduce, 2 * n), (parameter_server_all_reduce, N * once)):
         before = group.bytes_sent
         fn(torch.ones(n // 4), group)
-        busiest = all_reduce(torch.tensor([group.bytes_sent - before]), group, "max").item()
+        busiest = all_reduce(torch.tensor([group.bytes_sent - before]), group, maximum).item()
         if group.rank == 0:
             print(f"{fn.__name__:28}the busiest rank sent {busiest:5} bytes, formula {formula:5}")

@@ -2,7 +2,7 @@
 with its rate unscaled, scaled linearly and by the root, LAMB by the root, LARS by both. Then the
 gradient noise scale (arXiv 1812.06162), which says where a larger batch stops to pay.
 
-    python -m docs.large_batches --out large-batches --svg pictures
+    python -m experiments.large_batches --out large-batches --svg pictures
 
 Rates were chosen at batch 32, by the validation loss after 600 steps: docs/large-batches.md.
 """
@@ -21,10 +21,11 @@ import torch
 
 from data.batches import Data
 from engine.collectives import all_reduce
-from planner.draw import curves_svg, table
+from planner.table import table
 from run.config import Config, check
-from run.demonstrations import demonstrate
 from run.signals import end_quietly
+from show.demonstrations import demonstrate
+from show.draw import curves_svg
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32}
 TOKENS = 1600 * 32 * MODEL["block_size"]  # 1600, 400 or 100 steps

@@ -1,4 +1,4 @@
-"""The tables that python mesh.py, sizes.py and context_parallel.py print."""
+"""The tables that `python mesh.py`, `python sizes.py` and `python context_parallel.py` print."""
 
 import argparse
 import sys
@@ -15,10 +15,11 @@ def mesh_command():
     if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
         print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)
         sys.exit(2)
-    sizes = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
-    print(grid(sizes))
-    for axes in (*([axis] for axis in sizes if sizes[axis] > 1), ["dp", "ep", "cp"], ["pp", "tp"]):
-        print(f"group({', '.join(axes)}):", *lay_out(sizes, axes))
+    ranks = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
+    print(grid(ranks))
+    split = [[axis] for axis in ranks if ranks[axis] > 1]
+    for axes in (*split, ["dp", "ep", "cp"], ["pp", "tp"]):
+        print(f"group({', '.join(axes)}):", *lay_out(ranks, axes))
 
 
 def sizes_command():
@@ -49,29 +50,33 @@ def visible_pairs(queries, keys):
     return int((queries.unsqueeze(1) >= keys).sum())
 
 
-def zigzag_table(S, C):
+def zigzag_table(S, ranks):
     """Which chunk is on which rank, which chunks meet in which hop of ring attention, and how even
-    the work is, with zigzag and without."""
+    the work is, with zigzag and without. S tokens, on so many context ranks."""
     import torch
 
     from context_parallel import zigzag
-    positions = [zigzag(S, C, c) for c in range(C)]  # of each rank's tokens
-    hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two meet
-    for c, queries in enumerate(positions):
+    positions = [zigzag(S, ranks, rank) for rank in range(ranks)]  # of each rank's tokens
+    hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two positions meet
+    for rank, queries in enumerate(positions):
         for other, keys in enumerate(positions):
-            hops[queries.unsqueeze(1), keys] = (c - other) % C
-    lines = [f"{S} tokens in {2 * C} chunks; a digit is the hop in which queries (rows) meet keys"]
-    for chunk in range(2 * C):  # of 4 tokens
-        row = " ".join(str(int(hops[4 * chunk, 4 * key])) if key <= chunk else "."
-                       for key in range(2 * C))
-        lines.append(f"  chunk {chunk:2d} of rank {min(chunk, 2 * C - 1 - chunk)}   {row}")
-    naive = list(torch.arange(S).chunk(C))
-    in_all = visible_pairs(torch.arange(S), torch.arange(S))
-    for name, split in (("zigzag", positions), ("one chunk of C each", naive)):
-        lines.append(f"{name}: pairs of query and key on ranks 0 to {C - 1}")
-        for hop in range(C):
-            work = [visible_pairs(split[c], split[(c - hop) % C]) for c in range(C)]
+            hops[queries.unsqueeze(1), keys] = (rank - other) % ranks
+    chunks = 2 * ranks
+    lines = [f"{S} tokens in {chunks} chunks; a digit is the hop in which queries (rows) meet keys"]
+    per_chunk = S // chunks  # tokens
+    for chunk in range(chunks):  # all tokens of a chunk meet the same keys: look at the first
+        row = " ".join(str(int(hops[per_chunk * chunk, per_chunk * key])) if key <= chunk else "."
+                       for key in range(chunks))
+        lines.append(f"  chunk {chunk:2d} of rank {min(chunk, chunks - 1 - chunk)}   {row}")
+    whole = torch.arange(S)
+    naive = list(whole.chunk(ranks))
+    for name, split in (("zigzag", positions), ("one piece for each rank", naive)):
+        lines.append(f"{name}: pairs of query and key on ranks 0 to {ranks - 1}")
+        for hop in range(ranks):
+            work = [visible_pairs(split[rank], split[(rank - hop) % ranks])
+                    for rank in range(ranks)]
             lines.append(f"  hop {hop}  " + "".join(f"{n:6d}" for n in work))
-        busiest = max(visible_pairs(queries, torch.arange(S)) for queries in split)
-        lines.append(f"  the busiest rank has {busiest * C / in_all:.2f} times the mean")
+        busiest = max(visible_pairs(queries, whole) for queries in split)
+        times = busiest * ranks / visible_pairs(whole, whole)
+        lines.append(f"  the busiest rank has {times:.2f} times the mean")
     return "\n".join(lines)

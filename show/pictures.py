@@ -1,7 +1,7 @@
-"""Curves of runs, as SVG. (Schedules: python schedules.py 1f1b 4 8 --svg FILE. All else is live, in
-lab.html.)
+"""Curves of runs, as SVG, from the files that train.py --metrics wrote. (Schedules are drawn by
+python schedules.py 1f1b 4 8 --svg FILE; all other pictures are live, in lab.html.)
 
-    python -m planner.pictures --svg pictures --metrics one.jsonl eight.jsonl
+    python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl
 """
 
 import argparse
@@ -10,14 +10,20 @@ import math
 from pathlib import Path
 from statistics import fmean
 
-from planner.draw import curves_svg
 from run.config import MARKS
 from run.signals import end_quietly
+from show.draw import curves_svg
+
+
+def running_mean(points):
+    """[(x, y)] -> the same x, each with the mean of 25 y: of 12 points before to 12 after."""
+    return [(x, fmean(y for _, y in points[max(0, i - 12) : i + 13]))
+            for i, (x, _) in enumerate(points)]
 
 
 def metrics_svg(paths):
-    """{file name: SVG} of files that train.py --metrics wrote: losses or, of experts, the load of
-    the busiest. ValueError."""
+    """(file name, SVG) of the losses in files of --metrics or, if the runs have experts, of the
+    busiest expert's load. ValueError if a file is not one of --metrics."""
     runs = {}
     for path in map(Path, paths):
         lines = path.read_text().splitlines()
@@ -35,13 +41,14 @@ def metrics_svg(paths):
     values = [y for points in raw.values() for _, y in points]
     low = math.floor(min(values))
     high = max(low + 1, math.ceil(max(values)))
-    means = {name: [(x, fmean(y for _, y in points[max(0, i - 12): i + 13]))
-                    for i, (x, _) in enumerate(points)] for name, points in raw.items()}
-    title, y_name = (("Load of the busiest expert of any block", "times the mean") if experts
-                     else ("The same training in different layouts", "loss, nats per token"))
-    svg = curves_svg(means, f"{title} (pale: each step; thick: mean of 25)", "step", y_name,
-                     [round(steps * i / 4) for i in range(5)], range(low, high + 1), raw=raw)
-    return {"balance.svg" if experts else "loss.svg": svg}
+    means = {name: running_mean(points) for name, points in raw.items()}
+    file = "balance.svg" if experts else "loss.svg"
+    title = ("Load of the busiest expert of any block" if experts
+             else "The same training in different layouts")
+    y_name = "times the mean" if experts else "loss, nats per token"
+    x_ticks = [round(steps * i / 4) for i in range(5)]
+    return file, curves_svg(means, f"{title} (pale: each step; thick: mean of 25)", "step", y_name,
+                            x_ticks, range(low, high + 1), raw=raw)
 
 
 def main():
@@ -54,8 +61,8 @@ def main():
     args = parser.parse_args()
     try:
         Path(args.svg).mkdir(parents=True, exist_ok=True)
-        for name, svg in metrics_svg(args.metrics).items():
-            Path(args.svg, name).write_text(svg)
+        file, svg = metrics_svg(args.metrics)
+        Path(args.svg, file).write_text(svg)
     except (ValueError, OSError) as error:
         parser.error(error)
 

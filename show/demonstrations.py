@@ -1,0 +1,176 @@
+"""Runs the demonstration at the end of a technique's file: demo(mesh), on several processes of this
+machine. And the model, the sequences and the comparison that the demonstrations share."""
+
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import engine.mesh
+from collectives import all_gather, all_reduce, all_to_all, own_chunk
+from experts import kind_of
+from group import Group
+from mesh import Mesh
+from model import build, causal_attention
+from run import signals
+from run.processes import init, shutdown
+from shard import tag_whole
+from sizes import GPTConfig
+
+
+def ranks_asked(default):
+    """The number of ranks on the command line, or the default."""
+    given = sys.argv[1:] or [str(default)]
+    if len(given) > 1 or not given[0].isdecimal() or not 0 < int(given[0]) <= 64:
+        print(f"{sys.argv[0]}: say how many ranks, 1 to 64", file=sys.stderr)
+        sys.exit(2)
+    return int(given[0])
+
+
+def plain_mesh(sizes):
+    return Mesh(Group, **sizes)
+
+
+def engine_mesh(sizes):
+    return engine.mesh.Mesh(**sizes)
+
+
+def _demonstrate(rank, fn, make_mesh, sizes, folder):
+    """One of the processes: fn(mesh), with print() to a file."""
+    signals.end_quietly()
+    sys.stdout = open(f"{folder}/printed", "a", buffering=1)
+    init(url=f"file://{folder}/rendezvous", rank=rank, size=math.prod(sizes.values()))
+    fn(make_mesh(sizes))
+    shutdown()
+
+
+def demonstrate(fn, make_mesh=plain_mesh, **sizes):
+    """Run fn(mesh) on as many processes as the mesh has ranks; print their lines at the end."""
+    signals.end_quietly()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_demonstrate, (fn, make_mesh, sizes, folder),
+                                    math.prod(sizes.values()))
+        print(Path(folder, "printed").read_text(), end="")
+
+
+def demonstrate_engine(fn, **sizes):
+    """demonstrate() for a file of engine/, whose groups do more."""
+    demonstrate(fn, engine_mesh, **sizes)
+
+
+class NoReducer:
+    """Takes the place of DDP or ZeRO where there are no replicas: each method does nothing."""
+
+    every_microbatch = False
+
+    def nothing(self, *args):
+        pass
+
+    expect = grad_added = flush = release_weights = nothing
+
+
+# 8 sequences of 8 token ids, the same on every rank
+SEQUENCES = torch.randint(50, (8, 8), generator=torch.Generator().manual_seed(0))
+
+
+def small_gpt(mesh, n_layer=2, **more):
+    """A tagged GPT, the same on every rank, and the sequences of this data rank."""
+    config = GPTConfig(50, block_size=8, n_layer=n_layer, n_head=4, n_embd=16, **more)
+    model = build(config, dtype=torch.double, kind=kind_of(config))
+    index, size = mesh.place("dp", "ep")
+    tag_whole(model, mesh.group("dp", "ep"))
+    return model, SEQUENCES.chunk(size)[index]
+
+
+def report_difference(name, rank, pairs):
+    """Print the largest relative difference. pairs: [(this rank's gradient, one process's)]."""
+    off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs)
+    print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
+
+
+def show_difference(name, mesh, model, summed=False):
+    """Compare the gradients of a small_gpt with those of one process that trains on all sequences.
+    Unless they are `summed` already, sum them first over the groups in their tags. A parameter of
+    another rank's stage has no gradient here, and is left out."""
+    alone = build(model.config, dtype=torch.double, kind=kind_of(model.config))
+    alone(SEQUENCES, SEQUENCES).backward()
+    whole = {name: param.grad for name, param in alone.canonical_parameters()}
+    held = [param for param in model.parameters() if param.grad is not None]
+    for param in held:
+        for group in param.shard.sum_over if not summed else ():
+            all_reduce(param.grad, group)
+    report_difference(name, mesh.rank, [
+        (param.grad, param.shard.slice(whole[param.shard.name])) for param in held])
+
+
+# ---- demonstrations that need more than that ----
+
+
+def compare_reducer(name, mesh, reducer):
+    """Two microbatches under DDP or a stage of ZeRO, against one process; and what rank 0 keeps.
+    reducer: the class."""
+    model, mine = small_gpt(mesh)
+    replicas = mesh.group("dp")
+    psi = sum(param.numel() for param in model.parameters())
+    layers = model.layers
+    whole_shapes = {param.shard.name: param.shape for param in model.parameters()}
+    ours = reducer(layers)
+    *blocks, head = layers
+    for rows in mine.chunk(2):
+        x = rows
+        for layer in blocks:
+            x = layer(x)
+        head(x, rows).backward()
+    held = sum(x.untyped_storage().nbytes() // 8 for x in {*model.parameters(), *ours.params})
+    stepped = sum(weight.numel() for weight in ours.weights)
+    alone = build(model.config, dtype=torch.double)
+    alone(SEQUENCES, SEQUENCES).backward()
+    one_process = {name: param.grad for name, param in alone.canonical_parameters()}
+    pairs = []
+    for param, grad in zip(ours.params, ours.gradients(), strict=True):
+        full = torch.zeros(whole_shapes[param.shard.name], dtype=torch.double)
+        if grad.shape != full.shape:  # this rank's chunk: gather all
+            own_chunk(full, replicas).copy_(grad)
+            grad = all_gather(full, replicas)
+        pairs.append((grad, one_process[param.shard.name]))
+    report_difference(name, mesh.rank, pairs)
+    if mesh.rank == 0:
+        print(f"{name}: of {psi} parameters rank 0 keeps {held}, and its optimizer steps {stepped}")
+
+
+def compare_attention(name, attention, group):
+    """Gradients of attention(q, k, v), over tokens split by zigzag, against one process."""
+    from context_parallel import zigzag
+    S = 8 * group.size
+    generator = torch.Generator().manual_seed(0)
+    mine = zigzag(S, group.size, group.rank)
+    q, k, v = (torch.randn(2, group.size, S, 8, dtype=torch.double, generator=generator)
+               for _ in "qkv")
+
+    def gradients(attention, tokens):  # of q, k, v at these positions
+        parts = [x[:, :, tokens].clone().requires_grad_() for x in (q, k, v)]
+        attention(*parts).sin().sum().backward()
+        return [part.grad for part in parts]
+
+    alone = gradients(causal_attention, torch.arange(S))
+    report_difference(name, group.rank, [
+        (part, whole[:, :, mine]) for part, whole in zip(gradients(attention, mine), alone,
+                                                         strict=True)])
+
+
+def show_routes(load, group):
+    """Print how many tokens each rank of the group has for each expert. load: this rank's."""
+    load = load.view(group.size, -1).long()  # [rank][its expert]
+    loads = [torch.empty_like(load) for _ in range(group.size)]
+    all_to_all(loads, [load] * group.size, group)
+    if group.rank == 0:
+        tokens = int(load.sum())
+        print("tokens of each rank (rows) for each expert; | parts the experts' ranks")
+        for rank, row in enumerate(loads):
+            away = int(row.sum() - row[rank].sum())
+            table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
+            print(f"rank {rank}  {table}    {away} of {tokens} go elsewhere")

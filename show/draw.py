@@ -1,0 +1,222 @@
+"""Timelines for a terminal; charts and timelines as SVG, on a transparent background; and the
+command line that shows schedules.
+
+    python schedules.py 1f1b 4 8 --svg schedule.svg        python -m show.pictures
+"""
+
+import argparse
+import json
+import math
+import shutil
+from html import escape
+from pathlib import Path
+
+import schedules
+from engine.schedules import make_schedule, simulate, validate
+from planner.costs import closed_form
+from run.signals import end_quietly
+
+COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
+LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of the input",
+          "W": "yellow: gradient of the weights"}
+LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")  # of curves
+INK, GRID = "#7d7d7d", "#80808050"  # to be read on a white page and on a dark one
+LEFT, RIGHT, TOP, BOTTOM = 60, 570, 70, 310  # the edges of a chart's plot, in pixels
+
+
+class Picture:
+    """Collects shapes; str() is an SVG file. x goes right, y down, in pixels."""
+
+    def __init__(self, title, width=720, height=360):
+        self.shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+                       'font-size="12" font-family="sans-serif">']
+        self.text(12, 22, title, style='font-size="14" font-weight="bold"')
+
+    def text(self, x, y, words, anchor="start", color=INK, style=""):
+        self.shapes.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}" '
+                           f'{style}>{escape(str(words))}</text>')
+
+    def box(self, x, y, width, height, color, style=""):
+        self.shapes.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                           f'height="{height:.1f}" fill="{color}" {style}/>')
+
+    def line(self, points, color, style=""):
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.shapes.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
+
+    def __str__(self):
+        return "\n".join([*self.shapes, "</svg>\n"])
+
+
+# ---- schedules ----
+# times: Timeline.times of engine/schedules.py, per rank [(action, start, end)]
+
+
+def schedule_text(times, width=160):
+    """One row per rank, time from left to right, cut at the width: F3 B3 I3 W3 for microbatch 3, in
+    lower case on every second chunk. A dot is idle time."""
+    actions = [entry for row in times for entry in row]
+    makespan = max(end for *_, end in actions)
+    shortest = min(end - start for _, start, end in actions)
+    # A column is a character. The shortest action has room for its name and a space
+    widest_name = 1 + max(len(str(action.microbatch)) for action, *_ in actions)
+    columns_per_time = (widest_name + 1) / shortest
+    rows = []
+    for rank, row in enumerate(times):
+        line = f"rank {rank:<3}"
+        drawn = 0  # columns of time in the line so far
+        for (kind, stage, k), start, end in row:
+            left, right = round(start * columns_per_time), round(end * columns_per_time)
+            chunk = stage // len(times)
+            name = kind.lower() if chunk % 2 else kind
+            line += "." * (left - drawn)
+            line += f"{name}{k}".ljust(right - left - 1, "-").ljust(right - left)
+            drawn = right
+        line += "." * (round(makespan * columns_per_time) - drawn)
+        rows.append(line if len(line) <= width else line[:width - 3] + "...")
+    return "\n".join(rows)
+
+
+def schedule_svg(times, title):
+    """The same as SVG; later chunks are paler."""
+    left, right, row_height = 60, 940, 26
+    makespan = max(row[-1][2] for row in times)
+    pixels_per_time = (right - left) / makespan
+    picture = Picture(title, right + 12, 76 + row_height * len(times))
+    for rank, row in enumerate(times):
+        y = 36 + row_height * rank
+        picture.text(12, y + 16, f"rank {rank}")
+        for (kind, stage, k), start, end in row:
+            x = left + start * pixels_per_time
+            wide = (end - start) * pixels_per_time
+            chunk = stage // len(times)
+            picture.box(x, y, wide - 1, 22, COLORS[kind], f'opacity="{2 / (2 + chunk):.2f}"')
+            font_size = min(12, 1.5 * wide / len(str(k)))
+            picture.text(x + wide / 2, y + 15, k, "middle", "#222", f'font-size="{font_size:.1f}"')
+    kinds = {action.kind for row in times for action, *_ in row}
+    words = [meaning for kind, meaning in LEGEND.items() if kind in kinds]
+    if any(action.stage >= len(times) for row in times for action, *_ in row):
+        words.append("paler: later chunks")
+    picture.text(left, 60 + row_height * len(times), "; ".join(words))
+    return str(picture)
+
+
+# ---- curves ----
+
+
+def scale(ticks, low, high):
+    """A function from values to pixels: the first tick lies at low, the last at high."""
+    first, last = ticks[0], ticks[-1]
+    return lambda value: round(low + (value - first) / (last - first) * (high - low), 1)
+
+
+def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
+    """curves: {name: [(x, y)]}. A curve that coincides with an earlier one is dashed. raw: {name:
+    [(x, y)]}, pale curves behind them."""
+    picture = Picture(title)
+    across, down = scale(x_ticks, LEFT, RIGHT), scale(y_ticks, BOTTOM, TOP)
+    colors = dict(zip(curves, LINES, strict=False))
+    picture.text(12, 52, y_name)
+    for tick in y_ticks:
+        picture.line([(LEFT, down(tick)), (RIGHT, down(tick))], GRID)
+        picture.text(LEFT - 8, down(tick) + 4, f"{tick:,g}", "end")
+    for tick in x_ticks:
+        picture.text(across(tick), BOTTOM + 18, tick, "middle")
+    picture.text((LEFT + RIGHT) / 2, BOTTOM + 42, x_name, "middle")
+    for name, points in (raw or {}).items():
+        picture.line([(across(x), down(y)) for x, y in points], colors[name],
+                     'stroke-width="0.7" opacity="0.35"')
+    drawn = []  # the curves so far, in pixels
+    names = []  # (y of the curve's right end, name)
+    for name, points in curves.items():
+        pixels = [(across(x), down(y)) for x, y in points]
+        hides = any(all(math.dist(a, b) < 1 for a, b in zip(pixels, other, strict=False))
+                    for other in drawn)
+        dashes = ' stroke-dasharray="7 7"' if hides else ""
+        picture.line(pixels, colors[name], 'stroke-width="2"' + dashes)
+        drawn.append(pixels)
+        names.append((pixels[-1][1], name))
+    above = math.inf  # y of the name below; y grows downwards
+    for end, name in sorted(names, reverse=True):  # from the lowest up, 15 pixels apart
+        above = min(end, above - 15)
+        picture.line([(RIGHT, end), (RIGHT + 10, above)], colors[name])
+        picture.text(RIGHT + 14, above + 4, name, color=colors[name])
+    return str(picture)
+
+
+# ---- python schedules.py ----
+
+
+def time_schedule(name, P, m, v, costs):
+    """The Timeline of a valid schedule. ValueError, in one line, if there is none."""
+    lists = make_schedule(name, P, m, v)
+    where = schedules.placement(name, P, v)
+    validate(lists, where)
+    return simulate(lists, where, costs)
+
+
+def line_of_figures(name, P, m, v, costs, timeline):
+    """A schedule's figures, in one line."""
+    rate = closed_form(name, P, m, v, costs)
+    formula = "     -" if rate is None else f"{rate:6.2%}"
+    of_rank = f" of 1/{v} rank each" if v > 1 else ""
+    return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
+            f"formula {formula}  in flight {timeline.peak_in_flight}{of_rank}")
+
+
+def compare(P, m, asked, costs):
+    """Lines of text: the figures of every schedule. asked: --chunks, for those that leave it open.
+    ValueError."""
+    for name, declared in schedules.SCHEDULES.items():
+        try:
+            v = schedules.chunks_of(name, 0 if declared.chunks else asked)
+            yield line_of_figures(name, P, m, v, costs, time_schedule(name, P, m, v, costs))
+        except ValueError as error:
+            if not declared.in_rounds:
+                raise
+            yield f"{name:11}  skipped: {error}"  # m does not fit this schedule; others take it
+
+
+def shown(args):
+    """The lines that the command asks for. Writes --svg, too. ValueError, OSError."""
+    if args.compare:
+        return list(compare(args.P, args.m, args.chunks, args.costs))
+    name, P, m = args.schedule, args.P, args.m
+    v = schedules.chunks_of(name, args.chunks)
+    timeline = time_schedule(name, P, m, v, args.costs)
+    if args.svg:
+        title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
+        Path(args.svg).write_text(schedule_svg(timeline.times, title))
+    if args.json:
+        numbers = timeline._asdict()
+        del numbers["times"]
+        return [json.dumps(numbers)]
+    width = min(160, shutil.get_terminal_size((120, 24)).columns)
+    return [schedule_text(timeline.times, width),
+            line_of_figures(name, P, m, v, args.costs, timeline)]
+
+
+def schedules_command():
+    end_quietly()
+    parser = argparse.ArgumentParser(description=schedules.__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.add_argument("schedule", nargs="?", default="1f1b", help=", ".join(schedules.SCHEDULES))
+    parser.add_argument("P", type=int, help="ranks")
+    parser.add_argument("m", type=int, help="microbatches")
+    parser.add_argument("--chunks", type=int, metavar="v", default=0,
+                        help="stages per rank (interleaved: 2)")
+    parser.add_argument("--costs", default=(1, 1, 1, 0), metavar="F,I,W,comm",
+                        type=lambda words: tuple(map(float, words.split(","))))
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--compare", action="store_true", help="every schedule, one line each")
+    output.add_argument("--json", action="store_true", help="print the figures only")
+    output.add_argument("--svg", metavar="FILE", help="write the picture there as well")
+    args = parser.parse_args()
+    if args.P * args.m > 10**6:
+        parser.error(f"{args.P} ranks x {args.m} microbatches are more than a million actions")
+    try:
+        lines = shown(args)
+    except (ValueError, OSError) as error:
+        parser.error(error)
+    print(*lines, sep="\n")
