@@ -9,9 +9,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+import collectives as plain
 import engine.collectives as c
-import mesh as mesh_file
-from engine.group import Group, Work
+import engine.mesh as mesh_file
+from engine.group import CommunicationError, Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
 from show import ring
@@ -38,16 +39,17 @@ def _all_collectives(rank, world):
         every = [_values(r, n, dtype) for r in range(world)]
         total, chunk = sum(every), [x.tensor_split(world) for x in every]
         own = torch.stack(every).sum(0).to(dtype).tensor_split(world)[rank]
-        for reduce in (c.plain_all_reduce, c.all_reduce, ring.sequential_all_reduce,
+        for reduce in (plain.all_reduce, c.all_reduce, ring.sequential_all_reduce,
                        ring.parameter_server_all_reduce):
             assert torch.equal(reduce(every[rank].clone(), g), total), (reduce, dtype, n)
         x = every[rank].clone()
         c.all_reduce(x, g, "max")
         assert torch.equal(x, torch.stack(every).amax(0) if n else total)
-        x = c.reduce_scatter(every[rank].clone(), g)
-        assert torch.equal(x.tensor_split(world)[rank], own)
         gathered = torch.cat([chunk[r][r] for r in range(world)])
-        assert torch.equal(c.all_gather(every[rank].clone(), g), gathered)
+        for floor in (plain, c):
+            x = floor.reduce_scatter(every[rank].clone(), g)
+            assert torch.equal(x.tensor_split(world)[rank], own)
+            assert torch.equal(floor.all_gather(every[rank].clone(), g), gathered)
         for root in range(world):
             assert torch.equal(c.broadcast(every[rank].clone(), g, root), every[root])
             x = c.scatter(every[rank].clone(), g, root)
@@ -55,8 +57,10 @@ def _all_collectives(rank, world):
             x, y = c.gather(every[rank].clone(), g, root), c.reduce(every[rank].clone(), g, root)
             assert rank != root or torch.equal(x, gathered) and torch.equal(y, total)
         out = [torch.empty_like(every[r]) for r in range(world)]
-        c.all_to_all(out, [every[rank] + j for j in range(world)], g)
-        assert all(torch.equal(out[r], every[r] + rank) for r in range(world))
+        for exchange in (plain.all_to_all, c.all_to_all):
+            exchange(out, [every[rank] + j for j in range(world)], g)
+            assert all(torch.equal(out[r], every[r] + rank) for r in range(world))
+            out = [torch.empty_like(x) for x in out]
         works = [c.all_reduce(every[rank].clone(), g, async_op=True) for _ in range(3)]
         assert all(work.wait() is None for work in works)
     c.barrier(g)
@@ -94,11 +98,11 @@ def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
 def _plain_and_fast(rank, world, n, piece):
     g, usual = _mesh_group(world), c.PIECE
     x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
-    plain, fast = c.plain_all_reduce(x.clone(), g), x.clone()
+    want, fast = plain.all_reduce(x.clone(), g), x.clone()
     c.PIECE = piece
     c.ring(fast, g, "sum", range(2 * world - 2))
     c.PIECE = usual
-    return torch.equal(plain, fast)
+    return torch.equal(want, fast)
 
 
 @pytest.mark.parametrize("world,n,piece", [
@@ -146,6 +150,50 @@ def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
     pool(2, _behind_a_ring_of_two)
 
 
+@queued
+def _halves(tensor, group):
+    """A collective made of collectives, like every compressed all-reduce."""
+    c.reduce_scatter(tensor, group)
+    c.all_gather(tensor, group)
+
+
+def _nested(rank, world):
+    """Sums by a collective of collectives: waited for at once; in the background; behind a job."""
+    g = _mesh_group(world)
+    results = []
+    for async_op in (False, True):
+        x = torch.ones(1000)
+        work = _halves(x, g, async_op=async_op)
+        if async_op:
+            time.sleep(0.2)  # the job starts before its caller waits
+            work.wait()
+        results.append(x.unique().tolist())
+    return results
+
+
+def test_a_collective_of_collectives_sums_in_the_background_too():
+    """It waited for itself once: its caller went on with a tensor that was not summed."""
+    assert pool(2, _nested, 2) == [[[2.0], [2.0]]] * 2
+
+
+def test_a_work_holds_every_thread_that_waits_for_it():
+    done = []
+    work = Work([lambda: (time.sleep(0.5), done.append(1))])
+    with ThreadPoolExecutor(4) as threads:
+        for waiting in [threads.submit(lambda: (work.wait(), len(done))[1]) for _ in range(4)]:
+            assert waiting.result() == 1
+
+
+def test_a_work_that_failed_fails_for_everybody_who_waits():
+    def fail():
+        raise CommunicationError("the peer has gone")
+
+    work = Work([fail])
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match="the peer has gone"):
+            work.wait()
+
+
 class LateGroup(Group):
     """A group whose messages are as late as they may be. What is received is in place only after
     wait(); what odd ranks send is read 2 ms after the call; what is submitted starts 2 ms late."""
@@ -178,7 +226,7 @@ def _late_collectives(rank, world):
     g = _mesh_group(world)
     g = LateGroup(g.mesh, g.name, g.ranks, g.rank, g.communicator)
     for n, reduce in itertools.product((1, 8, 67), (
-            c.plain_all_reduce, c.all_reduce, lambda x, g: c.all_reduce(x, g, async_op=True).wait(),
+            plain.all_reduce, c.all_reduce, lambda x, g: c.all_reduce(x, g, async_op=True).wait(),
             lambda x, g: c.ring(x, g, "sum", range(2 * world - 2)))):
         every = [_values(r, n, torch.double) for r in range(world)]
         x = every[rank].clone()
@@ -237,7 +285,7 @@ def test_groups_vary_one_coordinate_t_innermost():
 
 
 def _polled(rank):
-    with (patch("mesh.InOrderGroup", CudaGroup),
+    with (patch("engine.mesh.InOrderGroup", CudaGroup),
           patch.object(CudaGroup, "record_event", lambda self: Mock())):
         group = Mesh("cpu", in_order=True, timeout=10, dp=2).world
         x, received = torch.full((3,), rank + 1.0), torch.zeros(3)

@@ -9,6 +9,7 @@ import engine.ddp as ddp
 import engine.tensor_parallel as tensor_parallel
 import train
 from data.batches import Data
+from engine.optimizer import Optimizer
 from model import initial_value
 from run.config import check
 from sizes import GPTConfig
@@ -135,9 +136,9 @@ def _losses(rank, cfg):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     losses = []
     for step in range(cfg.steps):
-        loss, norm = trainer.gradients(data.training(cfg, step, mesh))
+        norm, read = trainer.gradients(data.training(cfg, step, mesh))
         trainer.update(norm, train.learning_rate(cfg, step))
-        losses.append(loss)
+        losses.append(read()[0])
     return losses
 
 
@@ -178,7 +179,7 @@ def _patched(rank, cfg, bug):
             train, "tie_ends", lambda layers, group: None),
         "a wrong norm": (train.Trainer, "update", update_twice),
         "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
-        "replicated gradients counted T times": (train.Optimizer, "grad_square", lambda self: sum(
+        "replicated gradients counted T times": (Optimizer, "grad_square", lambda self: sum(
             grad.square().sum() for bucket in self.reducer.buckets
             for _, grad in self.reducer.grad_pieces(bucket))),
         "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),

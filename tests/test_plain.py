@@ -21,9 +21,9 @@ from group import Group
 from mesh import Mesh
 from model import ABSENT, build, cross_entropy
 from run.config import Config, check
-from show.demonstrations import NoReducer
 from sequence_parallel import sequence_parallel
 from shard import tag_whole
+from show.demonstrations import NoReducer
 from sizes import GPTConfig
 from tensor_parallel import vocabulary_loss
 from tests.harness import (

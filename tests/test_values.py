@@ -16,13 +16,14 @@ from data.batches import Data
 from engine.group import Group
 from engine.mesh import Mesh
 from engine.sequence_parallel import Region
-from model import ABSENT, Head, MixtureOfExperts, build, initial_value
+from engine.vocabulary_parallel import ChunkedHead
+from experts import MixtureOfExperts
+from model import ABSENT, Head, build, initial_value
 from optimizer import clip_coefficient, learning_rate
 from run import checkpoint
 from run.config import check_layout
 from run.log import Log, open_metrics
 from sizes import GPTConfig
-from tensor_parallel import chunked_loss
 from tests.harness import BATCH, SHAPE, VOCAB, close, config, mesh_of
 from tests.runs import random_corpus
 
@@ -92,7 +93,7 @@ def test_routers_and_losses_of_16_bit_models_compute_in_32():
     """In 16 bits neighbouring scores are equal, and a loss has two or three digits."""
     generator = torch.Generator().manual_seed(0)
     layer = MixtureOfExperts(GPTConfig(VOCAB, 8, 1, 1, 64, n_experts=16)).bfloat16()
-    seen, layer.core = [], lambda x, gates, chosen: seen.append((gates, chosen))
+    seen, layer.run_experts = [], lambda x, gates, chosen: seen.append((gates, chosen))
     x = torch.randn(64, 8, 64, generator=generator).bfloat16()
     layer(x)
     (gates, chosen), = seen
@@ -112,7 +113,7 @@ def chunked(head, x, targets):
     """The loss of a head as train.py computes it: in chunks of at least 256 tokens."""
     head.lm_head.weight.shard = SimpleNamespace(ranges=((0, VOCAB),))
     region = Region(Group(Mesh(dp=1), "solo", [0], 0))
-    return chunked_loss(head.lm_head, region, head.ln_f(x), targets)
+    return ChunkedHead(head, region)(x, targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16, torch.float16], ids=str)
@@ -149,7 +150,8 @@ def test_the_heads_gradient_stays_in_float16s_range():
     x.data[..., 0] = 100
     targets = torch.zeros(1, 1024, dtype=torch.long)
     region = Region(Group(Mesh(dp=1), "solo", [0], 0))
-    (chunked_loss(lm_head, region, x, targets) / 1024).backward()
+    head = ChunkedHead(SimpleNamespace(ln_f=torch.nn.Identity(), lm_head=lm_head), region)
+    (head(x, targets) / 1024).backward()
     close(lm_head.weight.grad[0, 0], -87.5, "gradient", 1e-3)
 
 
@@ -174,8 +176,9 @@ def after_one_step(corpus, **flags):
     """A one-process trainer after one step, and the step's loss and norm."""
     cfg = config(corpus, microbatches=2, **flags)
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    loss, norm = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     trainer.update(norm, 1e-2)
+    loss, norm, _ = read()
     return trainer, loss, norm
 
 
@@ -281,7 +284,7 @@ def test_flags_that_are_left_out_are_chosen(flags, world, want):
     assert (cfg.dp, cfg.microbatches) == want and BATCH == 36
 
 
-def test_losses_that_are_read_one_step_late_are_the_same(corpus, tmp_path):
+def test_losses_that_are_read_one_step_late_are_the_same(corpus, tmp_path, monkeypatch):
     """As on GPUs, where the host then posts a step while the device computes the one before."""
     logs = []
     for late in (0, 1):
@@ -290,7 +293,7 @@ def test_losses_that_are_read_one_step_late_are_the_same(corpus, tmp_path):
                      metrics=str(path), out=str(tmp_path / str(late)))
         (tmp_path / str(late)).mkdir()
         mesh = mesh_of(cfg)
-        mesh.world.late = late
+        monkeypatch.setattr(train, "steps_read_late", lambda mesh, late=late: late)
         train.train(cfg, Data(cfg), mesh)
         logs.append([{name: x for name, x in json.loads(line).items()
                       if name not in ("ms", "tokens_per_s")} for line in open(path)])
