@@ -165,6 +165,7 @@ def initial_value(name, shape, config, seed):
 
 def build(config, seed=0, dtype=torch.float32, kind=GPT):
     """The whole model with its initial values, in one process. kind: GPT, or a subclass."""
+    assert kind is not GPT or not config.n_experts, "experts.MixtureGPT is the GPT with experts"
     model = kind(config).to(dtype)
     for name, param in model.canonical_parameters():
         param.data.copy_(initial_value(name, param.shape, config, seed))

@@ -55,10 +55,10 @@ def _hop(rank, cfg, folder):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     step = checkpoint.load(trainer, folder) if folder else 0
     before = gathered_state(trainer) if folder else None
-    loss, norm = trainer.gradients(data.training(cfg, step, mesh))
+    norm, read = trainer.gradients(data.training(cfg, step, mesh))
     trainer.update(norm, train.learning_rate(cfg, step))
     folder = checkpoint.save(trainer, step + 1)
-    return before, loss, gathered_state(trainer), folder
+    return before, read()[0], gathered_state(trainer), folder
 
 
 def _losses(rank, cfg, steps):

@@ -9,7 +9,8 @@ import engine.expert_parallel as expert_parallel
 import model as model_file
 import train
 from data.batches import Data
-from model import build
+from experts import MixtureGPT
+from model import GPT, build
 from run.config import check
 from sizes import GPTConfig
 from tests import test_layouts as layouts
@@ -88,7 +89,7 @@ def test_an_expert_without_tokens_and_one_with_all(corpus, flags, monkeypatch):
 def test_experts_are_what_a_loop_over_tokens_says():
     """Values, gradients, balance: of all N experts by their definition, token by token."""
     config = GPTConfig(VOCAB, 8, 1, 2, 12, n_experts=5, top_k=3)
-    layer = build(config, dtype=torch.double).layers[1].mlp
+    layer = build(config, dtype=torch.double, kind=MixtureGPT).layers[1].mlp
     x = torch.randn(2, 8, 12, dtype=torch.double)
     results = []
     for naive in (False, True):
@@ -137,8 +138,8 @@ def test_recomputing_experts_leaves_nothing_behind(corpus):
 
 def test_flops_are_those_of_the_experts_that_a_token_meets():
     dense, routed = GPTConfig(50, 8, 2, 2, 16), GPTConfig(50, 8, 2, 2, 16, n_experts=8, top_k=2)
-    flops = [config.flops_per_token(sum(p.numel() for p in build(config).parameters()))
-             for config in (dense, routed)]
+    flops = [config.flops_per_token(sum(p.numel() for p in kind(config).parameters()))
+             for config, kind in ((dense, GPT), (routed, MixtureGPT))]
     # a block has a router of 16 x 8 more, and a second bias of c_proj: 16
     assert flops[1] - flops[0] == 6 * 2 * (16 * 8 + 16)
 
@@ -154,7 +155,7 @@ def _bug_of_experts(rank, cfg, bug):
     def fixed_gates(self, x, gates, chosen, call=expert_parallel.SpreadExperts.__call__):
         return call(self, x, gates.detach(), chosen)
 
-    def rolled(*args, run=expert_parallel.run_at_owners):
+    def rolled(*args, run=expert_parallel.SpreadExperts.run_at_owners):
         return run(*args).roll(1, 0)
 
     seen = []
@@ -165,12 +166,13 @@ def _bug_of_experts(rank, cfg, bug):
             def last(counts):
                 seen.append(counts)
                 return seen[max(0, len(seen) - 1 - cfg.n_layer)]
-            block.mlp.all_tokens = last
+            block.mlp.sum_counts = last
 
     patches = {"averaged over the data ranks": (ddp.DDP, "finish", averaged),
                "gates not differentiated": (expert_parallel.SpreadExperts, "__call__",
                                             fixed_gates),
-               "combined in another order": (expert_parallel, "run_at_owners", rolled),
+               "combined in another order": (expert_parallel.SpreadExperts, "run_at_owners",
+                                             rolled),
                "counts of another microbatch": (train, "spread_experts", another_microbatch)}
     return train_with(rank, cfg, *patches[bug])
 

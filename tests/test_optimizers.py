@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import engine.zero as zero
-import model as model_file
 import sizes
 import train
 from data.batches import Data
@@ -18,6 +17,7 @@ from engine import layerwise
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
 from experiments.large_batches import TOKENS, curve, noise_scale
+from experts import balance_loss, kind_of
 from model import build, initial_value
 from optimizer import learning_rate
 from planner import memory
@@ -53,8 +53,9 @@ def by_the_paper(corpus, kind, **flags):
     """[{loss, norm, ratios, norms (of weights, change), weights}] of three steps on whole batches.
     Decay 0.1, clipping at 0.2, betas and rates are said again here."""
     cfg = config(corpus, **flags)
-    model = build(sizes.GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                                  cfg.experts, cfg.top_k), cfg.seed, torch.double)
+    shape = sizes.GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
+                            cfg.experts, cfg.top_k)
+    model = build(shape, cfg.seed, torch.double, kind_of(shape))
     for block in model.layers[1:-1] if cfg.experts else ():
         block.mlp.balance_weight = cfg.balance
     w = dict(model.canonical_parameters())
@@ -67,7 +68,7 @@ def by_the_paper(corpus, kind, **flags):
         model.zero_grad()
         loss = model(ids, targets) / targets.numel()
         loss.backward()
-        loss = loss - (model_file.extra_loss(model.layers[1:-1]) or 0.0) / targets.numel()
+        loss = loss - (balance_loss(model.layers) or 0.0) / targets.numel()
         norm = math.sqrt(sum(x.grad.square().sum().item() for x in w.values()))
         assert norm > 0.2, "clipping must fire"
         ratios, norms = [], []

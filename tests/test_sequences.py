@@ -14,8 +14,10 @@ import engine.context_parallel as context_parallel
 import engine.ddp as ddp
 import engine.pipeline as pipeline
 import train
+from context_parallel import ring_attention, zigzag
 from data.batches import Data
 from engine.mesh import Mesh
+from experts import kind_of
 from model import build, causal_attention
 from planner import memory
 from run.config import check
@@ -74,9 +76,7 @@ def test_split_sequences_equal_one_process(corpus, flags):
 
 
 def _plain_attention(rank, cfg):
-    at = context_parallel.zigzag(cfg.block_size, cfg.cp, rank // cfg.tp % cfg.cp)
-    plain = partial(context_parallel.plain_ring_attention, positions=at)
-    return train_with(rank, cfg, context_parallel, "KINDS", {"ring": plain})
+    return train_with(rank, cfg, context_parallel, "KINDS", {"ring": ring_attention})
 
 
 @pytest.mark.parametrize("flags", [{"cp": 3, "block_size": 24}, {"cp": 2, "tp": 2}], ids=str)
@@ -102,7 +102,7 @@ def test_validation_takes_each_window_once(corpus, experts, flags):
     val = torch.from_numpy(np.fromfile(f"{corpus}/val.bin", "<u2").astype(np.int64))
     cfg = config(corpus, **{"microbatches": 2, "experts": experts, **flags})
     shape = GPTConfig(VOCAB, **SHAPE, n_experts=experts, top_k=cfg.top_k)
-    model, S = build(shape, cfg.seed, torch.double), cfg.block_size
+    model, S = build(shape, cfg.seed, torch.double, kind_of(shape)), cfg.block_size
     with torch.no_grad():
         each = [F.cross_entropy(model(val[i : i + S].view(1, S))[0], val[i + 1 : i + S + 1])
                 for i in range(0, len(val) - S, S)]
@@ -115,7 +115,7 @@ def test_validation_takes_each_window_once(corpus, experts, flags):
 def _rounding(rank, C, narrow=torch.bfloat16):
     """How far the gradients of attention are from float64's: in `narrow` on the ring; alone."""
     group = Mesh(cp=C).group("cp")
-    at = context_parallel.zigzag(16 * C, C, group.rank)
+    at = zigzag(16 * C, C, group.rank)
     wide = [torch.randn(2, 3, 16 * C, 8, dtype=torch.double,
                         generator=torch.Generator().manual_seed(i)).to(narrow) for i in range(4)]
 
@@ -202,7 +202,7 @@ def test_the_ring_hands_a_gpus_kernels_what_they_take(narrow):
 def _bug_of_split_sequences(rank, cfg, bug):
     def from_zero(model, group, kind, split=train.split_sequences):
         own = split(model, group, kind)
-        model.layers[0].positions = torch.arange(len(own))
+        model.layers[0].positions = lambda idx: torch.arange(len(own))
         return own
 
     def shifted_late(self, batches):

@@ -12,6 +12,7 @@ import sample
 from data.batches import load_tokenizer
 from data.prepare import prepare
 from data.tokenizer import tokenizer_files
+from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
@@ -136,7 +137,8 @@ def test_hugging_faces_tokenizers_opens_ours(tmp_path):
 def test_sampling_with_kept_keys_is_sampling_without_them(trained, experts):
     model, ids = load_model(trained / "step-00000004").double(), [1, 2, 3]
     if experts:
-        model = build(GPTConfig(VOCAB, 8, 2, 2, 12, n_experts=experts), dtype=torch.double)
+        shape = GPTConfig(VOCAB, 8, 2, 2, 12, n_experts=experts)
+        model = build(shape, dtype=torch.double, kind=kind_of(shape))
     got = sample.generate(model, ids, 12, samples=3, top_k=20)  # beyond the window of 8
     out, rng = torch.tensor([ids] * 3), torch.Generator().manual_seed(1337)
     for _ in range(12):
