@@ -191,9 +191,9 @@ def learn_bpe(text, vocab_size):
     come often, and slow for a text that is one long word.
     """
     show(f"learning {vocab_size} tokens")
-    times = Counter(regex.findall(PATTERN, text))  # how often each word occurs
-    words = [[bytes([byte]) for byte in word.encode()] for word in times]  # each as its tokens
-    times = list(times.values())
+    found = Counter(regex.findall(PATTERN, text))
+    words = [[bytes([byte]) for byte in word.encode()] for word in found]  # each as its tokens
+    times = list(found.values())  # times[i]: how often words[i] occurs
     count = defaultdict(int)  # pair -> how often it occurs
     where = defaultdict(list)  # pair -> indices of the words in which it occurs, or has occurred
     for i, word in enumerate(words):
