@@ -41,8 +41,9 @@ def canonical(name):
 
 
 def find_tensors(path, shapes, config):
-    """({our name: Entry} of the tensors that the model needs, which of CONV1D are transposed there)
-    of a safetensors file. CheckpointError unless it has these {name: shape}, and no others."""
+    """({our name: Entry}, the layers whose weights are (in, out) in this file: CONV1D or none) of a
+    safetensors file. CheckpointError unless it has tensors of these {name: shape}, and no others.
+    """
     entries = {canonical(name): entry for name, entry in tensorfile.read_header(path).items()}
     table, head = "transformer.wte.weight", "lm_head.weight"
     if head in entries:
@@ -55,7 +56,7 @@ def find_tensors(path, shapes, config):
     wanted = {name: shape[::-1] if name.endswith(transposed) else shape
               for name, shape in shapes.items()}
     tensorfile.expect(path, entries, wanted, DTYPES)
-    for name in entries.keys() - wanted.keys() - {head}:
+    for name in entries.keys() - wanted.keys() - {head}:  # tensors that the model does not need
         if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which old files have
             raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
     return entries, transposed
