@@ -51,9 +51,9 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
 LEARN_CHARS = 8_000_000  # the vocabulary is learned on so much of train at most (it is shuffled)
-# A long text is encoded in pieces, so that two threads share it: each ends at the first place beyond
-# 100,000 characters where a line break follows a letter or digit, since no token joins these two;
-# the last piece is the rest (.+).
+# A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
+# beyond 100,000 characters where a line break follows a letter or digit, because no token joins
+# these two; the last piece is the rest (.+).
 PIECES = re.compile(r"(?s).{100000,}?\w(?=\n)|.+")
 
 
