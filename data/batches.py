@@ -1,6 +1,12 @@
-"""Batches from train.bin and val.bin, the same in every layout. The global batch of step i is a
-pure function of (seed, i); data rank d takes its slice of it, and microbatch k its part of that, so
-no rank has to tell another what it read."""
+"""Batches from train.bin and val.bin, the same in every layout.
+
+The batch of step i, over all ranks, is a pure function of (seed, i): B sequences, each a window of
+block_size + 1 tokens that begins at a random place. Data rank d takes the d-th of D equal slices of
+the batch, and microbatch k the k-th part of the slice. So no rank has to tell another what it read.
+
+Each file holds tokens only, in little-endian uint16, the texts one after the other; a folder's
+meta.json says how many tokens and which vocabulary (data/prepare.py writes all of them).
+"""
 
 import base64
 import hashlib
@@ -16,19 +22,35 @@ import torch
 from data.prepare import BYTES, PATTERN, make_encoding, prepare, regular
 from model import ABSENT
 
-META = {  # the type of each value in meta.json that is used; numbers above 0, no empty text
+META = {  # {name: type} of the values in meta.json that are used here; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
+TOKEN = "<u2"  # numpy's name for a little-endian uint16
+# Tokens of a file whose ids are checked at the start; those beyond are checked as they are read
+CHECKED_AT_START = 1 << 27
+MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
 
 
 class DataError(ValueError):
     """One line about a file of tokens."""
 
 
+# ---- a prepared folder ----
+
+
 def no_duplicates(pairs):
+    """The dict of a JSON object; ValueError if a name comes twice."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a name comes twice")
     return dict(pairs)
+
+
+def is_usable(value, kind):
+    """Is a value of meta.json of its type, not empty, and above 0?"""
+    if kind is str:
+        return type(value) is str and value != ""
+    is_number = type(value) is kind or (kind is float and type(value) is int)  # (True is no int)
+    return is_number and 0 < value < math.inf
 
 
 def read_meta(path):
@@ -40,10 +62,8 @@ def read_meta(path):
     if type(meta) is not dict or "vocab_size" not in meta:
         raise ValueError("it has no vocab_size")
     for name, kind in META.items():
-        value = meta.get(name, kind(1))
-        good = type(value) is kind or kind is float and type(value) is int
-        if not good or value == "" or kind is not str and not 0 < value < math.inf:
-            raise ValueError(f"its {name} is {str(value)[:40]}")
+        if name in meta and not is_usable(meta[name], kind):
+            raise ValueError(f"its {name} is {str(meta[name])[:40]}")
     if meta["vocab_size"] > 2**16:
         raise ValueError(f"its vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
     if meta.get("tokenizer", "gpt2") not in ("bpe", "gpt2", "bytes"):
@@ -52,22 +72,33 @@ def read_meta(path):
 
 
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder; without a meta.json (nanoGPT's own), GPT-2's."""
-    path, ranks, meta = Path(folder, "meta.json"), BYTES, {}
+    """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
+    GPT-2's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
-    if path.exists():
-        meta = read_meta(path)
+    path = Path(folder, "meta.json")
+    meta = read_meta(path) if path.exists() else {}
     kind = meta.get("tokenizer", "gpt2")
-    if kind == "bpe":
-        lines = regular(Path(folder, "vocab.tiktoken")).read_text().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
-        if not BYTES.keys() <= ranks.keys() or sorted(ranks.values()) != [*range(len(lines))]:
-            raise ValueError("vocab.tiktoken does not number all bytes and tokens")
+    ranks = read_ranks(Path(folder, "vocab.tiktoken")) if kind == "bpe" else BYTES
     encoding = make_encoding(kind, ranks, meta.get("pattern", PATTERN))
     if meta.get("vocab_size", 0) > encoding.n_vocab:
         raise ValueError(f"its vocab_size is {meta['vocab_size']}, for {encoding.n_vocab} tokens")
     return encoding
+
+
+def read_ranks(path):
+    """{token: rank} of vocab.tiktoken, which has a line "TOKEN_IN_BASE64 RANK" for each token."""
+    ranks = {}
+    lines = regular(path).read_text().splitlines()
+    for line in lines:
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    if not BYTES.keys() <= ranks.keys() or sorted(ranks.values()) != [*range(len(lines))]:
+        raise ValueError("vocab.tiktoken does not number all bytes and tokens")
+    return ranks
+
+
+# ---- its batches ----
 
 
 class Data:
@@ -75,32 +106,45 @@ class Data:
     prepares a corpus that is missing; the others on its machine wait for it."""
 
     def __init__(self, cfg, local_rank=0):
-        self.folder, self.block = Path(cfg.data), cfg.block_size
-        named = cfg.data in ("stdlib", "shakespeare")
-        if named:
+        self.folder = Path(cfg.data)
+        self.block = cfg.block_size
+        if cfg.data in ("stdlib", "shakespeare"):
             self.folder = Path(__file__).parent / cfg.data
-        meta = self.folder / "meta.json"
-        if named and not meta.exists() and local_rank == 0:
-            print(f"preparing {cfg.data} as a corpus, once", flush=True)
-            prepare((cfg.data,), self.folder)
-        deadline = time.time() + 300
-        while named and not meta.exists() and time.time() < deadline:  # another process prepares
-            time.sleep(0.2)
-        self.meta = {"vocab_size": 50257}  # nanoGPT's own folders have no meta.json: GPT-2's
-        if (self.folder / "meta.pkl").exists() and not meta.exists():  # its characters: count them
-            ids = [np.fromfile(regular(path), "<u2") for path in self.folder.glob("*.bin")]
-            self.meta = {"vocab_size": 1 + int(max((x.max() for x in ids if len(x)), default=0))}
-        try:
-            if meta.exists():
-                self.meta = read_meta(meta)
-            if self.meta.get("tokenizer") in ("bpe", "bytes"):  # GPT-2's may need a download
-                load_tokenizer(self.folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{meta} is damaged ({error}); make it anew") from None
+            self.prepare_or_wait(cfg.data, local_rank)
+        self.meta = self.find_meta()  # at least {"vocab_size": ...}
         self.vocab_size = self.meta["vocab_size"]
         if cfg.tp > self.vocab_size:
             raise ValueError(f"--tp {cfg.tp} must be at most the vocabulary of {self.vocab_size}")
-        self.train, self.val = self.memory_map("train"), self.memory_map("val")
+        self.train = self.memory_map("train")
+        self.val = self.memory_map("val")
+
+    def prepare_or_wait(self, corpus, local_rank):
+        """Return once the folder has a meta.json, which prepare() writes last."""
+        meta = self.folder / "meta.json"
+        if not meta.exists() and local_rank == 0:
+            print(f"preparing {corpus} as a corpus, once", flush=True)
+            prepare((corpus,), self.folder)
+        deadline = time.time() + MAX_PREPARING
+        while not meta.exists() and time.time() < deadline:
+            time.sleep(0.2)
+
+    def find_meta(self):
+        """The values of meta.json. nanoGPT's own folders have none: theirs is GPT-2's vocabulary
+        or, where a meta.pkl lies, one of characters, which are counted here."""
+        path = self.folder / "meta.json"
+        if not path.exists():
+            if not (self.folder / "meta.pkl").exists():
+                return {"vocab_size": 50257}
+            files = [np.fromfile(regular(file), TOKEN) for file in self.folder.glob("*.bin")]
+            largest = max((int(ids.max()) for ids in files if len(ids)), default=0)
+            return {"vocab_size": largest + 1}
+        try:
+            meta = read_meta(path)
+            if meta.get("tokenizer") in ("bpe", "bytes"):  # (GPT-2's may need a download)
+                load_tokenizer(self.folder)  # raises if it is damaged
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error}); make it anew") from None
+        return meta
 
     def memory_map(self, split):
         """The tokens of train.bin or val.bin. ValueError: missing, damaged or too short."""
@@ -108,43 +152,53 @@ class Data:
         if not path.exists():
             raise ValueError(f"--data {self.folder}: {path.name} is missing; "
                              f"python data/prepare.py PATH --out {self.folder} makes it")
-        size, told = regular(path).stat().st_size, self.meta.get(f"{split}_tokens")
-        if size != 2 * (told or size // 2):
-            held = f" for {told} tokens" if told else ", not a whole number of uint16"
-            raise ValueError(f"{path} is truncated: {size} bytes{held}; make it anew")
+        size = regular(path).stat().st_size
+        tokens_of_meta = self.meta.get(f"{split}_tokens")
+        if tokens_of_meta and size != 2 * tokens_of_meta:
+            raise ValueError(f"{path} is truncated: {size} bytes for {tokens_of_meta} tokens; make "
+                             "it anew")
+        if size % 2:
+            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of uint16; "
+                             "make it anew")
         if size // 2 <= self.block:
             raise ValueError(f"--block-size {self.block} is longer than {path}, which has "
                              f"{size // 2} tokens; take less than that")
         try:
-            tokens = np.memmap(path, dtype="<u2", mode="r")
+            tokens = np.memmap(path, dtype=TOKEN, mode="r")
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-        self.check_ids(tokens[: 1 << 27], path)  # what lies beyond is checked when it is read
+        self.check_ids(tokens[:CHECKED_AT_START], path)
         return tokens
 
     def check_ids(self, ids, path):
+        """DataError if a token is not in the vocabulary."""
         if ids.max() >= self.vocab_size:
             raise DataError(f"{path} holds token id {ids.max()}, beyond the vocabulary of "
                              f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
 
     def training(self, cfg, step, mesh):
-        """The microbatches of this data rank: [(ids, targets)], each (b, S)."""
+        """This data rank's microbatches of a step: [(ids, targets)], each (b, S)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh)
 
     def ahead(self, cfg, mesh, start):
-        """The same, called for one step after another: the next batch is read, and copied to the
-        GPU, while this one is computed."""
-        cuda = mesh.device.type == "cuda"
-        reader = ThreadPoolExecutor(1, initializer=torch.cuda.set_device if cuda else None,
-                                    initargs=(mesh.device,) * cuda)
-        coming = [reader.submit(self.training, cfg, start, mesh)]
+        """A function batches(step) that returns training(cfg, step, mesh), to be called for one
+        step after another from `start` on. While a step is computed, a thread reads the batch of
+        the next step and copies it to the GPU."""
+        if mesh.device.type == "cuda":
+            reader = ThreadPoolExecutor(1, initializer=torch.cuda.set_device,
+                                        initargs=(mesh.device,))
+        else:
+            reader = ThreadPoolExecutor(1)
+        coming = reader.submit(self.training, cfg, start, mesh)  # the batch of the next call
 
         def batches(step):
+            nonlocal coming
+            current = coming
             if step + 1 < cfg.steps:
-                coming.append(reader.submit(self.training, cfg, step + 1, mesh))
-            return coming.pop(0).result()
+                coming = reader.submit(self.training, cfg, step + 1, mesh)
+            return current.result()
 
         return batches
 
@@ -152,35 +206,48 @@ class Data:
         """Some bytes that differ if the data do: meta.json's content, the files' sizes, and 64
         pieces of each."""
         digest = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode())
+        length = 1 << 15  # tokens of a piece
         for tokens in (self.train, self.val):
             digest.update(b"%d" % len(tokens))
-            for start in np.linspace(0, max(0, len(tokens) - (1 << 15)), 64).astype(int):
-                digest.update(tokens[start : start + (1 << 15)].tobytes())
+            for start in np.linspace(0, max(0, len(tokens) - length), 64).astype(int):
+                digest.update(tokens[start : start + length].tobytes())
         return digest.digest()
 
     def validation(self, cfg, mesh, batches=None):
-        """The windows of val.bin side by side, or the first `batches` batches of them: how many
-        they are, and their batches. The last one is filled up with windows that do not count."""
+        """(how many windows, their batches): the windows of val.bin side by side, or those of the
+        first `batches` batches. The last batch is filled up with windows that do not count.
+
+        block_size 8, batch_size 4, 65 tokens: 8 windows, at 0 8 16 24 and 32 40 48 56. With 57
+        tokens the last place is ABSENT: 7 windows."""
         windows = (len(self.val) - 1) // self.block
-        windows = min(windows, (batches or windows) * cfg.batch_size)
-        starts = np.full((-(-windows // cfg.batch_size), cfg.batch_size), ABSENT)
-        starts.flat[:windows] = np.arange(windows) * self.block
+        if batches:
+            windows = min(windows, batches * cfg.batch_size)
+        n_batches = math.ceil(windows / cfg.batch_size)
+        starts = np.full(n_batches * cfg.batch_size, ABSENT)
+        starts[:windows] = np.arange(windows) * self.block
+        starts = starts.reshape(n_batches, cfg.batch_size)
         return windows, (self.batch(cfg, self.val, row, mesh) for row in starts)
 
     def batch(self, cfg, tokens, starts, mesh):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
-        window is ABSENT, so are its targets, which the loss leaves out."""
-        if tokens.base.size() < tokens.nbytes:  # the file's size by now; to read past it is SIGBUS
+        start is ABSENT, so are the window's targets, which the loss leaves out."""
+        # tokens.base is the mmap; its size() is the file's size now. Reading beyond it would kill
+        # the process (SIGBUS).
+        if tokens.base.size() < tokens.nbytes:
             raise DataError(f"{tokens.filename} was cut off during the run; make it anew")
-        (index, number), microbatches = mesh.place("dp", "ep"), []
-        for part in np.split(np.split(starts, number)[index], cfg.microbatches):
-            rows = np.full((len(part), self.block + 1), ABSENT)
-            for row, start in zip(rows, part, strict=True):
+        index, n_data_ranks = mesh.place("dp", "ep")
+        own_starts = np.split(starts, n_data_ranks)[index]
+        microbatches = []
+        for part in np.split(own_starts, cfg.microbatches):
+            windows = np.full((len(part), self.block + 1), ABSENT)
+            for window, start in zip(windows, part, strict=True):
                 if start != ABSENT:
-                    row[:] = tokens[start : start + self.block + 1]
-            self.check_ids(rows, self.folder)
-            rows = torch.from_numpy(rows)
+                    window[:] = tokens[start : start + self.block + 1]
+            self.check_ids(windows, self.folder)
+            windows = torch.from_numpy(windows)
             if mesh.device.type == "cuda":
-                rows = rows.pin_memory().to(mesh.device, non_blocking=True)
-            microbatches.append((rows[:, :-1].clamp(min=0), rows[:, 1:]))
+                windows = windows.pin_memory().to(mesh.device, non_blocking=True)
+            ids = windows[:, :-1].clamp(min=0)  # (b, S); ABSENT is -1, and the embedding has no -1
+            targets = windows[:, 1:]  # (b, S): the next token of each
+            microbatches.append((ids, targets))
         return microbatches

@@ -1,15 +1,17 @@
 """Text to tokens: writes train.bin, val.bin, meta.json and, for bpe, vocab.tiktoken.
 
-The default corpus is the source of the Python standard library, as it lies beside the interpreter.
-Files go whole to train (90% of the bytes) or to val. The .bin files are nanoGPT's, little-endian
-uint16, opened with np.memmap. The bpe vocabulary is learned here (arXiv:1508.07909, over bytes as
-in GPT-2) and applied by tiktoken. A loss in nats a token, divided by ln 2 and by bytes_per_token,
-is in bits a byte, comparable across tokenizers and with what gzip -9 needs for the same val text.
+The default corpus is the source of the Python standard library, which lies beside the interpreter.
+Files go whole to train (90% of the bytes) or to val. The .bin files are like nanoGPT's:
+little-endian uint16, opened with np.memmap. The bpe vocabulary is learned here (arXiv 1508.07909,
+over bytes like in GPT-2) and applied by tiktoken. A loss in nats per token, divided by ln 2 and by
+bytes_per_token, is in bits per byte: so losses of different tokenizers can be compared with one
+another, and with the bits that gzip -9 needs per byte of val.bin's text.
 
     python data/prepare.py                        # the standard library, into data/stdlib
     python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
     python data/prepare.py notes/ book.txt --out data/mine --vocab-size 4096
 """
+
 import argparse
 import base64
 import gzip
@@ -23,11 +25,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from array import array
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
+from itertools import pairwise
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -37,61 +39,89 @@ import tiktoken
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
-# GPT-2's split into words, without its English contractions: a token never crosses a word.
+# GPT-2's split of a text into words, without its rule for English contractions (he's). No token
+# crosses from one word to the next. "if x1 == 2:" is split into if, " x", 1, " ==", " 2", ":"
 PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# What prepare wrote itself, and what is hidden.
+# Names that are skipped in a folder: files that prepare itself wrote, and hidden ones
 NO_SOURCE = regex.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
-# Tests and installed packages are not the library; tables of characters are not code.
+# In the standard library: tests and installed packages are not the library; tables of characters
+# are not code
 NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
-BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} with nothing merged
-MIN_BYTES = 1_000  # less cannot be split into anything to train on
-LEARN_CHARS = 8_000_000  # the vocabulary is learned on this much of train, shuffled, at most
-# A long text is encoded in pieces, cut between a word and a line break: no token has both in it.
+BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
+MIN_BYTES = 1_000  # a smaller corpus is refused
+LEARN_CHARS = 8_000_000  # the vocabulary is learned on so much of train at most (it is shuffled)
+# A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
+# beyond 100,000 characters where a line break follows a letter or digit, because no token joins
+# these two; the last piece is the rest (.+).
 PIECES = re.compile(r"(?s).{100000,}?\w(?=\n)|.+")
 
 
-def show(doing, done=""):
-    """Prints the phase: on a terminal one line that the next print writes over; in a file once."""
+def show(doing, progress=""):
+    """Print what is being done: in a file one line, without progress; on a terminal a line that the
+    next print writes over."""
     if sys.stdout.isatty():
-        print(f"\x1b[K{doing}{done}", end="\r", flush=True)
-    elif not done:
+        print(f"\x1b[K{doing}{progress}", end="\r", flush=True)
+    elif not progress:
         print(doing, flush=True)
 
 
+# ---- read the texts ----
+
+
 def regular(path):
-    """path. ValueError if it is a pipe or a device, of which a read may never end."""
+    """Returns the path. ValueError if it is a pipe or a device, of which a read may never end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     return path
 
 
+def download_shakespeare():
+    try:
+        with urlopen(SHAKESPEARE, timeout=15) as reply:
+            return reply.read().decode()
+    except (OSError, HTTPException) as error:
+        raise ValueError(f"shakespeare: no download ({error}); use stdlib, which needs none, or "
+                         f"pass the path of a saved copy of {SHAKESPEARE}") from error
+
+
+def files_under(root, skip, ending):
+    """All files with this ending in a folder and in the folders below; `skip` matches the names of
+    files and folders to leave out."""
+    found = []
+    for here, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # os.walk enters these
+        for name in names:
+            path = Path(here, name)
+            if name.endswith(ending) and not skip.fullmatch(name) and path.is_file():
+                found.append(path)
+    return found
+
+
 def read_source(source):
     """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files."""
     if source == "shakespeare":
-        try:
-            with urlopen(SHAKESPEARE, timeout=15) as reply:
-                return [(source, reply.read().decode())]
-        except (OSError, HTTPException) as e:
-            raise ValueError(f"shakespeare: no download ({e}); use stdlib, which needs none, or "
-                             f"pass the path of a saved copy of {SHAKESPEARE}") from e
-    root, skip, ending = Path(source), NO_SOURCE, ""
+        return [(source, download_shakespeare())]
+    root = Path(source)
+    skip = NO_SOURCE
+    ending = ""
     if source == "stdlib":
-        root, skip, ending = Path(sysconfig.get_path("stdlib")), NOT_STDLIB, ".py"
+        root = Path(sysconfig.get_path("stdlib"))
+        skip = NOT_STDLIB
+        ending = ".py"
     show(f"reading {source}")
-    paths = [] if root.is_dir() else [root]
-    for here, folders, names in os.walk(root):  # of a file, this is nothing
-        folders[:] = [name for name in folders if not skip.fullmatch(name)]  # the ones to enter
-        kept = [name for name in names if name.endswith(ending) and not skip.fullmatch(name)]
-        paths += [path for path in (Path(here, name) for name in kept) if path.is_file()]
+    paths = files_under(root, skip, ending) if root.is_dir() else [root]
     docs = []
     for path in paths:
-        try:  # names relative to root: the same corpus wherever the folder lies
-            docs.append((path.relative_to(root).as_posix(), regular(path).read_bytes().decode()))
-        except (OSError, ValueError) as e:
-            if path == root:  # asked for by name; in a folder, what is not text is passed over
-                raise ValueError(f"{source}: not readable as UTF-8 text ({e}); give the path of a "
-                                 "text file or a folder, or stdlib, or shakespeare") from e
+        try:
+            text = regular(path).read_bytes().decode()
+        except (OSError, ValueError) as error:
+            if path == root:  # the user has named this file; in a folder, skip what is not text
+                raise ValueError(f"{source}: not readable as UTF-8 text ({error}); give the path "
+                                 "of a text file or a folder, or stdlib, or shakespeare") from error
+            continue
+        # a name relative to root: the same corpus wherever the folder lies
+        docs.append((path.relative_to(root).as_posix(), text))
     if not docs:
         raise ValueError(f"{source}: no file of UTF-8 text in {root}; give another path")
     return docs
@@ -99,77 +129,113 @@ def read_source(source):
 
 def train_and_val(docs):
     """docs [(name, text)] -> two lists of texts, the same on every machine: whole files, up to a
-    tenth of the bytes in val. Where few large files would leave val less than half as full, the
-    joined text is cut at a line boundary instead."""
-    # Each text once: a copy in val of a file in train would be memorised, not predicted.
-    texts = [t + "\n" for t in dict.fromkeys(t for _, t in sorted(docs)) if t.strip()]
+    tenth of the bytes in val. If val would hold less than a twentieth, because the files are few
+    and large, the joined text is cut at a line boundary instead."""
+    # Each text once: if val had a copy of a text of train, the model would have memorised it
+    texts = list(dict.fromkeys(text for _, text in sorted(docs)))
+    texts = [text + "\n" for text in texts if text.strip()]
     size = {text: len(text.encode()) for text in texts}
     total = sum(size.values())
     if total < MIN_BYTES:
         raise ValueError(f"corpus: {len(texts)} usable files of {total} bytes in all, too small to "
                          f"split; give at least {MIN_BYTES} bytes of UTF-8 text")
     random.Random(1337).shuffle(texts)
-    train, val, held = [], [], 0
+    train = []
+    val = []
+    val_bytes = 0
     for text in texts:
-        fits = held + size[text] <= total // 10
-        (val if fits else train).append(text)
-        held += size[text] * fits
-    if held < total // 20:
-        text, end = "".join(texts), sum(map(len, texts)) * 9 // 10
-        cut = text.rfind("\n", end // 2, end) + 1 or end
-        train, val = [text[:cut]], [text[cut:]]
-    return train, val
+        if val_bytes + size[text] <= total // 10:
+            val.append(text)
+            val_bytes += size[text]
+        else:
+            train.append(text)
+    if val_bytes >= total // 20:
+        return train, val
+    joined = "".join(texts)
+    end = len(joined) * 9 // 10
+    newline = joined.rfind("\n", end // 2, end)  # the last one before `end`; -1: none
+    cut = newline + 1 if newline >= 0 else end
+    return [joined[:cut]], [joined[cut:]]
+
+
+# ---- learn a vocabulary ----
+
+
+def merge_pair(word, token):
+    """A word, as a list of tokens, in which all neighbours that spell `token` are merged, from left
+    to right. merge_pair([a, a, a, b], aa) = [aa, a, b]."""
+    merged = []
+    i = 0
+    while i < len(word):
+        if i + 1 < len(word) and word[i] + word[i + 1] == token:
+            merged.append(token)
+            i += 2
+        else:
+            merged.append(word[i])
+            i += 1
+    return merged
 
 
 def learn_bpe(text, vocab_size):
-    """{token: rank}: 256 bytes, then the most frequent pair, again and again, while one occurs
-    twice; ties by bytes. Pairs are counted by what they spell, since that is how tiktoken applies
-    ranks. A merge visits the places of its pair, and nothing else."""
+    """{token: rank}: 256 bytes; then the pair of neighbours that is most frequent becomes a token
+    and is merged wherever it stands, again and again, while one occurs twice.
+
+    Pairs that spell the same bytes, such as (a, bc) and (ab, c), count as one, because that is how
+    tiktoken applies ranks; so `pair` is their bytes. Of pairs that are equally frequent the first
+    in the order of bytes wins. The text "aab aab ab" has the words aab, " aab", " ab":
+
+        pair    occurs    the words then                   new token
+        ab      3         [a ab] [" " a ab] [" " ab]       ab, rank 256
+        aab     2         [aab]  [" " aab]  [" " ab]       aab, rank 257
+
+    A merge rewrites each different word that has the pair: that is quick where words are short and
+    come often, and slow for a text that is one long word.
+    """
     show(f"learning {vocab_size} tokens")
-    words = Counter(regex.findall(PATTERN, text))
-    # All words in a row, with a byte between them where no token is. The token of bytes a to b:
-    # end[a] = b and start[b] = a; elsewhere end is 0. times[a]: how often the word at a occurs.
-    spelled, times, end = bytearray(1), array("i", [0]), array("i", [0])
-    for word, n in words.items():  # spelled: 0 f o r 0 i n 0, end: 0 2 3 4 0 6 7 0
-        spelled += word.encode() + b"\0"
-        times.extend([n] * (len(spelled) - len(times)))
-        end.extend([*range(len(end) + 1, len(spelled)), 0])
-    spelled, start = bytes(spelled), array("i", range(-1, len(spelled) - 1))
-    count, where, fresh = Counter(), defaultdict(lambda: array("i")), set()  # by what a pair spells
+    found = Counter(regex.findall(PATTERN, text))
+    words = [[bytes([byte]) for byte in word.encode()] for word in found]  # each as its tokens
+    times = list(found.values())  # times[i]: how often words[i] occurs
+    count = defaultdict(int)  # pair -> how often it occurs
+    where = defaultdict(list)  # pair -> indices of the words in which it occurs, or has occurred
+    for i, word in enumerate(words):
+        for left, right in pairwise(word):
+            count[left + right] += times[i]
+            where[left + right].append(i)
 
-    def add_pair(a, c):
-        count[spelled[a:c]] += times[a]
-        where[spelled[a:c]].append(a)
-        fresh.add(spelled[a:c])
-
-    for a, b in enumerate(end):
-        if end[b]:
-            add_pair(a, end[b])
-    heap, ranks = [], dict(BYTES)
-    while (heap or fresh) and len(ranks) < vocab_size:
-        for token in fresh:
-            heapq.heappush(heap, (-count[token], token))
-        fresh.clear()
-        n, token = heapq.heappop(heap)
-        if -n != count[token]:  # fewer by now
-            fresh.add(token)
+    # The most frequent pair is on top of the heap. Counts change: an entry may be out of date, but
+    # then it is too high, because whenever a count rises the pair gets a new entry.
+    heap = [(-n, pair) for pair, n in count.items()]
+    heapq.heapify(heap)
+    ranks = dict(BYTES)
+    while heap and len(ranks) < vocab_size:
+        minus_n, pair = heapq.heappop(heap)
+        if -minus_n != count[pair]:  # out of date
+            heapq.heappush(heap, (-count[pair], pair))
             continue
-        if -n < 2:
+        if count[pair] < 2:
             break
-        ranks.setdefault(token, len(ranks))
+        ranks.setdefault(pair, len(ranks))
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
-        for a in sorted(where.pop(token)):
-            left, b, c = start[a], end[a], a + len(token)  # the pair: bytes a to b, and b to c
-            if end[b] == c:  # else one of the two was merged with its other neighbour
-                if end[left]:
-                    count[spelled[left:b]] -= times[a]
-                    add_pair(left, c)
-                if end[c]:
-                    count[spelled[b : end[c]]] -= times[a]
-                    add_pair(a, end[c])
-                end[a], end[b], start[c] = c, 0, a
-        del count[token]
+        risen = set()
+        for i in set(where.pop(pair)):
+            before = words[i]
+            after = merge_pair(before, pair)
+            if len(after) == len(before):  # the pair has gone from this word
+                continue
+            words[i] = after
+            for left, right in pairwise(before):
+                count[left + right] -= times[i]
+            for left, right in pairwise(after):
+                count[left + right] += times[i]
+                if pair in (left, right):  # the new token has a new neighbour
+                    where[left + right].append(i)
+                    risen.add(left + right)
+        for new in risen:
+            heapq.heappush(heap, (-count[new], new))
     return ranks
+
+
+# ---- encode, and write ----
 
 
 def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
@@ -179,74 +245,94 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
                                  special_tokens={})
     try:
         return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as e:  # requests' errors are OSErrors
-        raise ValueError(f"gpt2: tiktoken cannot download its ranks ({type(e).__name__}); use "
-                         "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from e
+    except (OSError, ValueError) as error:  # errors of its downloads are OSErrors
+        raise ValueError(f"gpt2: tiktoken cannot download its ranks ({type(error).__name__}); use "
+                         "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from error
 
 
 def encode(enc, texts, name, pool):
     """The tokens of all texts, one array. tiktoken releases the GIL: two threads are faster."""
+    def encode_piece(piece):
+        return np.array(enc.encode_ordinary(piece), "<u2")
+
     show(f"encoding {name}")
-    ids, pieces = [], [piece for text in texts for piece in PIECES.findall(text)]
-    for tokens in pool.map(lambda piece: np.array(enc.encode_ordinary(piece), "<u2"), pieces):
+    pieces = [piece for text in texts for piece in PIECES.findall(text)]
+    ids = []
+    for tokens in pool.map(encode_piece, pieces):
         ids.append(tokens)
         show(f"encoding {name}", f": {100 * len(ids) // len(pieces)} %")
     return np.concatenate(ids)
 
 
 def write_whole(out, files):
-    """{name: bytes} into out, each whole or not at all, meta.json last. That of other data goes
-    first, so a run stopped half-way leaves none. One of the same data stays, as the same bytes are
-    coming: two processes at once disturb no reader."""
+    """Write {name: bytes} into the folder `out`, each file whole or not at all, meta.json last.
+
+    A meta.json marks a folder as complete. One that is there already for other data is deleted
+    before any other file is replaced, so that a run that is stopped half-way leaves an unmarked
+    folder. One for the same data stays: then the files are replaced by equal ones, and two
+    processes that prepare the same corpus at once disturb no reader."""
+    mark = out / "meta.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as tmp:
             for name, data in files.items():
                 Path(tmp, name).write_bytes(data)
             with suppress(FileNotFoundError):
-                if (out / "meta.json").read_bytes() != files["meta.json"]:
-                    (out / "meta.json").unlink()
+                if mark.read_bytes() != files["meta.json"]:
+                    mark.unlink()
             for name in files:
                 os.replace(Path(tmp, name), out / name)
-    except OSError as e:
-        raise ValueError(f"{out}: cannot be written ({e.strerror}); python data/prepare.py --out "
-                         "FOLDER prepares it elsewhere") from e
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written ({error.strerror}); python data/prepare.py "
+                         "--out FOLDER prepares it elsewhere") from error
 
 
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
-    """Writes the folder out (default: data/<source>, or data/custom) and returns its meta.json."""
+    """Write the folder `out` (default: data/<source>, or data/custom) and return the values of its
+    meta.json. ValueError: sources that cannot be read, or a folder that cannot be written."""
     start = time.perf_counter()
     sources = [sources] if isinstance(sources, str) else [str(s) for s in sources]
     if tokenizer not in ("bpe", "gpt2", "bytes"):
         raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes")
-    if tokenizer == "bpe" and not 256 <= vocab_size <= 65536:
+    learned = tokenizer == "bpe"
+    if learned and not 256 <= vocab_size <= 65536:
         raise ValueError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
-    named = sources in (["stdlib"], ["shakespeare"])
-    out = Path(out or Path(__file__).parent / (sources[0] if named else "custom"))
+    if out is None:
+        is_named = sources in (["stdlib"], ["shakespeare"])
+        out = Path(__file__).parent / (sources[0] if is_named else "custom")
+    out = Path(out)
 
     docs = [doc for source in sources for doc in read_source(source)]
-    parts = train_and_val(docs)
-    train_bytes, val_bytes = ("".join(texts).encode() for texts in parts)
-    learned = tokenizer == "bpe"
+    train_texts, val_texts = train_and_val(docs)
+    train_bytes = "".join(train_texts).encode()
+    val_bytes = "".join(val_texts).encode()
     with ThreadPoolExecutor(2) as pool:
-        zipped = pool.submit(gzip.compress, val_bytes, 9)  # meanwhile, the vocabulary is learned
-        ranks = learn_bpe("".join(parts[0])[:LEARN_CHARS], vocab_size) if learned else BYTES
+        zipped = pool.submit(gzip.compress, val_bytes, 9)  # while the vocabulary is learned
+        ranks = BYTES
+        if learned:
+            ranks = learn_bpe("".join(train_texts)[:LEARN_CHARS], vocab_size)
         enc = make_encoding(tokenizer, ranks)
-        train = encode(enc, parts[0], "train.bin", pool)
-        val = encode(enc, parts[1], "val.bin", pool)
+        train = encode(enc, train_texts, "train.bin", pool)
+        val = encode(enc, val_texts, "val.bin", pool)
+        gzip_bytes = len(zipped.result())
     assert enc.decode_bytes(val.tolist()) == val_bytes, "tokens must spell the text exactly"
 
-    meta = {"vocab_size": enc.n_vocab, "tokenizer": tokenizer,
+    meta = {"vocab_size": enc.n_vocab,
+            "tokenizer": tokenizer,
             **({"pattern": PATTERN} if learned else {}),
-            "train_tokens": len(train), "val_tokens": len(val),
-            "bytes_per_token": len(val_bytes) / len(val), "val_bytes": len(val_bytes),
-            "gzip_bits_per_byte": 8 * len(zipped.result()) / len(val_bytes),
-            "source": sources, "source_hash": hashlib.sha256(train_bytes + val_bytes).hexdigest()}
+            "train_tokens": len(train),
+            "val_tokens": len(val),
+            "bytes_per_token": len(val_bytes) / len(val),
+            "val_bytes": len(val_bytes),
+            "gzip_bits_per_byte": 8 * gzip_bytes / len(val_bytes),
+            "source": sources,
+            "source_hash": hashlib.sha256(train_bytes + val_bytes).hexdigest()}
     files = {"train.bin": train.tobytes(), "val.bin": val.tobytes()}
     if learned:
-        files["vocab.tiktoken"] = b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
-                                           for token, rank in ranks.items())
-    write_whole(out, {**files, "meta.json": (json.dumps(meta, indent=1) + "\n").encode()})
+        lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
+        files["vocab.tiktoken"] = b"".join(lines)
+    files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
+    write_whole(out, files)
 
     print(f"corpus     {', '.join(sources)}: {len(docs)} files, "
           f"{len(train_bytes) / 1e6:.2f} MB train, {len(val_bytes) / 1e6:.2f} MB val\n"
@@ -267,8 +353,8 @@ def main():
     parser.add_argument("--vocab-size", type=int, default=1024, help="of bpe (default: 1024)")
     try:
         prepare(**vars(parser.parse_args()))
-    except ValueError as e:
-        parser.exit(2, f"prepare.py: {e}\n")
+    except ValueError as error:
+        parser.exit(2, f"prepare.py: {error}\n")
 
 
 if __name__ == "__main__":

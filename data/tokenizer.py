@@ -1,38 +1,59 @@
-"""The tokenizer of a prepared folder as files that Hugging Face's AutoTokenizer opens. tiktoken and
-they give a text the same tokens."""
+"""Writes the tokenizer of a prepared folder as files that Hugging Face's AutoTokenizer opens. Both
+libraries, theirs and tiktoken, then give a text the same tokens."""
 
 from data.batches import load_tokenizer
 
 
 def byte_characters():
-    """{byte: character} of GPT-2's files: a printable byte is itself, the others come after 255."""
+    """{byte: character} of GPT-2's files: a printable byte is written as itself, the others as the
+    characters from 256 on, in order: byte 0 as chr(256), byte 32 (a space) as chr(288)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + i) for i, byte in enumerate(others)}
+    characters = {byte: chr(byte) for byte in printable}
+    for i, byte in enumerate(others):
+        characters[byte] = chr(256 + i)
+    return characters
+
+
+def merges_of(ranks):
+    """[(left, right)]: all pairs of tokens that spell a token of {token: rank}, in the order of its
+    rank. The two libraries say the same in two ways: tiktoken merges any two neighbours that spell
+    a token, the token of lowest rank first; tokenizer.json lists the pairs to merge, the first in
+    the list first. ranks = {..., ab: 256, bc: 257, abc: 258} gives a b, b c, a bc, ab c."""
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        for i in range(1, len(token)):
+            left, right = token[:i], token[i:]
+            if left in ranks and right in ranks:
+                merges.append((left, right))
+    return merges
 
 
 def tokenizer_json(encoding):
-    """A tiktoken.Encoding as the content of tokenizer.json. tiktoken merges any two neighbours that
-    spell a token, the token of lowest rank first; the file lists all these pairs in that order."""
-    character, ranks = byte_characters(), encoding._mergeable_ranks
-    spell = {token: "".join(character[byte] for byte in token) for token in ranks}
-    in_order = sorted((rank, token) for token, rank in ranks.items() if len(token) > 1)
-    merges = [[spell[token[:i]], spell[token[i:]]] for _, token in in_order
-              for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-    split = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated",
+    """A tiktoken.Encoding as the content of tokenizer.json."""
+    character = byte_characters()
+    ranks = encoding._mergeable_ranks
+    spelled = {token: "".join(character[byte] for byte in token) for token in ranks}
+    words = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated",
              "invert": False}
     bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
                   "use_regex": False}
-    return {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_only]},
+    model = {"type": "BPE",
+             "ignore_merges": True,  # a whole word that is a token is that token
+             "merges": [[spelled[left], spelled[right]] for left, right in merges_of(ranks)],
+             "vocab": {spelled[token]: rank for token, rank in ranks.items()}}
+    return {"version": "1.0",
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, bytes_only]},
+            "post_processor": None,
             "decoder": bytes_only,
-            "model": {"type": "BPE", "ignore_merges": True, "merges": merges,
-                      "vocab": {spell[token]: rank for token, rank in ranks.items()}}}
+            "model": model}
 
 
 def tokenizer_files(data, config):
-    """{name: content} for a model of this GPTConfig. ValueError if there is none to write."""
+    """{name: content} of the tokenizer of the folder `data`, for a model of this GPTConfig.
+    ValueError if there is no tokenizer to write."""
     encoding = load_tokenizer(data)
     if encoding.name == "gpt2":
         raise ValueError("it is GPT-2's own; AutoTokenizer.from_pretrained('gpt2') has it")

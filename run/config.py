@@ -207,7 +207,7 @@ def check_layout(cfg, world):
     """Fill in the flags that are left to choose, then refuse a wrong layout for `world` processes.
     Returns the number of ranks. ValueError: flag, values, fix.
 
-    Both launcher and rank call it, and a rank twice (read_command_line, check). The second call
+    The launcher calls it, and each rank twice (in read_command_line and in check). The second call
     changes nothing, because the first has left nothing to choose."""
     check_limits(cfg)
     resolve(cfg, world)
@@ -217,9 +217,12 @@ def check_layout(cfg, world):
 def resolve(cfg, world):
     """Fill in the flags that are left to choose. A choice that is impossible (such as microbatches
     for a batch that --dp does not divide) is left to refuse_wrong_layout."""
-    if cfg.dp == 0:  # all processes that the model's own split leaves over
+    if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
-        cfg.dp = cfg.ep if world == 1 else max(1, world // model_ranks)
+        if world == 1:  # one process starts as few ranks as the other flags allow
+            cfg.dp = cfg.ep
+        else:  # all processes take part
+            cfg.dp = max(1, world // model_ranks)
     if cfg.microbatches == 0:
         cfg.microbatches = choose_microbatches(cfg)
     cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
@@ -284,7 +287,8 @@ def refuse_wrong_sizes(cfg):
     require_divides(cfg, "tp", whole="n_head")
     if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
         require_divides(cfg, "tp", "cp", whole="n_head")
-    # --cp cuts each sequence into two chunks per rank; --sp gives each of cp x tp ranks one slice
+    # Under --cp each rank has two chunks of a sequence; under --sp each of the cp x tp ranks that
+    # share a sequence has one slice of it
     zigzag = 2 * cfg.cp if cfg.cp > 1 else 1
     slices = cfg.cp * cfg.tp if cfg.sp else 1
     require_multiple(cfg, "block_size", math.lcm(zigzag, slices), "cp", "tp", "sp")
@@ -370,12 +374,12 @@ def check_ring_kernels(cfg):
     heads. A head's row is a multiple of 16 bytes: 8 numbers of 16 bits, or 4 of 32. Heads of 16
     bits have up to 256 numbers. There is no kernel for 64 bits."""
     size = cfg.n_embd // cfg.n_head
-    part = 16 // WIDTHS[cfg.dtype]  # numbers in 16 bytes
-    fits = {2: False,  # 64 bits
-            4: size % 4 == 0,  # 32 bits
-            8: size % 8 == 0 and size <= 256}  # 16 bits
-    require(fits[part], f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the ring's GPU kernels "
-            "take 16 bits and 8, 16, .. 256, or 32 and 4, 8, ..; try --cp-attention all-to-all")
+    fits = {8: False,  # bytes of a number: do the kernels take such heads?
+            4: size % 4 == 0,
+            2: size % 8 == 0 and size <= 256}
+    require(fits[WIDTHS[cfg.dtype]], f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the "
+            "ring's GPU kernels take 16 bits and 8, 16, .. 256, or 32 and 4, 8, ..; try "
+            "--cp-attention all-to-all")
 
 
 def check(cfg, world):
@@ -385,6 +389,7 @@ def check(cfg, world):
     ranks = check_layout(cfg, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # (world < ranks: a test's process, which checks the flags for ranks that it will start)
     is_first_rank = world == ranks and os.environ.get("RANK", "0") == "0"
     choose_gpu_or_cpu(cfg, local, gpus, warn=is_first_rank)
     cuda = cfg.device == "cuda"

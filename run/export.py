@@ -1,7 +1,8 @@
 """Exports a checkpoint as a folder for Hugging Face's GPT2LMHeadModel and AutoTokenizer.
 
-Four weights of a block are transposed (Conv1D), the tied lm_head is left out. The tokenizer is the
-byte-level BPE of the training data; GPT-2's own has no file here.
+Four weights of each block are transposed (Conv1D), and lm_head, which is the embedding's matrix, is
+left out. The tokenizer is that of the training data; if the run used GPT-2's own, no tokenizer is
+written, because AutoTokenizer.from_pretrained("gpt2") has it.
 
     python -m run.export --out out --to gpt2-folder
 """
@@ -15,30 +16,50 @@ from run import checkpoint, tensorfile
 from run.weights import CONV1D, load_model
 
 
+def write_weights(path, model):
+    """Write the parameters, in float32, under Hugging Face's names and shapes."""
+    tensors = {}
+    for name, param in model.canonical_parameters():
+        values = param.data.t() if name.endswith(CONV1D) else param.data
+        tensors[name.removeprefix("transformer.")] = values.contiguous()
+    shapes = {name: values.shape for name, values in tensors.items()}
+    head, _ = tensorfile.make_header(shapes, "F32")
+    with open(path, "wb") as file:
+        file.write(head)
+        for values in tensors.values():
+            file.write(values.numpy().tobytes())
+
+
+def config_json(config):
+    """The content of Hugging Face's config.json for a GPTConfig."""
+    # The token that ends a text: GPT-2's own, or token 0 (byte 0), which no text has
+    end_of_text = 50256 if config.vocab_size > 50256 else 0
+    return {"architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_embd": config.n_embd,
+            "n_positions": config.block_size,
+            "vocab_size": config.vocab_size,
+            "activation_function": "gelu_new",
+            "resid_pdrop": 0.0,  # dropout
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": end_of_text,
+            "eos_token_id": end_of_text}
+
+
 def export(folder, to):
     """Write a checkpoint to the new folder `to`: weights in float32, config.json, the tokenizer.
-    Returns a sentence that says what was written. ValueError."""
+    Returns a sentence that says what was written. ValueError if the model is none of Hugging
+    Face's, OSError if the folder exists or cannot be written."""
     model = load_model(folder)
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: GPT-2 has no experts")
-    tensors = {}
-    for name, param in model.canonical_parameters():
-        x = param.data.t() if name.endswith(CONV1D) else param.data
-        tensors[name.removeprefix("transformer.")] = x.contiguous()
-    head, _ = tensorfile.make_header({name: x.shape for name, x in tensors.items()}, "F32")
     to.mkdir(parents=True)
-    with open(to / "model.safetensors", "wb") as file:
-        file.write(head)
-        for x in tensors.values():
-            file.write(x.numpy().tobytes())
-    end_of_text = 50256 if config.vocab_size > 50256 else 0  # GPT-2's; else byte 0, not in any text
-    files = {"config.json": {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": config.n_layer,
-        "n_head": config.n_head, "n_embd": config.n_embd, "n_positions": config.block_size,
-        "vocab_size": config.vocab_size, "activation_function": "gelu_new", "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text}}
+    write_weights(to / "model.safetensors", model)
+    files = {"config.json": config_json(config)}
     note = ""
     try:
         files |= tokenizer_files(checkpoint.read_manifest(folder)["data"], config)

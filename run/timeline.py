@@ -1,8 +1,8 @@
 """Traces where the time of a step goes, on every rank, by rank 0's clock.
 
-A Tracer records spans: F, B, I, W of each stage and microbatch, sends, waits, collectives, the
-optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for ui.perfetto.dev, and
-sums them up per rank, beside engine.schedules.simulate with the measured F, B and W.
+A Tracer records spans (name, start, end): F, B, I, W of each stage and microbatch, sends, waits,
+collectives, the optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for
+ui.perfetto.dev, and sums them up per rank, beside schedules.simulate with the measured F, B and W.
 
     compute   inside F, B, I, W and the optimizer, less their waits
     exposed   waits for collectives, for sends, and for data that had been sent
@@ -15,9 +15,11 @@ sums them up per rank, beside engine.schedules.simulate with the measured F, B a
 import json
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,15 +30,22 @@ from run.processes import all_gather_text
 ACTIONS = ("F", "B", "I", "W")
 
 
+# ---- record ----
+
+
 def ahead_of_rank_0(group, pings=8):
-    """Seconds by which this rank's clock is ahead, from the fastest of some pings: rank 0 read its
-    own clock half-way between question and answer."""
-    message, found = torch.zeros(1, dtype=torch.double, device=group.device), []
+    """Collective: seconds by which this rank's clock is ahead of rank 0's.
+
+    A rank asks rank 0 for its time. It assumes that rank 0 read its clock half-way between question
+    and answer, and trusts the fastest of some pings: asked at 100.0, answered at 100.2 with 99.6:
+    this rank is ahead by 100.1 - 99.6 = 0.5."""
+    message = torch.zeros(1, dtype=torch.double, device=group.device)
+    found = []  # (seconds that the ping took, seconds ahead)
     for peer in range(1, group.size):
         for _ in range(pings):
             if group.rank == 0:
                 group.recv(message, peer).wait()
-                group.read(message)
+                group.read(message)  # on a GPU: until the question is there
                 message.fill_(time.time())
                 group.send(message, peer).wait()
             elif group.rank == peer:
@@ -46,7 +55,8 @@ def ahead_of_rank_0(group, pings=8):
                 answer, = group.read(message)
                 answered = time.time()
                 found.append((answered - asked, (asked + answered) / 2 - answer))
-    return min(found, default=(0.0, 0.0))[1]
+    _, ahead = min(found, default=(0.0, 0.0))  # rank 0 has none
+    return ahead
 
 
 class Tracer:
@@ -54,36 +64,57 @@ class Tracer:
 
     def __init__(self, mesh):
         self.mesh = mesh
-        self.events = []  # [name, lane, start, end, args], in seconds of rank 0's clock
-        self.step = None  # that is traced
-        self.ahead = ahead_of_rank_0(mesh.world)
+        self.events = []  # [name, lane, start, end, args] in seconds of rank 0's clock, by start
+        self.step = None  # the step that is being traced
+        self.ahead = ahead_of_rank_0(mesh.world)  # of this rank's clock, in seconds
 
     @contextmanager
     def span(self, name, **args):
+        """Record the time that this context takes. Replaces Mesh.span while a step is traced."""
         lane = threading.current_thread().name
-        lane = lane if lane.startswith("ring-") else "main"  # autograd's thread counts as main
+        if not lane.startswith("ring-"):  # Group.submit calls a group's thread ring-NAME
+            lane = "main"  # also autograd's thread, while the main thread waits for it
         event = [name, lane, self.now(), None, {**args, "step": self.step}]
         self.events.append(event)
         yield
         event[3] = self.now()
 
     def now(self):
-        # The end of the work on this stream; a wait for another stream is a span of its own. While
-        # tracing, nothing overlaps.
+        """Seconds of rank 0's clock. On a GPU: wait for this thread's stream first, so that a span
+        ends when its work does. (So while tracing on a GPU nothing overlaps. Waiting for another
+        stream is a span of its own.)"""
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream(self.mesh.device).synchronize()
         return time.time() - self.ahead
 
     @contextmanager
     def at(self, step):
-        """Record the spans inside of this context, as those of a step."""
-        self.step, self.mesh.span = step, self.span
+        """Record the spans inside this context; they belong to this step."""
+        self.step = step
+        self.mesh.span = self.span  # hides the method of the class, which records nothing
         yield
-        del self.mesh.span  # Mesh's own, again
+        del self.mesh.span
+
+
+# ---- evaluate ----
+
+
+class Span(NamedTuple):
+    """An event of a Tracer."""
+    name: str
+    lane: str
+    start: float
+    end: float
+    args: dict
+
+    @property
+    def seconds(self):
+        return self.end - self.start
 
 
 def write_chrome(path, every):
-    """Chrome's trace format: a process per rank, a lane per thread, microseconds."""
+    """Chrome's trace format: a process per rank, a lane per thread, microseconds. every: the events
+    of each rank."""
     records = []
     for rank, events in enumerate(every):
         for name, lane, start, end, args in events:
@@ -93,54 +124,101 @@ def write_chrome(path, every):
     Path(path).write_text(json.dumps({"traceEvents": records}))
 
 
+def actions_and_waits(spans):
+    """The main thread's spans in two lists: F, B, I, W and the optimizer; and the waits, among them
+    collectives, that do not lie inside another wait."""
+    actions = []
+    waits = []
+    for span in spans:
+        if span.name in (*ACTIONS, "optimizer"):
+            actions.append(span)
+        elif span.name not in ("send", "attention"):  # if these wait, the wait has its own span
+            inside_last = waits and span.end <= waits[-1].end
+            if not inside_last:
+                waits.append(span)
+    return actions, waits
+
+
 def shares(every, rank_of_stage):
-    """(per rank {"compute", "exposed", "bubble", "other"}, {kind: mean seconds of an action}).
+    """(per rank {"compute", "exposed", "bubble", "other"} in seconds, {kind: mean seconds of an
+    action, without its waits}).
 
     every: the events of each rank in the order of their starts. rank_of_stage(rank, stage): the
-    rank that runs the stage in this rank's replica, to match a wait with the send of its data.
-    """
-    sent = {(rank, args["stage"], args["to"], args["microbatch"], args["step"]): start
-            for rank, events in enumerate(every)
-            for name, _, start, _, args in events if name == "send"}
-    rows, actions = [], defaultdict(list)  # kind -> the seconds of each, less its waits
-    for rank, events in enumerate(every):
-        main = [event for event in events if event[1] == "main"]
-        row = {"compute": 0.0, "exposed": 0.0, "bubble": 0.0}
-        waited_until = acts_until = 0.0
-        for name, _, start, end, args in main:
-            took = end - start
-            if name in (*ACTIONS, "optimizer"):
-                current, acts_until = actions[name], end
-                current.append(took)
-                row["compute"] += took
-            elif name not in ("send", "attention") and end > waited_until:
-                waited_until = end  # a wait inside of this wait is counted with it
-                late = 0.0
-                if "sender" in args:
-                    sender, *key = (args[k] for k in ("sender", "stage", "microbatch", "step"))
-                    at = sent.get((rank_of_stage(rank, sender), sender, *key), start)
-                    late = min(max(at - start, 0.0), took)
-                row["bubble"] += late
-                row["exposed"] += took - late
-                if end <= acts_until:  # inside of the current action
-                    current[-1] -= took
-                    row["compute"] -= took
-        row["other"] = max(event[3] for event in main) - main[0][2] - sum(row.values())
+    rank that runs the stage in this rank's replica, to match a wait with the send of its data."""
+    every = [[Span(*event) for event in events] for events in every]
+    sent = {}  # (rank, stage, to stage, microbatch, step) -> when this send started
+    for rank, spans in enumerate(every):
+        for span in spans:
+            if span.name == "send":
+                args = span.args
+                key = rank, args["stage"], args["to"], args["microbatch"], args["step"]
+                sent[key] = span.start
+
+    def seconds_until_sent(rank, wait):
+        """How much of a wait passed before the data was sent: 0 if the wait is for no data."""
+        args = wait.args
+        if "sender" not in args:
+            return 0.0
+        sender_rank = rank_of_stage(rank, args["sender"])
+        key = sender_rank, args["sender"], args["stage"], args["microbatch"], args["step"]
+        sent_at = sent.get(key, wait.start)
+        return min(max(sent_at - wait.start, 0.0), wait.seconds)
+
+    rows = []
+    seconds_of = defaultdict(list)  # kind -> seconds of each of its actions, without waits
+    for rank, spans in enumerate(every):
+        main = [span for span in spans if span.lane == "main"]
+        actions, waits = actions_and_waits(main)
+        # 1. computing: the actions, less the waits inside them
+        computing = [action.seconds for action in actions]
+        starts = [action.start for action in actions]
+        for wait in waits:
+            last = bisect_right(starts, wait.start) - 1  # the last action that has begun; -1: none
+            if last >= 0 and wait.end <= actions[last].end:
+                computing[last] -= wait.seconds
+        for action, seconds in zip(actions, computing, strict=True):
+            seconds_of[action.name].append(seconds)
+        # 2. waiting: bubble until the data was sent, exposed from then on
+        row = {"compute": sum(computing), "exposed": 0.0, "bubble": 0.0}
+        for wait in waits:
+            until_sent = seconds_until_sent(rank, wait)
+            row["bubble"] += until_sent
+            row["exposed"] += wait.seconds - until_sent
+        whole = max(span.end for span in main) - main[0].start
+        row["other"] = whole - sum(row.values())
         rows.append(row)
-    return rows, {kind: sum(times) / len(times) for kind, times in actions.items()}
+    return rows, {kind: sum(times) / len(times) for kind, times in seconds_of.items()}
+
+
+def seconds_of_pipeline(every):
+    """Mean over the steps: seconds from the first to the last action, on the slowest rank."""
+    total = 0.0
+    steps = {event[4]["step"] for event in every[0]}
+    for step in steps:
+        slowest = 0.0
+        for events in every:
+            actions = [Span(*event) for event in events
+                       if event[0] in ACTIONS and event[4]["step"] == step]
+            slowest = max(slowest, actions[-1].end - actions[0].start)
+        total += slowest
+    return total / len(steps)
 
 
 def report(path, tracer, mesh, lists, where):
-    """Collective. Rank 0 writes the file and returns the text to print, the others None."""
-    every = all_gather_text(json.dumps(tracer.events), mesh.world)
+    """Collective. Rank 0 writes the file and returns the text to print, the others None. lists: the
+    schedule's actions of each pipeline rank; where: the pipeline rank of each stage."""
+    texts = all_gather_text(json.dumps(tracer.events), mesh.world)
     if mesh.rank > 0:
         return None
-    every = [json.loads(text) for text in every]
+    every = [json.loads(text) for text in texts]
     try:
         write_chrome(path, every)
     except OSError as error:
         path = f"{path}: LOST, {error.strerror}"
-    pipeline = {rank: ranks for ranks in lay_out(mesh.sizes, ["pp"]) for rank in ranks}
+    pipeline = {}  # rank -> the ranks of its pipeline
+    for ranks in lay_out(mesh.sizes, ["pp"]):
+        for rank in ranks:
+            pipeline[rank] = ranks
     rows, mean = shares(every, lambda rank, stage: pipeline[rank][where[stage]])
     steps = {event[4]["step"] for event in every[0]}
     lines = [f"trace of {len(steps)} steps of all ranks in {path}",
@@ -149,15 +227,16 @@ def report(path, tracer, mesh, lists, where):
         total = sum(row.values())
         parts = "".join(f"{part / total:10.1%}" for part in row.values())
         lines.append(f"{rank:4d}   {parts}   {1e3 * total:.0f} ms")
-    measured = 0.0  # mean seconds from first to last action of a step, on the slowest rank
-    for step in steps:
-        acts = [[e for e in events if e[0] in ACTIONS and e[4]["step"] == step] for events in every]
-        measured += max(a[-1][3] - a[0][2] for a in acts) / len(steps)
-    chunks = len(where) // len(lists)
-    f, b, i, w = (chunks * mean.get(kind, 0.0) for kind in ACTIONS)
-    # A B that is not split counts half as I and half as W: only the sum of the two matters
-    t = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
-    lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, {1e3 * t.makespan:.1f} ms "
-                 f"simulated from F {1e3 * f:.2f}, B {1e3 * (b + i + w):.2f} ms, with a bubble of "
-                 f"{t.bubble:.1%}: ratio {measured / t.makespan:.2f}")
+
+    # seconds of one microbatch through all stages of a rank, as simulate counts the costs
+    stages_per_rank = len(where) // len(lists)
+    f, b, i, w = (stages_per_rank * mean.get(kind, 0.0) for kind in ACTIONS)
+    # A schedule has B, or I and W. simulate asks for I and W: for B give each half of B, of which
+    # only the sum matters.
+    simulated = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
+    measured = seconds_of_pipeline(every)
+    lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, "
+                 f"{1e3 * simulated.makespan:.1f} ms simulated from F {1e3 * f:.2f}, B "
+                 f"{1e3 * (b + i + w):.2f} ms, with a bubble of {simulated.bubble:.1%}: ratio "
+                 f"{measured / simulated.makespan:.2f}")
     return "\n".join(lines)

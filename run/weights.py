@@ -1,4 +1,12 @@
-"""Reads the weights of any program that has this model: this one, nanoGPT, Hugging Face."""
+"""Reads the weights of any program that has this model: this one, nanoGPT, Hugging Face.
+
+    of                    names                                       weights of CONV1D
+    this one, nanoGPT     transformer.h.0.attn.c_attn.weight, ...     (out, in)
+    after torch.compile   _orig_mod.transformer. ...                  (out, in)
+    Hugging Face          h.0.attn.c_attn.weight, ...                 (in, out)
+
+lm_head.weight and transformer.wte.weight are one matrix; a file may have both names or one.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +19,7 @@ from run.checkpoint import MANIFEST, MODEL, read_manifest, refuse_other
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
 from sizes import GPTConfig
 
-# Hugging Face's GPT-2 has Conv1D layers, whose weights are (in, out).
+# In Hugging Face's GPT-2 these layers are Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -27,9 +35,31 @@ def refuse_config(path, config):
 
 
 def canonical(name):
-    """Our name for a tensor of nanoGPT, with or without torch.compile, or of Hugging Face."""
+    """Our name for a tensor of nanoGPT (with or without torch.compile) or of Hugging Face."""
     name = name.removeprefix("_orig_mod.")
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+def find_tensors(path, shapes, config):
+    """({our name: Entry}, the layers whose weights are (in, out) in this file: CONV1D or none) of a
+    safetensors file. CheckpointError unless it has tensors of these {name: shape}, and no others.
+    """
+    entries = {canonical(name): entry for name, entry in tensorfile.read_header(path).items()}
+    table, head = "transformer.wte.weight", "lm_head.weight"
+    if head in entries:
+        entries.setdefault(table, entries[head])
+        if checksum(entries[table]) != checksum(entries[head]):
+            raise CheckpointError(f"{path}: {head} is not {table}; this model ties them")
+    probe = entries.get("transformer.h.0.attn.c_attn.weight")
+    is_conv1d = probe and probe.shape == (config.n_embd, 3 * config.n_embd)
+    transposed = CONV1D if is_conv1d else ()
+    wanted = {name: shape[::-1] if name.endswith(transposed) else shape
+              for name, shape in shapes.items()}
+    tensorfile.expect(path, entries, wanted, DTYPES)
+    for name in entries.keys() - wanted.keys() - {head}:  # tensors that the model does not need
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which old files have
+            raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
+    return entries, transposed
 
 
 def read_weights(path, shapes, config):
@@ -37,20 +67,7 @@ def read_weights(path, shapes, config):
     function from a name to the full tensor, on CPU. CheckpointError, also if a manifest or Hugging
     Face's config.json beside the file describes another model."""
     path = Path(path)
-    entries = {canonical(name): e for name, e in tensorfile.read_header(path).items()}
-    table, head = "transformer.wte.weight", "lm_head.weight"
-    if head in entries:  # the same matrix as `table`, which may be missing
-        entries.setdefault(table, entries[head])
-        if checksum(entries[table]) != checksum(entries[head]):
-            raise CheckpointError(f"{path}: {head} is not {table}; this model ties them")
-    probe = entries.get("transformer.h.0.attn.c_attn.weight")
-    flipped = CONV1D if probe and probe.shape == (config.n_embd, 3 * config.n_embd) else ()
-    wanted = {name: shape[::-1] if name.endswith(flipped) else shape
-              for name, shape in shapes.items()}
-    tensorfile.expect(path, entries, wanted, DTYPES)
-    for name in entries.keys() - wanted.keys() - {head}:
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks of old files
-            raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
+    entries, transposed = find_tensors(path, shapes, config)
     if path.with_name("config.json").exists():
         refuse_config(path.with_name("config.json"), config)
     if path.name == MODEL and path.with_name(MANIFEST).exists():
@@ -65,7 +82,7 @@ def read_weights(path, shapes, config):
             file.seek(entry.begin)
             data = bytearray(file.read(entry.end - entry.begin))
         tensor = torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
-        return tensor.t() if name.endswith(flipped) else tensor
+        return tensor.t() if name.endswith(transposed) else tensor
 
     return get
 

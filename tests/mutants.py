@@ -184,7 +184,7 @@ MUTANTS = {
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
         ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one")],
     "sample.py": [
-        ("out.size(1) > window  #", "out.size(1) > window + 1  #", "weights:sampling"),
+        ("length > window:  #", "length > window + 1:  #", "weights:sampling"),
         (".double() / temperature", ".double()", "weights:sampling")],
     "plain.py": [("flat.grad.zero_()", "pass", "plain:train_py")],
 }
