@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from planner.costs import Costs, Time, on_node, step_flops
+from planner.costs import RESIDUALS, Costs, Time, on_node, step_flops
 from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 from planner.table import table
@@ -102,7 +102,8 @@ class PublishedCosts(Costs):
         if "eager" in traits:  # counted in PyTorch's own operations: RMSNorm in 32 bits moves 18
             # numbers of 16 bits for each element, rotary positions 10 for each of queries and keys
             h, (kv, inner, *_) = run.job.model.n_embd, shape_of(run.job.model)
-            self.moved = (2 * 18 + 6) * h, 5 * inner + 12 * (h + kv)
+            self.moved_by_norms = (2 * 18 + RESIDUALS) * h
+            self.moved_inside = 5 * inner + (10 + 2) * (h + kv)
 
     def exposed(self, messages, computing, axis):
         if axis == "tp" and "overlapped" in self.run.traits:  # in pieces, beside their own product
