@@ -210,7 +210,8 @@ def activations(job, layout, rank):
         deferred = (2 * h + (2 * h + 2 * kv) / T) * w
     else:
         deferred = (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T) * w
-    # A head saves the input of its norm, that input's gradient, and the gradient of its matrix
+    # A head saves the input of its norm and, as it makes gradients in its forward, those of the
+    # norm's output and of its matrix
     head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
     of_each = Held(n * saved, head, n * deferred, n * again)  # bytes
     m = layout.microbatches
@@ -241,7 +242,7 @@ def work_buffers(job, layout, part):
     logits = chunk * (w + max(w, 4) * (2 if w == 2 else 1)) * model.vocab_size / T
     inside_a_block = n * ((shape.up + 1) * shape.inner * w / T + 2 * h * w)
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
-    # ZeRO-2 gathers two layers' gradients, ZeRO-3 their weights, too
+    # ZeRO-2 holds the whole gradients of two layers at a time, ZeRO-3 their whole weights, too
     per_parameter = {0: 0, 1: 0, 2: 2 * gw, 3: 2 * gw + 2 * w}[layout.zero]
     gathered = per_parameter * largest_layer(job, layout, part)
     return max(logits, inside_a_block) + messages + gathered
