@@ -196,14 +196,14 @@ def validate(lists, where):
     split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # split backwards
     lowered = any(a.kind in MESSAGES for _, a in got)
     m = 1 + max((a.microbatch for _, a in got), default=0)
-    want = []
+    due = []
     for k in range(m):
         for s in range(len(where)):
             kinds = ("F", "I", "W") if (s, k) in split else ("F", "B")
-            want += [Action(kind, s, k) for kind in kinds]
+            due += [Action(kind, s, k) for kind in kinds]
     if lowered:
-        want += [message for action in want for message in transfers(action, where)]
-    want = {(where[a.stage], a) for a in want}
+        due += [message for action in due for message in transfers(action, where)]
+    want = {(where[a.stage], a) for a in due}
     for rank, a in sorted(want | set(got)):
         if (rank, a) not in want:
             raise ValueError(f"rank {rank}: {a} is misplaced")

@@ -270,8 +270,9 @@ class Costs:
         """F, I and W of a block, each a Time, for a microbatch of n tokens. split: I and W are
         separate."""
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
-        h, N, shape = model.n_embd, model.n_experts, shape_of(model)
-        products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N  # FLOPs; N: the router's
+        h, n_experts, shape = model.n_embd, model.n_experts, shape_of(model)
+        router = 2 * n * h * n_experts  # FLOPs
+        products = 2 * n * sum(matrices(model)) / T + router
         # Bytes of the products' inputs and outputs. h: of two columns' inputs, two rows' outputs
         inside = 2 * h + 2 * shape.kv + (shape.up + 1) * shape.inner
         operands = n * w * (4 * h + inside / T)
@@ -284,8 +285,9 @@ class Costs:
         I = attention_back + self.compute(  # noqa: E741
             products, moved=operands + 2 * moved + weights, kernels=KERNELS["I"])
         W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
-        if split and N:  # weight gradients of experts are not deferred
-            at_once = self.compute(2 * n * model.top_k * experts * E / N, moved=2 * w * experts)
+        if split and n_experts:  # weight gradients of experts are not deferred
+            of_one = experts * E / n_experts  # parameters of an expert on one tensor rank
+            at_once = self.compute(2 * n * model.top_k * of_one, moved=2 * w * experts)
             I += at_once  # noqa: E741
             W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)

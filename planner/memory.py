@@ -93,16 +93,17 @@ def matrices(model):
 def block_parameters(model, T=1, E=1):
     """Parameters of a block on one of T tensor ranks, and of E ranks that share the experts:
     (all others, experts)."""
-    h, N, (kv, inner, up, norm, bias) = model.n_embd, model.n_experts, shape_of(model)
+    h, n_experts = model.n_embd, model.n_experts
+    kv, inner, up, norm, bias = shape_of(model)
     attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + bias * h
     norms = 2 * norm * h
-    if not N:
+    if not n_experts:
         mlp = ((up + 1) * h * inner + bias * inner) / T + bias * h
         return attention + norms + mlp, 0
-    router = h * N
+    router = h * n_experts
     width = inner // model.top_k  # of an expert
     expert = (up + 1) * h * width + bias * (width + h)
-    return attention + norms + router, N / E * expert / T
+    return attention + norms + router, n_experts / E * expert / T
 
 
 def end_parameters(model, part, T):

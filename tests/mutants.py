@@ -104,7 +104,7 @@ MUTANTS = {
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
         ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
-        (" or held < 2 * P)", ")", "schedules:published")],
+        (" or held < 2 * P)", " or held < 3 * P)", "schedules:published")],
     "engine/schedules.py": [
         ("Event(end, False,", "Event(end, True,", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged")],
