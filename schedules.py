@@ -108,9 +108,19 @@ def zero_bubble(depth, P, m, v, rank):
     return actions + ["W0"] * lag
 
 
+# ---- zb-v ----
+# Two chunks per rank: stages 0 .. P-1 go down the ranks and P .. 2P-1 back up, a V. Rank 0 has the
+# first and the last stage, so a microbatch's backward starts on the rank where its forward started.
+# P = 3, m = 5, chunk 1 in lower case:
+#
+#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 I2 w4 I3 ...
+#     rank 1  .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 I2 i4 I3 w3 ...
+#     rank 2  .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 I2 i3 I3 i4 I4 ...
+
+
 @cache
 def zb_v_lists(P, m):
-    """zb_v's lists of all ranks, played on a clock: F, I and W take one tick each. In each tick a
+    """The lists of all ranks, played on a clock: F, I and W take one tick each. In each tick a
     rank runs, of the actions that can run, the first in this order:
 
         while it has forwards to run   W1 W0, to free memory; F1 F0, to use it; I0 I1
@@ -156,14 +166,7 @@ def zb_v_lists(P, m):
 
 
 def zb_v(P, m, v, rank):
-    """Two chunks per rank: stages 0 .. P-1 go down the ranks and P .. 2P-1 back up, a V. Rank 0 has
-    the first and the last stage, so a microbatch's backward starts on the rank where its forward
-    started. P = 3, m = 5, chunk 1 in lower case:
-
-        rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 ...
-        rank 1  .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 ...
-        rank 2  .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 ...
-    """
+    """1F1B on a V of 2P stages, with I and W: no bubble, and the memory of P microbatches."""
     return zb_v_lists(P, m)[rank]
 
 
