@@ -10,7 +10,8 @@ as equivalent (no test can tell them from the code, or only by the time they tak
     ddp.py `bucket.sum_at_end[:1]`: no parameter has two sums at the end
     group.py, a send posted before its receive: on gloo they do not block each other
     checkpoint.py, every replica saves its slices: the same bytes to the same places
-    sample.py, caches dropped a token early; engine/schedules.py `event[:2]`: another order of independent messages
+    sample.py, caches dropped a token early
+    engine/schedules.py `event[:2]`: another order of independent messages
     expert_parallel.py, loads that T ranks count T times: `busiest` is a ratio of loads
 """
 
