@@ -105,8 +105,12 @@ def closed_form(name, P, m, v, costs):
     """The published bubble, idle / (idle + work). None if messages take time (comm), if the
     schedule has no formula, or where its assumptions do not hold."""
     f, i, w, comm = costs
-    idle = IDLE[name](P, m, f, i, w) if name in IDLE and comm == 0 else None
-    return None if idle is None else idle / (idle + v * m * (f + i + w))
+    if comm != 0 or name not in IDLE:
+        return None
+    idle = IDLE[name](P, m, f, i, w)
+    if idle is None:
+        return None
+    return idle / (idle + v * m * (f + i + w))
 
 
 # ---- the makespan, by the clock ----
@@ -144,7 +148,8 @@ def played(schedule, P, m, v, costs):
     """Makespan for costs F, I, W, comm: one pass over in_order()."""
     f, i, w, comm = costs
     cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
-    begin = [rank * (f / v + comm) for rank in range(P)]  # when the first forward reaches a rank
+    # When the first forward reaches a rank: stage r < P is on rank r
+    begin = [rank * (f / v + comm) for rank in range(P)]
     free = list(begin)  # when the last action of each rank ended
     ends = []
     for rank, kind, needed in in_order(schedule, P, m, v):
