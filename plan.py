@@ -25,23 +25,28 @@ from schedules import SCHEDULES
 
 
 def command(cfg, ranks, node):
-    """The command of a Config, on each node: the flags that differ from their defaults."""
-    nodes = ""
-    if ranks > node:  # HOST: one of them
-        nodes = (f" --nnodes {ranks // node} --nproc-per-node {node} --rdzv-backend c10d "
-                 "--rdzv-endpoint HOST:29500")
-    words = [f"torchrun{nodes} train.py"]
+    """The command that trains with a Config, to be typed on each node: the flags that differ from
+    their defaults. HOST is the name of one of the nodes."""
+    words = ["torchrun"]
+    if ranks > node:
+        words += ["--nnodes", str(ranks // node), "--nproc-per-node", str(node),
+                  "--rdzv-backend c10d --rdzv-endpoint HOST:29500"]
+    words.append("train.py")
     for f in fields(cfg):
-        if (value := getattr(cfg, f.name)) != f.default:
-            words += ["--" + f.name.replace("_", "-")] + [str(value)] * (value is not True)
+        value = getattr(cfg, f.name)
+        if value != f.default:
+            words.append("--" + f.name.replace("_", "-"))
+            if value is not True:
+                words.append(str(value))
     return " ".join(words)
 
 
 def figures(job, layout, device):
-    """The figures of a layout, for the table and --json (docs/which-layout.md lists its keys)."""
+    """The figures of a layout, for the table and --json (docs/which-layout.md lists the keys)."""
     costs = Costs(job, device)
-    seconds, parts = costs.step_time(layout), costs.time_by_part(layout)
-    per_gpu = 1e12 * layout.ranks * seconds
+    seconds = costs.step_time(layout)
+    parts = costs.time_by_part(layout)
+    per_gpu = 1e12 * layout.ranks * seconds  # FLOPs of a step / per_gpu = TFLOP/s of each GPU
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
         cfg.chunks = 0  # follows from the schedule
@@ -55,13 +60,13 @@ def figures(job, layout, device):
 
 # ---- the command line ----
 
-LIMITS = {  # (least, most): flags; train.py's have theirs, too
+LIMITS = {  # (least, most): flags of plan.py alone; run/config.py has those of train.py's flags
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network", (0, 1): "unhidden"}
 BAND = 0.14  # the median error on the third hold-out: python plan.py --published
-ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; of the others those that differ
+ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; others only if some row needs them
 LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
 gpipe, more than 16 chunks, more than 16 sequences in a microbatch
 left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
@@ -70,7 +75,7 @@ vocabulary is that of --data in train.py"""
 
 
 def summary(rows, job, tokens, title):
-    """A table as text. tokens: how many the whole training takes."""
+    """A table as text. rows: figures() of layouts. tokens: of the whole training."""
     steps = tokens / (job.batch_size * job.model.block_size)
     plain = Layout()._asdict()
     columns = [name for name in plain
@@ -85,18 +90,18 @@ def summary(rows, job, tokens, title):
 
 
 def listed(values, digits):
-    """Names and values, without those that round to 0."""
+    """The names and values of {name: value} as text, without values that round to 0."""
     return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
                      if round(abs(value), digits))
 
 
 def described_layout(layout):
-    """The fields of a layout that are not plain."""
+    """The fields of a layout that differ from those of one process, as text."""
     return " ".join(f"{name} {value}" for name, value in departures(layout).items())
 
 
 def fell_out(search):
-    """Lines of text: layouts that were not shown."""
+    """Lines of text: how many layouts are not shown, and why."""
     yield f"{search.slower:9,d}  slower, or pruned by a lower bound"
     if search.smallest:
         size, layout = search.smallest
@@ -143,16 +148,16 @@ def named_in(given, start):
 
 
 def described(args):
-    """(job, device, fixed) of the flags."""
+    """(job, device, {field of Layout: value}) of the flags; the search leaves the fields alone."""
     given = vars(args)
     model = named_in({**given, "n_experts": given.get("experts", 0)}, MODELS[args.model])
     device, gpus = named_in(given, DEVICES[args.gpu]), args.gpus
     config.check_limits(argparse.Namespace(**{**given, **vars(model), **vars(device)}), LIMITS)
     config.require(gpus <= device.node or gpus % device.node == 0, f"--gpus {gpus} must be a "
                    f"multiple of --node {device.node}")
-    chosen = ("dp", "chunks", "microbatches")  # by the search, if 0
+    open_if_0 = ("dp", "chunks", "microbatches")  # train.py chooses, here the search does
     fixed = {name: given[name] for name in Layout._fields
-             if name in given and (given[name] or name not in chosen)}
+             if name in given and (given[name] or name not in open_if_0)}
     actions = fixed.get("pp", 1) * fixed.get("microbatches", 1) * fixed.get("chunks", 1)
     config.require(actions <= 10**6, f"--pp x --microbatches x --chunks = {actions:,} must be at "
                    "most a million for a plan")
@@ -163,7 +168,8 @@ def described(args):
 
 
 def searched(args):
-    """(job, device, search, figures of layouts): the named one first (--layout), then the best."""
+    """(job, device, Search, figures of layouts). With --layout the layout of the flags comes first,
+    then the fastest of all; else the best of those that have the flags' values."""
     job, device, fixed = described(args)
     cfg, rows = as_config(job, fixed), []
     if args.layout:
@@ -173,31 +179,15 @@ def searched(args):
     search = Search(job, args.gpus, device, fixed)
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, device) for _, layout in best]
-    if not rows:  # a ValueError says why if train.py takes no such layout
-        config.check_layout(cfg, args.gpus)
+    if not rows:
+        config.check_layout(cfg, args.gpus)  # a ValueError says why train.py takes no such layout
         config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
     return job, device, search, rows
 
 
-def main():
-    gc.disable()  # a plan makes no cycles, and much that a collection would look at
-    parser = flags()
-    args = parser.parse_args()
-    try:
-        if args.published:
-            from planner.published import main as published_runs
-            return published_runs()
-        if args.measure:
-            from planner.measure import main as measure
-            return measure()
-        job, device, search, rows = searched(args)
-    except (ValueError, OSError) as error:
-        parser.error(error)
-    if args.json:
-        more = {"best": rows.pop()} if args.layout and len(rows) > 1 else {}
-        print(json.dumps({"layouts": rows, **more}))
-        return
+def print_plan(args, job, device, search, rows):
+    """The table; where the first row's bytes and seconds go, and its command; what is not shown."""
     print(summary(rows, job, args.tokens, f"{n_parameters(job.model) / 1e9:.4g} billion parameters,"
                   f" {job.batch_size} sequences of {job.model.block_size} tokens a step, on "
                   f"{args.gpus} x {args.gpu}; days for {args.tokens:g} tokens"))
@@ -216,6 +206,27 @@ def main():
               f"{slower:.1%} slower: {'within' if slower <= BAND else 'outside'} the band of "
               f"{BAND:.0%}, the planner's own median error")
     print("", "not shown:", *fell_out(search), LEFT_OUT, sep="\n")
+
+
+def main():
+    gc.disable()  # a plan makes many objects, no reference cycles: collecting would only take time
+    parser = flags()
+    args = parser.parse_args()
+    try:
+        if args.published:
+            from planner.published import main as published_runs
+            return published_runs()
+        if args.measure:
+            from planner.measure import main as measure
+            return measure()
+        job, device, search, rows = searched(args)
+    except (ValueError, OSError) as error:
+        parser.error(error)
+    if args.json:
+        best = {"best": rows.pop()} if args.layout and len(rows) > 1 else {}
+        print(json.dumps({"layouts": rows, **best}))
+        return
+    print_plan(args, job, device, search, rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Pipeline schedules: which rank runs which microbatch of which stage, in which order.
 
 The model is cut into stages, P ranks have v stages each (a rank's chunks), and the batch is cut
-into m microbatches. A forward takes F and a backward B = I + W. The two columns below hold for
-F = I = W and m >= 2P - 1; "in flight" are microbatches whose forward is done and whose backward is
-not, on the fullest rank.
+into m microbatches. A forward takes the time F, a backward B = I + W (both halves: below). The two
+columns hold for F = I = W and m >= 2P - 1. "In flight" are the microbatches on the fullest rank
+whose forward is done and whose backward is not: their activations are held.
 
                  bubble (idle share of the time)    in flight
     gpipe        (P-1) / (m+P-1)                    m                 arXiv 1811.06965
@@ -108,35 +108,33 @@ def zero_bubble(depth, P, m, v, rank):
     return actions + ["W0"] * lag
 
 
-def zb_v(P, m, v, rank):
-    """Two chunks per rank: stages 0 .. P-1 go down the ranks and P .. 2P-1 back up, a V. Rank 0 has
-    the first and the last stage, so a microbatch's backward starts on the rank where its forward
-    started. P = 3, m = 5, chunk 1 in lower case:
-
-        rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 ...
-        rank 1  .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 ...
-        rank 2  .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 ...
-
-    The paper counts out a fixed pattern; zb_v_lists finds one by two rules. No other file knows
-    them: validate() in engine/schedules.py checks the lists, like those of any schedule."""
-    return zb_v_lists(P, m)[rank]
+# ---- zb-v ----
+# Two chunks per rank: stages 0 .. P-1 go down the ranks and P .. 2P-1 back up, a V. Rank 0 has the
+# first and the last stage, so a microbatch's backward starts on the rank where its forward started.
+# P = 3, m = 5, chunk 1 in lower case:
+#
+#     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 I2 w4 I3 ...
+#     rank 1  .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 I2 i4 I3 w3 ...
+#     rank 2  .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 I2 i3 I3 i4 I4 ...
 
 
 @cache
 def zb_v_lists(P, m):
-    """zb_v of all ranks, played on a clock: F, I and W take one tick each. In each tick a rank runs
-    the first action of an order that can run. A forward needs free memory: the rank holds at most
-    2P (chunk, microbatch) pairs, from F to W, which is the memory of P microbatches.
+    """The lists of all ranks, played on a clock: F, I and W take one tick each. In each tick a
+    rank runs, of the actions that can run, the first in this order:
 
         while it has forwards to run   W1 W0, to free memory; F1 F0, to use it; I0 I1
         after its last forward         I1 I0, for which other ranks wait; W1 W0, for which none does
-    """
+
+    A forward can run if there is memory: a rank holds at most 2P pairs of chunk and microbatch,
+    from their F to their W, as much as P whole microbatches. (The paper counts out a fixed pattern;
+    these two rules come to the same bubble and memory.)"""
     last = 2 * P - 1  # the last stage
     done = Counter()  # done["F", s]: number of microbatches that have run F of stage s
 
     def waiting(kind, s):
-        """The number of microbatches that have all they need for this action, and have not run it.
-        F needs the F of the stage before, I the I of the stage after, W its own I."""
+        """The number of microbatches for which stage s could run this kind now. F needs the F of
+        the stage before, I the I of the stage after, W the stage's own I."""
         if kind == "F":
             ready = done["F", s - 1] if s > 0 else m
         elif kind == "I":
@@ -167,6 +165,11 @@ def zb_v_lists(P, m):
     return lists
 
 
+def zb_v(P, m, v, rank):
+    """1F1B on a V of 2P stages, with I and W: no bubble, and the memory of P microbatches."""
+    return zb_v_lists(P, m)[rank]
+
+
 # ---- what each schedule declares ----
 
 
@@ -181,7 +184,7 @@ def v_shape(P, v):
 
 
 class Schedule(NamedTuple):
-    """All that other files ask about a schedule: none of them compares names."""
+    """What a schedule declares. Other files ask these fields, and compare no names."""
     tokens: Callable  # tokens(P, m, v, rank): the rank's list, as above
     chunks: int = 1  # stages per rank; 0: as many as --chunks asks for
     place: Callable = in_turn  # place(P, v): the list `where`; where[s] is the rank of stage s
@@ -200,8 +203,9 @@ SCHEDULES = {
 
 
 def chunks_of(name, asked=0):
-    """Stages per rank, v. asked: what --chunks says; 0 if it says nothing, and 1 fits all.
-    ValueError, in one line, if there is no such schedule or it cannot have as many."""
+    """Stages per rank, v. asked: the value of --chunks, 0 if it is not given; a schedule with a
+    fixed number of chunks takes 1 for "not given", too. ValueError, in one line, if there is no
+    such schedule, or if it has another number of chunks."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:
@@ -221,7 +225,7 @@ def placement(name, P, v=1):
 
 @cache
 def splits_backward(name):
-    """Does the schedule run I and W instead of B? (Asked of its shortest list.)"""
+    """Does the schedule run I and W instead of B? The list of one microbatch on one rank tells."""
     return any(token[0] == "W" for token in SCHEDULES[name].tokens(1, 1, 1, 0))
 
 

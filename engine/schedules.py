@@ -162,11 +162,12 @@ def play(lists, where, costs=(1, 1, 1, 0)):
 
 
 class Event(NamedTuple):
-    """An action or a message of lower(), which sorts them by the first four entries."""
-    time: float  # of an action: its start; of a message: when its data is ready
-    after_messages: bool  # at one time messages come first: an action may need them
-    start: float  # breaks ties: the start of the action, or of the action that made the data ...
-    rank: int  # ... and the rank that ran it
+    """An action or a message in lower(), which sorts by the first three entries."""
+    time: float  # an action's start; of a message: when its data is ready
+    # The start of the action, or of the action that made the data. At one time a message thereby
+    # comes before the actions that start then, which may need it
+    start: float
+    rank: int  # that runs the action, or made the data
     action: Action
 
 
@@ -179,11 +180,11 @@ def lower(lists, where):
     the list of every rank that takes part in it, and can run."""
     events = []
     for rank, action, start, end in play(lists, where):
-        events.append(Event(start, True, start, rank, action))
+        events.append(Event(start, start, rank, action))
         for message in transfers(action, where):
-            events.append(Event(end, False, start, rank, message))
+            events.append(Event(end, start, rank, message))
     lowered = [[] for _ in lists]
-    for event in sorted(events, key=lambda event: event[:4]):  # stable: a pair stays together
+    for event in sorted(events, key=lambda event: event[:3]):  # stable: a pair stays together
         lowered[where[event.action.stage]].append(event.action)
     return lowered
 
@@ -196,14 +197,14 @@ def validate(lists, where):
     split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # split backwards
     lowered = any(a.kind in MESSAGES for _, a in got)
     m = 1 + max((a.microbatch for _, a in got), default=0)
-    want = []
+    due = []
     for k in range(m):
         for s in range(len(where)):
             kinds = ("F", "I", "W") if (s, k) in split else ("F", "B")
-            want += [Action(kind, s, k) for kind in kinds]
+            due += [Action(kind, s, k) for kind in kinds]
     if lowered:
-        want += [message for action in want for message in transfers(action, where)]
-    want = {(where[a.stage], a) for a in want}
+        due += [message for action in due for message in transfers(action, where)]
+    want = {(where[a.stage], a) for a in due}
     for rank, a in sorted(want | set(got)):
         if (rank, a) not in want:
             raise ValueError(f"rank {rank}: {a} is misplaced")

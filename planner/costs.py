@@ -1,11 +1,15 @@
 """Seconds that a training step takes in a layout, on a device that need not be here.
 
-    kernel     FLOPs / rate, or bytes / bandwidth (of elements read and written), and a launch
-    ring       rounds (N-1) (n/N / link + latency); rounds: 2 for an all-reduce, 1 for either half.
-               Of n members of a group on each node, all n have a port of their own ("rails")
-    overlap    what travels longer than compute lasts, and at least the fraction `unhidden` of it
-    step       the makespan of the schedule by the simulator, with F, I, W of the busiest rank;
-               then data-parallel messages and the optimizer (left out: LEFT_OUT in plan.py)
+    kernel     FLOPs / rate + bytes that it reads and writes / memory bandwidth + a launch
+    ring       of N ranks: rounds (N-1) (n/N / link + latency), for n bytes. An all-reduce has two
+               rounds, a reduce-scatter or an all-gather one
+    link       NVLink on a node; between nodes each rank of the group has a network port of its own
+    overlap    messages beside compute cost the time by which they are longer, and at least a
+               fraction (`unhidden`) of their own time
+    step       the makespan of the schedule, with F, I and W of the busiest rank; then data-parallel
+               messages and the optimizer. What is left out: LEFT_OUT in plan.py
+
+In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
 """
 
 import math
@@ -27,11 +31,15 @@ def step_flops(job, recompute=False):
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size
     forwards = 4 if recompute else 3
     tokens = job.batch_size * S
-    return tokens * L * forwards * (2 * sum(matrices(model)) + 4 * h * S) + 6 * tokens * h * V
+    blocks = L * forwards * (2 * sum(matrices(model)) + 4 * h * S)
+    head = 6 * h * V
+    return tokens * blocks + tokens * head
 
 
 def on_node(device, stride, size):
-    """How many of the ranks of a group, `stride` apart, share a node: all, or each node's share."""
+    """How many ranks of a group share a node. The group's `size` ranks are `stride` apart. Nodes of
+    8, tp 2, dp 16: a dp group has stride 2 and covers 32 ranks; gcd(8, 32) // 2 = 4 of its ranks
+    share a node. (Exact where sizes divide the node or are multiples of it.)"""
     return max(1, math.gcd(device.node, stride * size) // stride)
 
 
@@ -97,57 +105,71 @@ def closed_form(name, P, m, v, costs):
     """The published bubble, idle / (idle + work). None if messages take time (comm), if the
     schedule has no formula, or where its assumptions do not hold."""
     f, i, w, comm = costs
-    idle = IDLE[name](P, m, f, i, w) if name in IDLE and comm == 0 else None
-    return None if idle is None else idle / (idle + v * m * (f + i + w))
+    if comm != 0 or name not in IDLE:
+        return None
+    idle = IDLE[name](P, m, f, i, w)
+    if idle is None:
+        return None
+    return idle / (idle + v * m * (f + i + w))
 
 
 # ---- the makespan, by the clock ----
+# engine/schedules.py's simulate() again, 40 times faster, because a search plays many costs on the
+# same lists: in_order() sorts the actions once, makespan() then needs one pass. A test compares.
 
 
 @cache
 def in_order(schedule, P, m, v):
-    """[(rank, kind, index of the action of another rank that it needs, or None)] of all actions of
-    a schedule, each behind what it needs (schedules.needs; of its own rank all that is before it in
-    the rank's list). Lists are static, so this holds for all costs."""
-    lists, where, rows, done = make_schedule(schedule, P, m, v), placement(schedule, P, v), [], {}
-    queues = [deque(actions) for actions in lists]
+    """[(rank, kind, i)] of all actions of a schedule, each behind the actions that it needs. i: the
+    index in this list of the action on another rank whose result the action needs, or None. What it
+    needs of its own rank is earlier in the rank's list. The order holds for all costs."""
+    where = placement(schedule, P, v)
+    queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
+    rows = []
+    forward, backward = {}, {}  # (stage, microbatch) -> the index of its F, of its B or I
     while any(queues):
         for rank, queue in enumerate(queues):
             while queue:
                 kind, stage, k = queue[0]
-                source = stage - 1 if kind == "F" else stage + 1
-                far = kind != "W" and 0 <= source < len(where) and where[source] != rank
-                if far and (kind == "F", source, k) not in done:
-                    break  # the next rank goes on
-                rows.append((rank, kind, done[kind == "F", source, k] if far else None))
+                computed, source = (forward, stage - 1) if kind == "F" else (backward, stage + 1)
+                needed = None
+                if kind != "W" and 0 <= source < len(where) and where[source] != rank:
+                    if (source, k) not in computed:
+                        break  # not there yet: the next rank goes on
+                    needed = computed[source, k]
+                rows.append((rank, kind, needed))
                 if kind != "W":
-                    done[kind == "F", stage, k] = len(rows) - 1
+                    computed[stage, k] = len(rows) - 1
                 queue.popleft()
     return rows
 
 
+def played(schedule, P, m, v, costs):
+    """Makespan for costs F, I, W, comm: one pass over in_order()."""
+    f, i, w, comm = costs
+    cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
+    # When the first forward reaches a rank: stage r < P is on rank r
+    begin = [rank * (f / v + comm) for rank in range(P)]
+    free = list(begin)  # when the last action of each rank ended
+    ends = []
+    for rank, kind, needed in in_order(schedule, P, m, v):
+        start = free[rank]
+        if needed is not None and ends[needed] + comm > start:
+            start = ends[needed] + comm
+        free[rank] = start + cost[kind]
+        ends.append(free[rank])
+    return max(end - start for start, end in zip(begin, free, strict=True))
+
+
 @cache
 def makespan(schedule, P, m, v, costs):
-    """Makespan for costs F, I, W, comm, as simulate() has it. Beyond some P microbatches each P
-    more add the same time: two short runs predict a long one."""
-    f, i, w, comm = costs
-
-    def simulated(m):
-        cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}
-        free, ends = [rank * (f / v + comm) for rank in range(P)], []  # the first forward comes
-        first = list(free)
-        for rank, kind, need in in_order(schedule, P, m, v):
-            start = free[rank]
-            if need is not None and ends[need] + comm > start:
-                start = ends[need] + comm
-            free[rank] = start + cost[kind]
-            ends.append(free[rank])
-        return max(end - start for start, end in zip(first, free, strict=True))
-
-    few = (2 if splits_backward(schedule) else 1) * P + m % P
+    """Makespan for costs F, I, W, comm. Once the pipeline is full each P microbatches more add the
+    same time, so two short runs predict a long one."""
+    few = (2 if splits_backward(schedule) else 1) * P + m % P  # microbatches that fill it
     if m <= few + P:
-        return simulated(m)
-    start, later = simulated(few), simulated(few + P)
+        return played(schedule, P, m, v, costs)
+    start = played(schedule, P, few, v, costs)
+    later = played(schedule, P, few + P, v, costs)
     return later + (m - few - P) * (later - start) / P
 
 
@@ -158,26 +180,39 @@ def stages_behind_rank_0(schedule, P, v):
     return len(where) - 1 - max(s for s, rank in enumerate(where) if rank == 0)
 
 
+# ---- a step ----
+
+# kernels of a block in its forward, and in the two halves of its backward
+KERNELS = {"F": 20, "I": 25, "W": 12}
+NORMS = 4  # numbers that two norms read and write, for each of a token's h
+RESIDUALS = 6  # numbers that two additions read and write, for each of a token's h
+
+
 class Costs:
     """Seconds of a job on a device. Remembers what layouts share, by what it depends on."""
 
     def __init__(self, job, device):
-        self.job, self.device, self.known = job, device, {}
+        self.job, self.device = job, device
+        self.known = {}  # layers()
         self.parts_of = cache(lambda *stages: set(parts_of(job.model, *stages)))
-        # elements that the forward kernels of a block read and write, per token, beside products:
-        # (norms and residuals, of which --sp leaves each rank 1/T; MLP and heads)
-        kv, inner, up, *_ = shape_of(job.model)
-        self.moved = 10 * job.model.n_embd, (1 + up) * inner + 2 * (job.model.n_embd + kv)
+        shape, h = shape_of(job.model), job.model.n_embd
+        # Numbers that the forward kernels of a block read and write per token, beside its matrix
+        # products. --sp leaves each rank 1/T of the first sort; T always splits the second.
+        self.moved_by_norms = (NORMS + RESIDUALS) * h
+        in_mlp = shape.up * shape.inner + shape.inner  # the activation function reads, and writes
+        in_attention = h + 2 * shape.kv + h  # reads queries, keys and values, writes the result
+        self.moved_inside = in_mlp + in_attention
 
     def compute(self, products=0.0, attention=0.0, moved=0.0, kernels=0):
-        """Seconds for FLOPs of matrix products, FLOPs of fused attention, bytes moved."""
+        """Seconds for FLOPs of matrix products, FLOPs of fused attention, bytes moved, kernels."""
         device = self.device
         return (products / (1e12 * device.tflops * device.f_products)
                 + attention / (1e12 * device.tflops * device.f_attention)
                 + moved / (1e9 * device.hbm * device.f_hbm) + kernels * device.launch)
 
     def exposed(self, messages, computing, axis):
-        """Seconds of an axis' messages that compute beside them does not hide."""
+        """Seconds of an axis' messages that compute beside them does not hide. (published.py has
+        programs that overlap some axes more, or less.)"""
         return max(messages - computing, self.device.unhidden * messages)
 
     def ring(self, stride, size, nbytes, rounds=1):
@@ -191,58 +226,78 @@ class Costs:
         return forward, 2.5 * forward
 
     def tensor_messages(self, n, layout, split, products):
-        """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. products: the FLOPs of
-        the block's forward."""
+        """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. A block has two pairs
+        of a column and a row. Each pair all-reduces its output forward, and the gradient of its
+        input backward; --sp has a gather and a scatter, half an all-reduce each, in their place,
+        and gathers the column's input x once more for its gradient.
+
+                              F waits for       I waits for                  W waits for
+            --sp off          2 all-reduces     -                            2 all-reduces, beside W
+            --sp on           as many halves    2 gathers                    2 scatters, beside W
+                                                2 gathers of x, beside I
+            `split`, sp off   2 all-reduces     2 all-reduces                -
+            `split`, sp on    as many halves    2 gathers, 2 scatters        -
+                                                2 gathers of x, beside I
+
+        split: I and W are separate (zero bubble), and W comes too late to hide I's messages.
+        products: FLOPs of the block's forward."""
         model = self.job.model
-        whole = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
-        alone = 2 * self.exposed(whole, 0.0, "tp")
-        share = matrices(model)[0] / sum(matrices(model)) / 2  # in one of two columns
-        column = self.compute(share * products)  # either half of its backward
-        waits = 2 * self.exposed(whole / 2, column, "tp") if layout.sp else 0.0
-        if split:  # only the second all-gather of x (--sp) overlaps with compute
-            return alone, alone + waits, 0.0
-        if layout.sp:  # gathers x beside one half, scatters its gradient beside the other
-            return alone, alone / 2 + waits, waits
-        return alone, 0.0, 2 * self.exposed(whole, column, "tp")  # beside the weight gradient
+        one = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)  # an all-reduce
+        two_alone = 2 * self.exposed(one, 0.0, "tp")  # two of them, beside no compute
+        # what hides a message: I or W of one of the two columns
+        share_of_column = matrices(model)[0] / sum(matrices(model)) / 2
+        column = self.compute(share_of_column * products)
+        halves_beside = 2 * self.exposed(one / 2, column, "tp") if layout.sp else 0.0
+        if split:
+            return two_alone, two_alone + halves_beside, 0.0
+        if layout.sp:
+            return two_alone, two_alone / 2 + halves_beside, halves_beside
+        return two_alone, 0.0, 2 * self.exposed(one, column, "tp")
 
     def context_messages(self, n, layout, attention, attention_back):
         """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
         attention and attention_back, hides the ring's messages."""
-        T, C, w, device = layout.tp, layout.cp, self.job.width, self.device
-        h, (kv, *_) = self.job.model.n_embd, shape_of(self.job.model)
-        members = on_node(device, T, C)
-        if C > 1 and layout.cp_attention == "all-to-all":  # q, k, v and the result
-            swap = swap_time(device, members, C, 2 * n * (h + kv) / T * w)
+        T, ranks, w, device = layout.tp, layout.cp, self.job.width, self.device
+        h, kv = self.job.model.n_embd, shape_of(self.job.model).kv
+        members = on_node(device, T, ranks)
+        if ranks > 1 and layout.cp_attention == "all-to-all":  # queries, keys, values; the result
+            swap = swap_time(device, members, ranks, 2 * n * (h + kv) / T * w)
             return swap, swap
-        # seconds for a byte of each key and value. A hop from node to node goes through one port
-        hop = 2 * n * kv / T / link(device, C if members == C else 1, C)
-        forward = self.exposed(hop * w, attention / C, "cp") + device.latency
+        # Seconds of a hop for each byte of a number. From node to node it goes through one port
+        hop = 2 * n * kv / T / link(device, ranks if members == ranks else 1, ranks)
+        forward = self.exposed(hop * w, attention / ranks, "cp") + device.latency
         # keys and values, and their gradients in at least 32 bits
         bytes_back = hop * (w + max(4, w))
-        backward = self.exposed(bytes_back, attention_back / C, "cp") + device.latency
-        return (C - 1) * forward, (C - 1) * backward
+        backward = self.exposed(bytes_back, attention_back / ranks, "cp") + device.latency
+        return (ranks - 1) * forward, (ranks - 1) * backward
 
     def block(self, n, layout, split):
-        """F, I and W of a block, for a microbatch of n tokens. split: I and W are separate."""
+        """F, I and W of a block, each a Time, for a microbatch of n tokens. split: I and W are
+        separate."""
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
-        h, N, (kv, inner, up, *_) = model.n_embd, model.n_experts, shape_of(model)
-        products = 2 * n * sum(matrices(model)) / T + 2 * n * h * N
-        # bytes of the products' inputs and outputs, outside and inside of what T splits
-        operands = n * w * (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T)
-        moved = n * w * (self.moved[0] / (T if layout.sp else 1) + self.moved[1] / T)
+        h, n_experts, shape = model.n_embd, model.n_experts, shape_of(model)
+        router = 2 * n * h * n_experts  # FLOPs
+        products = 2 * n * sum(matrices(model)) / T + router
+        # Bytes of the products' inputs and outputs. h: of two columns' inputs, two rows' outputs
+        inside = 2 * h + 2 * shape.kv + (shape.up + 1) * shape.inner
+        operands = n * w * (4 * h + inside / T)
+        moved = n * w * (self.moved_by_norms / (T if layout.sp else 1) + self.moved_inside / T)
         dense, experts = block_parameters(model, T, E)
         weights = w * (dense + experts)
         attention, attention_back = self.attention(n, T)
-        F = self.compute(products, moved=operands + moved + weights, kernels=20) + attention
+        F = self.compute(products, moved=operands + moved + weights, kernels=KERNELS["F"])
+        F += attention
         I = attention_back + self.compute(  # noqa: E741
-            products, moved=operands + 2 * moved + weights, kernels=25)
-        W = self.compute(products, moved=operands + 2 * weights, kernels=12)
-        if split and N:  # weight gradients of experts are not deferred
-            at_once = self.compute(2 * n * model.top_k * experts * E / N, moved=2 * w * experts)
-            I, W = I + at_once, W - at_once  # noqa: E741
+            products, moved=operands + 2 * moved + weights, kernels=KERNELS["I"])
+        W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
+        if split and n_experts:  # weight gradients of experts are not deferred
+            of_one = experts * E / n_experts  # parameters of an expert on one tensor rank
+            at_once = self.compute(2 * n * model.top_k * of_one, moved=2 * w * experts)
+            I += at_once  # noqa: E741
+            W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
-        # tokens to the experts and back; rank e and e + 1 are one data rank apart
+        # Tokens to the experts and back. Ranks that share experts are neighbours on the data axis
         members = on_node(self.device, T * layout.cp * layout.pp, E)
         ep = 2 * swap_time(self.device, members, E, model.top_k * n * h * w / T)
         forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
@@ -250,14 +305,15 @@ class Costs:
         return forward, backward.plus(again), Time(W, tp_W)
 
     def recomputed(self, layout, forward, attention):
-        """What is computed again in backward. attention: seconds of its forward."""
+        """The Time of a block's forward that runs again in backward. attention: seconds of the
+        attention in it (published.py has programs that recompute only that)."""
         return forward if layout.recompute else Time()
 
     def ends(self, n, T):
-        """(F, I, W) of the embedding and of the head. The head's forward has the gradients, too:
-        of a chunk's logits at once. Its softmax is in at least 32 bits."""
+        """(F, I, W) of the embedding, and of the head. The head computes its gradients in its
+        forward, chunk by chunk of the logits. Its softmax is in at least 32 bits."""
         h, w, words = self.job.model.n_embd, self.job.width, self.job.model.vocab_size / T
-        reduce = self.ring(1, T, n * h * w, rounds=2)  # of rows forward, of a gradient backward
+        reduce = self.ring(1, T, n * h * w, rounds=2)  # of embedded tokens; of the head's gradient
         moved = 2 * n * words * (w + 3 * max(w, 4)) + 3 * w * h * words
         head = self.compute(6 * n * h * words, moved=moved, kernels=20)
         return ((Time(self.compute(moved=2 * n * h * w), reduce),
@@ -267,7 +323,9 @@ class Costs:
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head."""
         n, split = tokens_of(self.job, layout), splits_backward(layout.schedule)
-        key = (n, split, layout.tp, layout.ep > 1 and layout.pp, layout[3:6], layout[10:])
+        pp = layout.pp if layout.ep > 1 else 0  # decides whether experts share a node
+        key = (n, split, layout.tp, layout.cp, layout.ep, pp, layout.sp, layout.recompute,
+               layout.cp_attention)
         if key not in self.known:
             embedding, head = self.ends(n, layout.tp)
             self.known[key] = embedding, self.block(n, layout, split), head
@@ -280,10 +338,12 @@ class Costs:
     def busiest_rank(self, layout):
         """((F, I, W) in seconds of a microbatch through all stages of the slowest pipeline rank,
         its Part)."""
-        layers = [[*map(sum, layer)] for layer in self.layers(layout)]
-        times = [*map(sum, layers)]
+        # layers[i]: seconds of F, I and W of a layer of sort i: embedding, block, head
+        layers = [[sum(time) for time in layer] for layer in self.layers(layout)]
+        times = [sum(layer) for layer in layers]
         part = max(self.parts(layout), key=lambda part: sum(map(mul, part, times)))
-        return [sum(map(mul, part, action)) for action in zip(*layers, strict=True)], part
+        actions = [sum(map(mul, part, action)) for action in zip(*layers, strict=True)]
+        return actions, part
 
     def boundary(self, layout):
         """Seconds of a message to the next stage: each rank's, through a port of its own."""
@@ -294,10 +354,12 @@ class Costs:
                 + self.device.latency)
 
     def pipeline_time(self, layout, messages=True):
-        """Seconds from the first forward to the last backward, on the slowest rank."""
-        (actions, _), P = self.busiest_rank(layout), layout.pp
-        comm = self.boundary(layout) if messages and P > 1 else 0.0
-        return makespan(layout.schedule, P, layout.microbatches, layout.chunks, (*actions, comm))
+        """Seconds from the first forward to the last backward, on the slowest rank. messages: do
+        those between stages take time?"""
+        actions, _ = self.busiest_rank(layout)
+        comm = self.boundary(layout) if messages and layout.pp > 1 else 0.0
+        return makespan(layout.schedule, layout.pp, layout.microbatches, layout.chunks,
+                        (*actions, comm))
 
     def lower_bound(self, layout):
         """Fewest seconds that a step can take: messages between stages cost nothing, the bubble is
@@ -312,46 +374,70 @@ class Costs:
         trip = P * f + behind * i / layout.chunks
         return max(m * f, trip) + m * (i + w)
 
+    # ---- data-parallel messages and the optimizer ----
+
+    def gather_time(self, layout, part, numel):
+        """Seconds in which the data-parallel ranks gather numel weights, and those of the part's
+        experts; or scatter as many sums."""
+        w, device, outer = self.job.width, self.device, layout.tp * layout.cp * layout.pp
+        ranks = layout.dp * layout.cp
+        members = on_node(device, layout.tp, layout.cp) * on_node(device, outer, layout.dp)
+        seconds = ring_time(device, members, ranks, numel * w)
+        experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
+        if experts:
+            seconds += self.ring(outer * layout.ep, ranks // layout.ep, experts * w)
+        # one message for each layer or, DDP, for each bucket of 25 MiB
+        messages = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
+        return seconds + (messages - 1) * (ranks - 1) * device.latency
+
+    def exposed_data_messages(self, layout, part, forward, backward):
+        """Seconds of a step. forward, backward: compute of a microbatch, beside which they run."""
+        model, m, T = self.job.model, layout.microbatches, layout.tp
+        blocks = part.blocks * block_parameters(model, T, layout.ep)[0]
+        weights = self.gather_time(layout, part, blocks + end_parameters(model, part, T)[0])
+        grads = self.job.grad_width / self.job.width * weights
+        if layout.zero == 0:  # an all-reduce beside the last backward
+            return self.exposed(2 * grads, backward, "dp")
+        if layout.zero == 1:  # a reduce-scatter there; new weights beside the next forward
+            return self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
+        if layout.zero == 2:  # a reduce-scatter beside every backward
+            return m * self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
+        # ZeRO-3 gathers the weights beside every forward, and again beside every backward, which
+        # reads neither end's matrix: with a matrix for each end of the part
+        vocabulary = model.vocab_size * model.n_embd / T
+        ends = (part.embedding + part.head) * vocabulary
+        in_forward = self.gather_time(layout, part, blocks + ends)
+        in_backward = self.gather_time(layout, part, blocks) + grads
+        return m * (self.exposed(in_forward, forward, "dp")
+                    + self.exposed(in_backward, backward, "dp"))
+
+    def tied_ends_time(self, layout):
+        """Seconds in which the first and the last stage sum the gradient of the tied embedding."""
+        model, device, T = self.job.model, self.device, layout.tp
+        where = placement(layout.schedule, layout.pp, layout.chunks)
+        if where[0] == where[-1] or isinstance(model, Llama):  # on one rank; or not tied
+            return 0.0
+        outer = T * layout.cp * layout.pp
+        members = 2 if device.node % outer == 0 else 1  # is the whole pipeline on a node?
+        shards = layout.dp * layout.cp if layout.zero else 1
+        nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
+        return ring_time(device, members, 2, nbytes, rounds=2)
+
+    def optimizer_time(self, layout, part):
+        """Seconds in which AdamW reads and writes what this rank owns."""
+        model, w, ranks = self.job.model, self.job.width, layout.dp * layout.cp
+        dense, experts = (part.blocks * each
+                          for each in block_parameters(model, layout.tp, layout.ep))
+        numel = dense + end_parameters(model, part, layout.tp)[0]
+        owned = numel / ranks + experts * layout.ep / ranks if layout.zero else numel + experts
+        bytes_moved = 28 if w == 2 else 7 * w  # per parameter
+        return self.compute(moved=owned * bytes_moved, kernels=8 * part.blocks)
+
     def data_time(self, layout):
         """(exposed time of data-parallel messages, time of the optimizer)."""
-        (forward, *backward), part = self.busiest_rank(layout)  # of a microbatch
-        job, device, backward = self.job, self.device, sum(backward)
-        model, w, m = job.model, job.width, layout.microbatches
-        D, T, P, C, E = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
-        ranks, outer = D * C, T * C * P
-        members = on_node(device, T, C) * on_node(device, outer, D)
-        dense, experts = (part.blocks * each for each in block_parameters(model, T, E))
-        vocabulary = model.vocab_size * model.n_embd / T
-        ends, _ = end_parameters(model, part, T)
-        numel = dense + ends
-
-        def half(numel):  # seconds of a reduce-scatter, or of an all-gather
-            seconds = ring_time(device, members, ranks, numel * w)
-            if experts:
-                seconds += self.ring(outer * E, ranks // E, experts * w)
-            # one message for each layer or, DDP, for each bucket of 25 MiB
-            count = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
-            return seconds + (count - 1) * (ranks - 1) * device.latency
-
-        grads = job.grad_width / w * half(numel)
-        if layout.zero == 0:  # an all-reduce beside the last backward
-            sent = self.exposed(2 * grads, backward, "dp")
-        elif layout.zero < 3:  # reduce-scatters there, of ZeRO-2 beside every backward; then an
-            # all-gather of new weights beside the next forward
-            sent = (m if layout.zero == 2 else 1) * self.exposed(grads, backward, "dp")
-            sent += self.exposed(half(numel), forward, "dp")
-        else:  # and an all-gather of the weights beside every forward, of each end's matrix, and
-            # beside every backward, of neither
-            whole = half(dense + (part.embedding + part.head) * vocabulary)
-            sent = m * (self.exposed(whole, forward, "dp")
-                        + self.exposed(half(dense) + grads, backward, "dp"))
-        where = placement(layout.schedule, P, layout.chunks)
-        if where[0] != where[-1] and not isinstance(model, Llama):  # tied ends
-            members, of_shards = 2 if device.node % outer == 0 else 1, ranks if layout.zero else 1
-            sent += ring_time(device, members, 2, vocabulary * job.grad_width / of_shards, rounds=2)
-        owned = numel / ranks + experts * E / ranks if layout.zero else numel + experts
-        bytes_moved = 28 if w == 2 else 7 * w  # per parameter, by AdamW
-        return sent, self.compute(moved=owned * bytes_moved, kernels=8 * part.blocks)
+        (f, i, w), part = self.busiest_rank(layout)
+        sent = self.exposed_data_messages(layout, part, f, i + w)
+        return sent + self.tied_ends_time(layout), self.optimizer_time(layout, part)
 
     def step_time(self, layout):
         return self.pipeline_time(layout) + sum(self.data_time(layout))

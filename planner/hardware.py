@@ -1,5 +1,6 @@
-"""Devices, links and models by name, with the sources of their figures. A program reaches fractions
-of a data sheet, fitted on a few published runs: `python plan.py --published`.
+"""Devices, links and models by name, with the sources of their figures. A program reaches only
+fractions of a data sheet's figures; the fractions are fitted to published runs:
+python plan.py --published
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,15 @@ class Device:
     hbm: float  # its bandwidth, 10^9 bytes per second
     nvlink: float  # to another device of the node, each way, 10^9 bytes per second
     network: float  # to another node, each way, for each device, 10^9 bytes per second
-    node: int = 8  # devices in one
-    # fractions of these that programs reach: fitted, but for f_attention of A100s
+    node: int = 8  # devices of a node
+    # Fractions of these that programs reach: fitted, except f_attention of A100s
     f_products: float = 0.81  # of tflops, in matrix products once their operands are there
     f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
-    f_hbm: float = 0.66
-    f_nvlink: float = 0.52  # in a ring around which all wait
-    f_network: float = 0.65
-    unhidden: float = 0.27  # of messages beside compute: messages also slow the compute down
-    latency: float = 5e-6  # seconds for a message to get going, as NCCL counts (its tuning.cc)
+    f_hbm: float = 0.66  # of hbm
+    f_nvlink: float = 0.52  # of nvlink, in a ring in which each rank waits for the one before
+    f_network: float = 0.65  # of network
+    unhidden: float = 0.27  # of a message's time beside compute: it slows the compute down
+    latency: float = 5e-6  # seconds until a message starts to flow (NCCL's tuning.cc)
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
 
 

@@ -1,9 +1,13 @@
 """Measures this node and prints the flags to plan with: python plan.py --measure
 
-tflops is a square matrix product, in bfloat16 on GPUs and float32 on processors; f_attention fused
-attention, forward and backward; hbm a sum of long tensors; nvlink a long all-reduce less a short
-one, which is latency; launch a tiny product, on processors (a GPU hides it behind the kernel
-before). Each rank does all of it at the same time, as in training."""
+    tflops         a square matrix product, in bfloat16 on GPUs and float32 on processors
+    f_attention    fused attention, forward and backward
+    hbm            a sum of long tensors
+    latency        a short all-reduce
+    nvlink         a long all-reduce, less the short one
+    launch         a tiny product, on processors; a GPU hides it behind the kernel before
+
+All ranks measure at the same time, like in training."""
 
 import os
 import sys
@@ -22,9 +26,9 @@ from run.processes import choose_device, init, shutdown
 def seconds(mesh, work, times=1):
     """Seconds of work() on the slowest rank, the least of five rounds."""
     rounds = []
-    for _ in range(6):  # the first is to warm up
+    for _ in range(6):  # the first warms up
         barrier(mesh.world)
-        mesh.world.read(torch.zeros(1, device=mesh.device))  # the device has done all before
+        mesh.world.read(torch.zeros(1, device=mesh.device))  # waits until the device is idle
         start = time.perf_counter()
         for _ in range(times):
             out = work()
@@ -48,9 +52,12 @@ def measure(mesh):
 
     rate = 2 * size**3 / seconds(mesh, lambda: a @ a)
     main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    flags = {  # the mask halves attention's FLOPs
+    # Causal attention, forward and backward: 2 + 5 products of S x S x 128 for each of 16 heads, 2
+    # FLOPs each, halved by the mask
+    attention_flops = 7 * S * S * 128 * 16
+    flags = {
         "tflops": rate / 1e12, "f-products": 1,
-        "f-attention": min(1, 7 * S * S * 16 * 128 / seconds(mesh, attention) / rate),
+        "f-attention": min(1, attention_flops / seconds(mesh, attention) / rate),
         "hbm": 3 * long.nbytes / seconds(mesh, lambda: long.add_(long)) / 1e9, "f-hbm": 1,
         "launch": 0 if cuda else seconds(mesh, lambda: tiny @ tiny, 200), "node": n,
         "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}

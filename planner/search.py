@@ -1,9 +1,10 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-All layouts that train.py takes count; those that LEFT_OUT of plan.py names only if given as flags.
-Each layout gets a lower bound of its time: no exposed messages, the bubble by its formula. The
-layout of the lowest bound is refined: by its ZeRO stage, then by memory and the simulator. So all
-count, few are simulated. Beyond rows of equal blocks this is open (Alpa, arXiv 2201.12023)."""
+Candidates are all layouts that train.py takes, without those that LEFT_OUT of plan.py names (unless
+flags ask for them). Each gets a lower bound of its time: no exposed messages, the bubble by its
+formula. The layout of the lowest bound is refined: by its ZeRO stage, then by memory, then by the
+simulator. So none is overlooked, and few are simulated. For other models than rows of equal blocks
+the problem is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -31,7 +32,7 @@ def layout_of(cfg):
 
 
 def departures(layout):
-    """{field: value} of a layout, of those that are not plain."""
+    """{field: value} of the fields of a layout that differ from those of one process."""
     plain = Layout()._asdict()
     return {name: value for name, value in layout._asdict().items() if value != plain[name]}
 
@@ -42,6 +43,21 @@ def effort(layout):
     return len(departures(layout).keys() - {"dp", "chunks", "microbatches"})
 
 
+def split_of(layout):
+    """How a layout splits the GPUs; the rest is schedule, ZeRO stage, recompute, ..."""
+    return layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.sp
+
+
+def order(limit):
+    """A function that makes the entries of a heap of layouts, sorted by time. With a limit, in
+    seconds, those within it come first, sorted by effort, then by time."""
+    def entry(seconds, kind, layout):
+        within = limit is not None and seconds <= limit
+        return effort(layout) if within else math.inf, seconds, kind, layout
+
+    return entry
+
+
 class Search:
     """Layouts of a job on `gpus` devices that have the values of `fixed` ({field: value})."""
 
@@ -50,98 +66,126 @@ class Search:
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
-        self.misfits = self.slower = 0  # layouts that do not fit; others, most of them pruned
+        self.misfits = 0  # number of layouts that do not fit
+        self.slower = 0  # number of layouts that were pruned, or are slower than another
 
     def options(self, **options):
-        """All {field: value}; a fixed field has one value."""
+        """[{field: value}] of all combinations of options = {field: values}. A fixed field has its
+        one value."""
         lists = [[self.fixed[name]] if name in self.fixed else values
                  for name, values in options.items()]
         return [dict(zip(options, values, strict=True)) for values in product(*lists)]
 
     def axes(self):
-        """All {field: value} of dp, tp, pp, cp, ep, sp and cp_attention."""
+        """{field: value} of dp, tp, pp, cp, ep, sp and cp_attention, of all that train.py takes."""
         divisors = [d for d in range(1, self.gpus + 1) if self.gpus % d == 0]
         experts, S = self.job.model.n_experts, self.job.model.block_size
         for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
             tp, cp = axes["tp"], axes["cp"]
-            if (tp > self.device.node and "tp" not in self.fixed
-                    or cp > 1 and S // cp < 512 and "cp" not in self.fixed):
+            if tp > self.device.node and "tp" not in self.fixed:
+                continue
+            if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
                 continue
             for more in self.options(dp=[self.gpus // math.prod(axes.values())],
                                      ep=divisors if experts else [1],
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
-                way = {**axes, **more}
-                with suppress(ValueError):
-                    cfg = as_config(self.job, {**way, "microbatches": 1})
+                split = {**axes, **more}
+                with suppress(ValueError):  # train.py does not take it
+                    cfg = as_config(self.job, {**split, "microbatches": 1})
                     if check_layout(cfg, self.gpus) == self.gpus:
-                        yield way
+                        yield split
+
+    def chunk_counts(self, schedule, pp):
+        """The numbers of chunks to try. Of many, those that share the blocks evenly."""
+        declared = SCHEDULES[schedule].chunks
+        if declared:
+            return [declared]
+        if "chunks" in self.fixed:
+            return [self.fixed["chunks"]]
+        if pp == 1:
+            return [1]
+        L = self.job.model.n_layer
+        return [v for v in range(2, 17) if v <= 8 or L % (v * pp) == 0]
 
     def layouts(self):
-        """All, with ZeRO stage 0."""
-        L = self.job.model.n_layer
+        """All layouts, with ZeRO stage 0."""
         for axes in self.axes():
-            share = self.job.batch_size // axes["dp"]  # sequences of a data rank
-            pp, counts = axes["pp"], [share // b for b in range(1, 17) if share % b == 0]
-            names = ["1f1b"]
+            pp, share = axes["pp"], self.job.batch_size // axes["dp"]  # sequences of a data rank
+            counts = [share // b for b in range(1, 17) if share % b == 0]
+            schedules = ["1f1b"]
             if pp > 1:  # not GPipe: 1F1B has its bubble, and holds less
-                names = [name for name, declared in SCHEDULES.items() if not declared.grows]
-            # of many chunks, those that share the blocks evenly
-            many = [v for v in range(2, 17) if v <= 8 or L % (v * pp) == 0] if pp > 1 else [1]
-            many = [self.fixed.get("chunks")] if "chunks" in self.fixed else many
-            for more in self.options(microbatches=counts, schedule=names, recompute=[False, True]):
+                schedules = [name for name, declared in SCHEDULES.items() if not declared.grows]
+            for more in self.options(microbatches=counts, schedule=schedules,
+                                     recompute=[False, True]):
                 m, schedule = more["microbatches"], more["schedule"]
-                declared = SCHEDULES[schedule]
-                if share % m or declared.in_rounds and m % pp:
+                if share % m or SCHEDULES[schedule].in_rounds and m % pp:
                     continue
-                for v in [declared.chunks] if declared.chunks else many:
-                    if v * pp <= L + 2 and v == self.fixed.get("chunks", v):
+                for v in self.chunk_counts(schedule, pp):
+                    if v * pp <= self.job.model.n_layer + 2 and v == self.fixed.get("chunks", v):
                         yield Layout(**axes, **more, chunks=v)
 
     def fits(self, layout, ranks=None):
         """Do these pipeline ranks (None: all) have enough memory?"""
         need = memory(self.job, layout, ranks)["total"]
-        if need > self.device.gb * 1e9:
-            self.misfits += 1
-            self.smallest = min(self.smallest or (need, layout), (need, layout))
-        return need <= self.device.gb * 1e9
+        if need <= self.device.gb * 1e9:
+            return True
+        self.misfits += 1
+        self.smallest = min(self.smallest or (need, layout), (need, layout))
+        return False
 
-    def best(self, top, band=0.0):
-        """[(seconds, layout)] of the `top` best (dp, tp, pp, cp, ep, sp), with the best rest: the
-        fastest or, with a band, first those of least effort that are at most so much slower."""
-        limit, found = -math.inf, {}  # found: (dp, tp, pp, cp, ep, sp) -> (seconds, layout)
+    def with_zero(self, layout):
+        """The layout in each ZeRO stage."""
+        stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
+        if activations(self.job, layout, 0) > self.device.gb * 1e9:
+            stages = stages[-1:]  # of those that do not fit, the one that holds least
+        return [layout._replace(**zero) for zero in self.options(zero=stages)]
 
-        def entry(seconds, kind, layout):
-            return effort(layout) if seconds <= limit else math.inf, seconds, kind, layout
+    def next_fit(self, queue, entry, found):
+        """(seconds, layout) of the first layout of the queue that fits, with its exact time; None
+        if none is left. The queue is a heap of entry(seconds, kind, layout).
+        `seconds` is a lower bound, refined step by step, each time back into the queue:
 
-        queue = [entry(self.costs.lower_bound(layout), "bound", layout)
-                 for layout in self.layouts()]
-        heapq.heapify(queue)
-        while queue and len(found) < top:
+            "bound"      of the pipeline            -> each ZeRO stage, with its messages
+            "with data"  and of data's messages     -> if the ends fit, the simulated time
+            "exact"                                 -> if all ranks fit, the answer
+        """
+        while queue:
             _, seconds, kind, layout = heapq.heappop(queue)
-            if layout[:6] in found:
+            if split_of(layout) in found:
                 self.slower += 1
-                continue
-            if kind == "bound":
-                stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
-                if activations(self.job, layout, 0) > self.device.gb * 1e9:
-                    stages = stages[-1:]  # of those that do not fit, the one that holds least
-                for zero in self.options(zero=stages):
-                    staged = layout._replace(**zero)
+            elif kind == "bound":
+                for staged in self.with_zero(layout):
                     least = seconds + sum(self.costs.data_time(staged))
                     heapq.heappush(queue, entry(least, "with data", staged))
             elif kind == "with data":
                 if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
                     heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
-                if self.fastest is None:
-                    self.fastest = seconds, layout
-                    if band:  # from here on by effort
-                        limit = seconds * (1 + band)
-                        queue = [entry(*each) for _, *each in queue]
-                        heapq.heapify(queue)
-                        heapq.heappush(queue, entry(seconds, kind, layout))
-                        continue
-                found[layout[:6]] = seconds, layout
+                return seconds, layout
+        return None
+
+    def best(self, top, band=0.0):
+        """[(seconds, layout)] of the `top` best splits of the GPUs, each with its best rest: the
+        fastest or, with a band, first those of least effort that are at most so much slower."""
+        # Find the fastest
+        entry = order(limit=None)
+        queue = [entry(self.costs.lower_bound(layout), "bound", layout)
+                 for layout in self.layouts()]
+        heapq.heapify(queue)
+        self.fastest = self.next_fit(queue, entry, found={})
+        if self.fastest is None:
+            return []
+        # List the best, the fastest among them. With a band all entries are sorted anew
+        seconds, layout = self.fastest
+        entry = order(limit=seconds * (1 + band) if band else None)
+        queue = [entry(*each) for _, *each in queue] + [entry(seconds, "exact", layout)]
+        heapq.heapify(queue)
+        found = {}  # split -> (seconds, layout)
+        while len(found) < top:
+            following = self.next_fit(queue, entry, found)
+            if following is None:
+                break
+            found[split_of(following[1])] = following
         self.slower += len(queue)
         return list(found.values())

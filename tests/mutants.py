@@ -10,7 +10,8 @@ as equivalent (no test can tell them from the code, or only by the time they tak
     ddp.py `bucket.sum_at_end[:1]`: no parameter has two sums at the end
     group.py, a send posted before its receive: on gloo they do not block each other
     checkpoint.py, every replica saves its slices: the same bytes to the same places
-    sample.py, caches dropped a token early; schedules.py `event[:1]`: the same from other ways
+    sample.py, caches dropped a token early
+    engine/schedules.py `event[:2]`: another order of independent messages
     expert_parallel.py, loads that T ranks count T times: `busiest` is a ratio of loads
 """
 
@@ -104,9 +105,9 @@ MUTANTS = {
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
         ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
-        (" or held < 2 * P)", ")", "schedules:published")],
+        (" or held < 2 * P)", " or held < 3 * P)", "schedules:published")],
     "engine/schedules.py": [
-        ("Event(end, False,", "Event(end, True,", "schedules:deadlock"),
+        ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged")],
     "pipeline.py": [
         ("in_flight.popleft()", "in_flight.pop()", "plain:pipelines"),
