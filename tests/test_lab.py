@@ -93,7 +93,7 @@ def differences(pairs, core=CORE):
 
 
 def ring_hops(N):
-    """Run collectives.plain_all_reduce on N threads. After each hop: the set of ranks, as bits,
+    """Run collectives.all_reduce on N threads. After each hop: the set of ranks, as bits,
     whose terms each chunk of each rank has; and the chunk that each rank sends in that hop."""
     links, phases = [queue.Queue() for _ in range(N)], ("reduce-scatter", "all-gather")
     states, sends = [[[] for _ in range(N)] for _ in range(2)]
@@ -107,7 +107,7 @@ def ring_hops(N):
             return Mock()
 
         tensor = torch.full((N,), 1 << r)
-        states[r].append(collectives.plain_all_reduce(tensor, SimpleNamespace(
+        states[r].append(collectives.all_reduce(tensor, SimpleNamespace(
             size=N, rank=r, next=(r + 1) % N, prev=(r - 1) % N, exchange=exchange)).tolist())
 
     with ThreadPoolExecutor(N) as threads:
