@@ -14,8 +14,10 @@ import torch
 
 import sample
 import train
+from model import GPT
 from run import checkpoint, export, tensorfile
 from show import pictures
+from sizes import GPTConfig
 from tests.harness import HERE
 from tests.runs import ENVIRONMENT, Run, _main, command, flags, one_line
 
@@ -166,7 +168,7 @@ def test_too_many_samples_are_refused(trained, capsys, monkeypatch):
 
 
 def test_a_temperature_near_zero_takes_the_likeliest():
-    model = train.GPT(train.GPTConfig(50, 8, 1, 2, 8))
+    model = GPT(GPTConfig(50, 8, 1, 2, 8))
     for param in model.parameters():
         torch.nn.init.normal_(param)
     assert sample.generate(model, [1], 6, temperature=1e-300) == sample.generate(

@@ -329,14 +329,7 @@ def test_a_long_text_is_encoded_in_pieces_as_it_is_whole():
         assert encode(enc, [text], "text", pool).tolist() == enc.encode_ordinary(text)
 
 
-def test_run_and_data_import_neither_planner_nor_commands():
-    """Arrows point down: data/ knows the ground only. Only processes.py names torch.distributed."""
-    allowed = {"run": {"run", "model", "mesh", "group", "collectives", "shard", "sizes",
-                       "schedules", "data"}, "data": {"data", "model"}}
-    ours = {path.stem for path in HERE.glob("*.py")} | {"run", "data", "planner", "tests"}
-    for folder, below in allowed.items():
+def test_only_processes_py_of_the_rooms_names_torch_distributed():
+    for folder in ("run", "data"):
         for path in (HERE / folder).glob("*.py"):
-            text = path.read_text()
-            found = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
-            assert found & ours <= below, (path, found & ours - below)
-            assert ("torch.distributed" in text) == (path.name == "processes.py"), path
+            assert ("torch.distributed" in path.read_text()) == (path.name == "processes.py"), path

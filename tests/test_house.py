@@ -36,7 +36,8 @@ MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
     "show": [*ROOT, "engine", "data", "run", "planner", "show"],
     "command": [*ROOT, "engine", "data", "run", "planner", "show", "command"],
     "experiments": [*ROOT, "engine", "data", "run", "planner", "show", "command"]}
-FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py")) if path.parent.name != "tests"]
+FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))
+           if path.parent.name != "tests"]
 HOUSE = {path.stem if path.parent == HERE else f"{path.parent.name}.{path.stem}": path
          for folder in (HERE, *FOLDERS)
          for path in folder.glob("*.py") if path.name != "__init__.py"}

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import engine.collectives as collectives
+import collectives
 import plan
 import schedules
 import sizes
