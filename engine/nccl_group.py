@@ -1,4 +1,4 @@
-"""NCCL's manner of a Group (engine/group.py has gloo's). A reader without a GPU can leave this out.
+"""NCCL's manner of a Group (engine/group.py has gloo's). Without a GPU, leave this file out.
 
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the process
     NCCL (CUDA)  between two ranks, operations are matched in the order in which both posted them;

@@ -30,7 +30,60 @@ HERE = Path(__file__).resolve().parent.parent
 
 # {file: [(old text, found once; new text; "ROOM:K" for tests/test_ROOM.py -k K)]}
 MUTANTS = {
+    "plain.py": [
+        ("for group in tag.sum_over[1:]:", "for group in ():", "plain:train_py"),
+        ("mesh.world if cfg.zero else", "", "plain:train_py"),
+        ("        reducer.publish()\n", "", "plain:train_py")],
+    "collectives.py": [
+        ("combine(into, received)\n    return", "into.copy_(received)\n    return", "collectives:definition"),
+        ("(r - 2 - hop) % N", "(r - 1 - hop) % N", "collectives:definition"),
+        ("outputs[r].copy_(inputs[r])", "pass", "collectives:definition")],
     "ddp.py": [
+        ("all_reduce(param.grad, replicas)", "param.grad", "plain:train_py"),
+        ("            param.grad = None\n", "", "plain:train_py")],
+    "zero.py": [
+        ("self.sums.get(param, 0) + chunk", "chunk.clone()", "plain:train_py"),
+        ("own_chunk(reduce_scatter(full, replicas), replicas).clone()",
+         "own_chunk(full, replicas).clone()", "plain:train_py"),
+        ("            all_gather(param.data, param.shard.sum_over[0])", " " * 12 + "pass",
+         "plain:train_py"),
+        ("        param.grad = None\n\n    def gradients(self):\n        return [self.sums",
+         "\n    def gradients(self):\n        return [self.sums", "plain:table"),
+        ("param.data = param.data.new_empty(0)", "pass", "plain:table"),
+        ("return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)",
+         "return self.run(*inputs)", "plain:table")],
+    "optimizer.py": [
+        (".clamp(max=1.0)", "", "values:clipping"),
+        (".sum() / tag.copies", ".sum()", "plain:train_py"),
+        ("self.weights.copy_(self.master)", "pass", "plain:rounding"),
+        ("(1 - beta2**num_steps)", "1", "plain:train_py"),
+        ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
+        ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
+        ('> 1 and shard.name.endswith("weight")', "> 1", "experts:equal_one")],
+    "tensor_parallel.py": [
+        ("f, parts=3)", "f)", "plain:train_py"),
+        ("lambda grad: sum_of_copy(grad, group)", "lambda grad: grad", "plain:train_py"),
+        ("losses.masked_fill(targets == ABSENT, 0)", "losses", "plain:padding"),
+        ("logits.to(torch.promote_types(logits.dtype, torch.float))", "logits", "plain:padding"),
+        ("at_target.masked_fill(outside, 0)", "at_target", "plain:padding")],
+    "sequence_parallel.py": [
+        ("sum_gradients=True", "sum_gradients=False", "plain:sequence_context"),
+        ("lambda grad: all_tokens(grad, group)", "lambda grad: grad", "plain:sequence_context"),
+        ("own_chunk(positions(idx), group)", "positions(idx)", "plain:sequence_context")],
+    "context_parallel.py": [
+        ("numerator * shrink", "numerator", "plain:sequence_context"),
+        ("lambda grad: move(grad, group.prev, group.next)", "lambda grad: grad",
+         "plain:sequence_context"),
+        ("[*early, *reversed(late)]", "[*early, *late]", "sequences:cp")],
+    "expert_parallel.py": [
+        ("return outputs[order.argsort()]", "return outputs", "experts:equal_one"),
+        ("gates.flatten()[order]", "gates.flatten()", "plain:sequence_context"),
+        ("sum_over=(same_experts,)", "sum_over=full.shard.sum_over", "plain:sequence_context")],
+    "pipeline.py": [
+        ("in_flight.popleft()", "in_flight.pop()", "plain:train_py"),
+        ("    wait_all(sends)\n", "", "plain:train_py"),
+        ("weight.shard.sum_over += (group,)", "pass", "layouts:layout_equals")],
+    "engine/ddp.py": [
         ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
         ("wait_all(self.works)", "", "collectives:change_nothing"),
         ("where[0]  # a tied", "where[-1]  # a tied", "layouts:zb-v"),
@@ -38,40 +91,39 @@ MUTANTS = {
         ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
         ("            bucket.grad.zero_()", " " * 12 + "pass", "zero:sum_its_gradients"),
         ("max(start - self.offset, 0)", "start - self.offset", "layouts:layout_equals")],
-    "zero.py": [
+    "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
-        ("bucket.grad is None:  #", "False:  #", "zero:unused"),
-        (" or bucket is self.reducing", "", "layouts:layout_equals"),
+        ("        if bucket.grad is None or bucket is self.reducing:",
+         "        if bucket.grad is None:", "layouts:layout_equals"),
+        ("full = self.full_gradient(bucket)", "full = bucket.grad", "zero:unused"),
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
         ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
         ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def", "= Work()\n\n    def",
          "layouts:layout_equals"),
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
-    "optimizer.py": [
-        (".clamp(max=1.0)", "", "values:clipping"),
+    "engine/optimizer.py": [
         ("square() / self.copies).sum()", "square()).sum()", "layouts:layout_equals"),
-        ("square() / self.copies\n", "square()\n", "optimizers:each_layout"),
+        ("/ bucket.num_shards", "", "layouts:layout_equals"),
+        ("2, dtype=self.wide)", "2)", "values:norm"),
+        ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
+        ("+= finite", "+= 1", "faults:five_steps"),
+        ("times(grad, factor) for p", "grad for p", "values:of_16_bits"),
+        ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
+        ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits")],
+    "engine/layerwise.py": [
+        ("square() / self.copies)", "square())", "optimizers:each_layout"),
         ("all_reduce(squares, self.norm_group)", "squares", "optimizers:each_layout"),
-        ("weight / (change + decay * weight)", "weight / change", "optimizers:each_layout"),
-        ("& (weight > 0)", "", "optimizers:each_layout"),
-        ("& (change > 0)", "", "optimizers:each_layout"),
+        ("grad + self.weight_decay * weight", "grad", "optimizers:each_layout"),
+        ("& (numerator > 0)", "", "optimizers:each_layout"),
+        ("& (given > 0)", "", "optimizers:each_layout"),
         ("self.weight_decay * decays(", "self.weight_decay * bool(", "optimizers:each_layout"),
         (".clamp(min=1)", "", "optimizers:skipped"),
         ("(grad * factor).masked_fill_(~finite, 0.0)", "grad * factor", "optimizers:skipped"),
-        ("addcmul_(change, go, value=-1)", "sub_(change)", "optimizers:skipped"),
-        ("/ bucket.num_shards", "", "layouts:layout_equals"),
-        ("2, dtype=wide)", "2)", "values:norm"),
-        ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
-        ("+= finite", "+= 1", "faults:five_steps"),
-        ("times(grad, factor)) for p", "grad) for p", "values:of_16_bits"),
-        ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
-        ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
-        ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
-        ('> 1 and shard.name.endswith("weight")', "> 1", "experts:equal_one"),
-        ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits")],
-    "tensor_parallel.py": [
-        ("now_or_later, parts=3)", "now_or_later)", "layouts:layout_equals"),
+        ("addcmul_(change, go, value=-1)", "sub_(change)", "optimizers:skipped")],
+    "engine/tensor_parallel.py": [
+        ("now_or_later, parts=3)", "now_or_later)", "layouts:layout_equals")],
+    "engine/vocabulary_parallel.py": [
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
         ("-1, dtype=wide)\n", "-1)\n", "values:in_32"),
         ("torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()",
@@ -82,23 +134,25 @@ MUTANTS = {
         ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad"),
         ("i : i + n] = leaving", "0:n] = leaving", "values:chunks"),
         ("inputs / power), alpha=power", "inputs), alpha=1", "values:range")],
-    "sequence_parallel.py": [
+    "engine/sequence_parallel.py": [
         ("work.wait()\n            return tensor", "pass\n            return tensor",
          "collectives:change_nothing"),
         ("x.clone()), region.enter)", "x.clone()), lambda grad: grad)", "sequences:equal_one")],
-    "context_parallel.py": [
+    "engine/context_parallel.py": [
         ("if key_rank < rank", "if key_rank > rank", "sequences:cp"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
         ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
         ("passing.wait()\n            kv = next_kv", "kv = next_kv", "streams:ring"),
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "sequences:cp"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
-        ("[*early, *reversed(late)]", "[*early, *late]", "sequences:cp")],
-    "expert_parallel.py": [
+        ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
+    "engine/expert_parallel.py": [
+        ("(cp, tp) if sp else (cp,)", "(cp,)", "experts:equal_one"),
+        ("sum_over=(mesh.same_experts(),)", "sum_over=full.shard.sum_over",
+         "experts:equal_one")],
+    "run/routing.py": [
         ("mean(1)).max()", "mean(1)).mean()", "experts:equal_one"),
         ("sum() * self.copies", "sum()", "experts:equal_one"),
-        ("(cp, tp) if sp else (cp,)", "(cp,)", "experts:equal_one"),
-        ("sum_over=(same_experts,)", "sum_over=full.shard.sum_over", "experts:equal_one"),
         ("layer.mlp.balance_weight = cfg.balance", "pass", "experts:equal_one")],
     "schedules.py": [
         ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
@@ -109,26 +163,31 @@ MUTANTS = {
     "engine/schedules.py": [
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged")],
-    "pipeline.py": [
-        ("in_flight.popleft()", "in_flight.pop()", "plain:pipelines"),
+    "engine/pipeline.py": [
         ("remaining[param] == 0", "remaining[param] <= 1", "schedules:twice"),
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
         ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
         ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
-    "collectives.py": [
+    "engine/collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
-        ("receives[i].wait()", "pass", "streams:zb_v"),
+        ("landing, group.prev).wait()", "landing, group.prev)", "streams:zb_v"),
+        ("receives.popleft().wait()", "receives.popleft()", "collectives:change_no_collective"),
         ("finish(i)\n    wait_all(sends)", "finish(i)", "collectives:change_no_collective"),
         (" and not group.last.waits", "", "collectives:overtake"),
-        ("else AHEAD, num_reduce)", "else AHEAD // 2, num_reduce)", "collectives:fast_ring"),
+        ("min(AHEAD, num_reduce)", "min(AHEAD // 2, num_reduce)", "collectives:fast_ring"),
         ("power_of_two = ", "power_of_two = group.size % 2 == 0 or ", "collectives:definition")],
     "group.py": [
+        ("send.numel() * send.element_size()", "send.numel()", "plain:table")],
+    "engine/group.py": [
         ("future.result()", "pass", "collectives:change_nothing"),
+        ("        if not group.is_running_job():  #", "        if True:  #",
+         "collectives:collective_of"),
+        ("with self.lock, naming(self.what):", "with naming(self.what):", "collectives:thread"),
         ("group.last.wait()", "pass", "collectives:overtake"),
         ("out.numel() * out.element_size()", "out.numel()", "collectives:formula")],
-    "nccl_group.py": [
+    "engine/nccl_group.py": [
         ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
         ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
         ("return job  #", "#", "streams:ring"),
@@ -148,11 +207,13 @@ MUTANTS = {
         ("k, v, is_causal=True)", "k, v, is_causal=False)", "values:formulas"),
         ("math.sqrt(2 * config.n_layer)", "math.sqrt(config.n_layer)", "values:initial"),
         ('f"{seed} {name}"', 'f"{name}"', "values:initial"),
-        ("torch.promote_types(x.dtype, torch.float)", "x.dtype", "values:in_32"),
         ("logits.float() if logits.element_size() == 2 else", "", "values:in_32")],
+    "experts.py": [
+        ("torch.promote_types(x.dtype, torch.float)", "x.dtype", "values:in_32")],
     "train.py": [
         ("square.sqrt() / self.scale", "square.sqrt()", "values:of_16_bits"),
-        ("torch.where(loss.isfinite(), norm, math.nan)", "norm", "faults:five_steps"),
+        ("torch.where(sums[0].isfinite(), square.sqrt() / self.scale, math.nan)",
+         "square.sqrt() / self.scale", "faults:five_steps"),
         ("coefficient / self.scale", "coefficient", "values:of_16_bits"),
         ("% 1000 == 0, 2.0", "% 1000 == 0, 1.0", "values:scale"),
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
@@ -187,7 +248,6 @@ MUTANTS = {
     "sample.py": [
         ("length > window:  #", "length > window + 1:  #", "weights:sampling"),
         (".double() / temperature", ".double()", "weights:sampling")],
-    "plain.py": [("flat.grad.zero_()", "pass", "plain:train_py")],
 }
 
 

@@ -84,6 +84,22 @@ def test_the_plain_ring_attention_gives_the_same(corpus, flags):
     equals_one_process(corpus, _plain_attention, microbatches=1, **flags)
 
 
+def _strided(rank):
+    """Outputs of both rings for a q whose numbers of a head do not lie side by side."""
+    group = Mesh(cp=2).group("cp")
+    q, k, v = (torch.randn(2, 3, 8, 4, dtype=torch.double,
+                           generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q = q.transpose(2, 3).contiguous().transpose(2, 3)  # the same numbers, last stride 8
+    assert q.stride(-1) == 8
+    return context_parallel.ring_attention(q, k, v, group), ring_attention(q, k, v, group)
+
+
+def test_the_ring_takes_any_strides():
+    """torch's kernel reads the last dim with stride 1, whatever it is, and says nothing."""
+    for fast, plain in pool(2, _strided):
+        close(fast, plain, "attention")
+
+
 def _validation(rank, cfg):
     trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     return [trainer.validation_loss(data, batches) for batches in (1, 9, None)]
