@@ -7,12 +7,12 @@
 Each is put into a copy of the tracked files, and is killed if a test fails there or hangs; else it
 lives, and a test is missing. Takes an hour or more; neither pytest nor CI runs this file. Left out,
 as equivalent (no test can tell them from the code, or only by the time they take):
-    ddp.py `bucket.sum_at_end[:1]`: no parameter has two sums at the end
-    group.py, a send posted before its receive: on gloo they do not block each other
+    engine/ddp.py `bucket.sum_at_end[:1]`: no parameter has two sums at the end
+    engine/group.py, a send posted before its receive: on gloo they do not block each other
     checkpoint.py, every replica saves its slices: the same bytes to the same places
     sample.py, caches dropped a token early
     engine/schedules.py `event[:2]`: another order of independent messages
-    expert_parallel.py, loads that T ranks count T times: `busiest` is a ratio of loads
+    run/routing.py, loads that T ranks count T times: `busiest` is a ratio of loads
 """
 
 import argparse
@@ -35,7 +35,8 @@ MUTANTS = {
         ("mesh.world if cfg.zero else", "", "plain:train_py"),
         ("        reducer.publish()\n", "", "plain:train_py")],
     "collectives.py": [
-        ("combine(into, received)\n    return", "into.copy_(received)\n    return", "collectives:definition"),
+        ("combine(into, received)\n    return", "into.copy_(received)\n    return",
+         "collectives:definition"),
         ("(r - 2 - hop) % N", "(r - 1 - hop) % N", "collectives:definition"),
         ("outputs[r].copy_(inputs[r])", "pass", "collectives:definition")],
     "ddp.py": [
