@@ -1,21 +1,17 @@
 """Context parallelism: the tokens of each sequence are split over the ranks of a group.
 
-Split: tokens, and so the activations of all layers. Replicated: weights, whose gradients are summed
-over the ranks. Only attention lets tokens meet, so only attention sends, in one of two ways. Each
-of N ranks sends per layer and microbatch of b sequences, in elements, C wide:
+Split: tokens, and so the activations of all layers. Replicated: weights; the ranks count among the
+replicas over which gradients are summed. Only attention lets tokens meet, so only attention sends.
+Elements that each of N ranks sends per block and microbatch:
 
-    ring        keys and values go around the ring, 2 (N-1)/N b S C forward; their gradients come
+    ring        keys and values go around the ring, 2 (N-1)/N B S C forward; their gradients come
                 back, as many.                                              arXiv 2310.01889
-    all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 b S C forward, as many in
+    all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
                 backward; N must divide the number of heads. Ulysses,       arXiv 2309.14509
 
 Held: 1/N of what a block saves for backward; the ring here also saves every hop's scores.
 
     python context_parallel.py        who meets whom, on 4 ranks
-
-train.py runs engine/context_parallel.py (--cp): torch's fused kernel computes each hop, the next
-keys travel meanwhile, and hidden ones are skipped: 1.6 to 2.4 times the speed of this ring, in less
-than a quarter of the memory.
 """
 
 import math
@@ -29,8 +25,8 @@ from model import causal_attention
 
 def zigzag(S, size, rank):
     """Positions, out of 0 .. S-1, of the tokens of one of `size` ranks. Zigzag: cut the sequence
-    into 2 size segments, and give rank r segments r and 2 size - 1 - r. For two ranks: segments 0
-    and 3 to rank 0, segments 1 and 2 to rank 1.
+    into 2 * size segments, and give rank r the segments r and 2 * size - 1 - r. For two ranks:
+    segments 0 and 3 to rank 0, segments 1 and 2 to rank 1.
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
     and a late segment has as much to compute as any other. With one segment per rank, the last of 4
@@ -65,7 +61,7 @@ def ring_attention(q, k, v, group):
     denominator of   out = sum(exp(score) v) / sum(exp(score))   apart, and add to both."""
     N = group.size
     S = N * q.size(2)
-    positions = zigzag(S, N, group.rank)  # of this rank's queries
+    positions = zigzag(S, N, group.rank)  # positions of this rank's queries
     kv = torch.stack([k, v])  # (2, B, nh, S/N, hs)
     # The largest score so far is subtracted from all scores, because exp(score) could overflow
     largest = q.new_full((*q.shape[:-1], 1), -math.inf)
@@ -81,7 +77,7 @@ def ring_attention(q, k, v, group):
         # finite, because in hop 0 each token meets itself.
         new_largest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
         weights = (scores - new_largest).exp()
-        shrink = (largest - new_largest).exp()  # of the sums so far
+        shrink = (largest - new_largest).exp()  # brings the sums so far to the new largest
         numerator = numerator * shrink + weights @ kv[1]
         denominator = denominator * shrink + weights.sum(-1, keepdim=True)
         largest = new_largest
@@ -91,6 +87,7 @@ def ring_attention(q, k, v, group):
 
 
 # ---- all-to-all (Ulysses): for attention, a rank has all tokens of 1/N of the heads ----
+# The argument `swap` of these functions: engine/context_parallel.py gives its own.
 
 
 def swap(parts, group):
@@ -132,13 +129,20 @@ def split_sequences(model, group, attention=ring_attention):
     """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
     is also the length of all sequences, is a multiple of 2 N. After: its attention is over the
     tokens of all ranks, and its embedding knows this rank's positions, which are returned: feed the
-    model ids[:, positions]."""
+    model ids[:, positions].
+
+    The ranks see other tokens, like replicas: tag_whole(model, data=mesh.group("dp", "cp"))."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     model.layers[0].positions = lambda idx: positions
     if group.size > 1:
         for block in model.layers[1:-1]:
             block.attn.attend = partial(attention, group=group)
     return positions
+
+
+# train.py --cp trains with engine/context_parallel.py: torch's fused kernel computes each hop, the
+# next keys travel meanwhile, and keys that the mask hides are skipped: 1.6 to 2.4 times the speed
+# of this ring, in less than a quarter of the memory.
 
 
 def demo(mesh):

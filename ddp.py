@@ -7,11 +7,8 @@ No average is taken. The loss was divided by the number of tokens in the whole b
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. PyTorch
 Distributed, arXiv 2006.15704.
 
-    python ddp.py        a small GPT on 4 ranks        torchrun plain.py --dp 2
-
-plain.py trains with this DDP. train.py runs engine/ddp.py: gradients lie side by side in buckets, a
-bucket is one message, and it travels while backward goes on: 1.5 times the speed where messages
-rule, 1.04 where computing does.
+    python ddp.py                  a small GPT on 4 ranks
+    torchrun plain.py --dp 2       plain.py on 2 ranks
 """
 
 from collectives import all_reduce
@@ -31,7 +28,7 @@ class DDP:
         weights        the tensors that this rank's optimizer steps, in place. Here: whole
                        parameters. params[i] is the parameter of weights[i]
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
-                       over the replicas. Starts the next step's gradients anew
+                       over the replicas. Clears the gradients for the next step
         publish()      after the optimizer's step: every rank has the new weights
     """
 
@@ -49,6 +46,11 @@ class DDP:
 
     def publish(self):
         """Nothing to send: every rank has stepped every weight, with the same gradients."""
+
+
+# plain.py trains with this DDP; train.py with engine/ddp.py: gradients lie side by side in buckets,
+# and a bucket travels while backward goes on: 1.5 times the speed where messages rule, 1.04 where
+# computing does.
 
 
 def demo(mesh):

@@ -3,14 +3,11 @@ the ranks of the experts they chose, and the outputs back (all-to-all, dispatch 
 
 experts.py has all experts on one rank. Split: rank e of E has n = n_experts / E of them,
 e n .. (e + 1) n - 1; their gradients are summed over the D/E ranks with the same experts.
-Replicated: the router. Sent per rank, layer and microbatch of b sequences if the experts are even:
-k b S C (E-1)/E elements for k experts per token, as many back, and in backward the same two again.
+Replicated: the router. Sent per rank, layer and microbatch if the experts are even: k B S C (E-1)/E
+elements for k experts per token, as many back, and in backward the same two again.
 GShard, arXiv 2006.16668.
 
     python expert_parallel.py        who sends what, on 4 ranks
-
-train.py runs engine/expert_parallel.py (--experts 8 --ep 2), where tensor ranks share the experts
-too, and each token is sent once for them all.
 """
 
 from dataclasses import replace
@@ -25,10 +22,11 @@ from shard import take_slice
 def send_rows(x, sent, received, group, all_to_all=all_to_all):
     """Send rows of x (rows, C): the first sent[0] rows to rank 0, the next sent[1] to rank 1, ...
     Returns (sum(received), C): received[0] rows from rank 0, then received[1] from rank 1, ...
-    In backward the gradients of the rows take the way back."""
-    def move(x, sent, received):
-        rows = x.new_empty((sum(received), x.size(1)))
-        all_to_all(rows.split(received), x.contiguous().split(sent), group)
+    In backward the gradients of the rows take the way back. all_to_all: engine/expert_parallel.py
+    gives its own."""
+    def move(x, out, into):  # out[j]: number of rows for rank j; into[j]: of rows from rank j
+        rows = x.new_empty((sum(into), x.size(1)))
+        all_to_all(rows.split(into), x.contiguous().split(out), group)
         return rows
 
     return WithBackward.apply(x, lambda x: move(x, sent, received),
@@ -48,8 +46,8 @@ def run_by_expert(experts, rows, counts):
 
 
 def dispatch_and_combine(x, gates, chosen, experts, group):
-    """MixtureOfExperts.run_experts where `experts` are this rank's n of the group's E n.
-    x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts. Returns
+    """MixtureOfExperts.run_experts where each of the group's E ranks has n experts; `experts`: this
+    rank's. x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts. Returns
     (B, S, C)."""
     tokens = x.flatten(0, 1)  # (B * S, C)
     k = chosen.size(-1)
@@ -87,6 +85,10 @@ def spread_experts(model, group, same_experts):
                 tag = replace(full.shard, ranges=(own,), sum_over=(same_experts,))
                 setattr(stack, name, take_slice(full, tag))
         layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
+
+
+# train.py --experts 8 --ep 2 runs engine/expert_parallel.py, where tensor ranks share the experts
+# too, and together send each token once per chosen expert.
 
 
 def demo(mesh):

@@ -48,8 +48,9 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Takes the place of a block's MLP. Where experts or tokens are spread over ranks, two methods
-    are replaced: run_experts and sum_counts."""
+    """Takes the place of a block's MLP. Two methods are replaced: run_experts where experts are
+    spread over ranks (expert_parallel.py), and sum_counts where ranks share a sequence
+    (engine/expert_parallel.py)."""
 
     def __init__(self, config):
         super().__init__()
@@ -93,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         counts = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
         # The balance loss multiplies each expert's share of the choices by its router probability.
         # Taken per sequence, the loss is a sum over sequences, and so the same in every layout.
-        total = self.sum_counts(counts.clone())
+        total = self.sum_counts(counts.clone())  # a clone: the replaced method sums in place
         share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
         self.load = counts.sum(0)

@@ -9,10 +9,6 @@ The messages are carried by gloo, torch's library for CPUs. Two of its manners m
 
     a send completes when the peer has posted the receive for it, so post receives before waiting
     wait() blocks the process, so wait as late as possible
-
-plain.py trains with this Group. train.py runs engine/group.py: the same method, with a thread for
-what goes on in the background, spans of time, and errors that name rank and peer; and
-engine/nccl_group.py on GPUs.
 """
 
 
@@ -38,8 +34,8 @@ class Group:
     """Some ranks in a ring order. `rank`, and each peer that a method takes, counts within the
     group: 0 .. size - 1.
 
-    A group of one has no communicator, and nothing to send: collectives and exchanges do nothing
-    there, so the code that trains need not ask for sizes."""
+    A group of one has no communicator. Collectives send nothing there, so the code that trains need
+    not ask for sizes; exchange() is for groups of two and more."""
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
         self.name = name
@@ -71,3 +67,8 @@ class Group:
 
     def recv(self, tensor, src):
         return self.exchange(recv=tensor, src=src)
+
+
+# plain.py trains with this Group. train.py runs engine/group.py: the same method, with a thread for
+# what goes on in the background, spans of time, and errors that name rank and peer; and
+# engine/nccl_group.py on GPUs.

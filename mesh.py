@@ -2,21 +2,19 @@
 
 N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T):
 
-    dp  data parallel      talks once per step: outermost, on the slowest links
+    dp  data parallel      talks once per step (ZeRO-2, 3: more): outermost, on the slowest links
     pp  pipeline           talks twice per microbatch and boundary of stages: forward, backward
     tp  tensor parallel    talks several times per layer: innermost, on the fastest links
 
-Further axes lie between them: ep, expert parallel, after dp; cp, context parallel, before tp.
+Further axes: cp, context parallel, before tp; ep, expert parallel, after dp. With ep the D data
+ranks are two axes, dp of D/E and ep of E ranks.
 
 A group along some axes: the ranks that differ in these axes only. With D = P = T = 2 and rank 5,
 mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is one full copy of
 the model (a replica). A collective (an operation that all ranks of a group call together) does
 nothing in a group of one, so the code that trains need not ask for sizes.
 
-    python mesh.py 2 1 2 1 2        sizes of dp ep pp cp tp: prints the ranks and every group
-
-plain.py trains with this Mesh; train.py with engine/mesh.py, which chooses the class of groups for
-CPU or GPU, and records spans of time for --trace.
+    python mesh.py 2 1 2 1 2        sizes of dp ep pp cp tp: prints ranks, and groups of each axis
 """
 
 import math
@@ -41,8 +39,8 @@ def lay_out(sizes, axes):
 
 
 class Mesh:
-    """The world's ranks on named axes, the outermost first: Mesh(Group, dp=2, pp=2, tp=2). Every
-    rank makes the same groups in the same order."""
+    """The world's ranks on named axes, the outermost first: Mesh(Group, dp=2, pp=2, tp=2). A group
+    is made when it is first asked for, by all ranks together: ask in the same order on all."""
 
     def __init__(self, group_class, device="cpu", timeout=600, **sizes):
         """group_class: group.Group, or a subclass. timeout: seconds to wait for another rank."""
@@ -50,7 +48,8 @@ class Mesh:
         self.device = torch.device(device)
         self.timeout = timeout
         self.sizes = sizes
-        alone = not dist.is_initialized()  # one process: no group needs a communicator
+        # One process needs no communicator (torch's ProcessGroup, which carries the messages)
+        alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
         world = 1 if alone else dist.get_world_size()
         assert world == math.prod(sizes.values()), f"{world} processes for a mesh of {sizes}"
@@ -92,13 +91,21 @@ class Mesh:
 
 
 def grid(sizes):
-    """The ranks as text. One row per index of the outer axes (those of size 1 are left out); in a
-    row, the innermost axis."""
+    """The ranks as text: a row for each index of the outer axes (those of size 1 are left out).
+    {dp: 2, pp: 1, tp: 2} gives "  d=0  ranks  0  1" and "  d=1  ranks  2  3"."""
     *outer, inner = sizes
-    outer = [axis for axis in outer if sizes[axis] > 1]
-    places = product(*([f"{axis[0]}={i}" for i in range(sizes[axis])] for axis in outer))
-    return "\n".join(f"  {' '.join(place)}  ranks {' '.join(f'{r:2d}' for r in ranks)}"
-                     for place, ranks in zip(places, lay_out(sizes, [inner]), strict=True))
+    names = []  # for each outer axis: d=0 d=1 ...
+    for axis in outer:
+        if sizes[axis] > 1:
+            names.append([f"{axis[0]}={i}" for i in range(sizes[axis])])
+    rows = []
+    for place, ranks in zip(product(*names), lay_out(sizes, [inner]), strict=True):
+        numbers = " ".join(f"{rank:2d}" for rank in ranks)
+        rows.append(f"  {' '.join(place)}  ranks {numbers}")
+    return "\n".join(rows)
+
+
+# plain.py trains with this Mesh; train.py with engine/mesh.py, which knows GPUs and --trace.
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
     layers = [Embedding, Block, ..., Block, Head]
 
 Learned positions, pre-LayerNorm, GELU (tanh), one matrix (c_attn) for q, k and v, tied embedding,
-no dropout; parameters have the names that GPT-2 and nanoGPT give them. Radford et al. 2019. Letters
-in shapes: B sequences of S tokens, C wide; nh heads of hs each. Sizes, for L blocks and a
-vocabulary of V words (arXiv 2104.04473):
+no dropout. Radford et al. 2019. Letters in shapes, here and in all files: B sequences of S tokens,
+C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
 
-    parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C   FLOPs per token = 6 Psi + 12 L C S
+    parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C           (arXiv 2104.04473)
+    FLOPs per token, forward and backward = 6 Psi + 12 L C S              (arXiv 2204.02311)
 
-A technique that splits the model replaces whole layers of a GPT, or, where a rank holds only some
-of the tokens or words, one of three methods: Embedding.positions, Attention.attend, Head.loss.
-experts.py has the GPT whose blocks have experts.
+A technique that splits the model replaces matrices inside of these layers or, where a rank holds
+only some of the tokens or words, one of three methods: Embedding.positions, Attention.attend,
+Head.loss. experts.py has the GPT whose blocks have experts.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 
 def embedding(n, width):
-    """nn.Embedding without the random values that it would draw, because build() fills it. (On the
-    meta device drawing makes torch import torch.compile, which takes 2 s.)"""
+    """nn.Embedding without random values: build() fills it. (train.py builds models without memory,
+    on the meta device. There nn.Embedding's draw would make torch import torch.compile, 2 s.)"""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
         self.wpe = embedding(config.block_size, config.n_embd)
 
     def positions(self, idx):
-        """The place in its sequence of each token, (S,)."""
+        """(S,): each token's position in its sequence."""
         return torch.arange(idx.size(1), device=idx.device)
 
     def forward(self, idx):  # (B, S) token ids
@@ -131,7 +131,7 @@ class GPT(nn.Module):
         return head(x, targets)
 
     def canonical_parameters(self):
-        """Yield (name, parameter) with nanoGPT's names, the tied embedding once.
+        """Yield (name, parameter) with the names of GPT-2 and nanoGPT, the tied embedding once.
 
             layers.0.wte.weight            ->  transformer.wte.weight
             layers.3.attn.c_attn.weight    ->  transformer.h.2.attn.c_attn.weight"""
@@ -147,9 +147,9 @@ ALIASES = {"transformer.wte.weight": ["lm_head.weight"]}
 
 def initial_value(name, shape, config, seed):
     """The full initial value of a parameter, float32 on CPU. A pure function of seed and canonical
-    name: each layout draws the same full tensor, then slices it. GPT-2's values,
-    N(0, 0.02) at its width of 768 and N(0, 0.02 sqrt(768 / C)) at width C; projections into the
-    residual stream are divided by sqrt(2 L), biases 0, LayerNorm weights 1."""
+    name: each layout draws the same full tensor, then slices it. GPT-2 draws matrices from N(0,
+    0.02) at width 768; here the deviation is 0.02 sqrt(768 / C) at width C. Projections into the
+    residual stream are divided by sqrt(2 L); biases are 0, LayerNorm weights 1."""
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:
@@ -164,7 +164,8 @@ def initial_value(name, shape, config, seed):
 
 
 def build(config, seed=0, dtype=torch.float32, kind=GPT):
-    """The whole model with its initial values, in one process. kind: GPT, or a subclass."""
+    """The whole, unsplit model with its initial values, the same on every rank that calls it. kind:
+    GPT, or a subclass."""
     assert kind is not GPT or not config.n_experts, "experts.MixtureGPT is the GPT with experts"
     model = kind(config).to(dtype)
     for name, param in model.canonical_parameters():

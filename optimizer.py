@@ -3,9 +3,6 @@
 Held for each weight that this rank steps: two moments (exponential means of the gradients and of
 their squares) and, if weights have 16 bits, a master copy of 32 bits. Sent: one number per step,
 this rank's part of the squared norm.
-
-plain.py trains with this AdamW. train.py runs engine/optimizer.py: the same with torch's fused
-kernel, and without a wait of the host; engine/layerwise.py has SGD, LARS and LAMB.
 """
 
 import math
@@ -25,7 +22,8 @@ def learning_rate(cfg, step):
 
 
 def decays(shard):
-    """Does weight decay apply to the parameter of this tag? To matrices only."""
+    """Does weight decay apply to the parameter of this tag? To matrices only. (The name is asked,
+    too: the biases of all experts of a layer are one tensor of two dims.)"""
     return len(shard.shape) > 1 and shard.name.endswith("weight")
 
 
@@ -55,8 +53,8 @@ class AdamWState:
         self.decay = decay
         wide = torch.promote_types(weights.dtype, torch.float32)  # 32 bits at least
         self.master = weights.to(wide)  # `weights` itself, if they are that wide
-        self.mean = torch.zeros_like(self.master)  # of the gradients so far
-        self.square = torch.zeros_like(self.master)  # of their squares
+        self.mean = torch.zeros_like(self.master)  # mean of the gradients so far
+        self.square = torch.zeros_like(self.master)  # mean of their squares
 
     def step(self, grad, lr, beta1, beta2, num_steps):
         self.mean.lerp_(grad, 1 - beta1)
@@ -84,3 +82,7 @@ class AdamW:
         for state, grad in zip(self.states, grads, strict=True):
             clipped = grad.to(state.master.dtype) * coefficient
             state.step(clipped, lr, self.cfg.beta1, self.cfg.beta2, self.num_steps)
+
+
+# plain.py trains with this AdamW; train.py with engine/optimizer.py: torch's fused kernel, and the
+# host does not wait for the GPU. engine/layerwise.py has SGD, LARS and LAMB.

@@ -1,18 +1,15 @@
 """Pipeline parallelism: cut the list of layers into stages, one per rank, and the batch into
 microbatches, which flow through the stages as on an assembly line.
 
-Split: the layers; all ranks work at once, each on another microbatch. Sent, per microbatch of b
-sequences and boundary between two ranks: the activation forward, its gradient backward, b S C
-elements each. Held: 1/P of the layers, and the saved activations of microbatches in flight (forward
-done, backward not yet): all m under GPipe, P - rank at most under 1F1B.
+Split: the layers; all ranks work at once, each on another microbatch. Sent, per microbatch and
+boundary between two ranks: the activation forward, its gradient backward, B S C elements each.
+Held: 1/P of the layers, and the saved activations of microbatches in flight (forward done, backward
+not yet): all m under GPipe, P - rank at most under 1F1B.
 
 The price is the bubble: while the pipeline fills and drains, ranks idle, (P-1)/(m+P-1) of the time
 for P ranks and m microbatches. GPipe, arXiv 1811.06965; 1F1B, PipeDream 1806.03377.
 
-    python pipeline.py        both on 4 ranks        torchrun plain.py --pp 4 --schedule gpipe
-
-plain.py trains with this. train.py runs engine/pipeline.py, which executes every schedule of
-schedules.py: interleaved, zero bubble. 1F1B takes as long there as here.
+    python pipeline.py        both on 4 ranks
 """
 
 from collections import deque
@@ -36,7 +33,7 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
 
     In: this rank's layers (a stage); order, a schedule's list for this rank (schedules.py): "F0"
     for each forward, "B0" for each backward; batches, the (ids, targets) of each microbatch of this
-    replica, the same on all ranks of the group; shape of an activation, (b, S, C), and its dtype;
+    replica, the same on all ranks of the group; shape of an activation, (B, S, C), and its dtype;
     tokens, the number of tokens in the batch of all replicas.
     Out: this rank's parameters have their gradients. Returns this replica's part of the loss per
     token on the last rank, 0 on all others.
@@ -60,10 +57,10 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
     for action in order:
         if action == "F0":
             ids, targets = to_forward.popleft()
-            # (b, S) token ids on the first rank; else (b, S, C), and backward computes its gradient
+            # (B, S) token ids on the first rank; else (B, S, C), and backward computes its gradient
             x = ids if rank == 0 else receive(rank - 1).requires_grad_()
             if rank < last:
-                output = run_layers(layers, x)  # (b, S, C)
+                output = run_layers(layers, x)  # (B, S, C)
                 sends.append(group.send(output.detach().contiguous(), rank + 1))
             else:
                 output = run_layers(layers, x, targets) / tokens
@@ -91,6 +88,10 @@ def tie_ends(layers, group):
         weight.shard.sum_over += (group,)
 
 
+# plain.py trains with this (--pp 4 --schedule gpipe); train.py with engine/pipeline.py, which runs
+# every schedule of schedules.py: interleaved, zero bubble. 1F1B takes as long there as here.
+
+
 def demo(mesh):
     """Gradients of both schedules, compared with one process's."""
     from show.demonstrations import show_difference, small_gpt
@@ -100,8 +101,10 @@ def demo(mesh):
         tie_ends(model.layers, mesh.ends("pp"))
         start, stop = cut(model.config.layer_costs(), group.size)[group.rank]
         batches = [(row, row) for row in ids.split(1)]
-        order = SCHEDULES[name].tokens(group.size, len(batches), 1, group.rank)
-        run_pipeline(model.layers[start:stop], group, order, batches, (1, 8, 16), 1, torch.double)
+        order = SCHEDULES[name].actions(group.size, len(batches), 1, group.rank)
+        shape = (1, 8, 16)  # (B, S, C) of small_gpt
+        tokens = 1  # no division: the loss of one process, too, is a sum here
+        run_pipeline(model.layers[start:stop], group, order, batches, shape, tokens, torch.double)
         show_difference(name, mesh, model)
 
 

@@ -1,22 +1,16 @@
-"""The whole project on one page: ranks train a GPT together, each technique in its plainest form.
+"""Data, tensor and pipeline parallelism and ZeRO on one page: ranks train a GPT, in plain forms.
 
-A rank is one process. D replicas of the model each train on 1/D of the batch. A replica is cut into
-P stages of consecutive layers, for P ranks, and each matrix into T slices, for T ranks. A replica's
-batch goes through its stages in microbatches. ZeRO shards over the D replicas what they would all
-hold: optimizer states (1), gradients too (2), weights too (3).
+A rank is one process; there are D x P x T. D replicas of the model each train on 1/D of the batch.
+A replica is cut into P stages of consecutive layers, and each matrix of a stage into T slices, one
+for each of the stage's T ranks. A replica's batch goes through the stages in microbatches. ZeRO
+shards over the replicas what they would all hold: optimizer states (stage 1), gradients too (2),
+weights too (3).
 
     python plain.py                                          one process
-    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          eight: it starts the other seven
+    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          starts eight ranks, waits for them
 
-Every layout prints the losses and norms of `python train.py`. (In float32 the last digit may differ
-after some ten steps, like between any two layouts: sums are rounded in another order. After step
-150 the learning rate depends on --steps.)
-
-A step meets the techniques in the order of this page: this rank's part of the model, forward and
-backward of the microbatches, sum of the gradients, clipping, AdamW. `train.py --plain` runs this
-page, train.py alone the fast forms of the same techniques (engine/). Left out here: split sequences
-and experts, whose plain forms are in context_parallel.py, sequence_parallel.py and
-expert_parallel.py; later schedules; GPUs; checkpoints.
+Every layout prints the losses and norms of `python train.py`. `train.py --plain` trains with this
+page, train.py alone with the fast forms of the same techniques (engine/).
 """
 
 import argparse
@@ -40,6 +34,9 @@ from shard import tag_whole
 from sizes import GPTConfig
 from tensor_parallel import tensor_parallel
 from zero import REDUCERS
+
+# The ranks form a grid D x P x T. mesh.group("pp") is this rank with the ranks that differ from it
+# in the stage only, mesh.group("dp") the ranks with its slice of its stage in all replicas.
 
 FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
     "dp": 1, "pp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", "microbatches": 4, "steps": 3,
@@ -68,20 +65,23 @@ def training_steps(cfg, mesh, data):
     """Yields (loss, gradient norm) of each step, the same on every rank."""
     layers = part_of_model(cfg, mesh, data.vocab_size)
     dtype = getattr(torch, cfg.dtype)
-    reducer = REDUCERS[cfg.zero](layers)  # DDP, ZeRO1, ZeRO2 or ZeRO3
+    # DDP, ZeRO1, ZeRO2, or ZeRO3, which wraps the layers. reducer.weights: what this rank's
+    # optimizer steps of each parameter: under DDP all of it, under ZeRO this rank's chunk
+    reducer = REDUCERS[cfg.zero](layers)
     tags = [param.shard for param in reducer.params]
     adamw = AdamW(cfg, reducer.weights, tags)
-    # The ranks that together hold every gradient: one replica; under ZeRO all ranks, because each
-    # data rank holds other chunks
+    # The ranks that together hold every summed gradient. DDP: one replica. ZeRO, from stage 1 on:
+    # all ranks, because a rank gets the sum of its own chunk of each gradient only
     norm_group = mesh.world if cfg.zero else mesh.group("pp", "tp")
     pipeline = mesh.group("pp")
-    order = SCHEDULES[cfg.schedule].tokens(pipeline.size, cfg.microbatches, 1, pipeline.rank)
+    # This rank's forwards and backwards in order, such as F0 F0 B0 F0 B0 B0. 1: one stage per rank
+    order = SCHEDULES[cfg.schedule].actions(pipeline.size, cfg.microbatches, 1, pipeline.rank)
     sequences = cfg.batch_size // cfg.dp // cfg.microbatches  # sequences of a microbatch
     shape = (sequences, cfg.block_size, cfg.n_embd)  # shape of an activation
     tokens = cfg.batch_size * cfg.block_size  # tokens of a step, on all ranks
 
     for step in range(cfg.steps):
-        batches = data.training(cfg, step, mesh)  # this data rank's microbatches
+        batches = data.training(cfg, step, mesh)  # this replica's microbatches
 
         # forward and backward: stages pass on activations and gradients, T ranks sum partial sums
         loss = run_pipeline(layers, pipeline, order, batches, shape, tokens, dtype)
@@ -95,7 +95,7 @@ def training_steps(cfg, mesh, data):
         # clip by the global norm, and step
         norm = global_norm(grads, tags, norm_group)
         adamw.step(grads, norm)
-        reducer.publish()
+        reducer.publish()  # ZeRO-1 and 2: every rank gets the chunks that other ranks have stepped
 
         # each replica's last stage has a part of the loss
         loss = all_reduce(torch.tensor(loss, dtype=torch.double), mesh.group("dp", "pp"))
@@ -118,7 +118,7 @@ def main():
         parser.error("--tp must divide --n-head; --dp x --microbatches must divide --batch-size; "
                      "--pp is at most --n-layer + 2; --zero is 0 to 3; --schedule is one of "
                      + ", ".join(schedules))
-    if ranks > world:  # started as one process: start all
+    if world == 1 and ranks > 1:  # started as one process: start all ranks, and wait for them
         sys.exit(launch(ranks))
     if world > 1:
         init()

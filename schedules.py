@@ -23,15 +23,15 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P, m, v and the rank. It returns the rank's list of tokens. "F1" is a
+# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. "F1" is a
 # forward of the rank's chunk 1; the first "F1" of a list is for microbatch 0, the second "F1" for
 # microbatch 1, and so on. The letters:
 #     F   forward
 #     B   backward
 #     I   half a backward: the gradient of the stage's input. The previous stage waits for it
 #     W   the other half: the gradients of the stage's weights. Only the optimizer waits for them
-# Examples in docstrings leave the chunk out where a rank has one, and show the microbatch instead:
-# F0 F1 B0 B1 stands for the tokens "F0" "F0" "B0" "B0".
+# In quotes the digit is the chunk. Without quotes, as `python schedules.py` prints an action, it is
+# the microbatch: F0 F1 B0 B1 are the actions "F0" "F0" "B0" "B0".
 
 
 def gpipe(P, m, v, rank):
@@ -67,7 +67,9 @@ def interleaved(P, m, v, rank):
     P microbatches go through chunk 0, then the same P through chunk 1, and so on; m is a multiple
     of P.
 
-    P = 2, v = 2, m = 4:   forwards F0 F0 F1 F1 F0 F0 F1 F1, backwards B1 B1 B0 B0 B1 B1 B0 B0"""
+    P = 2, v = 2, m = 4:
+        forwards  "F0" "F0" "F1" "F1" "F0" "F0" "F1" "F1"
+        backwards "B1" "B1" "B0" "B0" "B1" "B1" "B0" "B0" """
     chunks = [i // P % v for i in range(m * v)]  # P = 2, v = 2, m = 4: 0 0 1 1 0 0 1 1
     forwards = [f"F{chunk}" for chunk in chunks]
     backwards = [f"B{v - 1 - chunk}" for chunk in chunks]
@@ -83,7 +85,8 @@ def interleaved(P, m, v, rank):
 
 def zero_bubble(depth, P, m, v, rank):
     """1F1B with B split into I and W. I runs at once. W runs `lag` microbatches later, so `lag` Ws
-    are left for the end, when the rank would idle. zb-h1 is depth 1; P = 4, m = 4:
+    are left for the end, when the rank would idle. depth: forwards of the warm-up for each later
+    rank (1F1B: 1). zb-h1 is depth 1; P = 4, m = 4:
 
         rank 0  F0 F1 F2 F3 .. .. .. I0 W0 I1 W1 I2 W2 I3 W3        num_warmup 3, lag 0
         rank 1  .. F0 F1 F2 .. .. I0 F3 I1 W0 I2 W1 I3 W2 W3                   2      1
@@ -123,8 +126,8 @@ def zb_v_lists(P, m):
     """The lists of all ranks, played on a clock: F, I and W take one tick each. In each tick a
     rank runs, of the actions that can run, the first in this order:
 
-        while it has forwards to run   W1 W0, to free memory; F1 F0, to use it; I0 I1
-        after its last forward         I1 I0, for which other ranks wait; W1 W0, for which none does
+        while it has forwards to run   "W1" "W0", to free memory; "F1" "F0", to use it; "I0" "I1"
+        after its last forward         "I1" "I0", for which other ranks wait; "W1" "W0"
 
     A forward can run if there is memory: a rank holds at most 2P pairs of chunk and microbatch,
     from their F to their W, as much as P whole microbatches. (The paper counts out a fixed pattern;
@@ -174,18 +177,18 @@ def zb_v(P, m, v, rank):
 
 
 def in_turn(P, v):
-    """P = 3: 0 1 2, with two chunks 0 1 2 0 1 2."""
+    """The rank of each stage. P = 3: 0 1 2; with two chunks 0 1 2 0 1 2."""
     return [s % P for s in range(P * v)]
 
 
 def v_shape(P, v):
-    """P = 3: 0 1 2 2 1 0."""
+    """The rank of each stage. P = 3: 0 1 2 2 1 0."""
     return [*range(P), *reversed(range(P))]
 
 
 class Schedule(NamedTuple):
     """What a schedule declares. Other files ask these fields, and compare no names."""
-    tokens: Callable  # tokens(P, m, v, rank): the rank's list, as above
+    actions: Callable  # actions(P, m, v, rank): the rank's list, as above
     chunks: int = 1  # stages per rank; 0: as many as --chunks asks for
     place: Callable = in_turn  # place(P, v): the list `where`; where[s] is the rank of stage s
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
@@ -226,7 +229,7 @@ def placement(name, P, v=1):
 @cache
 def splits_backward(name):
     """Does the schedule run I and W instead of B? The list of one microbatch on one rank tells."""
-    return any(token[0] == "W" for token in SCHEDULES[name].tokens(1, 1, 1, 0))
+    return any(action[0] == "W" for action in SCHEDULES[name].actions(1, 1, 1, 0))
 
 
 def is_plain(name):
@@ -243,15 +246,16 @@ def cut(costs, n):
     def add_stage(shorter, stop, k):
         """The best cut of the first `stop` layers into k stages: the last one is [start, stop), and
         shorter[start] is the best cut of the layers before it into k - 1 stages."""
-        best = None
+        found = None  # (cost of its costliest stage, its stages)
         for start in reversed(range(k - 1, stop)):  # k - 1 stages before have a layer each
             last = total[stop] - total[start]
-            if best and last > best[0]:
+            if found and last > found[0]:
                 break  # too costly, and a last stage that starts earlier costs no less
             costliest, stages = shorter[start]
-            candidate = max(costliest, last), [*stages, (start, stop)]
-            best = min(best or candidate, candidate)
-        return best
+            candidate = (max(costliest, last), [*stages, (start, stop)])
+            if found is None or candidate < found:
+                found = candidate
+        return found
 
     # Dynamic programming. best[stop]: (cost of the costliest stage, stages); at first one stage
     best = {stop: (total[stop], [(0, stop)]) for stop in range(1, layers + 1)}

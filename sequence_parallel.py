@@ -10,12 +10,9 @@ place them between the two halves, on 1/T of the tokens per rank:
 
 Sent: as much as without. Held: 1/T of what is between row and column. Replicated parameters
 (LayerNorm, wpe, biases of rows) now see 1/T of the tokens on each rank, so their gradients are
-summed over the T ranks. Korthikanti et al., arXiv 2205.05198.
+summed over the T ranks. arXiv 2205.05198.
 
     python sequence_parallel.py        a GPT on 4 ranks
-
-train.py runs engine/sequence_parallel.py (--sp), which gathers while it computes, and saves only
-1/T of a column's input for backward (here autograd saves all of it).
 """
 
 import torch
@@ -40,15 +37,15 @@ def own_tokens_of_sum(x, group):
 
 
 def gather_tokens(x, group):
-    """In the place of f: all-gather. Backward: every rank multiplied all tokens by its own part of
-    W, so their gradients are partial sums, and a rank needs those of its own tokens."""
+    """In the place of f: all-gather. Backward: reduce-scatter, because each rank has a partial sum
+    of every token's gradient (from its part of W), and needs the sum for its own tokens."""
     return WithBackward.apply(x, lambda x: all_tokens(x, group),
                               lambda grad: own_tokens_of_sum(grad, group))
 
 
 def scatter_tokens(x, group):
-    """In the place of g: reduce-scatter. Backward: x holds this rank's term of every token's sum,
-    so its gradient needs every token's gradient."""
+    """In the place of g: reduce-scatter. Backward: all-gather, because x holds this rank's term of
+    every token's sum, so its gradient needs every token's gradient."""
     return WithBackward.apply(x, lambda x: own_tokens_of_sum(x, group),
                               lambda grad: all_tokens(grad, group))
 
@@ -60,29 +57,30 @@ def sequence_parallel(model, group):
     split_layers(model, group, f=gather_tokens, g=scatter_tokens)
     tag_replicated(model, group, sum_gradients=True)
     embedding = model.layers[0]
-    positions = embedding.positions  # of all tokens
-    embedding.positions = lambda idx: own_chunk(positions(idx), group)  # of this rank's
+    positions = embedding.positions  # gives the positions of all tokens
+    # wte now returns this rank's S/T tokens: give the positions of the same ones
+    embedding.positions = lambda idx: own_chunk(positions(idx), group)
+
+
+# train.py --sp runs engine/sequence_parallel.py and engine/tensor_parallel.py, which saves only 1/T
+# of a column's input for backward (here autograd saves all of it).
 
 
 def demo(mesh):
     """Gradients of a small GPT, compared with one process's; and the bytes beside tensor
     parallelism's."""
     from show.demonstrations import show_difference, small_gpt
-
     from tensor_parallel import tensor_parallel
     group = mesh.group("tp")
     for technique in (tensor_parallel, sequence_parallel):
         model, ids = small_gpt(mesh)
         technique(model, group)
-        sizes = []  # of what the first block's LayerNorm sees
-        model.layers[1].ln_1.register_forward_hook(
-            lambda layer, args, y, sizes=sizes: sizes.append([*y.shape]))
         before = group.bytes_sent
         model(ids, ids).backward()
         sent = group.bytes_sent - before
         show_difference(technique.__name__, mesh, model)
         if mesh.rank == 0:
-            print(f"{technique.__name__}: LayerNorm of {sizes[0]} on each rank, {sent} bytes sent")
+            print(f"{technique.__name__}: {sent} bytes sent")
 
 
 if __name__ == "__main__":

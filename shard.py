@@ -1,13 +1,13 @@
 """The tag on each parameter: which slice of which full parameter this is.
 
-Initial values, the sum of gradients, the global norm, ZeRO and checkpoints read the tag and know no
-technique by name. Each technique writes into the tag:
+The sum of gradients, the global norm, ZeRO and, in train.py, initial values and checkpoints read
+the tag, and know no technique by name. Each technique writes into the tag:
 
     data and context     gradient terms are to be summed over the replicas, which see other tokens
     tensor parallelism   a rank holds these rows or columns, or all T ranks hold the whole
-                         (replicated); under --sp the T ranks see different tokens, so gradients
-                         of replicated parameters are summed over them
-    expert parallelism   a rank holds these experts; fewer replicas hold the same ones
+                         (replicated); under sequence parallelism the T ranks see different tokens,
+                         so gradients of replicated parameters are summed over them
+    expert parallelism   a rank holds these experts; sum over the replicas that hold the same ones
     pipeline             two stages hold the tied embedding, each with one term of its gradient
 """
 
@@ -24,8 +24,8 @@ class Shard:
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
     shared_by: tuple = ()  # groups, other than the data ranks, whose ranks all hold this slice
-    # Groups over which the terms of the gradient are to be summed. First the data ranks: that sum
-    # overlaps with backward, and ZeRO splits over them. The other sums follow after backward.
+    # Groups over which the terms of the gradient are to be summed. First the replicas, over which
+    # ZeRO shards; then the others.
     sum_over: tuple = ()
 
     @property
@@ -41,10 +41,11 @@ class Shard:
     def slice(self, full):
         """The part of the full tensor that this rank holds. One range: a view."""
         if len(self.ranges) == 1:
-            (start, stop), = self.ranges
+            start, stop = self.ranges[0]
             return full.narrow(self.dim, start, stop - start)
         held = [i for start, stop in self.ranges for i in range(start, stop)]
-        # (torch.cat on the meta device would make torch import torch.compile, which takes 2 s)
+        # (Not torch.cat of narrow()s: without memory, on train.py's meta device, torch.cat would
+        # make torch import torch.compile, which takes 2 s)
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
     def runs(self, start, stop):
@@ -57,12 +58,12 @@ class Shard:
         inner = self.shape[self.dim + 1 :].numel()  # elements of one index along dim
         position = 0  # in the flattened slice
         for row in range(self.shape[: self.dim].numel()):
-            for first, last in self.ranges:
-                length = (last - first) * inner
+            for range_start, range_stop in self.ranges:
+                length = (range_stop - range_start) * inner
                 run_start = max(position, start)
                 run_stop = min(position + length, stop)
                 if run_start < run_stop:
-                    in_full = (row * width + first) * inner + (run_start - position)
+                    in_full = (row * width + range_start) * inner + (run_start - position)
                     yield in_full, run_start - start, run_stop - run_start
                 position += length
 

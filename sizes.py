@@ -20,17 +20,19 @@ class GPTConfig:
         """Forward FLOPs per token of each layer: [embedding, block, ..., block, head].
         schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
-        # 2 for each of 12 C^2 weights; scores and values, unmasked; the router
+        # 2 FLOPs for each of 12 C^2 weights (k experts of 1/k of the width: as many); 4 C S for
+        # scores and values, masked ones too; the router
         block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
     def flops_per_token(self, n_params):
         """Forward and backward FLOPs, counted as in PaLM (arXiv 2204.02311, appendix B). Only the k
         experts that a token runs through count."""
-        C, H = self.n_embd, 4 * self.n_embd // self.top_k
-        expert = 2 * C * H + H + C  # parameters: two matrices, two biases
-        idle = max(0, self.n_experts - self.top_k) * expert  # in one block
-        active = n_params - self.n_layer * idle
+        C = self.n_embd
+        hidden = 4 * C // self.top_k  # hidden units of an expert
+        expert = 2 * C * hidden + hidden + C  # parameters: two matrices, two biases
+        unused = max(0, self.n_experts - self.top_k) * expert  # parameters in a block, by a token
+        active = n_params - self.n_layer * unused
         return 6 * active + 12 * self.n_layer * C * self.block_size
 
 
@@ -38,10 +40,10 @@ def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
     """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
     (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
-    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy and the moments:
-    12 bytes for AdamW's two, 8 for SGD's one. Wider weights are their own master. grad_width: bytes
-    of a gradient, if not `width`; 16-bit training with fp32 gradients (--grad-dtype) takes 18 bytes
-    and not 16."""
+    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy, 4 bytes, and fp32
+    moments: 4 + 8 = 12 bytes for AdamW's two, 4 + 4 = 8 for SGD's one. Wider weights are their own
+    master. grad_width: bytes of a gradient, if not `width`; 16-bit training with fp32 gradients
+    (--grad-dtype) takes 18 bytes and not 16."""
     optimizer = 4 * (1 + moments) if width == 2 else moments * width
     gradients = grad_width or width
     return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),

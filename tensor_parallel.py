@@ -1,20 +1,16 @@
 """Tensor parallelism: each matrix is split over T ranks.
 
+    matrix W       y = x W^T + b, split                                             W on a rank
     c_attn, c_fc   by columns of W^T: rank t computes some heads or hidden units    (out/T, in)
     c_proj         by rows of W^T: rank t multiplies its part of the input          (out, in/T)
-    wte, lm_head   by rows of the vocabulary, any size; logits are never gathered   (V/T, C)
+    wte, lm_head   by words (T need not divide V); logits are never gathered        (V/T, C)
     LayerNorm, wpe and the biases of c_proj are replicated.
 
-Sent per rank and block: four all-reduces of the activation (two forward, two in backward) per
-microbatch of b sequences, 4 * 2 (T-1)/T b S C elements; embedding and head send one each, the loss
-three numbers per token. Held: 1/T of the matrices and of what is between a column and its row.
-Megatron-LM, arXiv 1909.08053.
+Sent per rank, block and microbatch: four all-reduces of the activation (two forward, two backward),
+4 * 2 (T-1)/T B S C elements; embedding and head send one each, the loss three numbers per token.
+Held: 1/T of the matrices and of what is between a column and its row. arXiv 1909.08053.
 
-    python tensor_parallel.py        a GPT on 4 ranks        torchrun plain.py --tp 2
-
-plain.py trains with these layers. train.py runs engine/tensor_parallel.py (the all-reduce of grad_x
-overlaps with computing grad_W: 0 to 22% faster) and engine/vocabulary_parallel.py (the logits of
-all tokens never exist at the same time).
+    python tensor_parallel.py        a GPT on 4 ranks
 """
 
 from functools import partial
@@ -115,9 +111,9 @@ def maximum(into, received):
 
 
 def vocabulary_loss(logits, targets, words, group):
-    """cross_entropy of logits (B, S, V/T), each rank's of its own words; targets (B, S). Returns
-    the sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks. The ranks
-    send three numbers per token, never the logits of all words."""
+    """cross_entropy. In: logits (B, S, V/T), for this rank's words [start, stop); targets (B, S).
+    Returns the sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks.
+    The ranks send three numbers per token, never the logits of all words."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float))  # exp and sum in fp32
     # The largest logit is subtracted, because exp could overflow. It cancels, so its gradient is 0.
     largest = all_reduce(logits.detach().amax(-1), group, maximum)  # (B, S)
@@ -151,6 +147,10 @@ def tensor_parallel(model, group):
     tag_replicated(model, group, sum_gradients=False)
 
 
+# plain.py trains with these (--tp 2); train.py with engine/tensor_parallel.py (the all-reduce of
+# grad_x overlaps with computing grad_W: 0 to 22% faster) and engine/vocabulary_parallel.py.
+
+
 def demo(mesh):
     """Gradients of a small GPT, compared with one process's; and what rank 0 holds of it."""
     from show.demonstrations import show_difference, small_gpt
@@ -158,9 +158,10 @@ def demo(mesh):
     tensor_parallel(model, mesh.group("tp"))
     model(ids, ids).backward()
     show_difference("tp", mesh, model)
-    for param in model.parameters() if mesh.rank == 0 else ():
-        full = str([*param.shard.shape])
-        print(f"{param.shard.name:34} {full:>9} on rank 0: {[*param.shape]}")
+    if mesh.rank == 0:
+        for param in model.parameters():
+            full = str([*param.shard.shape])
+            print(f"{param.shard.name:34} {full:>9} on rank 0: {[*param.shape]}")
 
 
 if __name__ == "__main__":

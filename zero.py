@@ -12,14 +12,9 @@ stage keeps one thing more as a chunk. For Psi parameters and m microbatches:
 ZeRO-2 and 3 reduce the gradients of every microbatch, because keeping their sum until the last one
 would keep a full gradient. arXiv 1910.02054.
 
-    python zero.py        4 ranks, each stage        torchrun plain.py --dp 4 --zero 3
-    python sizes.py 7e9   the table for 7 billion parameters
-
-plain.py trains with these. train.py runs engine/zero.py: layer by layer in flat buffers, gathered
-while the layer before computes, and the tied matrix not gathered where backward does not read it.
+    python zero.py              each stage, on 4 ranks
+    python sizes.py 7e9         the bytes of a rank, for 7e9 parameters
 """
-
-from functools import partial
 
 import torch
 from torch.func import functional_call
@@ -63,7 +58,8 @@ class ZeRO2(ZeRO1):
             param.register_post_accumulate_grad_hook(self.keep_own_chunk)
 
     def keep_own_chunk(self, param):
-        """Called by autograd when param.grad is complete, once in each backward."""
+        """Called by autograd when param.grad is complete, once in each backward. All replicas run
+        the same graph, so they call this in the same order, and no rank waits forever."""
         replicas = param.shard.sum_over[0]
         chunk = own_chunk(reduce_scatter(param.grad, replicas), replicas)
         self.sums[param] = self.sums.get(param, 0) + chunk  # a new tensor: param.grad is freed
@@ -112,9 +108,9 @@ class Gathered(torch.nn.Module):
 class ZeRO3:
     """Shards weights too: at most one layer's full weights exist at a time.
 
-    Replaces each entry of the list `layers` by a Gathered one. Sends 3 m Psi (D-1)/D: two gathers
-    and one reduce-scatter for each microbatch. (A weight that two layers of the list share, the
-    tied matrix, is sent for each of them.)"""
+    Replaces each entry of the list `layers`, in place, by a Gathered one. Sends 3 m Psi (D-1)/D:
+    two gathers and one reduce-scatter for each microbatch. (A weight that two layers of the list
+    share, the tied matrix, is sent for each of them.)"""
 
     def __init__(self, layers):
         chunk_of = {}  # full parameter -> this rank's chunk
@@ -143,12 +139,16 @@ class ZeRO3:
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
 
 
+# plain.py trains with these (--zero 3); train.py with engine/zero.py, which gathers a layer while
+# the layer before computes, and for backward only the weights that backward reads.
+
+
 def demo(mesh):
-    """Two microbatches of a small GPT, under each stage: this rank's part of the gradients, against
-    one process; and the elements of weights, gradients and optimizer states that rank 0 keeps."""
+    """Two microbatches of a small GPT, under each stage: the gradients, against one process; and
+    how many elements of the weights rank 0 keeps, and its optimizer steps."""
     from show.demonstrations import compare_reducer
     for stage, reducer in enumerate(REDUCERS):
-        compare_reducer(f"ZeRO-{stage}", mesh, partial(reducer))
+        compare_reducer(f"ZeRO-{stage}", mesh, reducer)
 
 
 if __name__ == "__main__":

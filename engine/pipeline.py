@@ -37,7 +37,7 @@ class Stage(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, x, targets):  # x: token ids (b, S) on the first stage, else (b, S, C)
+    def forward(self, x, targets):  # x: token ids (B, S) on the first stage, else (B, S, C)
         for layer in self.layers:
             x = layer(x, targets) if isinstance(layer, (Head, ChunkedHead)) else layer(x)
         extra = balance_loss(self.layers)
@@ -121,7 +121,7 @@ class Pipeline:
         self.stages = stages  # {s: Stage} of this rank
         self.where = where  # where[s]: the pipeline rank of stage s
         self.group = group  # the ranks of the pipeline
-        self.shape, self.dtype = shape, dtype  # shape of an activation, (b, S, C); its dtype
+        self.shape, self.dtype = shape, dtype  # shape of an activation, (B, S, C); its dtype
         self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
         self.deferred = deferred  # of the layers: holds weight gradients between I and W
         # (data, s, k) -> the tensor that another stage sends to s, and the Work of its receive
@@ -179,12 +179,12 @@ class Pipeline:
             self.reducer.flush()
 
     def forward(self, s, k, ids, targets, tokens, training):
-        x = ids  # (b, S)
+        x = ids  # (B, S)
         if s > 0:
-            x = self.take("F", s, k).requires_grad_(training)  # (b, S, C)
+            x = self.take("F", s, k).requires_grad_(training)  # (B, S, C)
         y, loss = self.stages[s](x, targets)
         if y is not None:
-            y = y.contiguous()  # (b, S, C)
+            y = y.contiguous()  # (B, S, C)
             if self.where[s + 1] == self.group.rank:  # no message between stages of one rank
                 self.arriving["F", s + 1, k] = y.detach(), Work()
             else:
@@ -202,7 +202,7 @@ class Pipeline:
         outputs, grads = [], []
         if y is not None:
             outputs.append(y)
-            grads.append(self.take("B", s, k))  # (b, S, C)
+            grads.append(self.take("B", s, k))  # (B, S, C)
         if loss is not None:
             outputs.append(loss * scale)
             grads.append(None)  # stands for 1; for a tensor of 1 torch would import 0.5 s of code
@@ -210,7 +210,7 @@ class Pipeline:
         if s > 0 and self.where[s - 1] == self.group.rank:
             self.arriving["B", s - 1, k] = x.grad, Work()
         elif s > 0:
-            self.leaving["B", s, k] = x.grad  # (b, S, C)
+            self.leaving["B", s, k] = x.grad  # (B, S, C)
 
     def input_backward(self, s, k, scale):
         """I: backward, with the weight gradients of linear layers left in a queue."""

@@ -56,7 +56,7 @@ def actions_of(name, P, m, v, rank):
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]  # of each chunk
     count = Counter()  # count["F1"]: number of "F1" so far
     actions = []
-    for token in SCHEDULES[name].tokens(P, m, v, rank):
+    for token in SCHEDULES[name].actions(P, m, v, rank):
         kind, chunk = token[0], int(token[1:])
         actions.append(Action(kind, stages[chunk], count[token]))
         count[token] += 1
