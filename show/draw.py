@@ -44,6 +44,18 @@ class Picture:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self.shapes.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
 
+    def arrow(self, start, end, color=INK):
+        """A line from point to point, with a head at its end."""
+        (x, y), (to_x, to_y) = start, end
+        length = math.dist(start, end)
+        across, down = (to_x - x) / length, (to_y - y) / length  # one pixel along the arrow
+        foot_x, foot_y = to_x - 7 * across, to_y - 7 * down  # of the head
+        self.line([start, (foot_x, foot_y)], color, 'stroke-width="1.6"')
+        head = [end, (foot_x - 3.5 * down, foot_y + 3.5 * across),
+                (foot_x + 3.5 * down, foot_y - 3.5 * across)]
+        self.shapes.append('<polygon points="{}" fill="{}"/>'.format(
+            " ".join(f"{x:.1f},{y:.1f}" for x, y in head), color))
+
     def __str__(self):
         return "\n".join([*self.shapes, "</svg>\n"])
 

@@ -1,6 +1,8 @@
-"""Curves of runs, as SVG, from the files that train.py --metrics wrote. (Schedules are drawn by
-python schedules.py 1f1b 4 8 --svg FILE; all other pictures are live, in lab.html.)
+"""Pictures as SVG: the drawings of the chapters, or curves of runs, from the files that
+train.py --metrics wrote. (Schedules are drawn by python schedules.py 1f1b 4 8 --svg FILE; all other
+pictures are live, in lab.html.)
 
+    python -m show.pictures --svg pictures
     python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl
 """
 
@@ -12,6 +14,7 @@ from statistics import fmean
 
 from run.config import MARKS
 from run.signals import end_quietly
+from show.chapters import DRAWINGS
 from show.draw import curves_svg
 
 
@@ -55,14 +58,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"pictures.py: {message}\n")
-    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write the picture there")
-    parser.add_argument("--metrics", nargs="+", metavar="FILE", required=True,
-                        help="draw loss.svg or, of runs with experts, balance.svg")
+    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write the pictures there")
+    parser.add_argument("--metrics", nargs="+", metavar="FILE",
+                        help="draw loss.svg or, of runs with experts, balance.svg. Without this "
+                             "flag: " + ", ".join(DRAWINGS))
     args = parser.parse_args()
     try:
         Path(args.svg).mkdir(parents=True, exist_ok=True)
-        file, svg = metrics_svg(args.metrics)
-        Path(args.svg, file).write_text(svg)
+        if args.metrics:
+            pictures = dict([metrics_svg(args.metrics)])
+        else:
+            pictures = {file: draw() for file, draw in DRAWINGS.items()}
+        for file, svg in pictures.items():
+            Path(args.svg, file).write_text(svg)
     except (ValueError, OSError) as error:
         parser.error(error)
 

@@ -51,8 +51,8 @@ def visible_pairs(queries, keys):
 
 
 def zigzag_table(S, ranks):
-    """Which chunk is on which rank, which chunks meet in which hop of ring attention, and how even
-    the work is, with zigzag and without. S tokens, on so many context ranks."""
+    """Lines of text: which segment is on which rank, which segments meet in which hop of ring
+    attention, and how even the work is, with zigzag and without. S tokens; ranks: their number."""
     import torch
 
     from context_parallel import zigzag
@@ -61,16 +61,17 @@ def zigzag_table(S, ranks):
     for rank, queries in enumerate(positions):
         for other, keys in enumerate(positions):
             hops[queries.unsqueeze(1), keys] = (rank - other) % ranks
-    chunks = 2 * ranks
-    lines = [f"{S} tokens in {chunks} chunks; a digit is the hop in which queries (rows) meet keys"]
-    per_chunk = S // chunks  # tokens
-    for chunk in range(chunks):  # all tokens of a chunk meet the same keys: look at the first
-        row = " ".join(str(int(hops[per_chunk * chunk, per_chunk * key])) if key <= chunk else "."
-                       for key in range(chunks))
-        lines.append(f"  chunk {chunk:2d} of rank {min(chunk, chunks - 1 - chunk)}   {row}")
+    segments = 2 * ranks
+    lines = [f"{S} tokens in {segments} segments; "
+             "a digit is the hop in which queries (rows) meet keys"]
+    firsts = range(0, S, S // segments)  # the first token of each segment; the others meet the same
+    for segment, query in enumerate(firsts):
+        row = " ".join(str(int(hops[query, key])) if key <= query else "." for key in firsts)
+        owner = min(segment, segments - 1 - segment)
+        lines.append(f"  segment {segment:2d} of rank {owner}   {row}")
     whole = torch.arange(S)
     naive = list(whole.chunk(ranks))
-    for name, split in (("zigzag", positions), ("one piece for each rank", naive)):
+    for name, split in (("zigzag", positions), ("one segment for each rank", naive)):
         lines.append(f"{name}: pairs of query and key on ranks 0 to {ranks - 1}")
         for hop in range(ranks):
             work = [visible_pairs(split[rank], split[(rank - hop) % ranks])
