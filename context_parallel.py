@@ -87,10 +87,10 @@ def ring_attention(q, k, v, group):
 
 
 # ---- all-to-all (Ulysses): for attention, a rank has all tokens of 1/N of the heads ----
-# The argument `swap` of these functions: engine/context_parallel.py gives its own.
+# The argument all_to_all of these functions: engine/context_parallel.py gives its own.
 
 
-def swap(parts, group):
+def swap(parts, group, all_to_all):
     """Send parts[j] to rank j. Returns a list: entry j is from rank j, of the same shape."""
     parts = [part.contiguous() for part in parts]
     received = [torch.empty_like(part) for part in parts]
@@ -98,27 +98,28 @@ def swap(parts, group):
     return received
 
 
-def to_whole_sequences(x, group, swap=swap):
+def to_whole_sequences(x, group, all_to_all):
     """(..., nh, S/N, hs), tokens split by zigzag -> (..., nh/N, S, hs), all tokens in order."""
-    received = swap(x.chunk(group.size, dim=-3), group)  # (..., nh/N, S/N, hs) from each rank
+    # (..., nh/N, S/N, hs) from each rank
+    received = swap(x.chunk(group.size, dim=-3), group, all_to_all)
     # Two ranks: segments 0 3 from rank 0, 1 2 from rank 1. early: 0 1, late: 3 2. Result: 0 1 2 3.
     early = [part.chunk(2, dim=-2)[0] for part in received]
     late = [part.chunk(2, dim=-2)[1] for part in received]
     return torch.cat([*early, *reversed(late)], dim=-2)
 
 
-def to_own_tokens(x, group, swap=swap):
+def to_own_tokens(x, group, all_to_all):
     """The way back: (..., nh/N, S, hs) -> (..., nh, S/N, hs)."""
     N = group.size
     segments = x.chunk(2 * N, dim=-2)
     parts = [torch.cat([segments[r], segments[2 * N - 1 - r]], dim=-2) for r in range(N)]
-    return torch.cat(swap(parts, group), dim=-3)
+    return torch.cat(swap(parts, group, all_to_all), dim=-3)
 
 
-def all_to_all_attention(q, k, v, group, swap=swap):
+def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
     """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
-    there = partial(to_whole_sequences, group=group, swap=swap)
-    back = partial(to_own_tokens, group=group, swap=swap)
+    there = partial(to_whole_sequences, group=group, all_to_all=all_to_all)
+    back = partial(to_own_tokens, group=group, all_to_all=all_to_all)
     qkv = torch.stack([q, k, v])  # (3, B, nh, S/N, hs): one message for the three
     q, k, v = WithBackward.apply(qkv, there, back)  # (B, nh/N, S, hs) each
     y = causal_attention(q, k, v)

@@ -1,7 +1,7 @@
-"""Trains a GPT on D x P x C x T ranks: data, expert, pipeline, context, tensor parallel, composed.
+"""Trains a GPT by data, pipeline, context, tensor and expert parallelism, composed.
 
     python train.py                          one process
-    torchrun train.py --tp 2 --pp 2          four: it starts the other three
+    torchrun train.py --tp 2 --pp 2          starts four ranks, and waits for them
     torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          eight: the rest is data parallel
     torchrun train.py --tp 2 --plain         the root's plain files train (plain.py), not engine/
 
@@ -19,8 +19,9 @@ from functools import partial
 
 from run.launch import start
 
-# The process that you start does not train: start() refuses wrong flags, or starts the ranks, waits
-# for them, and exits. A rank comes back here. All this before torch is imported, which takes 2 s.
+# Wrong flags end the process here. If they ask for more ranks than there are processes, start()
+# starts all ranks, waits for them, and exits. Else this process is a rank, and goes on. All this
+# before torch is imported, which takes 2 s.
 if __name__ == "__main__":
     start(__doc__)
 
@@ -84,7 +85,7 @@ class Trainer:
             spread_experts(model, mesh, cfg.sp)
 
         # 3. pipeline: which layers, and which actions in which order
-        self.make_schedule()
+        self.plan_actions()
         if self.where[0] != self.where[-1]:  # embedding and head are on two ranks
             tie_ends(model.layers, mesh.ends("pp"))
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
@@ -132,7 +133,7 @@ class Trainer:
         self.n_params = sum(shape.numel() for shape in self.shapes.values())
         return model
 
-    def make_schedule(self):
+    def plan_actions(self):
         """This rank's actions in training, and in validation (forwards only)."""
         cfg = self.cfg
         rank = self.mesh.group("pp").rank
@@ -146,7 +147,7 @@ class Trainer:
     def initial_values(self):
         """A function from a tag to the values of its slice: random, or from --init-from."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
-        if not cfg.init_from or cfg.resume != "no":
+        if not cfg.init_from or cfg.resume != "no":  # a checkpoint will replace all values
             return lambda shard: shard.slice(
                 initial_value(shard.name, shard.shape, config, cfg.seed))
         with checkpoint.together(self.mesh.world):  # an error on one rank ends all
@@ -166,7 +167,7 @@ class Trainer:
         say."""
         # forward and backward; the reducer sums gradients while backward goes on
         self.reducer.zero_grad()
-        loss = self.loss(self.actions, batches, self.scale)
+        loss = self.run_microbatches(self.actions, batches, self.scale)
 
         # meanwhile one all-reduce for three things: the loss, of which each of the T ranks that
         # have it adds 1/T; requests to stop; the experts' statistics
@@ -191,9 +192,9 @@ class Trainer:
         self.routing.read(statistics, self.tokens)
         return loss, norm, scale
 
-    def loss(self, actions, batches, scale=1.0):
+    def run_microbatches(self, actions, batches, scale=1.0):
         """This rank's part of the mean loss, without the experts' balance loss."""
-        self.routing.sums.zero_()
+        self.routing.sums.zero_()  # forward hooks of the blocks add to them (run/routing.py)
         loss = self.pipeline.execute(actions, self.own(batches), self.tokens, scale)
         return loss - self.routing.part_of_loss() / self.tokens
 
@@ -210,15 +211,15 @@ class Trainer:
             self.scale = (self.scale * factor).clamp(min=1.0)
 
     def validation_loss(self, data, batches=None, show=lambda done, batches: None):
-        """Mean loss over the windows (pieces of block_size tokens) of val.bin, all of them or the
-        first `batches` batches, on every rank. show(batches done, all batches)."""
+        """Mean loss, the same on every rank, over the windows (block_size tokens each) of val.bin:
+        over all, or over the first `batches` batches. Calls show(batches done, number of all)."""
         windows, each_batch = data.validation(self.cfg, self.mesh, batches)
         loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
         for i, microbatches in enumerate(each_batch):
-            loss += self.loss(self.forwards, microbatches)
+            loss += self.run_microbatches(self.forwards, microbatches)
             show(i + 1, -(-windows // self.cfg.batch_size))
-        # loss() divided by the tokens of a batch: divide by those of all windows instead, and by T,
-        # as all T ranks have the same loss
+        # run_microbatches() divided by the tokens of a batch: divide by those of all windows
+        # instead, and by T, because all T ranks have the same loss
         loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
         return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0]
 
@@ -228,7 +229,8 @@ class Trainer:
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             self.reducer.gather_weights([layer])
             for param in layer.parameters():
-                copy = param.detach().cpu().clone()  # numpy would pin the storage that ZeRO-3 frees
+                # a copy, because torch cannot resize a storage that numpy holds (ZeRO-3 does)
+                copy = param.detach().cpu().clone()
                 digest = hashlib.sha256(copy.view(torch.uint8).numpy().tobytes()).digest()
                 for group in (param.shard.sum_over[0], *param.shard.shared_by):
                     hashes.setdefault(group, []).append(int.from_bytes(digest[:7], "little"))
@@ -244,8 +246,8 @@ class Trainer:
 
 
 def steps_read_late(mesh):
-    """How many steps may be posted before the oldest one's loss is read. On a GPU one, so that the
-    host posts the next step while the device still computes this one."""
+    """How many steps may stay unread once a step is posted. On a GPU one, so that the host posts
+    the next step while the device still computes this one."""
     return int(mesh.device.type == "cuda")
 
 
@@ -293,7 +295,8 @@ def train(cfg, data, mesh):
             log.validation(step, trainer.validation_loss(data, cfg.eval_batches, log.validating))
         batches = batches_of(step)
         lr = learning_rate(cfg, step)
-        with tracer.at(step) if tracer and 2 <= step - start < 5 else nullcontext():
+        traced = tracer and 2 <= step - start < 5  # three steps, after two to warm up
+        with tracer.at(step) if traced else nullcontext():
             norm, read = trainer.gradients(batches)  # forward, backward, sum over the ranks
             trainer.update(norm, lr)  # clip, step, send the new weights
         unread.append((step, lr, read))
@@ -371,6 +374,7 @@ def main():
         give_up(out_of_memory(cfg), cfg.timeout)
     except (CommunicationError, DataError) as error:
         give_up(error, cfg.timeout)
+    # log.end() has set `ending` and `saved`. A run stopped by a signal has neither, and no sample
     if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:
         log.say("a sample:\n" + sample_text(log.saved, data))
     log.say(log.ending)

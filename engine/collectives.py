@@ -1,21 +1,15 @@
-"""The root's collectives, fast. Each is queued: with async_op=True it runs in the background,
-behind earlier work of its group, and returns its Work.
+"""The collectives of collectives.py, fast: the same contracts and bytes. With async_op=True (not
+broadcast, reduce, barrier) they run in the background, behind earlier work of the group, and return
+their Work.
 
     pieces          a chunk travels in pieces, and a piece is added while the next one travels
     early receives  the receives of the next pieces are posted ahead: a gloo send completes when it
                     meets its receive, so a receive that is already there saves a round trip
-                    (both together: 64 MB on 2 ranks in 1/1.2 to 1/2.2 of the root's time, on 4
-                    ranks in 1/0.9 to 1/1.1)
+                    (both together: 64 MB on 2 ranks at 1.2 to 2.2 times the plain ring's speed,
+                    on 4 ranks at 0.9 to 1.1 times)
     butterfly       a small tensor takes 2 log2 N - 1 hops, not 2 (N-1): 4 KB on 4 ranks in 2.6 to
                     3.0 ms, the ring 3.9, gloo 5.3
     native          torch's own collectives, the default on GPUs
-
-Contracts and bytes sent are the root's (collectives.py). The family has more members here:
-
-    scatter         root's chunks go to their owners              n (N-1)/N by the root
-    gather          the owners' chunks go to the root             n/N
-    broadcast       the root's tensor goes to all: scatter, then all_gather
-    reduce          the sum goes to the root: reduce_scatter, then gather
 """
 
 from collections import deque
@@ -104,7 +98,7 @@ def ring_ahead(steps, group, combine, piece, num_pieces):
             receives.append(group.recv(landing, group.prev))
 
     def finish(i):
-        """Complete step i, and post a receive into its buffer, which is free now."""
+        """Complete step i, and post the next receive: a buffer that step i used is free now."""
         receives.popleft().wait()
         if steps[i].reduce:
             combine(steps[i].into, landings[i])
@@ -185,7 +179,9 @@ def butterfly(tensor, group, op):
                     sends.append(group.send(step.out, step.peer))
                 receive.wait()
                 if step is swap and step is not first:
-                    sends[-1].wait()  # combine() overwrites what is being sent
+                    # combine() overwrites what is being sent. (If swap is first, its receive's
+                    # Work has waited for the send, too.)
+                    sends[-1].wait()
                 if step.total is not None:
                     combine(step.total, step.into)
             wait_all(sends)
@@ -193,13 +189,18 @@ def butterfly(tensor, group, op):
     return Work([finish], f"group {group.name}")
 
 
-# ---- the family ----
+# ---- the family: beside the members of collectives.py, four with a root ----
+#
+#   scatter      the chunks of rank `root` go to their owners     n (N-1)/N sent by that rank
+#   gather       the owners' chunks go to rank `root`             n/N
+#   broadcast    that rank's tensor goes to all: scatter, then all_gather
+#   reduce       the sum goes to that rank: reduce_scatter, then gather
 
 
 @queued
 def reduce_scatter(tensor, group, op="sum"):
     """In: every rank a full tensor. Out: chunk r of rank r is the reduction over all ranks; the
-    other chunks hold partial sums."""
+    other chunks are undefined (the ring leaves partial sums there, the library nothing)."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group)
         group.run_native("reduce_scatter", own, tensor.view(-1), OPS[op][1])
@@ -211,7 +212,7 @@ def reduce_scatter(tensor, group, op="sum"):
 def all_gather(tensor, group):
     """In: chunk r of rank r is valid. Out: every rank has all chunks."""
     if group.native and tensor.numel() % group.size == 0:
-        own = own_chunk(tensor, group).clone()  # the library wants input and output apart
+        own = own_chunk(tensor, group).clone()  # gloo's all-gather wants input and output apart
         group.run_native("all_gather", tensor.view(-1), own)
     else:
         ring(tensor, group, "sum", range(group.size - 1, 2 * group.size - 2))
@@ -287,5 +288,6 @@ def all_to_all(outputs, inputs, group, async_op=False):
 
 
 def barrier(group):
-    """Return only after all ranks have called: the sum needs every rank's term."""
+    """Go on only after all ranks have called: the sum needs every rank's term. (On a GPU it is the
+    stream that waits, not the host.)"""
     all_reduce(torch.zeros(1, device=group.device), group)

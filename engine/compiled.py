@@ -11,6 +11,7 @@ from engine.vocabulary_parallel import ChunkedHead, VocabularyEmbedding
 from experts import MixtureOfExperts
 from model import Attention
 
+# class -> its methods that stay Python. A new layer that sends messages belongs here
 UNCOMPILED = {Column: ["forward"], Row: ["forward"], VocabularyEmbedding: ["forward"],
               ChunkedHead: ["loss"], MixtureOfExperts: ["run_experts", "sum_counts"]}
 

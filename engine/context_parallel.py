@@ -6,10 +6,10 @@ times the speed, in less than a quarter of the memory.
     overlap   the next keys and values travel during the computation
     skip      segments of keys that the mask hides entirely are left out
 
-Sent by the ring: what the root sends forward; in backward twice as much as forward, because keys
-and values go around once more, and their gradients (in fp32 at least) follow them. Held for
-backward: q, k, v, the output and one logsumexp per query. The all-to-all form is the root's, with
-the engine's all_to_all; it saves attention's output twice, before and after the swap back.
+Sent by the ring. Forward: as much as the plain ring. Backward: twice that, because keys and values
+go around once more, and their gradients (in fp32 at least) follow them. Held for backward: q, k, v,
+the output and one logsumexp per query. The all-to-all form is that of context_parallel.py with the
+engine's all_to_all; it saves attention's output twice, before and after the swap back.
 
     torchrun train.py --cp 2        torchrun train.py --cp 2 --cp-attention all-to-all
 """
@@ -150,7 +150,7 @@ class RingAttentionFunction(torch.autograd.Function):
         group = ctx.group
         wide = torch.promote_types(q.dtype, torch.float)
         grad_kv = q.new_zeros((2, *k.shape), dtype=wide)  # (2, B, nh, S/N, hs): the sum of hop 1
-        passing_grad = Work()  # the sum's last passing on
+        passing_grad = Work()  # of the last start_passing(grad_kv); none has begun
         for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):
             with group.span("attention", hop=hop):
                 dq, dk, dv = kernel_backward(
@@ -180,15 +180,8 @@ def ring_attention(q, k, v, group):
     return RingAttentionFunction.apply(q, k, v, group)
 
 
-def swap(parts, group):
-    """context_parallel.swap with the engine's all_to_all, which NCCL gets as one operation."""
-    parts = [part.contiguous() for part in parts]
-    received = [torch.empty_like(part) for part in parts]
-    all_to_all(received, parts, group)
-    return received
-
-
-KINDS = {"ring": ring_attention, "all-to-all": partial(all_to_all_attention, swap=swap)}
+# NCCL gets the messages of the engine's all_to_all as one operation
+KINDS = {"ring": ring_attention, "all-to-all": partial(all_to_all_attention, all_to_all=all_to_all)}
 
 
 def split_sequences(model, group, kind="ring"):

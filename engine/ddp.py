@@ -24,12 +24,12 @@ from group import wait_all
 
 class Bucket:
     """Parameters side by side in one flat buffer, with the same groups to sum gradients over. Under
-    ZeRO (`split`) the buffer is padded and cut into equal shards, one per data rank.
+    ZeRO (`split`) the buffer is padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
     memory, a view into `full`, and its value, initial_value(tag).
 
-    Where the gradients are, until finish():
+    Where the gradients are (finish() completes their sums):
                                           grad              views    grad_shard
       one rank: nothing to sum            None              {}       None: stay in param.grad
       DDP, ZeRO-1                         a buffer          views    part of grad
@@ -40,7 +40,7 @@ class Bucket:
     def __init__(self, params, split, dtype, device, initial_value, grad_dtype=None):
         self.params = params
         self.grad_dtype = grad_dtype or dtype
-        self.group, *self.sum_at_end = params[0].shard.sum_over  # data ranks; then the others
+        self.group, *self.sum_at_end = params[0].shard.sum_over  # the replicas; then others
         self.starts = {}  # parameter -> its first element in the buffer
         self.numel = 0  # length of the buffer
         for param in params:
@@ -89,8 +89,8 @@ class Bucket:
 class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
-    stages: this rank's pipeline stages (one; more under --schedule interleaved), {stage: [layers]}
-    in order of use; the parameters are tagged, and are allocated here.
+    stages: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in
+    order of use; the parameters are tagged, and are allocated here.
     Around each backward that completes a stage's gradients the pipeline calls expect() before and
     flush() after; then Trainer.gradients calls finish(). After that grad_pieces() yields each
     parameter's summed gradient, for the weights in weight_shard, which this rank's optimizer steps.
@@ -118,7 +118,7 @@ class DDP:
         hook = WeakMethod(self.grad_added)
         for stage, params in self.partition(users):
             bucket = Bucket(params, self.zero > 0, dtype, device, initial_value, grad_dtype)
-            self.allocate_gradients(bucket)
+            self.allocate_shards(bucket)
             self.stages[stage].append(bucket)
             for param in params:
                 self.home[param] = bucket
@@ -129,20 +129,20 @@ class DDP:
         """Cut the parameters into buckets: [(stage, parameters)], in reverse order of use. A bucket
         has bucket_bytes at most, or one parameter."""
         found = []
-        filling = {}  # (stage, groups to sum over) -> the bucket that is open
+        still_open = {}  # (stage, groups to sum over) -> the bucket that takes more
         for param, where in reversed(users.items()):
             stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
             key = (stage, param.shard.sum_over)
-            bucket = filling.get(key)
+            bucket = still_open.get(key)
             if bucket is None or sum(p.numel() for p in bucket) + param.numel() > self.bucket_numel:
-                bucket = filling[key] = []
+                bucket = still_open[key] = []
                 found.append((stage, bucket))
             bucket.append(param)
         return found
 
-    def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradients: here whole, for the whole run. Without other ranks to sum
-        them over, they stay in param.grad, and no copy is made."""
+    def allocate_shards(self, bucket):
+        """Allocate what this rank keeps of a bucket beside its weights: here whole gradients, for
+        the whole run. Without other ranks to sum them over, they stay in param.grad."""
         same_dtype = bucket.grad_dtype == bucket.full.dtype
         if same_dtype and bucket.group.size == 1 and not bucket.sum_at_end:
             return
@@ -152,7 +152,8 @@ class DDP:
             bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
-        """Drop the gradients. The next ones are copied over the old (clearing took 3 ms of 70)."""
+        """Drop the gradients. Where param.grad is a view, the next one is copied over the old;
+        clearing took 3 ms of 70. Without views gradients are added, so clear."""
         for param in self.home:
             param.grad = None
         for bucket in self.buckets:
@@ -196,7 +197,8 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """Backward is over: launch the buckets that are left: a parameter got no gradient."""
+        """Backward is over: launch the buckets that are left, in which a parameter got no gradient.
+        """
         while self.filling:
             self.launch(self.filling.pop(0))
 
@@ -210,7 +212,7 @@ class DDP:
         self.works.append(reduction(bucket.grad, bucket.group, async_op=True))
 
     def finish(self):
-        """Wait for the reductions; then sum over the groups other than the data ranks."""
+        """Wait for the reductions; then sum over the groups other than the replicas."""
         wait_all(self.works)
         self.works.clear()
         for bucket in self.buckets:
@@ -235,7 +237,7 @@ class DDP:
         self.gather_weights([])
 
     def publish(self, bucket):
-        """Start to send this rank's new weight_shard to the data ranks. ZeRO1 overrides it;
+        """Start to send this rank's new weight_shard to the other replicas. ZeRO1 overrides it;
         Optimizer.step and checkpoint.load call it."""
 
 

@@ -54,7 +54,7 @@ class SpreadExperts:
         # An assignment is a token and one of its k experts: assignment a is of token a // k
         place = self.place[chosen.flatten()]  # (B * S * k,)
         to_send, to_run = self.count(place)
-        # Sorted by expert; the assignments that other ranks serve come last, and are left out
+        # Sorted by expert. Those whose expert another of the T ranks serves come last: left out
         assignments = place.argsort(stable=True)[: int(to_send.sum())]
         source = assignments // k  # index of each row's token
         tokens = x.flatten(0, 1)  # (B * S, C)
@@ -90,7 +90,7 @@ class SpreadExperts:
 def spread_experts(model, mesh, sp=False):
     """Give each rank its experts: the ranks of the axes ep and tp share those of each block.
 
-    In: a whole, tagged model, after parallelize (whose tags say that all T ranks hold the experts).
+    In: a tagged model after parallelize, its experts still whole (tagged as held by all T ranks).
     After: parameters of experts are this rank's slices, tagged as such; fewer ranks hold the same
     slice, so gradients are summed over fewer. Where E = T = 1 a rank keeps all experts."""
     ep, cp, tp = (mesh.group(axis) for axis in ("ep", "cp", "tp"))

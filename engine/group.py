@@ -36,7 +36,8 @@ class CommunicationError(RuntimeError):
 
 @contextmanager
 def naming(what):
-    """Re-raise a RuntimeError of the library as a CommunicationError that names `what`."""
+    """Re-raise a RuntimeError, of the library or of a collective, as a CommunicationError that
+    names `what`."""
     try:
         yield
     except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
@@ -48,17 +49,18 @@ def naming(what):
         raise CommunicationError(f"{what}: {text}") from None
 
 
-class Work:
-    """A pending operation. Do not touch its tensors before wait() has returned. Any thread may call
-    wait(), and each call returns only when the operation is complete."""
+class Work(group.Work):
+    """The root's Work, which any thread may wait for, and whose error names the operation. Each
+    wait() returns only when the operation is complete (NCCL: when the stream that is current in the
+    first wait() is ordered behind it)."""
 
     def __init__(self, waits=(), what=""):
-        self.waits = waits  # functions; each blocks until one part of the operation is complete
+        super().__init__(waits)
         self.what = what  # names the operation in an error
         self.lock = threading.RLock()  # held by the thread that waits; a second thread waits for it
 
     def wait(self):
-        if not self.waits:  # complete: most Works are asked twice
+        if not self.waits:  # complete (submit()'s Works are waited for twice: also as group.last)
             return
         with self.lock, naming(self.what):
             for wait in self.waits:
@@ -133,7 +135,8 @@ class Group(group.Group):
 
     def start_read(self, tensor):
         """Start to copy a tensor to the host. Returns a function that waits and returns the
-        numbers; until then the tensor must not change. On CUDA the host waits nowhere else."""
+        numbers; until then the tensor must not change. On CUDA the host waits for messages nowhere
+        else."""
         return tensor.tolist
 
     def read(self, tensor):
@@ -142,7 +145,7 @@ class Group(group.Group):
     def submit(self, job, name):
         """Run job(), which sends and receives, after all earlier work of this group, on a thread of
         the group; return its Work at once. All ranks submit in the same order, so each receive
-        meets its own send; no message carries a number."""
+        meets its own send without a tag."""
         def run():
             self.worker = threading.get_ident()
             with self.span(name):
@@ -166,21 +169,22 @@ class Group(group.Group):
 def queued(collective):
     """Make a collective(tensor, group, ...) run after all earlier work of its group. With async_op
     it runs in the background and returns its Work; without, it returns the tensor when complete. In
-    a group of one it does nothing. A queued collective may call others: those run at once, inside
-    of its job."""
+    a group of one it does nothing. A queued collective may call others of its group: inside of a
+    job these run at once, also with async_op, because the job would wait for itself."""
     name = collective.__name__.strip("_")
 
     @wraps(collective)
     def queue(tensor, group, *args, async_op=False, **more):
         if group.size == 1:
             return Work() if async_op else tensor
-        if async_op:
+        inside = group.is_running_job()
+        if async_op and not inside:
             return group.submit(lambda: collective(tensor, group, *args, **more), name)
-        if not group.is_running_job():  # or it would wait for itself
+        if not inside:
             group.last.wait()
         with (group.span(name),
               naming(f"rank {group.ranks[group.rank]}: {name} of group {group.name}")):
             collective(tensor, group, *args, **more)
-        return tensor
+        return Work() if async_op else tensor
 
     return queue

@@ -4,14 +4,14 @@ gradients g, weights w, decay d (of matrices only), momentum m:
     SGD    v = m v + lr (g + d w);  w = w - v
     LARS   arXiv 1708.03888: SGD, each matrix with lr |w| / (|g| + d |w|). Left out: the paper's
            trust coefficient of 0.001; it is a factor of --lr
-    LAMB   arXiv 1904.00962: u = mean / (sqrt(square) + 1e-6) + d w, bias corrected like Adam's;
-           w = w - lr |w| / |u| u. Left out: limits for |w|, which the paper allows
+    LAMB   arXiv 1904.00962: u = mean / (sqrt(square) + 1e-6) + d w, both means bias corrected like
+           Adam's; w = w - lr (|w| / |u|) u. Left out: limits for |w|, which the paper allows
 
 The papers scale each layer. A layer is one tensor here: c_attn (q, k, v) has one ratio. Biases and
 LayerNorm gains have no decay and no ratio. A ratio is 1 where |w| or the gradient (LAMB: u) is 0.
 
-The tag is enough: a norm of a whole matrix is the sum of the squares of its pieces, over all ranks
-that hold one, in one all-reduce of two numbers per tensor.
+The square of a whole matrix's norm is the sum of the squares of its pieces, over all ranks that
+hold one (the tag says how many hold the same piece): one all-reduce of two numbers per tensor.
 """
 
 from functools import partial
@@ -44,7 +44,8 @@ class Layerwise(Optimizer):
     def step(self, lr, factor, finite):
         self.updates += finite
         go = finite.double()
-        # A function, because a bucket's gradient is read twice, and a copy of all would be held
+        # A function, not a list: each bucket's gradient is needed twice, and a list would hold a
+        # copy of all gradients in between
         gradient = partial(self.gradient, factor.to(self.wide).view(1), finite)
         self.update_moments(gradient, go)
         self.ratios = self.trust_ratios(gradient)
@@ -128,7 +129,7 @@ class LAMB(Layerwise):
     def update_moments(self, gradient, go):
         for bucket in self.reducer.buckets:
             grad = gradient(bucket)
-            # by how much each mean moves to the new term: nothing to skip the step
+            # how far each mean moves toward the new term: 0 if the step is skipped
             toward_mean = ((1 - self.beta1) * go).to(grad.dtype)
             toward_square = ((1 - self.beta2) * go).to(grad.dtype)
             bucket.moments["exp_avg"].lerp_(grad, toward_mean)

@@ -1,9 +1,8 @@
 """The root's Mesh with the engine's groups: for CPU or GPU, with spans of time for --trace.
 
 Axes, outermost first: dp ep pp cp tp. The D data ranks are two axes, because E of them may share
-the experts (--ep E): dp has D/E ranks here, ep has E. So the groups of data ranks have names:
+the experts (--ep E): dp has D/E ranks here, ep has E. So two groups have names:
 
-    data_ranks()     all D of them
     replicas()       data and context ranks: the ranks that see other tokens with the same weights
     same_experts()   replicas that also hold the same experts
 """
@@ -29,9 +28,6 @@ class Mesh(mesh.Mesh):
         cuda = str(device).startswith("cuda")
         group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         super().__init__(group_class, device, timeout, **sizes)
-
-    def data_ranks(self):
-        return self.group("dp", "ep")
 
     def replicas(self):
         return self.group("dp", "ep", "cp")

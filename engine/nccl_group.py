@@ -1,4 +1,4 @@
-"""NCCL's manner of a Group (engine/group.py has gloo's). Without a GPU, leave this file out.
+"""NCCL's manner of a Group (engine/group.py has gloo's). Skip it if you have no GPU.
 
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the process
     NCCL (CUDA)  between two ranks, operations are matched in the order in which both posted them;
@@ -31,9 +31,9 @@ class InOrderGroup(Group):
 
 
 def is_done(work, posted):
-    """Has the device finished? posted: the library's works. If so, calls work.wait(), which raises
-    the error of an operation that its caller has not waited for. (If an operation fails after
-    wait() has returned, NCCL's watchdog kills the process.)"""
+    """posted: the library's works. Has the device finished them? If so, calls work.wait(), which
+    raises the error of an operation that its caller has not waited for. (If an operation fails
+    after wait() has returned, NCCL's watchdog kills the process.)"""
     done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
@@ -58,12 +58,13 @@ class CudaGroup(InOrderGroup):
         pending.append((work, posted))
 
     def start_read(self, tensor):
-        """Start to copy a tensor to the host. The function returned waits for the operations posted
-        until now, and returns the numbers. The host waits for no message elsewhere, so a rank that
-        died or hangs is noticed there."""
+        """Start to copy a tensor to the host. Returns a function, which waits for the operations
+        posted until now, and returns the numbers. The host waits for no message elsewhere, so a
+        rank that died or hangs is noticed there."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         host.copy_(tensor, non_blocking=True)
-        copied, before = self.record_event(), [*self.mesh.pending]
+        copied = self.record_event()
+        before = [*self.mesh.pending]
 
         def finish():
             deadline = time.monotonic() + self.mesh.timeout
@@ -79,7 +80,7 @@ class CudaGroup(InOrderGroup):
 
         return finish
 
-    def record_event(self):
+    def record_event(self):  # a method: tests of this class on a CPU replace it
         return torch.cuda.current_stream().record_event()
 
     def recv_new(self, shape, dtype, src):
@@ -92,8 +93,8 @@ class CudaGroup(InOrderGroup):
         return tensor, Work([work.wait, use])
 
     def run_native(self, name, *args):
-        """Order the collective on the current stream. mesh.pending gets an event, not the library's
-        Work: a Work keeps its tensors alive until is_done() asks for it."""
+        """Run the collective in the order of the current stream. mesh.pending gets an event, not
+        the library's Work: a Work keeps its tensors alive until is_done() asks it."""
         def post():
             LIBRARY[name](*args, group=self.communicator)
             event = torch.cuda.current_stream().record_event()
@@ -111,7 +112,8 @@ class CudaGroup(InOrderGroup):
 
         def wait():
             torch.cuda.current_stream().wait_event(event)
-            return job  # unused: as long as `wait` lives, so do the tensors of the job
+            return job  # unused; keeps its tensors alive. The allocator does not know that the
+            # side stream reads them, and could reuse their memory on the compute stream
 
         self.last = Work([wait], f"group {self.name}")
         return self.last

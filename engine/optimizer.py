@@ -17,13 +17,14 @@ from sizes import MOMENTS, bytes_per_parameter
 def holders(bucket, tag, norm_group):
     """How many ranks of the norm group hold each element of this rank's piece of a parameter.
 
-    Within a replica: tag.copies. Times the data ranks in the norm group that hold the same shard:
+    Within a replica: tag.copies. Times the replicas in the norm group that hold the same shard:
         DDP                 1: the norm group is one replica
-        ZeRO                1: the norm group is all ranks, and D data ranks hold D shards
+        ZeRO                1: the norm group is all ranks, and D replicas hold D shards
         DDP with --ep E     E for what is no expert's: the norm group is the E replicas that share
                             the experts, and each of them holds the rest; 1 for experts"""
-    data_ranks = len({*bucket.group.ranks} & {*norm_group.ranks})
-    return tag.copies * data_ranks / bucket.num_shards
+    # Replicas in the norm group: 1 (DDP), E (--ep), all (ZeRO). Under ZeRO each has another shard.
+    replicas = len({*bucket.group.ranks} & {*norm_group.ranks})
+    return tag.copies * replicas / bucket.num_shards
 
 
 class Optimizer:

@@ -123,7 +123,7 @@ class Pipeline:
         self.group = group  # the ranks of the pipeline
         self.shape, self.dtype = shape, dtype  # shape of an activation, (B, S, C); its dtype
         self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
-        self.deferred = deferred  # of the layers: holds weight gradients between I and W
+        self.deferred = deferred  # where linear layers queue weight gradients while I runs
         # (data, s, k) -> the tensor that another stage sends to s, and the Work of its receive
         self.arriving = {}
         self.leaving = {}  # (data, s, k) -> the tensor that s is to send
@@ -132,10 +132,10 @@ class Pipeline:
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
-        """Execute the actions (schedules.Action) in order; without autograd if no backward is among
-        them. batches: the (ids, targets) of each microbatch. The loss is divided by `tokens`, the
-        global number of tokens; its gradient is multiplied by `scale` (float16). Returns this
-        rank's part of the loss."""
+        """Execute the actions (engine/schedules.py) in order; on gloo receives are posted one
+        ahead. Without autograd if no backward is among them. batches: the (ids, targets) of each
+        microbatch. The loss is divided by `tokens`, the global number of tokens; its gradient is
+        multiplied by `scale` (float16). Returns this rank's part of the loss."""
         training = any(action.kind in ("B", "I") for action in actions)
         # {stage: the action that completes its gradients, the last B or W}
         last = {action.stage: action for action in actions if action.kind in ("B", "W")}
@@ -170,8 +170,8 @@ class Pipeline:
         kind, s, k = action
         completes = kind in ("B", "W") and (self.reducer.every_microbatch or action == last[s])
         if completes:
-            # W brings the gradients of the matrices that its I deferred: I has brought those of
-            # LayerNorm, embedding, head and experts. B brings all of the stage (None).
+            # W brings what its I deferred: matrices, and the biases of columns. I has brought the
+            # rest: LayerNorm, biases of rows, embedding, head, experts. B brings all (None).
             params = uses_in(self.weight_work[s, k]) if kind == "W" else None
             self.reducer.expect(s, params)
         yield
@@ -205,7 +205,7 @@ class Pipeline:
             grads.append(self.take("B", s, k))  # (B, S, C)
         if loss is not None:
             outputs.append(loss * scale)
-            grads.append(None)  # stands for 1; for a tensor of 1 torch would import 0.5 s of code
+            grads.append(None)  # stands for 1 (given a tensor, torch would spend 0.5 s on imports)
         torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:
             self.arriving["B", s - 1, k] = x.grad, Work()

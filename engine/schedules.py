@@ -6,8 +6,8 @@
     validate        checks any lists, those that you wrote by hand too
     simulate        makespan, bubble, and microbatches in flight
 
-A list of Actions is all that Pipeline (pipeline.py) executes and that the planner times: one list,
-so what is predicted is what runs.
+Pipeline (engine/pipeline.py) executes nothing but such lists, and the planner times them (without
+their messages): what is predicted is what runs.
 """
 
 from collections import Counter, deque
@@ -124,7 +124,9 @@ def play(lists, where, costs=(1, 1, 1, 0)):
     cost = {"F": f, "B": i + w, "I": i, "W": w, "RF": comm, "RB": comm, "SF": 0, "SB": 0}
     lowered = any(action.kind in MESSAGES for actions in lists for action in actions)
     delay = 0 if lowered else comm
-    done = {}  # action -> when it ended; for a message: when its rank reached it (rendezvous)
+    # action -> when it ended; for a message: when its rank reached it (a rendezvous). The end of a
+    # message is in free[rank], and only actions of that rank need it
+    done = {}
     free = [0] * len(lists)  # when the last action of each rank ended
     queues = [deque(actions) for actions in lists]
     # Round after round, each rank goes on until its next action needs something that is missing.
@@ -164,8 +166,8 @@ def play(lists, where, costs=(1, 1, 1, 0)):
 class Event(NamedTuple):
     """An action or a message in lower(), which sorts by the first three entries."""
     time: float  # an action's start; of a message: when its data is ready
-    # The start of the action, or of the action that made the data. At one time a message thereby
-    # comes before the actions that start then, which may need it
+    # The start of the action, or of the action that made the data. So of equal times a message
+    # comes first: before actions that start at that time, and may need it
     start: float
     rank: int  # that runs the action, or made the data
     action: Action

@@ -1,5 +1,5 @@
-"""How activations cross the border of the tensor-parallel region, with or without --sp, at once or
-in the background. The root's sequence_parallel.py says why.
+"""How activations enter and leave the tensor-parallel region, which lies between a column-parallel
+layer and the next row-parallel one: with or without --sp, at once or in the background.
 
                entering (before a column)       leaving (after a row)
     no --sp    nothing: all ranks hold x        all-reduce
@@ -18,8 +18,7 @@ from engine.collectives import all_gather, all_reduce, reduce_scatter
 
 
 class Region:
-    """The border of the tensor-parallel region of a group, with or without --sp. x may be
-    overwritten."""
+    """Crosses the border of the tensor-parallel region of a group. x may be overwritten."""
 
     def __init__(self, group, sp=False):
         self.group = group

@@ -7,14 +7,8 @@ their backwards written out. Each trick needs that:
     deferral   zero bubble schedules compute grad_W later (engine/pipeline.py)
 
 A column enters and a row leaves through a Region (engine/sequence_parallel.py), which all-reduces,
-or under --sp gathers and scatters tokens. Elements sent: the root's; --sp adds half an all-reduce
-per column, for the second gather. The two ends of the model: engine/vocabulary_parallel.py.
-Elements that each rank keeps for backward, per token and block (--recompute: C, its input):
-
-                                                        without --sp      with --sp
-    two LayerNorms: input, output, two statistics       4 C + 4           (4 C + 4)/T
-    q, k, v; attention's output and logsumexps          (4 C + nh)/T      (4 C + nh)/T
-    c_fc's output and GELU's                            8 C/T             8 C/T
+or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.py; --sp adds half
+an all-reduce per column, for the second gather. The ends: engine/vocabulary_parallel.py.
 
     python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
 """
@@ -29,9 +23,18 @@ from engine.vocabulary_parallel import ChunkedHead, VocabularyEmbedding
 from model import MLP
 from shard import split, tag_replicated
 
+# Elements that each rank keeps for backward, per token and block:
+#
+#                                                        without --sp      with --sp
+#    two LayerNorms: input, output, two statistics       4 C + 4           (4 C + 4)/T
+#    q, k, v; attention's output and logsumexps          (4 C + nh)/T      (4 C + nh)/T
+#    c_fc's output and GELU's                            8 C/T             8 C/T
+#    or, with --recompute, only the block's input        C                 C/T
+
 
 def weight_gradients(grad, x, weight, bias):
-    """Gradients of W (out, in) and b (out,), given that of the output (B, S, out)."""
+    """Gradients of W (out, in) and b (out,), given that of the output (B, S, out). weight is not
+    read: Deferred.add (engine/pipeline.py) finds in the arguments whose gradients these are."""
     grad = grad.flatten(0, -2)
     return grad.t() @ x.flatten(0, -2), None if bias is None else grad.sum(0)
 
@@ -43,8 +46,8 @@ def compute_now(fn, *args):
 
 
 class ColumnLinear(torch.autograd.Function):
-    """x W^T + b for this rank's rows of W. Before: x enters, multiply; in backward multiply twice,
-    then all-reduce grad_x. Now the all-reduce starts between the two products."""
+    """x W^T + b for this rank's rows of W. The backward of the plain Column multiplies twice, then
+    all-reduces grad_x. Here the all-reduce starts between the two products."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, region, defer):
@@ -59,10 +62,10 @@ class ColumnLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
         entering = ctx.region.start_enter(x)  # --sp: gather x during the product for grad_x
-        grad_x = grad @ ctx.weight.detach()  # (B, S, in), partial over tp
+        grad_x = grad @ ctx.weight  # (B, S, in), partial over tp
         x = entering()
         leaving = ctx.region.start_leave(grad_x)  # reduce grad_x during the product for grad_W
-        del entering  # a function that holds the gathered x
+        del entering  # holds the gathered tokens a second time, in the message's layout
         del grad_x  # --sp sends a copy of it
         grads = ctx.defer(weight_gradients, grad, x, ctx.weight, ctx.bias)
         return leaving(), *grads, None, None
@@ -84,7 +87,7 @@ class RowLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = ctx.region.enter(grad.contiguous())
         grad_weight, _ = ctx.defer(weight_gradients, grad, x, ctx.weight, None)
-        return grad @ ctx.weight.detach(), grad_weight, None, None
+        return grad @ ctx.weight, grad_weight, None, None
 
 
 class Column(nn.Module):

@@ -1,4 +1,4 @@
-"""The two ends of the model as train.py runs them, also on one rank.
+"""The two ends of the model as train.py runs them (on one rank: only the head).
 
     VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
@@ -6,8 +6,9 @@
                           once; and one number per token is sent, where the root sends three
     pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
-Held for backward by the head: 2 C + 2 numbers per token and, because ChunkedLoss computes gradients
-in forward, the gradient of its matrix, V C/T elements of at least 32 bits.
+Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the
+gradient of its output, 2 C + 2 numbers; and, because ChunkedLoss computes gradients in forward, the
+gradient of the matrix, V C/T elements of at least 32 bits.
 """
 
 import torch
@@ -63,8 +64,8 @@ def gradient_of_logits(log_probs, of_target, local, outside, out):
 
 def add_weight_gradient(grad_weight, grad, inputs):
     """grad_weight += grad^T inputs, for c tokens. In 16 bits a sum of c products might overflow
-    float16: divide the inputs by a power of two above c (exact), and multiply the product by it in
-    32 bits."""
+    float16: divide the inputs by a power of two above c (float16 then rounds small inputs to
+    multiples of 2^-24 times that power), and multiply the product by it in 32 bits."""
     if grad_weight.dtype == inputs.dtype:
         grad_weight.addmm_(grad.t(), inputs)
     else:
@@ -76,11 +77,11 @@ class ChunkedLoss(torch.autograd.Function):
     """Product with lm_head and cross-entropy, over chunks of tokens: for each chunk its logits,
     then at once their loss and gradient. A chunk has as many tokens as the model is wide, so its
     logits are as large as the gradient of the matrix (at least 256 tokens: each chunk costs kernel
-    launches and, under --tp, messages). Backward only multiplies the gradients of x and weight,
-    which forward saves, by that of the loss, in place: it runs once.
+    launches and, under --tp, messages). Forward saves the gradients of x and weight. Backward only
+    multiplies them, in place, by the gradient of the loss; so it can run only once.
 
     In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
-    loss, summed over tokens and words, the same on all ranks. Ranks exchange one number per token,
+    loss, summed over the tokens, the same on all ranks. Ranks exchange one number per token,
     log(sum(exp(logits))) of their words."""
 
     @staticmethod
@@ -98,16 +99,16 @@ class ChunkedLoss(torch.autograd.Function):
         # c = B * parts * n tokens
         n = max(1, max(C, 256) // (B * parts))
         for i in range(0, S, n):
-            words = targets[:, :, i : i + n].flatten()  # (c,)
+            wanted = targets[:, :, i : i + n].flatten()  # (c,)
             # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient
-            present = (words != ABSENT).unsqueeze(-1)
+            present = (wanted != ABSENT).unsqueeze(-1)
             inputs = region.enter(x[:, i : i + n]).flatten(0, 1) * present  # (c, C)
             logits = inputs @ weight.t()  # (c, V/T)
             logits[:, stop - start :] = -torch.inf  # rows of --pad-vocab are no words
             log_probs = F.log_softmax(logits, -1, dtype=wide)
             if group.size > 1:
                 log_probs += log_share(logits, log_probs, group)
-            local, outside = (part.unsqueeze(-1) for part in to_local(words, start, stop))
+            local, outside = (part.unsqueeze(-1) for part in to_local(wanted, start, stop))
             of_target = log_probs.gather(-1, local)  # (c, 1)
             loss -= of_target.masked_fill(outside, 0).sum()
             if training:

@@ -4,10 +4,10 @@
     ZeRO2    one full gradient at a time: a layer's is reduced while backward goes on
     ZeRO3    a layer's weights are gathered while the layer before it computes
 
-A bucket is one layer's weights (partition names the exceptions), and each of D ranks runs the
-optimizer on 1/D of it. Bytes held: the root's table (zero.py). Elements sent: the same, but for the
-weights that ZeRO-3 gathers for a backward that does not read them: the position embedding is
-gathered for forward only, and so is the tied matrix, once for each of its two uses there.
+A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
+optimizer on 1/D of it. Bytes held: the table of zero.py. Elements sent: the same, less what the
+ZeRO3 of zero.py gathers for a backward that does not read it. Here the position embedding is
+gathered for forward only; so is the tied matrix, once for each of its two uses there.
 
     python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
@@ -40,8 +40,9 @@ class ZeRO1(DDP):
                 layer.register_forward_pre_hook(lambda layer, args: self.gather_weights([layer]))
 
     def partition(self, users):
-        """Make one bucket of what the same layers use: one layer's parameters, or a weight that two
-        layers share. Then ZeRO-3 can gather just what a layer needs. In reverse order of use."""
+        """Make one bucket of what the same layers use and the same groups sum: one layer's
+        parameters (two buckets under --sp or --ep), or a weight that two layers share. Then ZeRO-3
+        can gather just what a layer needs. In reverse order of use."""
         units = {}  # (groups to sum over, users) -> parameters
         for param, where in users.items():
             units.setdefault((param.shard.sum_over, tuple(where)), []).append(param)
@@ -76,7 +77,7 @@ class ZeRO2(ZeRO1):
         self.reducing = None  # the bucket whose reduction is pending
         super().__init__(*args)
 
-    def allocate_gradients(self, bucket):
+    def allocate_shards(self, bucket):
         bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
 
     def zero_grad(self):
@@ -133,10 +134,9 @@ class ZeRO3(ZeRO2):
 
     zero = 3
 
-    def allocate_gradients(self, bucket):
-        """Called when the bucket has its values: keep this rank's shard of the weights too, and
-        free the rest."""
-        super().allocate_gradients(bucket)
+    def allocate_shards(self, bucket):
+        """The bucket has its values: keep this rank's shard of the weights too, free the rest."""
+        super().allocate_shards(bucket)
         bucket.weight_shard = bucket.weight_shard.clone()
         bucket.full.untyped_storage().resize_(0)
 
@@ -159,8 +159,8 @@ class ZeRO3(ZeRO2):
 
     def watch_layer(self, layer, next_layers, needed, previous):
         """Before the layer's forward gather its weights, and start to gather those of the next
-        layers. Before its backward gather those of `needed`, which backward reads, and start to
-        gather those of `previous`, which the backward after it reads."""
+        layers. Before its backward gather those of `needed`, which its backward reads, and start
+        to gather those of `previous`: what the layer before it reads, whose backward comes next."""
         def before_forward(module, args):
             self.gather_weights([layer], next_layers)
 

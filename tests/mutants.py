@@ -33,7 +33,7 @@ MUTANTS = {
     "plain.py": [
         ("for group in tag.sum_over[1:]:", "for group in ():", "plain:train_py"),
         ("mesh.world if cfg.zero else", "", "plain:train_py"),
-        ("        reducer.publish()\n", "", "plain:train_py")],
+        ("        reducer.publish()  #", "        #", "plain:train_py")],
     "collectives.py": [
         ("combine(into, received)\n    return", "into.copy_(received)\n    return",
          "collectives:definition"),
@@ -183,8 +183,8 @@ MUTANTS = {
         ("send.numel() * send.element_size()", "send.numel()", "plain:table")],
     "engine/group.py": [
         ("future.result()", "pass", "collectives:change_nothing"),
-        ("        if not group.is_running_job():  #", "        if True:  #",
-         "collectives:collective_of"),
+        ("inside = group.is_running_job()", "inside = False", "collectives:collective_of"),
+        ("if async_op and not inside:", "if async_op:", "collectives:collective_of"),
         ("with self.lock, naming(self.what):", "with naming(self.what):", "collectives:thread"),
         ("group.last.wait()", "pass", "collectives:overtake"),
         ("out.numel() * out.element_size()", "out.numel()", "collectives:formula")],

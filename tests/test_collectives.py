@@ -157,13 +157,20 @@ def _halves(tensor, group):
     c.all_gather(tensor, group)
 
 
+@queued
+def _in_background(tensor, group):
+    """The same, and it starts its parts in the background of the background."""
+    c.reduce_scatter(tensor, group, async_op=True).wait()
+    c.all_gather(tensor, group, async_op=True).wait()
+
+
 def _nested(rank, world):
     """Sums by a collective of collectives: waited for at once; in the background; behind a job."""
     g = _mesh_group(world)
     results = []
-    for async_op in (False, True):
+    for collective, async_op in ((_halves, False), (_halves, True), (_in_background, True)):
         x = torch.ones(1000)
-        work = _halves(x, g, async_op=async_op)
+        work = collective(x, g, async_op=async_op)
         if async_op:
             time.sleep(0.2)  # the job starts before its caller waits
             work.wait()
@@ -173,7 +180,7 @@ def _nested(rank, world):
 
 def test_a_collective_of_collectives_sums_in_the_background_too():
     """It waited for itself once: its caller went on with a tensor that was not summed."""
-    assert pool(2, _nested, 2) == [[[2.0], [2.0]]] * 2
+    assert pool(2, _nested, 2, timeout=30) == [[[2.0]] * 3] * 2
 
 
 def test_a_work_holds_every_thread_that_waits_for_it():

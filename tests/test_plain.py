@@ -155,7 +155,8 @@ WIDE = GPTConfig(VOCAB, block_size=4, n_layer=6, n_head=5, n_embd=65)
 
 
 def _reducer(rank, D, zero, m):
-    """Of a step with m microbatches: (elements sent, peak of the bytes allocated in it, Psi)."""
+    """Of a step with m microbatches: (elements sent, peak of the bytes allocated in it, Psi,
+    elements of the weights in memory before it)."""
     mesh = Mesh(Group, dp=D)
     group = mesh.group("dp")
     model = build(WIDE, dtype=torch.double)
@@ -163,6 +164,7 @@ def _reducer(rank, D, zero, m):
     tag_whole(model, group)
     layers = model.layers
     reducer = plain.REDUCERS[zero](layers)
+    held = sum(x.untyped_storage().nbytes() // 8 for x in {*model.parameters(), *reducer.params})
     ids = torch.randint(VOCAB, (1, 4), generator=torch.Generator().manual_seed(0))
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         plain.run_pipeline(layers, mesh.group("pp"), ["F0", "B0"] * m, [(ids, ids)] * m, None, 1,
@@ -171,7 +173,7 @@ def _reducer(rank, D, zero, m):
     memory = [event.nbytes() for event in events if event.name() == "[memory]"]
     reducer.gradients()
     reducer.publish()
-    return group.bytes_sent // 8, max(itertools.accumulate(memory)), psi
+    return group.bytes_sent // 8, max(itertools.accumulate(memory)), psi, held
 
 
 def test_the_plain_stages_of_zero_send_and_hold_what_their_table_says():
@@ -187,7 +189,8 @@ def test_the_plain_stages_of_zero_send_and_hold_what_their_table_says():
         # ZeRO-3 sends the tied matrix for each of the two layers that share it
         want = {0: 2 * psi, 1: 2 * psi, 2: (1 + m) * psi, 3: 3 * m * (psi + tied)}[zero]
         assert sum(sent for sent, *_ in got) == (D - 1) * want
-        peaks[zero] = max(peak for _, peak, _ in got) / 8  # elements
+        peaks[zero] = max(peak for _, peak, *_ in got) / 8  # elements
+        assert sum(held for *_, held in got) == (psi if zero == 3 else D * psi)
     # The peak of stages 0 and 1 has all gradients; of 2 this rank's chunks, and one block's; of 3
     # the block's gathered weights, too
     others = peaks[0] - psi
