@@ -84,6 +84,8 @@ EVERY = [*dicts("dp tp pp schedule microbatches", LAYOUTS),
          *dicts("schedule chunks dp tp pp microbatches zero", SCHEDULE_LAYOUTS),
          *dicts("zero dp tp pp microbatches recompute", ZERO_LAYOUTS)]
 CHOSEN = covering(EVERY)
+# Three features at a time: replicas, no ZeRO, and a rank with both ends, one ready before the other
+CHOSEN.append({"schedule": "zb-v", "chunks": 2, "dp": 2, "tp": 1, "pp": 2, "microbatches": 3})
 
 
 @pytest.mark.parametrize("flags", CHOSEN, ids=named)
