@@ -60,7 +60,9 @@ def figures(job, layout, device):
 
 # ---- the command line ----
 
-LIMITS = {  # (least, most): flags of plan.py alone; run/config.py has those of train.py's flags
+# (least, most): flags of plan.py alone; and of train.py's flags, whose limits are in run/config.py,
+# n_layer (a plan takes fewer) and block_size (described() divides by it before it checks the rest)
+LIMITS = {
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
@@ -171,11 +173,13 @@ def searched(args):
     """(job, device, Search, figures of layouts). With --layout the layout of the flags comes first,
     then the fastest of all; else the best of those that have the flags' values."""
     job, device, fixed = described(args)
-    cfg, rows = as_config(job, fixed), []
+    cfg = as_config(job, fixed)
+    rows = []
     if args.layout:
         ranks = config.check_layout(cfg, args.gpus)
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
-        rows, fixed = [figures(job, layout_of(cfg), device)], {}
+        rows = [figures(job, layout_of(cfg), device)]
+        fixed = {}  # search all layouts: the fastest one is shown beside
     search = Search(job, args.gpus, device, fixed)
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, device) for _, layout in best]

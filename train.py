@@ -50,7 +50,7 @@ from pipeline import tie_ends
 from plain import training_steps
 from planner.hardware import peak_flops
 from run import checkpoint, signals
-from run.config import check, fail, read_command_line
+from run.config import as_text, check, fail, read_command_line
 from run.log import Log
 from run.processes import choose_device, give_up, init, out_of_memory, shutdown
 from run.routing import Routing
@@ -336,6 +336,8 @@ def train_plain(cfg, data):
     say = print if mesh.rank == 0 else lambda *args, **more: None
     if mesh.world.size > 1:
         say(mesh_file.grid(mesh.sizes))
+    if cfg.verbose:
+        say(as_text(cfg))
     say("--plain: the files of the root train; no validation, no checkpoint", flush=True)
     since = time.perf_counter()
     for step, (loss, norm) in enumerate(training_steps(cfg, mesh, data)):

@@ -73,10 +73,14 @@ def read_meta(path):
 
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
-    GPT-2's."""
+    its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for
+    characters: reading a meta.pkl means unpickling, which could run any code."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")
+    if not path.exists() and Path(folder, "meta.pkl").exists():
+        raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
+                         "tokenizer; data/prepare.py makes folders with one")
     meta = read_meta(path) if path.exists() else {}
     kind = meta.get("tokenizer", "gpt2")
     ranks = read_ranks(Path(folder, "vocab.tiktoken")) if kind == "bpe" else BYTES

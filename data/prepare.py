@@ -44,8 +44,9 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Names that are skipped in a folder: files that prepare itself wrote, and hidden ones
 NO_SOURCE = regex.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
-# In the standard library: tests and installed packages are not the library; tables of characters
-# are not code
+# Names that are skipped in the standard library: tests and installed packages are not the library,
+# tables of characters and of help texts are no code, config-* and _sysconfigdata* differ from
+# machine to machine
 NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
@@ -177,8 +178,9 @@ def merge_pair(word, token):
 
 
 def learn_bpe(text, vocab_size):
-    """{token: rank}: 256 bytes; then the pair of neighbours that is most frequent becomes a token
-    and is merged wherever it stands, again and again, while one occurs twice.
+    """{token: rank}: 256 bytes; then, again and again, the most frequent pair of neighbours becomes
+    a token and is merged wherever it stands, until there are vocab_size tokens, or no pair occurs
+    twice.
 
     Pairs that spell the same bytes, such as (a, bc) and (ab, c), count as one, because that is how
     tiktoken applies ranks; so `pair` is their bytes. Of pairs that are equally frequent the first
@@ -214,6 +216,7 @@ def learn_bpe(text, vocab_size):
             continue
         if count[pair] < 2:
             break
+        # It has a rank if it was merged before, and other neighbours spell the same bytes by now
         ranks.setdefault(pair, len(ranks))
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
         risen = set()

@@ -3,7 +3,8 @@
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
                       optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (SGD and LARS: .velocity);
                                              for 16-bit weights also .master
-                      manifest.json          step, flags, loss scale, a checksum for each tensor
+                      manifest.json          step, flags, loss scale, a checksum for each
+                                             tensor, number (the folder's first checkpoint is 1)
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
 gather, and no extra memory but one tensor's slice on its way from a GPU. Bytes per parameter with
@@ -93,11 +94,14 @@ def refuse_unsound(manifest):
 def read_manifest(folder):
     """The manifest of a checkpoint. CheckpointError if it is missing or damaged."""
     path = Path(folder, MANIFEST)
-    with about(path), suppress(*DAMAGED):
-        manifest = json.loads(path.read_bytes())
+    with about(path):
+        text = path.read_bytes()
+    try:
+        manifest = json.loads(text)
         refuse_unsound(manifest)
-        return manifest
-    raise CheckpointError(f"{path}: damaged; --resume PATH takes another checkpoint")
+    except DAMAGED:
+        raise CheckpointError(f"{path}: damaged; take another checkpoint") from None
+    return manifest
 
 
 def refuse_other(folder, manifest, config):
@@ -237,7 +241,7 @@ def transfer_runs(entry, shard, start, values, saving):
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
     start = 1 three values go to elements 2 7 8. They are two runs (in_full, in_values, length):
     (2, 0, 1) and (7, 1, 2)."""
-    buffer = values.to("cpu", copy=True)
+    buffer = values.cpu()  # on a CPU `values` itself: its memory is written or read, no copy
     data = memoryview(buffer.view(torch.uint8).numpy())
     width = buffer.element_size()
     with about(entry.path, entry.name), open(entry.path, "r+b" if saving else "rb") as file:

@@ -14,13 +14,13 @@ import argparse
 import math
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from engine.schedules import make_schedule
 from run.signals import STORE, local_rank
 from schedules import SCHEDULES, chunks_of, is_plain
-from sizes import MOMENTS, WIDTHS
+from sizes import MOMENTS, WIDTHS, bytes_per_parameter
 
 
 def flag(default, group, help, choices=None):
@@ -34,7 +34,8 @@ class Config:
     tp: int = flag(1, "layout", "tensor-parallel ranks, which split each layer")
     pp: int = flag(1, "layout", "pipeline ranks, which split the list of layers")
     cp: int = flag(1, "layout", "context-parallel ranks, which split each sequence")
-    sp: bool = flag(False, "layout", "tensor-parallel ranks split the tokens between layers, too")
+    sp: bool = flag(False, "layout", "each tensor-parallel rank has 1/tp of the tokens where no "
+                     "matrix is split")
     ep: int = flag(1, "layout", "data-parallel ranks that share the experts")
     cp_attention: str = flag("ring", "layout", "how keys meet queries", ("ring", "all-to-all"))
     zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3)", (0, 1, 2, 3))
@@ -44,7 +45,8 @@ class Config:
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
     collectives: str = flag("auto", "layout", "ring: ours; native: torch's; auto: native on "
                             "GPUs, else ring", ("auto", "ring", "native"))
-    pad_vocab: int = flag(0, "layout", "pad a rank's vocabulary to a multiple; 0: 64 on GPUs")
+    pad_vocab: int = flag(0, "layout", "pad a rank's rows of the vocabulary to a multiple of "
+                          "this; 0: 64 on GPUs, 1 on CPUs")
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
@@ -146,6 +148,11 @@ def parse(args, description=None):
     return Config(**vars(parser.parse_args(args)))
 
 
+def as_text(cfg):
+    """All flags with their values, for --verbose, in one line."""
+    return " ".join(f"{name}={value}" for name, value in asdict(cfg).items() if value != "")
+
+
 # ---- what the checks below are made of ----
 
 
@@ -207,8 +214,9 @@ def check_layout(cfg, world):
     """Fill in the flags that are left to choose, then refuse a wrong layout for `world` processes.
     Returns the number of ranks. ValueError: flag, values, fix.
 
-    The launcher calls it, and each rank twice (in read_command_line and in check). The second call
-    changes nothing, because the first has left nothing to choose."""
+    The launcher calls it once. A rank calls it in start() and in main(), each time on a new Config
+    (read_command_line), and in check(), on main's Config once more: that call changes nothing,
+    because the one before has left nothing to choose."""
     check_limits(cfg)
     resolve(cfg, world)
     return refuse_wrong_layout(cfg, world)
@@ -263,7 +271,8 @@ def refuse_wrong_layout(cfg, world):
     return ranks
 
 
-# Flags that plain.py has, or that its runs, without validation and checkpoints, do not need
+# Flags that --plain takes. Nothing reads some of them there: top_k and balance (no experts),
+# eval_interval and eval_batches (no validation)
 PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
     weight_decay beta1 beta2 grad_clip top_k balance seed data timeout verbose log_interval
@@ -283,7 +292,8 @@ def refuse_what_plain_lacks(cfg):
 
 
 def refuse_wrong_sizes(cfg):
-    """Heads, tokens, experts and width must divide over the ranks that split them."""
+    """Heads, tokens and experts must divide over the ranks that split them, the width over heads
+    and chosen experts."""
     require_divides(cfg, "tp", whole="n_head")
     if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
         require_divides(cfg, "tp", "cp", whole="n_head")
@@ -305,10 +315,10 @@ def refuse_wrong_sizes(cfg):
 
 def refuse_wrong_pipeline(cfg):
     """Stages need layers, microbatches need sequences, and the schedule may ask for more."""
-    require(cfg.pp <= cfg.n_layer, f"{given(cfg, 'pp')} must be at most {given(cfg, 'n_layer')}")
     require_divides(cfg, "dp", whole="batch_size")
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)  # for its ValueError
+    # Each stage has a layer at least
     require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
 
@@ -326,15 +336,18 @@ def refuse_wrong_files(cfg):
 
 
 def check_memory(cfg, share):
-    """ValueError if this machine cannot hold its share (0 to 1) of what the model needs at least:
-    weights, gradients and AdamW's two moments in float32 (16 bytes a parameter), and one activation
-    of n_embd numbers for each block and token of a microbatch."""
+    """ValueError if this machine cannot hold its share (0 to 1) of the least that a model needs:
+    weights, gradients and optimizer states (AdamW: 16 bytes per parameter, in 16 or 32 bits), and
+    one activation of n_embd numbers for each block and token of a microbatch."""
     # Parameters of a block: 4 n_embd^2 in attention, 8 n_embd^2 in an MLP. An expert is 1/top_k as
     # wide as an MLP.
     mlps = cfg.experts / cfg.top_k if cfg.experts else 1
-    states = 16 * (4 + 8 * mlps) * cfg.n_embd**2
+    parameters = (4 + 8 * mlps) * cfg.n_embd**2
+    width = WIDTHS[cfg.dtype]  # bytes of a number
+    n_moments = len(MOMENTS[cfg.optimizer])
+    states = parameters * sum(bytes_per_parameter(0, 1, width, moments=n_moments))
     tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
-    activations = 4 * tokens * cfg.n_embd
+    activations = width * tokens * cfg.n_embd
     need = share * cfg.n_layer * (states + activations)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     require(need < have, f"the model needs {need / 1e9:,.0f} GB of this machine's {have / 1e9:,.0f}"
@@ -370,9 +383,9 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
 
 
 def check_ring_kernels(cfg):
-    """ValueError if the GPU kernels of ring attention (context_parallel.kernel) do not take these
-    heads. A head's row is a multiple of 16 bytes: 8 numbers of 16 bits, or 4 of 32. Heads of 16
-    bits have up to 256 numbers. There is no kernel for 64 bits."""
+    """ValueError if ring attention's GPU kernels (kernel() in engine/context_parallel.py) do not
+    take these heads. A head's row is a multiple of 16 bytes: 8 numbers of 16 bits, or 4 of 32.
+    Heads of 16 bits have up to 256 numbers. There is no kernel for 64 bits."""
     size = cfg.n_embd // cfg.n_head
     fits = {8: False,  # bytes of a number: do the kernels take such heads?
             4: size % 4 == 0,

@@ -1,8 +1,8 @@
 """Exports a checkpoint as a folder for Hugging Face's GPT2LMHeadModel and AutoTokenizer.
 
 Four weights of each block are transposed (Conv1D), and lm_head, which is the embedding's matrix, is
-left out. The tokenizer is that of the training data; if the run used GPT-2's own, no tokenizer is
-written, because AutoTokenizer.from_pretrained("gpt2") has it.
+left out. The tokenizer is that of the training data. None is written if the run used GPT-2's own,
+which AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's characters).
 
     python -m run.export --out out --to gpt2-folder
 """
@@ -30,10 +30,9 @@ def write_weights(path, model):
             file.write(values.numpy().tobytes())
 
 
-def config_json(config):
-    """The content of Hugging Face's config.json for a GPTConfig."""
-    # The token that ends a text: GPT-2's own, or token 0 (byte 0), which no text has
-    end_of_text = 50256 if config.vocab_size > 50256 else 0
+def config_json(config, end_of_text):
+    """The content of Hugging Face's config.json for a GPTConfig. end_of_text: the token that ends a
+    text, or None."""
     return {"architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "n_layer": config.n_layer,
@@ -59,12 +58,19 @@ def export(folder, to):
         raise ValueError(f"{folder}: GPT-2 has no experts")
     to.mkdir(parents=True)
     write_weights(to / "model.safetensors", model)
-    files = {"config.json": config_json(config)}
+    tokenizer = {}
     note = ""
     try:
-        files |= tokenizer_files(checkpoint.read_manifest(folder)["data"], config)
+        tokenizer = tokenizer_files(checkpoint.read_manifest(folder)["data"], config)
     except (ValueError, OSError) as error:
         note = f"; without a tokenizer: {error}"
+    if config.vocab_size > 50256:
+        end_of_text = 50256  # GPT-2's own
+    elif tokenizer:
+        end_of_text = 0  # of our tokenizers: byte 0, which no text has
+    else:
+        end_of_text = None  # not known: of nanoGPT's characters token 0 is mostly the line break
+    files = {"config.json": config_json(config, end_of_text), **tokenizer}
     for name, content in files.items():
         (to / name).write_text(json.dumps(content, indent=1))
     return f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}{note}"

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,7 @@ from statistics import median
 import torch
 
 from mesh import grid
+from run.config import as_text
 from run.processes import all_gather_text
 
 
@@ -74,7 +74,7 @@ class Log:
         """The lines before the first step: flags, model, rates, ranks, stages."""
         trainer, cfg, mesh = self.trainer, self.cfg, self.trainer.mesh
         if cfg.verbose:
-            self.say(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
+            self.say(as_text(cfg))
         device = "GPU" if mesh.device.type == "cuda" else "CPU"
         plural = "es" if cfg.microbatches > 1 else ""
         self.say(f"{trainer.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "

@@ -32,7 +32,9 @@ PEER = re.compile(r"(?:from|to|for) rank (\d+)")
 failing = threading.Lock()  # held by the thread that gives up
 # Replaced in init:
 place = 0, 1  # this process's rank, and the number of ranks
-store = dist.HashStore()  # shared by all ranks
+# The ranks' store; each key gets the prefix of this attempt. (`server` below is the same store
+# without the prefix: the keys of all attempts.)
+store = dist.HashStore()
 # A second connection to the store. A thread of torch that waits for a key holds the first one: a
 # rank that gives up could not speak through it.
 last_words = store

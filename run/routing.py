@@ -1,4 +1,5 @@
-"""Statistics of the experts' routers, for the log."""
+"""The routers of a run's experts: sets the weight of their balance loss, knows its part of this
+rank's loss, and gathers statistics for the log."""
 
 from functools import partial
 
@@ -6,7 +7,7 @@ import torch
 
 
 class Routing:
-    """Statistics of the routers, summed over the microbatches of a step, for the log."""
+    """The routers of one rank's blocks. The sums are over the microbatches of a step."""
 
     def __init__(self, stages, cuts, cfg, mesh):
         """stages: {stage: its layers}, on this rank; cuts[stage]: (start, stop) of these layers."""

@@ -2,7 +2,8 @@
 
 A Tracer records spans (name, start, end): F, B, I, W of each stage and microbatch, sends, waits,
 collectives, the optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for
-ui.perfetto.dev, and sums them up per rank, beside schedules.simulate with the measured F, B and W.
+ui.perfetto.dev, and sums them up per rank, beside simulate() of engine/schedules.py with the
+measured F, B and W.
 
     compute   inside F, B, I, W and the optimizer, less their waits
     exposed   waits for collectives, for sends, and for data that had been sent

@@ -1,11 +1,12 @@
 """Reads the weights of any program that has this model: this one, nanoGPT, Hugging Face.
 
-    of                    names                                       weights of CONV1D
+    of                    names                                       a block's four matrices
     this one, nanoGPT     transformer.h.0.attn.c_attn.weight, ...     (out, in)
     after torch.compile   _orig_mod.transformer. ...                  (out, in)
     Hugging Face          h.0.attn.c_attn.weight, ...                 (in, out)
 
-lm_head.weight and transformer.wte.weight are one matrix; a file may have both names or one.
+CONV1D below names the four. lm_head.weight and transformer.wte.weight are one matrix; a file may
+have both names or one.
 """
 
 import json
@@ -41,9 +42,9 @@ def canonical(name):
 
 
 def find_tensors(path, shapes, config):
-    """({our name: Entry}, the layers whose weights are (in, out) in this file: CONV1D or none) of a
-    safetensors file. CheckpointError unless it has tensors of these {name: shape}, and no others.
-    """
+    """Read a safetensors file's header. Returns {our name: Entry} and a tuple of endings: tensors
+    whose names end so have the shape (in, out) in this file: CONV1D, or none. CheckpointError
+    unless the file has tensors of these {name: shape}, and no others."""
     entries = {canonical(name): entry for name, entry in tensorfile.read_header(path).items()}
     table, head = "transformer.wte.weight", "lm_head.weight"
     if head in entries:

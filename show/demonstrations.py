@@ -125,7 +125,10 @@ def compare_reducer(name, mesh, reducer):
         for layer in blocks:
             x = layer(x)
         head(x, rows).backward()
-    held = sum(x.untyped_storage().nbytes() // 8 for x in {*model.parameters(), *ours.params})
+    # Elements in memory, of 8 bytes. (ZeRO-3 empties the model's parameters: its chunks, in
+    # ours.params, are others. Under the other stages both are the same: a set has each once.)
+    kept = {*model.parameters(), *ours.params}
+    held = sum(param.untyped_storage().nbytes() // 8 for param in kept)
     stepped = sum(weight.numel() for weight in ours.weights)
     alone = build(model.config, dtype=torch.double)
     alone(SEQUENCES, SEQUENCES).backward()

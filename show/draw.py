@@ -1,7 +1,8 @@
 """Timelines for a terminal; charts and timelines as SVG, on a transparent background; and the
 command line that shows schedules.
 
-    python schedules.py 1f1b 4 8 --svg schedule.svg        python -m show.pictures
+    python schedules.py 1f1b 4 8 --svg schedule.svg
+    python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl
 """
 
 import argparse
@@ -148,11 +149,11 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
         picture.line(pixels, colors[name], 'stroke-width="2"' + dashes)
         drawn.append(pixels)
         names.append((pixels[-1][1], name))
-    above = math.inf  # y of the name below; y grows downwards
-    for end, name in sorted(names, reverse=True):  # from the lowest up, 15 pixels apart
-        above = min(end, above - 15)
-        picture.line([(RIGHT, end), (RIGHT + 10, above)], colors[name])
-        picture.text(RIGHT + 14, above + 4, name, color=colors[name])
+    y = math.inf  # of the name that was written last. Larger is lower: the first one is the lowest
+    for end, name in sorted(names, reverse=True):
+        y = min(end, y - 15)  # at the curve's end, or 15 pixels above the last name
+        picture.line([(RIGHT, end), (RIGHT + 10, y)], colors[name])
+        picture.text(RIGHT + 14, y + 4, name, color=colors[name])
     return str(picture)
 
 

@@ -1,6 +1,6 @@
-"""What `python collectives.py` shows: one ring all-reduce, hop by hop, and the bytes that each
-collective sends. Beside the ring stand two all-reduces that it beats: sequential, and through a
-parameter server."""
+"""What `python collectives.py` shows: one ring all-reduce, hop by hop, and the bytes that the
+ring's three collectives send. Beside the ring stand two all-reduces that it beats: sequential, and
+through a parameter server."""
 
 import torch
 

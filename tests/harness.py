@@ -1,8 +1,8 @@
 """What all tests share: equality with one process, of layouts trained in the pool (pool.py).
 
 In float64 loss, every raw gradient, the global norm and the weights after three steps equal those
-of `reference`, a one-process loop that shares only model.py (test_values.py says what that file
-computes), to 1e-10 of the tensor's own norm.
+of `reference`, a one-process loop that shares only the model, of model.py and experts.py
+(test_values.py says what they compute), to 1e-10 of the tensor's own norm.
 
     equals_one_process(corpus, tp=2, pp=2)      trains a layout in the pool and compares all of it
 """
@@ -31,7 +31,7 @@ from tests.pool import pool
 
 # This file is imported where processes are forked from: CUDA is not to be touched there
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent.parent  # the repository
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
 # IN_ORDER=1: all groups in NCCL's manner, on gloo. FULL=1: also tests that take long
 IN_ORDER, FULL = (bool(os.environ.get(name)) for name in ("IN_ORDER", "FULL"))
@@ -120,7 +120,10 @@ def local_tensors(trainer, kind):
             pieces = trainer.reducer.grad_pieces(bucket)
         flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=bucket.full.device)
         for param, piece in pieces:
-            flat[max(bucket.starts[param], bucket.offset) :][: piece.numel()] = piece
+            # The piece begins where the parameter begins or, if the shard cuts it, where the shard
+            # begins. Parameter 100 to 159 of the bucket, shard 120 to 239: piece 120 to 159
+            start = max(bucket.starts[param], bucket.offset)
+            flat[start : start + piece.numel()] = piece
         if bucket.num_shards > 1:
             c.all_gather(flat, bucket.group)
         found += [(bare(p.shard), bucket.view(flat.cpu(), p)) for p in bucket.params]
@@ -128,9 +131,11 @@ def local_tensors(trainer, kind):
 
 
 def _train(rank, cfg, steps=STEPS, mesh=None, kinds=("grads", "weights")):
-    """What equals_one_process compares, of each step; of tensors those kinds."""
+    """Trains some steps on one rank. Returns what equals_one_process compares, step by step: first
+    the initial weights. kinds: which tensors of each step to return."""
     mesh = mesh or mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer = train.Trainer(cfg, mesh, VOCAB)
+    data = Data(cfg)
     trace = [{"weights": local_tensors(trainer, "weights")}]
     for step in range(steps):
         norm, read = trainer.gradients(data.training(cfg, step, mesh))
@@ -145,7 +150,7 @@ def _train(rank, cfg, steps=STEPS, mesh=None, kinds=("grads", "weights")):
 
 
 def train_with(rank, cfg, owner, name, value, **more):
-    """_train, with something else in the place of what a module or class has under a name."""
+    """_train, while owner.name (owner: a module or a class) is `value`."""
     kept = owner.__dict__[name]
     setattr(owner, name, value)
     try:
@@ -155,13 +160,16 @@ def train_with(rank, cfg, owner, name, value, **more):
 
 
 def assemble(per_rank):
-    """{name: full tensor} from every rank's shards; what is held twice must have the same bits."""
+    """{name: full tensor} from every rank's [(tag, its slice)]; elements that several ranks hold
+    must have the same bits."""
     full = {}
     for tag, local in itertools.chain(*per_rank):
         tensor = full.setdefault(tag.name, torch.full(tag.shape, math.nan, dtype=local.dtype))
         sizes = [b - a for a, b in tag.ranges]
-        assert local.narrow(tag.dim, sum(sizes), local.size(tag.dim) - sum(sizes)).eq(0).all()
-        local = local.narrow(tag.dim, 0, sum(sizes))
+        held = sum(sizes)  # the rest is padding (--pad-vocab)
+        padding = local.narrow(tag.dim, held, local.size(tag.dim) - held)
+        assert padding.eq(0).all(), f"padding of {tag.name} is not 0"
+        local = local.narrow(tag.dim, 0, held)
         for (a, b), part in zip(tag.ranges, local.split(sizes, tag.dim), strict=True):
             place = tensor.narrow(tag.dim, a, b - a)
             assert place.isnan().all() or torch.equal(place, part), f"copies of {tag.name} differ"
@@ -184,9 +192,13 @@ def same_model(cfg):
 
 
 def matches(cfg, got, step, kinds, want):
-    """AssertionError unless what all ranks have of a step is what one process has."""
+    """AssertionError unless the ranks' numbers and tensors of a step are those of one process.
+    got: each rank's trace; kinds: which tensors to compare; want: one process's trace."""
+    names = ["loss", "norm"]
+    if cfg.experts:
+        names += ["balance", "busiest"]
     for trace in got:
-        for name in ("loss", "norm", *["balance", "busiest"] * bool(cfg.experts)):
+        for name in names:
             close(trace[step][name], want[step][name], name)
     for kind in kinds:
         full = assemble([trace[step][kind] for trace in got])

@@ -24,7 +24,7 @@ from data.prepare import BYTES, PATTERN, encode, learn_bpe, make_encoding, prepa
 from engine.group import naming
 from engine.mesh import Mesh
 from planner.hardware import peak_flops
-from run.config import check
+from run.config import check, check_memory
 from run.processes import out_of_memory
 from tests.harness import HERE, VOCAB, config, needs_minutes
 from tests.runs import Run, command, flags, one_line
@@ -68,7 +68,7 @@ def damaged(corpus, tmp_path, how):
 
 @pytest.mark.parametrize("flags,says", [
     ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
-    ("--pp 5", "--pp 5 must be at most --n-layer 4"),
+    ("--pp 7", "--pp 7 x --chunks 1 must be at most --n-layer + 2 = 6"),
     ("--dp 3", "--dp 3 must divide --batch-size 32"),
     ("--microbatches 5", "must divide --batch-size 32"),
     ("--schedule wave", "invalid choice: 'wave'"),
@@ -147,6 +147,29 @@ def test_nanogpts_folders_of_characters_have_their_own_vocabulary(corpus, tmp_pa
     assert Data(config(str(tmp_path))).vocab_size == 50257
     (tmp_path / "meta.pkl").touch()
     assert Data(config(str(tmp_path))).vocab_size == VOCAB
+    with pytest.raises(ValueError, match="its tokens are characters") as refusal:
+        load_tokenizer(tmp_path)  # not GPT-2's: it would decode characters as other words
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype,optimizer,n_bytes", [
+    ("float32", "adamw", 16), ("float32", "lamb", 16), ("float32", "sgd", 12),
+    ("float32", "lars", 12), ("bfloat16", "adamw", 16), ("bfloat16", "sgd", 12),
+    ("float64", "adamw", 32)])
+def test_the_memory_check_counts_the_states_of_the_chosen_optimizer(corpus, dtype, optimizer,
+                                                                     n_bytes, monkeypatch):
+    """A model of 3 blocks of 12 n_embd^2 parameters, on machines with a little less and a little
+    more memory than its states take."""
+    cfg = config(corpus, n_embd=960, batch_size=1, microbatches=1, dtype=dtype, optimizer=optimizer)
+    states = 3 * 12 * cfg.n_embd**2 * n_bytes
+    activations = 3 * cfg.block_size * cfg.n_embd * 8  # at most
+    for memory, fits in ((states, False), (states + activations + 1, True)):
+        monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.get)
+        if fits:
+            check_memory(cfg, share=1)
+        else:
+            with pytest.raises(ValueError, match="the model needs"):
+                check_memory(cfg, share=1)
 
 
 def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):

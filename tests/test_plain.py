@@ -100,6 +100,7 @@ PAGES = [  # layouts with sizes that do not divide
     {"tp": 2}, {"tp": 3}, {"tp": 4, "microbatches": 2}, {"tp": 3, "dp": 2, "zero": 3},
     {"pp": 2, "microbatches": 3}, {"pp": 3, "microbatches": 4, "schedule": "gpipe"},
     {"pp": 4, "microbatches": 2}, {"pp": 4, "microbatches": 9, "schedule": "gpipe"},
+    {"pp": 4, "n_layer": 2, "microbatches": 3},  # one layer for each stage
     {"dp": 2, "pp": 3, "zero": 1, "microbatches": 9},
     {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "microbatches": 6},
     {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "microbatches": 3, "schedule": "gpipe"},
@@ -342,11 +343,13 @@ def test_what_plain_lacks_is_refused_in_one_line(more, says, capsys, monkeypatch
 
 
 def test_train_py_plain_prints_the_losses_of_train_py(corpus, tmp_path):
-    words = flags_of(corpus, tmp_path / "out", dp=2, zero=3)
+    words = [*flags_of(corpus, tmp_path / "out", dp=2, zero=3), "--verbose"]
     without_out = [word for word in words if word not in ("--out", tmp_path / "out")]
     printed = []
     for run in (command("train.py", *words), command("train.py", "--plain", *without_out)):
         assert run.returncode == 0, run.stderr
+        # the first lines: all flags, as they were resolved (--microbatches was left open)
+        assert "dp=2 tp=1 " in run.stdout and " microbatches=1 " in run.stdout, run.stdout
         printed.append([line.split("  lr")[0] for line in run.stdout.splitlines()
                         if "  loss " in line])
     assert printed[0] == printed[1] and len(printed[0]) == 4

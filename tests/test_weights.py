@@ -19,7 +19,7 @@ from run import export as export_file
 from run.weights import CONV1D, load_model, read_weights
 from sizes import GPTConfig
 from tests.harness import VOCAB
-from tests.runs import Run, flags, rewrite
+from tests.runs import Run, flags, one_line, rewrite
 
 
 def nanogpt_shapes(V, S, L, C):
@@ -119,6 +119,34 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
     ids = torch.arange(8).view(1, 8)
     with torch.no_grad():
         assert (theirs(ids).logits - model(ids)).abs().max() < 1e-5
+
+
+def test_a_run_on_nanogpts_characters_ends_without_a_tokenizer_and_says_so(corpus, tmp_path):
+    """Ids of characters are no ids of GPT-2: neither a sample nor an export may take its tokenizer.
+    """
+    folder = tmp_path / "characters"
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        shutil.copy(f"{corpus}/{name}", folder)
+    (folder / "meta.pkl").touch()
+    run = Run(1, flags(folder, tmp_path / "out", steps=1, eval_interval=1), tmp_path)
+    assert run.wait() == [0], run.read()
+    says = f"{folder}: its tokens are characters (meta.pkl)"
+    assert f"a sample:\n  | (none: {says}" in run.read("stdout")
+    said = export_file.export(tmp_path / "out/step-00000001", tmp_path / "new")
+    assert f"; without a tokenizer: {says}" in said and said.count("\n") == 0
+    written = json.loads((tmp_path / "new/config.json").read_text())
+    assert written["eos_token_id"] is None  # token 0 is a character, mostly the line break
+
+
+def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, tmp_path, capsys,
+                                                                       monkeypatch):
+    folder = shutil.copytree(trained / "step-00000004", tmp_path / "one")
+    (folder / checkpoint.MANIFEST).write_text("{}")
+    for argv in (["sample.py", "--out", folder], ["export.py", "--out", folder, "--to", "new"]):
+        main = sample.main if argv[0] == "sample.py" else export_file.main
+        error = one_line(main, argv, capsys, monkeypatch)
+        assert "manifest.json: damaged; take another checkpoint" in error
 
 
 def test_hugging_faces_tokenizers_opens_ours(tmp_path):
