@@ -211,7 +211,6 @@ def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
 
 
-@pytest.mark.waits
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
     """It says at once what it trains: the launcher does not import torch, which takes a second. A
     rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one."""

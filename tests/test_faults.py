@@ -41,7 +41,6 @@ from tests.harness import (
     pool,
 )
 from tests.runs import (
-    ENVIRONMENT,
     STORM,
     Run,
     _main,
@@ -57,7 +56,6 @@ from tests.runs import (
 from tests.test_checkpoint import spoil
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("kills,layout", STORM if FULL else STORM[:1], ids=str)
 def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         corpus, tmp_path, kills, layout):
@@ -97,7 +95,6 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.waits
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
 def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
     """Killed while they train; told to stop while they are being started."""
@@ -169,7 +166,6 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
             r"(?:waiting for|receive from) rank (\d)", lines[0])[1], said
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(corpus, tmp_path, number):
     run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=4), tmp_path)
@@ -183,7 +179,6 @@ def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(corpus, tmp_pat
                           r"(receive from|send to) rank \d", run.read()), run.read()
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
     args = dict(dp=2, steps=10**6)
@@ -195,7 +190,6 @@ def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path,
     assert f"goes on from {last}\n" in run.read("stdout")
 
 
-@pytest.mark.waits
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     before = contents(out)
@@ -220,7 +214,6 @@ def _main_with_nan(rank, *args, late):
     _main(rank, *args)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("late", [0, 1])
 def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
     argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
@@ -235,7 +228,6 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
         assert (four / name).read_bytes() == (six / name).read_bytes()
 
 
-@pytest.mark.waits
 def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     """A step of 1e300 and the next ones: weights are infinite, or their squares are."""
     out, args = tmp_path / "out", dict(save_interval=1, keep=1, dp=2, zero=1, warmup_steps=0)
@@ -247,7 +239,6 @@ def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     assert contents(out) == before and run.read().count("\n") <= 1
 
 
-@pytest.mark.waits
 def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     spoil(out / "step-00000002", "manifest")
@@ -260,7 +251,6 @@ def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     assert checkpoint.newest(out).name == "step-00000006"
 
 
-@pytest.mark.waits
 def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     last = out / "step-00000004"
@@ -273,7 +263,6 @@ def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, t
         "step-00000004.old.tmp", "step-00000006"]
 
 
-@pytest.mark.waits
 def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
     one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
     one.until(lambda: "step      2" in one.read("stdout"))
@@ -321,7 +310,6 @@ def _main_with_bad_ids(rank, *args):
     _main(rank, *args)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("fn,but,says", [
     (_main_that_stops, [1], "receive from rank 1"),
     (_main_with_bad_ids, [], " holds token id ")], ids=["stopped", "bad ids"])
@@ -368,7 +356,6 @@ def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
         processes.wait_for_start(server, 60)
 
 
-@pytest.mark.waits
 def test_a_library_that_never_comes_back_is_one_line(tmp_path):
     late = command("-c", "from run import processes\nimport time\n"
                          "processes.dist.init_process_group = lambda *_, **more: time.sleep(60)\n"
@@ -389,7 +376,6 @@ def _meets_and_gives_up(rank, size, port, waits, folder, limit):
     os._exit(_gives_up(rank, waits))
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("waits", [(0, 0.25, 0.6), (0.6, 0, 0.25), (0, 0, 0), (0.3, 0.6, 0)])
 def test_one_of_all_that_give_up_says_why(tmp_path, waits):
     """... though each waits for the next one, and some are gone when others look."""
@@ -411,7 +397,6 @@ def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
     ours[1].kill()
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])
 def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
     out, log = shutil.copytree(trained, tmp_path / "out"), f"/dev/{path}"
@@ -455,7 +440,6 @@ def _node(rank, size, port, argv, folder, limit):
     _main(rank, size, port, argv, folder, limit)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("how,says", [
     ("flags", "has other flags than rank 0; all need the same"),
     ("out", "has other files in --out out than rank 0; all need the same"),
@@ -494,7 +478,7 @@ def agents(folder, argv):
              str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port",
              str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}))
+            env={**os.environ, "OMP_NUM_THREADS": "1"}))
     return runs
 
 
@@ -603,7 +587,6 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
             close(pair, want, str(cfg))
 
 
-@pytest.mark.waits
 def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
     done = command("data/prepare.py", tmp_path / "text", "--out", tmp_path / "data", "--tokenizer",
@@ -611,7 +594,7 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     assert done.returncode == 0, done.stderr
     argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
     run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
     for line in run.stdout:
         if line.startswith("step "):
             break
@@ -635,7 +618,6 @@ def test_a_wrong_flag_of_sample_is_one_line(trained, name, value, says, capsys, 
     assert one_line(sample.main, argv, capsys, monkeypatch).startswith(f"sample.py: {says}")
 
 
-@pytest.mark.waits
 def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", dp=2, eval_interval=2, eval_batches=1, resume="auto")
     for _ in range(2):
