@@ -54,12 +54,12 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def _process_stays_as_it_was():
-    """Fails a test that leaves pytest's process changed, and undoes the change."""
+    """Fails a test that leaves pytest's process changed, and undoes that."""
     from tests import isolation
     before = isolation.state()
     yield
     changed = isolation.restore(before)
-    assert not changed, f"this test has left pytest's process with other {', '.join(changed)}"
+    assert not changed, f"this test has left another {', '.join(changed)} in pytest's process"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -109,7 +109,7 @@ class Run:
 def flags(corpus, out, **more):
     every = dict(data=corpus, out=out, n_layer=2, n_head=2, n_embd=8, block_size=8, batch_size=4,
                  dtype="float64", eval_interval=0, device="cpu", warmup_steps=2, log_interval=1,
-                 steps=4, timeout=30)
+                 steps=4, timeout=HANG // 2)
     return [x for k, v in {**every, **more}.items() for x in (f"--{k.replace('_', '-')}", v)]
 
 

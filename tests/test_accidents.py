@@ -19,6 +19,7 @@ from run import checkpoint, export, tensorfile
 from show import pictures
 from sizes import GPTConfig
 from tests.harness import HERE
+from tests.pool import HANG
 from tests.runs import Run, _main, command, flags, one_line
 
 # ---- the first minute ----
@@ -123,8 +124,7 @@ def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypa
 def test_a_closed_terminal_does_not_end_a_run(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto")
     script = f"exec {sys.executable} train.py {' '.join(map(str, argv))} >&- 2>&-"
-    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=60,
-                          env=os.environ).returncode == 0
+    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=HANG).returncode == 0
     assert len((tmp_path / "log").read_text().splitlines()) == 4
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"GPT of" in
                 path.read_bytes()]  # no line went into another file
@@ -141,7 +141,7 @@ def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypa
 def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, *argv.split()], stdout=full, text=True, cwd=HERE,
-                              stderr=subprocess.PIPE, timeout=60, env=os.environ)
+                              stderr=subprocess.PIPE, timeout=HANG)
     assert done.returncode == 1
     assert done.stderr == f"{argv.split()[0]}: No space left on device\n"
 

@@ -40,6 +40,7 @@ from tests.harness import (
     needs_minutes,
     pool,
 )
+from tests.pool import HANG
 from tests.runs import (
     STORM,
     Run,
@@ -56,6 +57,18 @@ from tests.runs import (
 from tests.test_checkpoint import spoil
 
 
+def _main_on_a_slow_disk(*args):
+    """A save takes a quarter of a second: a kill meets it, or steps before it, on any machine."""
+    sync = checkpoint.sync
+
+    def sync_slowly(path):
+        time.sleep(0.05)
+        sync(path)
+
+    checkpoint.sync = sync_slowly
+    _main(*args)
+
+
 @pytest.mark.parametrize("kills,layout", STORM if FULL else STORM[:1], ids=str)
 def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         corpus, tmp_path, kills, layout):
@@ -68,7 +81,8 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
     log.touch()
     rng, in_a_save = np.random.default_rng(1), 0
     for kill in range(kills):
-        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
+        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path,
+                  fn=_main_on_a_slow_disk)
         lines = log.read_bytes().count(b"\n") if kill else 0
         more, pause = int(rng.integers(1, 4)), rng.uniform(0, 0.01)
         run.until(lambda run=run: "step " in run.read("stdout"))  # its log is open
@@ -104,13 +118,13 @@ def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
         if line.startswith("step      2"):
             break
     run.kill()
-    assert gone(ranks, 5) and run.wait() == -signal.SIGKILL
+    assert gone(ranks) and run.wait() == -signal.SIGKILL
     assert run.stderr.read() == ("train.py: the process that started the ranks has gone, so they "
                                  "end\n")
     run, ranks = launched(argv)
     run.terminate()
-    _, said = run.communicate(timeout=20)
-    assert run.returncode == 128 + signal.SIGTERM and gone(ranks, 1)
+    _, said = run.communicate(timeout=HANG)
+    assert run.returncode == 128 + signal.SIGTERM and gone(ranks)
     assert said == "train.py: stopped by SIGTERM before the first step\n"
 
 
@@ -132,7 +146,7 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
         time.sleep(rng.uniform(0, 0.1))
         run.kill()
         began = time.time()
-        assert gone(ranks, 10), "orphans"
+        assert gone(ranks), "orphans"
         slowest = max(slowest, time.time() - began)
         run.communicate()
     print(f"ranks were gone within {slowest:.2f} s")
@@ -147,7 +161,7 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
 @pytest.mark.parametrize("pause", [0, 1.5, None], ids=["at once", "imports", "training"])
 def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent, pause):
     """... and one line names it. (Two timeouts from when the others have been started.)"""
-    run, ranks = launched(flags(corpus, tmp_path / "out", dp=2, steps=10**6, timeout=5), agent)
+    run, ranks = launched(flags(corpus, tmp_path / "out", dp=2, steps=10**6, timeout=20), agent)
     if pause is None:
         for line in run.stdout:
             if line.startswith("step      2"):
@@ -155,9 +169,9 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
     time.sleep(pause or 0)
     os.kill(ranks[1], signal.SIGSTOP)
     began = time.time()
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and gone(ranks, 1)
-    assert time.time() - began < 10 + (5 if pause == 0 else 0), time.time() - began
+    _, said = run.communicate(timeout=HANG)
+    assert run.returncode == 1 and gone(ranks)
+    assert time.time() - began < 2 * 20 + (30 if pause == 0 else 10), time.time() - began
     lines = [line for line in said.splitlines() if line.startswith("train.py: rank")]
     assert len(lines) == 1 + (not agent), said
     assert re.search(r"(waiting for|receive from) rank (\d)", lines[0]), said
@@ -168,12 +182,12 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(corpus, tmp_path, number):
-    run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=4), tmp_path)
+    run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=15), tmp_path)
     run.until(lambda: "step      2" in run.read("stdout"))
     run.signal(1, number)
     started = time.time()
     assert run.wait(but=[1]) == [1, 1, 1]
-    assert time.time() - started < 4 + 5
+    assert time.time() - started < 15 + 60
     assert run.read().count("\n") == 1, run.read()
     assert re.match(r"train.py: (group \w+: )?rank \d: operation \d+ of group \w+, "
                           r"(receive from|send to) rank \d", run.read()), run.read()
@@ -266,7 +280,7 @@ def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, t
 def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
     one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
     one.until(lambda: "step      2" in one.read("stdout"))
-    two = Run(2, flags(corpus, tmp_path / "out", dp=2, timeout=2), tmp_path)
+    two = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path)
     assert two.wait() == [2, 2] and two.read() == (
         f"train.py: --out {tmp_path}/out: another run writes there; name another folder\n")
     one.signal(0, signal.SIGHUP)  # a closed terminal
@@ -314,7 +328,8 @@ def _main_with_bad_ids(rank, *args):
     (_main_that_stops, [1], "receive from rank 1"),
     (_main_with_bad_ids, [], " holds token id ")], ids=["stopped", "bad ids"])
 def test_what_one_rank_meets_late_ends_all_with_one_line(corpus, tmp_path, fn, but, says):
-    run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=4), tmp_path, fn=fn)
+    run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=15), tmp_path,
+              fn=fn)
     assert set(run.wait(but=but)) == {1}
     lines = [line for line in run.read().splitlines() if "c10d" not in line]
     assert len(lines) == 1 and says in lines[0], lines
@@ -358,9 +373,8 @@ def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
 
 def test_a_library_that_never_comes_back_is_one_line(tmp_path):
     late = command("-c", "from run import processes\nimport time\n"
-                         "processes.dist.init_process_group = lambda *_, **more: time.sleep(60)\n"
-                         f"processes.init('cpu', 0.2, 'file://{tmp_path}/store', 0, 1)",
-                   timeout=30)
+                         "processes.dist.init_process_group = lambda *_, **more: time.sleep(999)\n"
+                         f"processes.init('cpu', 0.2, 'file://{tmp_path}/store', 0, 1)")
     assert (late.returncode, late.stderr) == (
         1, "train.py: rank 0: waiting for all ranks to join: not within 0.2 s\n")
 
@@ -391,9 +405,11 @@ def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
         process.stdout.readline()
     ours[0].send_signal(signal.SIGSTOP)
     monkeypatch.setattr(signals, "parent", os.getpid())
-    time.sleep(0.2)
+    stat = Path(f"/proc/{ours[0].pid}/stat")
+    while stat.read_bytes().rpartition(b")")[2].split()[0] != b"T":
+        time.sleep(0.01)
     processes.kill_stopped()
-    assert ours[0].wait(5) == -signal.SIGKILL and ours[1].poll() is None
+    assert ours[0].wait(HANG) == -signal.SIGKILL and ours[1].poll() is None
     ours[1].kill()
 
 
@@ -467,9 +483,12 @@ def test_nodes_that_differ_are_refused_before_the_first_step(
 
 def agents(folder, argv):
     """Two torchrun agents, as on two nodes, each in a folder of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Bound, and not listened to: Linux gives this port to no other process that asks for any, but
+    # to the agents, which name it
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     runs = []
     for node in range(2):
         (folder / str(node)).mkdir(exist_ok=True)
@@ -479,6 +498,7 @@ def agents(folder, argv):
              str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        runs[node].reserved = reserved  # until they have ended
     return runs
 
 
@@ -492,7 +512,7 @@ def test_two_agents_train_only_with_one_folder_and_one_data(
     if not same_data:
         random_corpus(tmp_path / "1/data", train=5000, val=701)
     runs = agents(tmp_path, flags("data", tmp_path / "out" if shared_out else "out", dp=2))
-    said = [run.communicate(timeout=100) for run in runs]
+    said = [run.communicate(timeout=HANG) for run in runs]
     good = same_data and shared_out
     complaint = "has other files in --out out" if not shared_out else "has other data in data"
     assert [run.returncode for run in runs] == [not good] * 2
@@ -521,14 +541,14 @@ def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
         for node in kill:
             runs[node].kill()
         began = time.time()
-        assert gone(ranks, 10), "orphans"
+        assert gone(ranks), "orphans"
         slowest = max(slowest, time.time() - began)
         for run in runs:
-            run.communicate(timeout=60)
+            run.communicate(timeout=HANG)
             assert run.returncode != 0
     print(f"ranks were gone within {slowest:.2f} s")
     runs = agents(tmp_path, both)
-    (out, _), (other, _) = (run.communicate(timeout=100) for run in runs)
+    (out, _), (other, _) = (run.communicate(timeout=HANG) for run in runs)
     assert [run.returncode for run in runs] == [0, 0] and "replicas agree" in out and not other
     alone = flags(corpus, tmp_path / "one", metrics=tmp_path / "want", **argv)
     assert Run(2, alone, tmp_path).wait() == [0, 0]
@@ -594,12 +614,12 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     assert done.returncode == 0, done.stderr
     argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
     run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in run.stdout:
         if line.startswith("step "):
             break
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=HANG)
     assert run.returncode == 0 and "stopped by a signal" in out and not err, err
     text = command("sample.py", "--out", tmp_path / "out", "--prompt", "\u00e9 def f", "--samples",
                    2, env={"PYTHONIOENCODING": "ascii"})
@@ -647,6 +667,6 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
             break
     children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    out, _ = run.communicate(timeout=100)
+    out, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0 and "resumed from" in out
     assert [step for step, *_ in losses(log)] == [*range(400)]
