@@ -36,12 +36,14 @@ def random_corpus(folder, **tokens):
 
 
 def command(*args, env=None, timeout=HANG):
+    """python *args, in a process of its own."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
                           timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
 
 
 def one_line(main, argv, capsys, monkeypatch):
-    """What a command says, run in this process, that ends with one line and exit code 2."""
+    """Run a command's main() in this process. It must end with one line and exit code 2; return
+    the line."""
     monkeypatch.setattr(sys, "argv", list(map(str, argv)))
     with as_it_was(), pytest.raises(SystemExit) as stop:
         main()
@@ -51,7 +53,7 @@ def one_line(main, argv, capsys, monkeypatch):
 
 
 def _main(rank, size, port, argv, folder, limit):
-    """One rank of a run, as torchrun would start it, forked from a process that has torch."""
+    """One rank of a run, in a forked process: torchrun's environment, output into the folder."""
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port,
                         "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
                         "TORCHELASTIC_USE_AGENT_STORE": True}.items():
@@ -67,7 +69,8 @@ def _main(rank, size, port, argv, folder, limit):
 
 
 class Run:
-    """train.py's main in `size` forked ranks, under a wall limit; argv for all, or one for each."""
+    """train.py's main in `size` forked ranks: argv for all, or a list with one for each. limit:
+    bytes that a file may have, 0 for any. fn runs in each rank, in the place of _main."""
 
     def __init__(self, size, argv, folder, limit=0, fn=_main):
         context = forkserver()
@@ -123,8 +126,8 @@ STORM = [(8 if FULL else 5, {"zero": 2, "dp": 2}), (4, {"tp": 2, "sp": True}),
 
 
 def launched(argv, agent=False):
-    """A process that starts two ranks of train.py, itself or as torchrun's agent, and their pids,
-    in no order."""
+    """Start train.py on two ranks, by its own launcher or by torchrun (agent). Returns the process
+    that has started the ranks, and the ranks' pids in no order."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
     run = subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
                            text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -140,6 +143,7 @@ def launched(argv, agent=False):
 
 
 def gone(pids, seconds=HANG):
+    """Wait until these processes have ended; False if one has not."""
     deadline = time.time() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.time() < deadline:
         time.sleep(0.05)
