@@ -25,6 +25,7 @@ from run import timeline
 from run.processes import all_gather_text
 from show import draw
 from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
+from tests.isolation import as_it_was
 
 # ---- schedules: pure lists ----
 
@@ -250,7 +251,8 @@ def test_schedules_have_the_published_bubble_and_memory(P, m, v):
 def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
     def run(line):
         monkeypatch.setattr(sys, "argv", ["schedules.py", *line.split()])
-        draw.schedules_command()
+        with as_it_was():
+            draw.schedules_command()
         return capsys.readouterr().out
 
     assert json.loads(run("1f1b 4 8 --json")) == {
