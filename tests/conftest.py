@@ -1,25 +1,32 @@
-"""Fixtures that several rooms share, and --quick."""
+"""Fixtures of all rooms, the check that no test leaves pytest's process changed, two options.
+
+With test_all.py two processes (workers) run tests, each a file at a time; each has its own fixtures
+and its own pool. Imports stand inside of the fixtures: the process that hands the files out needs
+no torch.
+"""
 
 import os
 
-from tests.pool import _stop_pool  # noqa: F401
-from tests.runs import _start_what_waits, corpus, long_corpus, trained  # noqa: F401
+import pytest
 
 SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py",
-        "test_accidents.py", "test_lab.py")
+        "test_accidents.py", "test_lab.py", "test_isolation.py")
 LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m")  # in a test's name
 
-
-def pytest_configure(config):
-    if hasattr(os, "SCHED_BATCH"):  # of all processes: a thread that wakes another one goes on.
-        # Eight ranks on two cores take a third less time
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    config.addinivalue_line("markers", "waits: runs beside the other tests")
+# ---- options ----
 
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="a minute: the first case of each "
                      f"test, without {', '.join(SLOW)}")
+    parser.addoption("--reversed", action="store_true", help="the last test first")
+
+
+def pytest_configure(config):
+    # SCHED_BATCH: a thread that wakes another keeps its core. Eight ranks on two cores then take a
+    # third less time. Every process that the tests start inherits it
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -31,12 +38,60 @@ def pytest_collection_modifyitems(config, items):
             if not slow and test not in seen:
                 kept.append(item)
             seen.add(test)
-        config.left_out = (f"--quick: {len(kept)} of {len(items)} tests. Left out: the other cases "
-                           f"of these tests, {', '.join(SLOW)}, "
-                           f"and tests of {', '.join(LONG)}")
         items[:] = kept
-    items.sort(key=lambda item: item.get_closest_marker("waits") is not None)
+    if config.getoption("--reversed"):
+        items.reverse()
 
 
-def pytest_report_collectionfinish(config):
-    return getattr(config, "left_out", [])
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--quick"):
+        terminalreporter.write_line("--quick left out: all cases of a test but its first; "
+                                    f"{', '.join(SLOW)}; tests of {', '.join(LONG)}")
+
+
+# ---- fixtures ----
+
+
+@pytest.fixture(autouse=True)
+def _process_stays_as_it_was():
+    """Fails a test that leaves pytest's process changed, and undoes that."""
+    from tests import isolation
+    before = isolation.state()
+    yield
+    changed = isolation.restore(before)
+    assert not changed, f"this test has left another {', '.join(changed)} in pytest's process"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_outlives_the_tests():
+    yield
+    import multiprocessing
+
+    from tests.pool import pool
+    pool.stop()
+    for process in multiprocessing.active_children():  # none, but where a test has failed
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of prepared data: 5000 random tokens to train on."""
+    from tests.runs import random_corpus
+    return random_corpus(tmp_path_factory.mktemp("corpus"), train=5000, val=700)
+
+
+@pytest.fixture(scope="session")
+def long_corpus(tmp_path_factory):
+    """A corpus for sequences of a thousand tokens."""
+    from tests.runs import random_corpus
+    return random_corpus(tmp_path_factory.mktemp("corpus"), train=9000, val=9000)
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory):
+    """A folder with the checkpoints of steps 2 and 4 of a small run on two ranks."""
+    from tests.runs import Run, flags
+    folder = tmp_path_factory.mktemp("trained")
+    run = Run(2, flags(corpus, folder / "out", tp=2, save_interval=2), folder)
+    assert run.wait() == [0, 0], run.read()
+    return folder / "out"

@@ -1,9 +1,11 @@
-"""Chooses few of many layouts: those that together hold each pair of features.
+"""Chooses few of many layouts, so that every pair of features is still tested in one of them.
 
-A feature is the value of a flag, its default where a layout leaves it out. Of what is counted, as
-ranks of an axis, it is only whether there are more than one; each count by itself, of 1, 2, 3 and
-more, is held, too. So tp > 1 meets each ZeRO stage, each schedule, cp > 1 and no cp, and there is a
-tp of 3. Rooms share: what the layouts chosen in one hold is not asked for again in the next one.
+A layout is a dict of flags, {"tp": 2, "zero": 3}. A feature is a flag and its value; the value is
+the default where the layout leaves the flag out. Of a flag that counts (COUNTS) a pair tells apart
+only 1 and more than 1. By itself a count of 1, of 2, and of 3 or more, is a feature, too. So one of
+the chosen layouts has tp > 1 with ZeRO-3, one has tp > 1 without cp, one has a tp of 3.
+
+A room need not repeat the pairs of another room: covering() takes that room's layouts as `besides`.
 With FULL=1 all layouts of all rooms are run.
 """
 
@@ -22,7 +24,7 @@ def named(flags):
 
 
 def pairs(layout):
-    """The pairs of features of a dict of flags, and its counts."""
+    """All pairs of features of a layout, and its counts: {(("tp", 2), ("zero", 3)), ("tp", 3)}."""
     flags = {**vars(Config()), **layout}
     counts = {name: max(1, flags[name]) for name in COUNTS}
     features = {**flags, **{name: min(count, 2) for name, count in counts.items()}}
@@ -31,8 +33,9 @@ def pairs(layout):
 
 
 def covering(layouts, besides=()):
-    """Few of the layouts, on few ranks, that hold with `besides` each pair which any of them holds.
-    With FULL=1 all."""
+    """Few of the layouts, on few ranks. They and `besides` have every pair that any layout has.
+
+    Greedy: again and again the layout with the most missing pairs per rank."""
     if FULL:
         return layouts
     held = {i: pairs(layout) for i, layout in enumerate(layouts)}

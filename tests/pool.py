@@ -7,12 +7,12 @@ import io
 import math
 import os
 import pickle
+import shutil
 import tempfile
 import time
 import traceback
 from datetime import timedelta
 
-import pytest
 import torch
 from torch.distributed import ProcessGroupGloo
 
@@ -21,6 +21,10 @@ import engine.mesh as engine_mesh
 import mesh as mesh_file
 from run.config import Config
 from run.processes import init, shutdown
+
+# Seconds after which a test waits no longer, and fails. Minutes, because a busy machine is no
+# failure; they cost nothing where all is well
+HANG = 300
 
 
 class NumpyPickler(pickle.Pickler):
@@ -39,21 +43,29 @@ def packed(value):
 
 
 class Communicators:
-    """Keeps gloo's connections for the tests to come. To close one takes 10 ms, and Python does so
-    at any time: when it collects a mesh of some test before. `asked` has the groups that all ranks
-    of this test make, in this rank's order; they must make the same ones in the same order."""
+    """Keeps this rank's connections to other ranks from test to test.
+
+    A mesh would make connections of its own, and close them when Python collects the mesh: at any
+    time, perhaps within a later test, and at 10 ms each. So communicator() of both Meshes (root and
+    engine) is replaced by the one below."""
 
     def __init__(self, folder):
-        self.store = torch.distributed.FileStore(f"{folder}/groups")
+        self.store = torch.distributed.FileStore(f"{folder}/groups")  # where ranks find each other
         self.device = ProcessGroupGloo.create_device(interface="lo")  # a thread, shared by all
-        self.kept, self.asked, self.meshes = {}, [], []
+        # {(ranks of the world, which mesh of the test, group's name, its ranks): connections}
+        self.kept = {}
+        # Groups that this test has made, in order. The pool compares them: all ranks of a mesh must
+        # make the same groups in the same order, also those to which they do not belong
+        self.asked = []
+        self.meshes = []  # that this test has made, in order
         self.usual = engine_mesh.Mesh.communicator
 
     def communicator(self, mesh, name, ranks):
-        """Replaces communicator() of both Meshes, but for groups that call torch's functions."""
+        """The kept connections of a group; None where this rank is not in it."""
         self.asked.append((name, ranks))
         if mesh not in self.meshes:
             self.meshes.append(mesh)
+        # Groups that call torch's functions need a process group that torch knows
         if isinstance(mesh, engine_mesh.Mesh) and (mesh.native or mesh.group_class.in_order):
             return self.usual(mesh, name, ranks)
         # A second mesh of a test has connections of its own: the first may have work under way
@@ -61,7 +73,7 @@ class Communicators:
         key = math.prod(mesh.sizes.values()), number, name, tuple(ranks)
         if mesh.rank in ranks and key not in self.kept:
             options = ProcessGroupGloo._Options()
-            options._devices, options._timeout = [self.device], timedelta(seconds=60)
+            options._devices, options._timeout = [self.device], timedelta(seconds=HANG)
             store = torch.distributed.PrefixStore(str(key), self.store)
             self.kept[key] = ProcessGroupGloo(store, ranks.index(mesh.rank), len(ranks), options)
         return self.kept.get(key)
@@ -85,10 +97,13 @@ def _worker(rank, jobs, results, folder):
     # Several ranks on one GPU: NCCL takes them for different machines
     os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     while True:
-        number, fn, world, rendezvous, args = jobs.get()
+        try:
+            number, fn, world, rendezvous, args = jobs.recv()
+        except EOFError:  # pytest has ended, however it did
+            return
         try:
             device = next((arg.device for arg in args if isinstance(arg, Config)), "cpu")
-            init(device, 60, f"file://{rendezvous}", rank, world)
+            init(device, HANG, f"file://{rendezvous}", rank, world)
             value = fn(rank, *args)
             results.put((number, rank, packed((value, groups.asked)), None))
             groups.drain()
@@ -106,26 +121,30 @@ def forkserver():
 
 
 class Pool:
+    """Starts its processes when first called, and anew after a failure."""
+
     def __init__(self):
-        self.processes, self.number, self.folder = [], 0, tempfile.mkdtemp()
+        self.processes, self.number = [], 0
 
     def start(self, size=8):
         context = forkserver()
+        self.folder = tempfile.mkdtemp()
         self.results = context.SimpleQueue()
-        self.jobs = [context.SimpleQueue() for _ in range(size)]
-        folder = tempfile.mkdtemp()
-        self.processes = [context.Process(target=_worker, args=(r, q, self.results, folder),
-                                          daemon=True) for r, q in enumerate(self.jobs)]
+        # Only this process holds the sending ends: when it ends, the others read an end of file
+        receiving, self.jobs = zip(*(context.Pipe(duplex=False) for _ in range(size)), strict=True)
+        self.processes = [context.Process(target=_worker, daemon=True,
+                                          args=(rank, jobs, self.results, self.folder))
+                          for rank, jobs in enumerate(receiving)]
         for process in self.processes:
             process.start()
 
-    def __call__(self, world, fn, *args, timeout=120):
+    def __call__(self, world, fn, *args, timeout=HANG):
         """Run fn(rank, *args) on ranks 0 .. world-1 and return the list of what they returned."""
         if not self.processes:
             self.start()
         self.number += 1
         for jobs in self.jobs[:world]:
-            jobs.put((self.number, fn, world, f"{self.folder}/{self.number}", args))
+            jobs.send((self.number, fn, world, f"{self.folder}/{self.number}", args))
         values, deadline = {}, time.time() + timeout
         while len(values) < world:
             if self.results._reader.poll(max(0, deadline - time.time())):
@@ -144,13 +163,10 @@ class Pool:
     def stop(self):
         for process in self.processes:
             process.kill()
+            process.join()
+        if self.processes:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.processes = []
 
 
-pool = Pool()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _stop_pool():
-    yield
-    pool.stop()
+pool = Pool()  # of this process: with test_all.py each worker has one

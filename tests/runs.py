@@ -1,8 +1,6 @@
 """Corpora for tests; runs of the commands in this process, in forked ranks, under a launcher."""
 
-import inspect
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -10,8 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +17,8 @@ import torch
 import train
 from run import tensorfile
 from tests.harness import FULL, HERE, VOCAB
-from tests.pool import forkserver
-
-ENVIRONMENT = dict(os.environ)  # of all commands: that of this process changes while they start
-# Starting a process looks at all others first: it would take the exit code that a thread waits for
-multiprocessing.process._cleanup = lambda: None
+from tests.isolation import as_it_was
+from tests.pool import HANG, forkserver
 
 # ---- a corpus ----
 
@@ -39,28 +32,20 @@ def random_corpus(folder, **tokens):
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    return random_corpus(tmp_path_factory.mktemp("corpus"), train=5000, val=700)
-
-
-@pytest.fixture(scope="session")
-def long_corpus(tmp_path_factory):
-    return random_corpus(tmp_path_factory.mktemp("corpus"), train=9000, val=9000)
-
-
 # ---- the command line ----
 
 
-def command(*args, env=None, timeout=120):
+def command(*args, env=None, timeout=HANG):
+    """python *args, in a process of its own."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
-                          timeout=timeout, cwd=HERE, env={**ENVIRONMENT, **(env or {})})
+                          timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
 
 
 def one_line(main, argv, capsys, monkeypatch):
-    """What a command says, run in this process, that ends with one line and exit code 2."""
+    """Run a command's main() in this process. It must end with one line and exit code 2; return
+    the line."""
     monkeypatch.setattr(sys, "argv", list(map(str, argv)))
-    with pytest.raises(SystemExit) as stop:
+    with as_it_was(), pytest.raises(SystemExit) as stop:
         main()
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1, error
@@ -68,7 +53,7 @@ def one_line(main, argv, capsys, monkeypatch):
 
 
 def _main(rank, size, port, argv, folder, limit):
-    """One rank of a run, as torchrun would start it, forked from a process that has torch."""
+    """One rank of a run, in a forked process: torchrun's environment, output into the folder."""
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port,
                         "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
                         "TORCHELASTIC_USE_AGENT_STORE": True}.items():
@@ -84,7 +69,8 @@ def _main(rank, size, port, argv, folder, limit):
 
 
 class Run:
-    """train.py's main in `size` forked ranks, under a wall limit; argv for all, or one for each."""
+    """train.py's main in `size` forked ranks: argv for all, or a list with one for each. limit:
+    bytes that a file may have, 0 for any. fn runs in each rank, in the place of _main."""
 
     def __init__(self, size, argv, folder, limit=0, fn=_main):
         context = forkserver()
@@ -97,7 +83,7 @@ class Run:
         for rank in self.ranks:
             rank.start()
 
-    def until(self, condition, seconds=60):
+    def until(self, condition, seconds=HANG):
         deadline = time.time() + seconds
         while not condition():
             assert time.time() < deadline and any(r.is_alive() for r in self.ranks), self.read()
@@ -106,7 +92,7 @@ class Run:
     def signal(self, rank, number):
         os.kill(self.ranks[rank].pid, number)
 
-    def wait(self, seconds=60, but=()):
+    def wait(self, seconds=HANG, but=()):
         """Exit codes of all ranks but some; those are killed."""
         deadline = time.time() + seconds
         for i, rank in enumerate(self.ranks):
@@ -126,7 +112,7 @@ class Run:
 def flags(corpus, out, **more):
     every = dict(data=corpus, out=out, n_layer=2, n_head=2, n_embd=8, block_size=8, batch_size=4,
                  dtype="float64", eval_interval=0, device="cpu", warmup_steps=2, log_interval=1,
-                 steps=4, timeout=30)
+                 steps=4, timeout=HANG // 2)
     return [x for k, v in {**every, **more}.items() for x in (f"--{k.replace('_', '-')}", v)]
 
 
@@ -140,11 +126,11 @@ STORM = [(8 if FULL else 5, {"zero": 2, "dp": 2}), (4, {"tp": 2, "sp": True}),
 
 
 def launched(argv, agent=False):
-    """A process that starts two ranks of train.py, itself or as torchrun's agent, and their pids,
-    in no order."""
+    """Start train.py on two ranks, by its own launcher or by torchrun (agent). Returns the process
+    that has started the ranks, and the ranks' pids in no order."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
     run = subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
-                           text=True, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def ranks():
@@ -156,45 +142,12 @@ def launched(argv, agent=False):
     return run, ranks()
 
 
-def gone(pids, seconds):
+def gone(pids, seconds=HANG):
+    """Wait until these processes have ended; False if one has not."""
     deadline = time.time() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.time() < deadline:
         time.sleep(0.05)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-@pytest.fixture(scope="session")
-def trained(corpus, tmp_path_factory):
-    """A folder with the checkpoints of steps 2 and 4 of a small run on two ranks."""
-    folder = tmp_path_factory.mktemp("trained")
-    run = Run(2, flags(corpus, folder / "out", tp=2, save_interval=2), folder)
-    assert run.wait() == [0, 0], run.read()
-    return folder / "out"
-
-
-def _result(run, test, **given):
-    return test(**given) if run.cancel() else run.result()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _start_what_waits(request, tmp_path_factory):
-    """Tests marked `waits` run one after the other in a thread, beside all others, and are looked
-    at last; those that it has not begun by then run as usual. They are given their parameters,
-    tmp_path and fixtures of the session. They use neither the pool nor what belongs to this process
-    (capsys, monkeypatch), and measure no time."""
-    with ThreadPoolExecutor(1) as threads:
-        for item in request.session.items:
-            if item.get_closest_marker("waits"):
-                given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
-                for name in inspect.signature(item.obj).parameters.keys() - given.keys():
-                    given[name] = (tmp_path_factory.mktemp("waits") if name == "tmp_path" else
-                                   request.getfixturevalue(name))
-                run = threads.submit(item.obj, **given)
-                item.obj = partial(_result, run, item.obj)
-        yield
-        threads.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():  # none, but where a test has failed
-            process.kill()
 
 
 def contents(folder):

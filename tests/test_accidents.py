@@ -19,7 +19,8 @@ from run import checkpoint, export, tensorfile
 from show import pictures
 from sizes import GPTConfig
 from tests.harness import HERE
-from tests.runs import ENVIRONMENT, Run, _main, command, flags, one_line
+from tests.pool import HANG
+from tests.runs import Run, _main, command, flags, one_line
 
 # ---- the first minute ----
 
@@ -82,7 +83,6 @@ def test_a_users_file_in_a_checkpoints_folder_stays(trained, tmp_path):
 # ---- a run that diverges, a world that is broken ----
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("name,value", [("lr", 1e308), ("lr", 1e200), ("weight_decay", 1e200)])
 def test_a_run_that_diverges_says_so(corpus, tmp_path, name, value):
     run = Run(1, flags(corpus, tmp_path / "out", eval_interval=2, steps=3, **{name: value}),
@@ -109,7 +109,6 @@ def _other_code(rank, *args):
     _main(rank, *args)
 
 
-@pytest.mark.waits
 def test_nodes_with_other_code_are_refused(corpus, tmp_path):
     run = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path, fn=_other_code)
     assert run.wait() == [2, 2]
@@ -122,12 +121,10 @@ def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypa
     assert "of this machine's" in one_line(train.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.waits
 def test_a_closed_terminal_does_not_end_a_run(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto")
     script = f"exec {sys.executable} train.py {' '.join(map(str, argv))} >&- 2>&-"
-    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=60,
-                          env=ENVIRONMENT).returncode == 0
+    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=HANG).returncode == 0
     assert len((tmp_path / "log").read_text().splitlines()) == 4
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"GPT of" in
                 path.read_bytes()]  # no line went into another file
@@ -140,12 +137,11 @@ def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypa
     assert says in one_line(train.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("argv", ["plan.py --model gpt2 --gpus 8", "schedules.py 1f1b 4 8"])
 def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, *argv.split()], stdout=full, text=True, cwd=HERE,
-                              stderr=subprocess.PIPE, timeout=60, env=ENVIRONMENT)
+                              stderr=subprocess.PIPE, timeout=HANG)
     assert done.returncode == 1
     assert done.stderr == f"{argv.split()[0]}: No space left on device\n"
 

@@ -214,7 +214,6 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("how,says", DAMAGE)
 def test_damage_is_one_line_that_names_file_and_tensor(corpus, trained, tmp_path, how, says):
     out = shutil.copytree(trained, tmp_path / "out")

@@ -17,6 +17,7 @@ from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
 from show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
+from tests.pool import HANG
 
 # ---- collectives ----
 
@@ -294,7 +295,7 @@ def test_groups_vary_one_coordinate_t_innermost():
 def _polled(rank):
     with (patch("engine.mesh.InOrderGroup", CudaGroup),
           patch.object(CudaGroup, "record_event", lambda self: Mock())):
-        group = Mesh("cpu", in_order=True, timeout=10, dp=2).world
+        group = Mesh("cpu", in_order=True, timeout=HANG, dp=2).world
         x, received = torch.full((3,), rank + 1.0), torch.zeros(3)
         for _ in range(2):
             group.exchange(x, group.next, received, group.prev).wait()
@@ -303,4 +304,4 @@ def _polled(rank):
 
 def test_a_message_that_was_waited_for_is_done():
     """The host polls every message, also those that were waited for: gloo waits for each once."""
-    assert pool(2, _polled, timeout=30) == [[2.0] * 3, [1.0] * 3]
+    assert pool(2, _polled) == [[2.0] * 3, [1.0] * 3]

@@ -27,6 +27,7 @@ from planner.hardware import peak_flops
 from run.config import check, check_memory
 from run.processes import out_of_memory
 from tests.harness import HERE, VOCAB, config, needs_minutes
+from tests.pool import HANG
 from tests.runs import Run, command, flags, one_line
 
 FORGED = {  # meta.json: a text, or what is put into a sound one
@@ -234,7 +235,6 @@ def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
 
 
-@pytest.mark.waits
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
     """It says at once what it trains: the launcher does not import torch, which takes a second. A
     rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one."""
@@ -283,7 +283,7 @@ def test_the_next_batch_is_read_while_this_one_is_computed(corpus):
         for (ids, targets), (want, shifted) in zip(batches(step), training(cfg, step, mesh),
                                                    strict=True):
             assert torch.equal(ids, want) and torch.equal(targets, shifted)
-        deadline = time.time() + 10
+        deadline = time.time() + HANG
         while len(asked) < min(step + 2, 3) and time.time() < deadline:
             time.sleep(0.001)
         assert asked == [*range(min(step + 2, 3))]  # and nobody has asked for the next one yet

@@ -40,8 +40,8 @@ from tests.harness import (
     needs_minutes,
     pool,
 )
+from tests.pool import HANG
 from tests.runs import (
-    ENVIRONMENT,
     STORM,
     Run,
     _main,
@@ -57,7 +57,18 @@ from tests.runs import (
 from tests.test_checkpoint import spoil
 
 
-@pytest.mark.waits
+def _main_on_a_slow_disk(*args):
+    """A save takes a quarter of a second: a kill meets it, or steps before it, on any machine."""
+    sync = checkpoint.sync
+
+    def sync_slowly(path):
+        time.sleep(0.05)
+        sync(path)
+
+    checkpoint.sync = sync_slowly
+    _main(*args)
+
+
 @pytest.mark.parametrize("kills,layout", STORM if FULL else STORM[:1], ids=str)
 def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         corpus, tmp_path, kills, layout):
@@ -70,7 +81,8 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
     log.touch()
     rng, in_a_save = np.random.default_rng(1), 0
     for kill in range(kills):
-        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
+        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path,
+                  fn=_main_on_a_slow_disk)
         lines = log.read_bytes().count(b"\n") if kill else 0
         more, pause = int(rng.integers(1, 4)), rng.uniform(0, 0.01)
         run.until(lambda run=run: "step " in run.read("stdout"))  # its log is open
@@ -97,7 +109,6 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.waits
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
 def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
     """Killed while they train; told to stop while they are being started."""
@@ -107,13 +118,13 @@ def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
         if line.startswith("step      2"):
             break
     run.kill()
-    assert gone(ranks, 5) and run.wait() == -signal.SIGKILL
+    assert gone(ranks) and run.wait() == -signal.SIGKILL
     assert run.stderr.read() == ("train.py: the process that started the ranks has gone, so they "
                                  "end\n")
     run, ranks = launched(argv)
     run.terminate()
-    _, said = run.communicate(timeout=20)
-    assert run.returncode == 128 + signal.SIGTERM and gone(ranks, 1)
+    _, said = run.communicate(timeout=HANG)
+    assert run.returncode == 128 + signal.SIGTERM and gone(ranks)
     assert said == "train.py: stopped by SIGTERM before the first step\n"
 
 
@@ -135,7 +146,7 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
         time.sleep(rng.uniform(0, 0.1))
         run.kill()
         began = time.time()
-        assert gone(ranks, 10), "orphans"
+        assert gone(ranks), "orphans"
         slowest = max(slowest, time.time() - began)
         run.communicate()
     print(f"ranks were gone within {slowest:.2f} s")
@@ -150,7 +161,7 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
 @pytest.mark.parametrize("pause", [0, 1.5, None], ids=["at once", "imports", "training"])
 def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent, pause):
     """... and one line names it. (Two timeouts from when the others have been started.)"""
-    run, ranks = launched(flags(corpus, tmp_path / "out", dp=2, steps=10**6, timeout=5), agent)
+    run, ranks = launched(flags(corpus, tmp_path / "out", dp=2, steps=10**6, timeout=20), agent)
     if pause is None:
         for line in run.stdout:
             if line.startswith("step      2"):
@@ -158,9 +169,9 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
     time.sleep(pause or 0)
     os.kill(ranks[1], signal.SIGSTOP)
     began = time.time()
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 1 and gone(ranks, 1)
-    assert time.time() - began < 10 + (5 if pause == 0 else 0), time.time() - began
+    _, said = run.communicate(timeout=HANG)
+    assert run.returncode == 1 and gone(ranks)
+    assert time.time() - began < 2 * 20 + (30 if pause == 0 else 10), time.time() - began
     lines = [line for line in said.splitlines() if line.startswith("train.py: rank")]
     assert len(lines) == 1 + (not agent), said
     assert re.search(r"(waiting for|receive from) rank (\d)", lines[0]), said
@@ -169,21 +180,19 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
             r"(?:waiting for|receive from) rank (\d)", lines[0])[1], said
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(corpus, tmp_path, number):
-    run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=4), tmp_path)
+    run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=15), tmp_path)
     run.until(lambda: "step      2" in run.read("stdout"))
     run.signal(1, number)
     started = time.time()
     assert run.wait(but=[1]) == [1, 1, 1]
-    assert time.time() - started < 4 + 5
+    assert time.time() - started < 15 + 60
     assert run.read().count("\n") == 1, run.read()
     assert re.match(r"train.py: (group \w+: )?rank \d: operation \d+ of group \w+, "
                           r"(receive from|send to) rank \d", run.read()), run.read()
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
     args = dict(dp=2, steps=10**6)
@@ -195,7 +204,6 @@ def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path,
     assert f"goes on from {last}\n" in run.read("stdout")
 
 
-@pytest.mark.waits
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     before = contents(out)
@@ -220,7 +228,6 @@ def _main_with_nan(rank, *args, late):
     _main(rank, *args)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("late", [0, 1])
 def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
     argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
@@ -235,7 +242,6 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
         assert (four / name).read_bytes() == (six / name).read_bytes()
 
 
-@pytest.mark.waits
 def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     """A step of 1e300 and the next ones: weights are infinite, or their squares are."""
     out, args = tmp_path / "out", dict(save_interval=1, keep=1, dp=2, zero=1, warmup_steps=0)
@@ -247,7 +253,6 @@ def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     assert contents(out) == before and run.read().count("\n") <= 1
 
 
-@pytest.mark.waits
 def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     spoil(out / "step-00000002", "manifest")
@@ -260,7 +265,6 @@ def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     assert checkpoint.newest(out).name == "step-00000006"
 
 
-@pytest.mark.waits
 def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     last = out / "step-00000004"
@@ -273,11 +277,10 @@ def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, t
         "step-00000004.old.tmp", "step-00000006"]
 
 
-@pytest.mark.waits
 def test_a_second_run_in_one_folder_is_refused(corpus, tmp_path):
     one = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path)
     one.until(lambda: "step      2" in one.read("stdout"))
-    two = Run(2, flags(corpus, tmp_path / "out", dp=2, timeout=2), tmp_path)
+    two = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path)
     assert two.wait() == [2, 2] and two.read() == (
         f"train.py: --out {tmp_path}/out: another run writes there; name another folder\n")
     one.signal(0, signal.SIGHUP)  # a closed terminal
@@ -321,12 +324,12 @@ def _main_with_bad_ids(rank, *args):
     _main(rank, *args)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("fn,but,says", [
     (_main_that_stops, [1], "receive from rank 1"),
     (_main_with_bad_ids, [], " holds token id ")], ids=["stopped", "bad ids"])
 def test_what_one_rank_meets_late_ends_all_with_one_line(corpus, tmp_path, fn, but, says):
-    run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=4), tmp_path, fn=fn)
+    run = Run(3, flags(corpus, tmp_path / "out", dp=3, batch_size=6, timeout=15), tmp_path,
+              fn=fn)
     assert set(run.wait(but=but)) == {1}
     lines = [line for line in run.read().splitlines() if "c10d" not in line]
     assert len(lines) == 1 and says in lines[0], lines
@@ -368,12 +371,10 @@ def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
         processes.wait_for_start(server, 60)
 
 
-@pytest.mark.waits
 def test_a_library_that_never_comes_back_is_one_line(tmp_path):
     late = command("-c", "from run import processes\nimport time\n"
-                         "processes.dist.init_process_group = lambda *_, **more: time.sleep(60)\n"
-                         f"processes.init('cpu', 0.2, 'file://{tmp_path}/store', 0, 1)",
-                   timeout=30)
+                         "processes.dist.init_process_group = lambda *_, **more: time.sleep(999)\n"
+                         f"processes.init('cpu', 0.2, 'file://{tmp_path}/store', 0, 1)")
     assert (late.returncode, late.stderr) == (
         1, "train.py: rank 0: waiting for all ranks to join: not within 0.2 s\n")
 
@@ -389,7 +390,6 @@ def _meets_and_gives_up(rank, size, port, waits, folder, limit):
     os._exit(_gives_up(rank, waits))
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("waits", [(0, 0.25, 0.6), (0.6, 0, 0.25), (0, 0, 0), (0.3, 0.6, 0)])
 def test_one_of_all_that_give_up_says_why(tmp_path, waits):
     """... though each waits for the next one, and some are gone when others look."""
@@ -405,13 +405,14 @@ def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
         process.stdout.readline()
     ours[0].send_signal(signal.SIGSTOP)
     monkeypatch.setattr(signals, "parent", os.getpid())
-    time.sleep(0.2)
+    stat = Path(f"/proc/{ours[0].pid}/stat")
+    while stat.read_bytes().rpartition(b")")[2].split()[0] != b"T":
+        time.sleep(0.01)
     processes.kill_stopped()
-    assert ours[0].wait(5) == -signal.SIGKILL and ours[1].poll() is None
+    assert ours[0].wait(HANG) == -signal.SIGKILL and ours[1].poll() is None
     ours[1].kill()
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])
 def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
     out, log = shutil.copytree(trained, tmp_path / "out"), f"/dev/{path}"
@@ -455,7 +456,6 @@ def _node(rank, size, port, argv, folder, limit):
     _main(rank, size, port, argv, folder, limit)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("how,says", [
     ("flags", "has other flags than rank 0; all need the same"),
     ("out", "has other files in --out out than rank 0; all need the same"),
@@ -483,9 +483,12 @@ def test_nodes_that_differ_are_refused_before_the_first_step(
 
 def agents(folder, argv):
     """Two torchrun agents, as on two nodes, each in a folder of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Bound, and not listened to: Linux gives this port to no other process that asks for any, but
+    # to the agents, which name it
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     runs = []
     for node in range(2):
         (folder / str(node)).mkdir(exist_ok=True)
@@ -494,7 +497,8 @@ def agents(folder, argv):
              str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port",
              str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}))
+            env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        runs[node].reserved = reserved  # until they have ended
     return runs
 
 
@@ -508,7 +512,7 @@ def test_two_agents_train_only_with_one_folder_and_one_data(
     if not same_data:
         random_corpus(tmp_path / "1/data", train=5000, val=701)
     runs = agents(tmp_path, flags("data", tmp_path / "out" if shared_out else "out", dp=2))
-    said = [run.communicate(timeout=100) for run in runs]
+    said = [run.communicate(timeout=HANG) for run in runs]
     good = same_data and shared_out
     complaint = "has other files in --out out" if not shared_out else "has other data in data"
     assert [run.returncode for run in runs] == [not good] * 2
@@ -537,14 +541,14 @@ def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
         for node in kill:
             runs[node].kill()
         began = time.time()
-        assert gone(ranks, 10), "orphans"
+        assert gone(ranks), "orphans"
         slowest = max(slowest, time.time() - began)
         for run in runs:
-            run.communicate(timeout=60)
+            run.communicate(timeout=HANG)
             assert run.returncode != 0
     print(f"ranks were gone within {slowest:.2f} s")
     runs = agents(tmp_path, both)
-    (out, _), (other, _) = (run.communicate(timeout=100) for run in runs)
+    (out, _), (other, _) = (run.communicate(timeout=HANG) for run in runs)
     assert [run.returncode for run in runs] == [0, 0] and "replicas agree" in out and not other
     alone = flags(corpus, tmp_path / "one", metrics=tmp_path / "want", **argv)
     assert Run(2, alone, tmp_path).wait() == [0, 0]
@@ -603,7 +607,6 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
             close(pair, want, str(cfg))
 
 
-@pytest.mark.waits
 def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(200)))
     done = command("data/prepare.py", tmp_path / "text", "--out", tmp_path / "data", "--tokenizer",
@@ -611,12 +614,12 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
     assert done.returncode == 0, done.stderr
     argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
     run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in run.stdout:
         if line.startswith("step "):
             break
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=HANG)
     assert run.returncode == 0 and "stopped by a signal" in out and not err, err
     text = command("sample.py", "--out", tmp_path / "out", "--prompt", "\u00e9 def f", "--samples",
                    2, env={"PYTHONIOENCODING": "ascii"})
@@ -635,7 +638,6 @@ def test_a_wrong_flag_of_sample_is_one_line(trained, name, value, says, capsys, 
     assert one_line(sample.main, argv, capsys, monkeypatch).startswith(f"sample.py: {says}")
 
 
-@pytest.mark.waits
 def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", dp=2, eval_interval=2, eval_batches=1, resume="auto")
     for _ in range(2):
@@ -665,6 +667,6 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
             break
     children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    out, _ = run.communicate(timeout=100)
+    out, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0 and "resumed from" in out
     assert [step for step, *_ in losses(log)] == [*range(400)]

@@ -95,7 +95,6 @@ def test_the_librarys_line_is_cut_to_what_it_says():
         raise RuntimeError("[/w/pair.cc:5] Connection closed by peer. This is likely a ... GLHF!")
 
 
-@pytest.mark.waits
 def test_a_peak_is_that_of_the_process_and_not_of_its_parent():
     held = bytearray(b"x") * (600 << 20)
     child = command("-c", "from run import log; print(log.peak_of_process())")

@@ -31,6 +31,7 @@ from run import timeline
 from run.config import check_layout
 from show import ring
 from tests.harness import HERE
+from tests.pool import HANG
 
 PAGE = HERE.joinpath("lab.html").read_text()
 CORE = re.search(r'<script id="core">(.*?)</script>', PAGE, re.S)[1]
@@ -210,9 +211,10 @@ def opened(tmp_path_factory):
     page.write_text(PAGE.replace("</body>", PROBE.replace("SETTINGS", json.dumps(settings))))
     shown = page.with_name("shown")
     with open(shown, "w") as out:
-        chromium = subprocess.Popen([CHROME, "--headless", "--no-sandbox", "--disable-gpu",
-                                     "--dump-dom", "--virtual-time-budget=30000", page.as_uri()],
-                                    stdout=out, stderr=subprocess.DEVNULL)
+        chromium = subprocess.Popen(
+            [CHROME, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+             f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=30000",
+             page.as_uri()], stdout=out, stderr=subprocess.DEVNULL)
     yield chromium, want, shown
     chromium.kill()
     chromium.wait()
@@ -260,7 +262,7 @@ def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
 @pytest.mark.skipif(not CHROME, reason="no Chromium: lab.html is not opened")
 def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     chromium, want, page = opened
-    chromium.wait(100)
+    chromium.wait(HANG)
     text = re.search(r'<pre id="report">(.*?)</pre>', page.read_text(), re.S)[1]
     report = json.loads(html.unescape(text))
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65

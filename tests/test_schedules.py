@@ -25,6 +25,7 @@ from run import timeline
 from run.processes import all_gather_text
 from show import draw
 from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
+from tests.isolation import as_it_was
 
 # ---- schedules: pure lists ----
 
@@ -181,6 +182,8 @@ def _traced(rank, cfg):
     tracer = timeline.Tracer(mesh)
     for step in range(2):
         with tracer.at(step):
+            if rank == 0 and step == 1:
+                time.sleep(0.5)  # rank 1 is there before, and has a bubble: also if it comes late
             norm, read = trainer.gradients(data.training(cfg, step, mesh))
             trainer.update(norm, 1e-3)
     every = [json.loads(text) for text in all_gather_text(json.dumps(tracer.events), mesh.world)]
@@ -205,16 +208,21 @@ def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, 
 
 
 def _clock(rank, offset):
-    kept = time.time
+    """How far a Tracer finds this rank's clock to be ahead, and the seconds that it asked for."""
+    kept, mesh = time.time, Mesh(dp=3)
     time.time = lambda: kept() + offset * rank
     try:
-        return timeline.Tracer(Mesh(dp=3)).ahead
+        began = time.perf_counter()
+        ahead = timeline.Tracer(mesh).ahead
+        return ahead, time.perf_counter() - began
     finally:
         time.time = kept
 
 
 def test_clocks_of_nodes_are_aligned():
-    assert [round(ahead, 2) for ahead in pool(3, _clock, 100.0)] == [0, 100, 200]
+    """... to the time that question and answer take, on a machine that is busy, too."""
+    for rank, (ahead, took) in enumerate(pool(3, _clock, 100.0)):
+        assert abs(ahead - 100 * rank) <= took, (ahead, took)
 
 
 def test_a_wait_inside_of_a_wait_counts_once():
@@ -243,7 +251,8 @@ def test_schedules_have_the_published_bubble_and_memory(P, m, v):
 def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
     def run(line):
         monkeypatch.setattr(sys, "argv", ["schedules.py", *line.split()])
-        draw.schedules_command()
+        with as_it_was():
+            draw.schedules_command()
         return capsys.readouterr().out
 
     assert json.loads(run("1f1b 4 8 --json")) == {

@@ -1,7 +1,6 @@
 """Split sequences (--sp, --cp) equal one process; bytes, saved memory and overlap as claimed."""
 
 import math
-import os
 from functools import partial
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ import engine.pipeline as pipeline
 import train
 from context_parallel import ring_attention, zigzag
 from data.batches import Data
+from engine.group import Work
 from engine.mesh import Mesh
 from experts import kind_of
 from model import build, causal_attention
@@ -388,38 +388,39 @@ def test_a_columns_messages_overlap_with_its_backward(corpus):
             assert lanes.count(True) == columns and lanes.count(False) == waiting, name
 
 
-def _overlap_at_once(rank, cfg):
-    """_overlap with threads that run as soon as they are woken up: conftest.py has it otherwise."""
-    if not hasattr(os, "SCHED_BATCH"):
-        return _overlap(rank, cfg)
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    try:
-        return _overlap(rank, cfg)
-    finally:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+def _watched(rank, cfg):
+    """The spans of a step, with two of no length: the main lane posts, or awaits, a message of the
+    ring."""
+    start_passing = context_parallel.start_passing
+
+    def start_and_tell(x, group):
+        received, passing = start_passing(x, group)
+        with group.span("post"):
+            pass
+
+        def wait():
+            with group.span("await"):
+                passing.wait()
+
+        return received, Work([wait])
+
+    with patch.object(context_parallel, "start_passing", start_and_tell):
+        return _overlap(rank, cfg)[0]
 
 
 def test_the_next_keys_are_under_way_while_attention_computes(long_corpus):
+    """Without a clock: the next keys are posted before a hop's attention and awaited after it; in
+    the last hop of backward the gradient's sum is."""
     cfg = config(long_corpus, cp=3, block_size=960, batch_size=1, microbatches=1, dtype="float32",
                  n_embd=96, n_head=4)
-    for _ in range(3):  # on a busy machine one trace may show few
-        if all([_passing(cfg, events) for events, *_ in pool(3, _overlap_at_once, cfg)]):
-            return
-    pytest.fail("no message was under way in half of the hops, in three traces")
-
-
-def _passing(cfg, events):
-    """Whether messages go on beside attention in half of the hops, forward and backward."""
-    seen = []
-    for kind, messages in (("F", 2), ("B", 4)):
-        start, end = next(e[2:4] for e in events if e[0] == kind)
-        computing = [e for e in events if e[0] == "attention" and start < e[2] < end]
-        passing = [e for e in events if e[0] == "pass on" and start < e[2] < end]
-        assert len(computing) == 3 * cfg.n_layer and len(passing) == messages * cfg.n_layer
-        assert all(e[1] == "main" for e in computing)
-        assert all(e[1].startswith("ring-cp") for e in passing)
-        # three ranks on two cores: a thread may come late, so not every one is seen to overlap
-        together = [a for a in computing if a[4]["hop"] < 2 and any(
-            p[2] < a[3] and p[3] > a[2] for p in passing)]
-        seen.append(len(together) >= cfg.n_layer)
-    return all(seen)
+    for events in pool(3, _watched, cfg):
+        for kind, messages, under_way in (("F", 2, [1, 1, 0]), ("B", 4, [1, 1, 1])):
+            start, end = next(e[2:4] for e in events if e[0] == kind)
+            during = [e for e in events if start <= e[2] <= end]
+            passing = [e for e in during if e[0] == "pass on"]
+            assert len(passing) == messages * cfg.n_layer
+            assert all(e[1].startswith("ring-cp") for e in passing)
+            main = [e[0] for e in during if e[1] == "main"]
+            beside = [main[:i].count("post") - main[:i].count("await")
+                      for i, name in enumerate(main) if name == "attention"]
+            assert beside == under_way * cfg.n_layer

@@ -44,7 +44,6 @@ def test_the_model_file_is_nanogpts_by_name_and_shape_and_opens_with_safetensors
     assert torch.equal(tensors["lm_head.weight"], tensors["transformer.wte.weight"])
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("kind", ["ours", "gpt2"])
 def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
     def as_hugging_face_has_it(tensors):

@@ -118,6 +118,11 @@ def test_zero_sends_the_formula(corpus, stage, D, m):
     assert total == (D - 1) * want
 
 
+def reductions_beside_main(events):
+    return [event for event in events
+            if event[0] in ("all_reduce", "reduce_scatter") and event[1] != "main"]
+
+
 def _overlap(rank, cfg):
     """(spans of a step, times of the launched reductions, whether each layer's forward began with
     the gathering of the next layer's weights under way)"""
@@ -131,7 +136,17 @@ def _overlap(rank, cfg):
             layer.register_forward_pre_hook(lambda *_, b=bucket: ahead.append(
                 b in trainer.reducer.gathered))
     launched, launch = [], trainer.reducer.launch
-    trainer.reducer.launch = lambda bucket: (launched.append(tracer.now()), launch(bucket))
+
+    def launch_and_look(bucket):
+        launched.append(tracer.now())
+        launch(bucket)
+        # A lane starts when the machine lets it, perhaps after backward. That it can start during
+        # backward is the claim, so backward waits for the first one; 10 s: it can't
+        deadline = time.monotonic() + 10
+        while not reductions_beside_main(tracer.events) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    trainer.reducer.launch = launch_and_look
     loss_under_way, finish = [], trainer.reducer.finish
     trainer.reducer.finish = lambda: (loss_under_way.append(bool(mesh.world.last.waits)), finish())
     with tracer.at(0):
@@ -148,8 +163,7 @@ def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(cor
         start, end = [e for e in events if e[0] == "B"][-1][2:4]
         launched = [t for t in launched if t > start]
         assert len(launched) >= 6 and sum(t < end for t in launched) >= len(launched) - 1
-        running = [e for e in events if e[0] in ("all_reduce", "reduce_scatter")
-                   and e[1] != "main" and start < e[2] < end]
+        running = [e for e in reductions_beside_main(events) if start < e[2] < end]
         assert running, "on a lane of its own, before backward has ended"
         assert all(ahead) and len(ahead) == (2 * (SHAPE["n_layer"] + 1) if zero == 3 else 0)
 
