@@ -1,4 +1,4 @@
-"""The streams of nccl_group.py without a GPU: every technique with real numbers, over gloo.
+"""The streams of engine/nccl_group.py without a GPU: every technique with real numbers, over gloo.
 
 Stand-ins for CUDA's streams and events run everything at once, on CPU tensors, and record which
 stream has waited for which. Two uses of the same memory, one of them a write, must be ordered by
