@@ -199,20 +199,24 @@ def race(row, rank, communicators, folder, seconds, least):
         dist.all_reduce(values, dist.ReduceOp.MAX, group=barrier_group)
         return values
 
-    def take_turn(job, step):
-        for _ in range(row.steps):
-            step()
+    def take_turn(job, step, num_steps):
+        """Returns the loss of the last step. Leaves no message on its way: both sides may use the
+        same communicator."""
+        for _ in range(num_steps):
+            loss = step()
         job.drain()
+        return loss
 
     def clock(job, step):
         dist.barrier(barrier_group)
         start = time.perf_counter()
-        take_turn(job, step)
+        take_turn(job, step, row.steps)
         return time.perf_counter() - start
 
     jobs = [Job(row, rank, communicators, folder) for _ in range(2)]
     steps = row.ours(jobs[0]), row.peer(jobs[1])
-    losses = torch.tensor([[step() for step in steps] for _ in range(2)])
+    losses = torch.tensor([[take_turn(job, step, 1) for job, step in zip(jobs, steps, strict=True)]
+                           for _ in range(2)])
     dist.all_reduce(losses, group=barrier_group)
     assert row.name == "scaling" or torch.allclose(*losses.unbind(1), rtol=1e-3), (row, losses)
     before = jobs[0].made.bytes_sent()
@@ -292,7 +296,7 @@ def worker(rank, world, chosen, quick, path, folder):
     shutdown()
 
 
-HEADER = (f"{'row':36}{'n':>2}  {'size':19}{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  "
+HEADER = (f"{'row':38}{'n':>2}  {'size':19}{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  "
           f"{'quartiles':>11}{'goal':>6}{'peak MB':>8}{'peer':>6}{'sent MB':>9}")
 
 
@@ -300,7 +304,7 @@ def report(row, ratio, low, high, ms, peer_ms, peak_mb, peer_peak_mb, sent_mb):
     """Print a row's figures; return them for --json."""
     size = row.size if row.size in SIZES else f"{row.size} KB"
     goal = f"{row.goal:.2f}" if row.goal else ""
-    print(f"{row.name:36}{row.n:2}  {size:19}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
+    print(f"{row.name:38}{row.n:2}  {size:19}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
           f"{low:.2f} - {high:.2f}{goal:>6}{peak_mb:8.0f}{peer_peak_mb:6.0f}{sent_mb:9.2f}",
           flush=True)
     is_known = peak_mb == peak_mb  # nan: not Linux. JSON has no nan

@@ -57,8 +57,14 @@ pieces = without(engine.collectives, collective, PIECE=1 << 62)
 early_receives = without(engine.collectives, collective, AHEAD=1)
 butterfly = without(engine.collectives, collective, takes_butterfly=lambda tensor, group: False)
 butterfly_in_training = without(engine.collectives, takes_butterfly=lambda tensor, group: False)
-# Between two ranks: one exchange, posted by the caller and not by the group's thread
-posted_here = without(engine.sequence_parallel, all_reduce=engine.collectives._all_reduce)
+
+
+def from_the_thread(tensor, group, op="sum", async_op=False):
+    """all_reduce() that leaves also the one exchange between two ranks to the group's thread."""
+    return engine.collectives._all_reduce(tensor, group, op, async_op=async_op)
+
+
+posted_here = without(engine.sequence_parallel, all_reduce=from_the_thread)
 
 # ---- data parallelism ----
 
@@ -86,8 +92,13 @@ loss_meanwhile = without(train, all_reduce=reduce_and_wait)
 
 # ---- ZeRO ----
 
-weights_in_background = without(
-    engine.zero.ZeRO1, publish=lambda self, bucket: all_gather(bucket.full, bucket.group) and None)
+
+def publish_and_wait(self, bucket):
+    """ZeRO1.publish() that returns when all ranks have the new weights."""
+    all_gather(bucket.full, bucket.group)
+
+
+weights_in_background = without(engine.zero.ZeRO1, publish=publish_and_wait)
 gather_weights = engine.zero.ZeRO3.gather_weights
 prefetch = without(engine.zero.ZeRO3, gather_weights=lambda self, layers, prefetch=():
                    gather_weights(self, layers))
