@@ -22,6 +22,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import tempfile
 import time
@@ -51,13 +52,20 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 # ---- the rows ----
 
 # ranks and flags of the layouts that several rows have
-D2, D4 = (2, {"dp": 2}), (4, {"dp": 4})
-ZERO1 = (2, {"dp": 2, "zero": 1})
-ZERO3, ZERO3_OF_4 = (2, {"dp": 2, "zero": 3}), (4, {"dp": 4, "zero": 3})
-P2 = (2, {"pp": 2, "microbatches": 8})
-T2, T2_SP = (2, {"tp": 2}), (2, {"tp": 2, "sp": True})
-C2 = (2, {"cp": 2})
 ONE = (1, {})
+D2 = (2, {"dp": 2})
+D4 = (4, {"dp": 4})
+ZERO1 = (2, {"dp": 2, "zero": 1})
+ZERO3 = (2, {"dp": 2, "zero": 3})
+ZERO3_OF_4 = (4, {"dp": 4, "zero": 3})
+P2 = (2, {"pp": 2, "microbatches": 8})
+T2 = (2, {"tp": 2})
+T2_SP = (2, {"tp": 2, "sp": True})
+C2 = (2, {"cp": 2})
+
+# sizes of the rows of one technique
+WIDE_AND_SENT = ("compute", "communication")
+WIDE_AND_TINY = ("compute", "tiny")
 
 
 def rows_of_training(name, peer, goal, layouts, sizes, **more):
@@ -70,22 +78,20 @@ def rows_of_collectives(name, peer, kilobytes, goal=None):
 
 
 def against_torch():
-    """With the goals."""
-    wide_and_sent = ("compute", "communication")
-    wide_and_tiny = ("compute", "tiny")
+    """The rows with goals."""
     return [
         *rows_of_collectives("all_reduce", torch_side.library, (4, 64, 256), 1.25),
         *rows_of_collectives("all_reduce", torch_side.library, (1024, 4096, 16384, 65536), 0.85),
         *rows_of_collectives("reduce_scatter", torch_side.library, [65536], 1.5),
         *rows_of_collectives("all_gather", torch_side.library, [65536], 1.0),
-        *rows_of_training("DDP", torch_side.ddp, 1.0, [D2, D4], wide_and_sent),
+        *rows_of_training("DDP", torch_side.ddp, 1.0, [D2, D4], WIDE_AND_SENT),
         # 4 steps in a turn: ZeRO-1's weights travel during the next step, and at the end of a turn
         # they are waited for
-        *rows_of_training("ZeRO-1", torch_side.ddp_zero1, 1.0, [ZERO1], wide_and_sent, steps=4),
-        *rows_of_training("ZeRO-3", torch_side.fsdp, 1.15, [ZERO3, ZERO3_OF_4], wide_and_sent),
-        *rows_of_training("1F1B", torch_side.pipelining, 1.0, [P2], wide_and_tiny),
-        *rows_of_training("tensor parallel", torch_side.dtensor, 1.05, [T2], wide_and_tiny),
-        *rows_of_training("sequence parallel", torch_side.dtensor_sp, 1.1, [T2_SP], wide_and_tiny),
+        *rows_of_training("ZeRO-1", torch_side.ddp_zero1, 1.0, [ZERO1], WIDE_AND_SENT, steps=4),
+        *rows_of_training("ZeRO-3", torch_side.fsdp, 1.15, [ZERO3, ZERO3_OF_4], WIDE_AND_SENT),
+        *rows_of_training("1F1B", torch_side.pipelining, 1.0, [P2], WIDE_AND_TINY),
+        *rows_of_training("tensor parallel", torch_side.dtensor, 1.05, [T2], WIDE_AND_TINY),
+        *rows_of_training("sequence parallel", torch_side.dtensor_sp, 1.1, [T2_SP], WIDE_AND_TINY),
         Row("checkpoint", 2, "compute", save_and_load, torch_side.dcp, 1.0, {"dp": 2}),
     ]
 
@@ -116,24 +122,22 @@ def against_limits():
 
 def against_ourselves():
     """The root's plain forms, and the same layout in another way."""
-    wide_and_tiny = ("compute", "tiny")
-    wide_and_sent = ("compute", "communication")
     reducer = plain_side.plain_reducer
     return [
         *rows_of_collectives("all_reduce, to plain", plain_side.plain_ring, (4096, 65536)),
-        *rows_of_training("DDP, to plain", reducer, None, [D2], wide_and_sent),
-        *rows_of_training("ZeRO-1, to plain", reducer, None, [ZERO1], wide_and_sent, steps=4),
-        *rows_of_training("ZeRO-3, to plain", reducer, None, [ZERO3], wide_and_sent),
+        *rows_of_training("DDP, to plain", reducer, None, [D2], WIDE_AND_SENT),
+        *rows_of_training("ZeRO-1, to plain", reducer, None, [ZERO1], WIDE_AND_SENT, steps=4),
+        *rows_of_training("ZeRO-3, to plain", reducer, None, [ZERO3], WIDE_AND_SENT),
         *rows_of_training("tensor parallel, to plain", plain_side.plain_tensor_parallel, None,
-                          [T2], wide_and_tiny),
-        *rows_of_training("1F1B, to plain", plain_side.plain_pipeline, None, [P2], wide_and_tiny),
+                          [T2], WIDE_AND_TINY),
+        *rows_of_training("1F1B, to plain", plain_side.plain_pipeline, None, [P2], WIDE_AND_TINY),
         *rows_of_training("attention, to plain", plain_side.plain_attention, None, [C2], ["long"]),
         *[row for name, layout in (("one rank", ONE), ("DDP", D2), ("ZeRO-3", ZERO3),
                                    ("1F1B", P2), ("tensor parallel", T2))
           for row in rows_of_training(f"train.py, to plain.py: {name}", plain_side.all_of_plain,
                                       None, [layout], ["compute"])],
         *rows_of_training("--sp, to --tp alone", plain_side.other_flags(sp=False), None, [T2_SP],
-                          wide_and_tiny),
+                          WIDE_AND_TINY),
         *rows_of_training("attention, to naive split", plain_side.naive_split, None, [C2],
                           ["long"]),
         *rows_of_training("attention, to all-to-all",
@@ -156,25 +160,27 @@ def against_the_engine_without():
         *collectives("ring: pieces", without.pieces, [16384, 65536]),
         *collectives("ring: early receives", without.early_receives, [16384, 65536]),
         *collectives("butterfly", without.butterfly, [4, 256, 1024, 4096]),
-        *training("butterfly", without.butterfly_in_training, [T2], ["compute", "tiny"]),
+        *training("butterfly", without.butterfly_in_training, [T2], WIDE_AND_TINY),
         *training("exchange posted here", without.posted_here, [T2], ["tiny"]),
-        *training("DDP: buckets", one_parameter_each, [D2], ["compute", "communication"]),
-        *training("DDP: overlap", without.overlap_of_buckets, [D2], ["compute", "communication"]),
+        *training("DDP: buckets", one_parameter_each, [D2], WIDE_AND_SENT),
+        *training("DDP: overlap", without.overlap_of_buckets, [D2], WIDE_AND_SENT),
         *training("DDP: gradient copied", without.first_gradient_copied, [D2], ["communication"]),
         *training("loss summed meanwhile", without.loss_meanwhile, [D2, D4], ["communication"]),
         *training("ZeRO-1: weights sent late", without.weights_in_background, [ZERO1],
-                  ["compute", "communication"], steps=4),
-        *training("ZeRO-3: prefetch", without.prefetch, [ZERO3], ["compute", "communication"]),
+                  WIDE_AND_SENT, steps=4),
+        *training("ZeRO-3: prefetch", without.prefetch, [ZERO3], WIDE_AND_SENT),
         *training("ZeRO-3: gathers what is read", without.gathered_where_read, [ZERO3],
                   ["50257 words"]),
         *training("tensor parallel: overlap", without.overlap_of_leaving, [T2],
-                  ["compute", "tiny"]),
+                  WIDE_AND_TINY),
         *training("--sp: overlap of the gather", without.overlap_of_entering, [T2_SP],
-                  ["compute", "tiny"]),
+                  WIDE_AND_TINY),
+        *training("--sp: saves 1/T, gathers again", without.input_gathered_again, [T2_SP],
+                  ["compute"]),
         *training("one rank: torch's layers", without.own_linear_layers, [ONE], ["tiny"]),
-        *training("pipeline: early receives", without.receive_early, [P2], ["compute", "tiny"]),
+        *training("pipeline: early receives", without.receive_early, [P2], WIDE_AND_TINY),
         *training("pipeline: freed outputs", without.freed_outputs, [recompute],
-                  ["8 sequences in all"]),
+                  ["8 x 2048 tokens"]),
         *training("ring attention: overlap", without.overlap_of_hops, [C2], ["long"]),
         *training("ring attention: skip", without.hidden_skipped, [C2], ["long"]),
         *training("head in chunks", without.head_in_chunks, [ONE, four], ["50257 words"]),
@@ -189,8 +195,8 @@ ROWS = [*against_torch(), *against_limits(), *against_ourselves(), *against_the_
 
 
 def race(row, rank, communicators, folder, seconds, least):
-    """The row's figures, the same on each of its ranks. seconds: how long to race; least: turns to
-    take even if they last longer."""
+    """The row's figures by name, the same on each of its ranks. seconds: how long to race; least:
+    pairs of turns to take even if they last longer."""
     barrier_group = communicators[row.n]["peer"]
 
     def highest(values):
@@ -230,17 +236,20 @@ def race(row, rank, communicators, folder, seconds, least):
             sent = jobs[0].made.bytes_sent() - before
             (longest,) = highest([sum(pair.values())]).tolist()
             pairs = min(max(seconds / longest, least), 200)
-    calls = repeats(row) * row.steps
+    calls = row.steps * repeats(row)  # steps, or calls of a collective, in a turn
     times = highest(times) / calls
     ratios = times[:, 1] / times[:, 0]
-    quartiles = torch.tensor([0.5, 0.25, 0.75], dtype=torch.double)
-    del steps, jobs
+    low, ratio, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+    ms, peer_ms = (1e3 * times).median(0).values.tolist()
+    (sent,) = highest([sent]).tolist()
+    del steps, jobs  # their memory is not to be counted below
     peaks = []
     for side in (row.ours, row.peer):
         job = Job(row, rank, communicators, folder)
         peaks.append(peak(job, side))
-    return (*ratios.quantile(quartiles).tolist(), *(1e3 * times).median(0).values.tolist(),
-            *highest(peaks).tolist(), highest([sent]).item() / calls / 1e6)
+    peak_mb, peer_peak_mb = highest(peaks).tolist()
+    return dict(ratio=ratio, low=low, high=high, ms=ms, peer_ms=peer_ms, peak_mb=peak_mb,
+                peer_peak_mb=peer_peak_mb, sent_mb=sent / calls / 1e6)
 
 
 def peak(job, side):
@@ -289,7 +298,7 @@ def worker(rank, world, chosen, quick, path, folder):
             figures = race(row, rank, communicators, folder, seconds, least)
         dist.barrier()
         if rank == 0:
-            results.append(report(row, *figures))
+            results.append(report(row, figures))
     if rank == 0 and path:
         with open(path, "w") as file:
             json.dump(results, file, indent=1)
@@ -298,20 +307,17 @@ def worker(rank, world, chosen, quick, path, folder):
 
 HEADER = (f"{'row':38}{'n':>2}  {'size':19}{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  "
           f"{'quartiles':>11}{'goal':>6}{'peak MB':>8}{'peer':>6}{'sent MB':>9}")
+LINE = ("{row:38}{n:2}  {size:19}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  {low:.2f} - {high:.2f}"
+        "{goal:>6}{peak_mb:8.0f}{peer_peak_mb:6.0f}{sent_mb:9.2f}")
 
 
-def report(row, ratio, low, high, ms, peer_ms, peak_mb, peer_peak_mb, sent_mb):
-    """Print a row's figures; return them for --json."""
+def report(row, figures):
+    """Print a row's figures; return them for --json, which has no nan."""
     size = row.size if row.size in SIZES else f"{row.size} KB"
-    goal = f"{row.goal:.2f}" if row.goal else ""
-    print(f"{row.name:38}{row.n:2}  {size:19}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
-          f"{low:.2f} - {high:.2f}{goal:>6}{peak_mb:8.0f}{peer_peak_mb:6.0f}{sent_mb:9.2f}",
-          flush=True)
-    is_known = peak_mb == peak_mb  # nan: not Linux. JSON has no nan
-    return dict(row=row.name, n=row.n, size=size, ratio=ratio, low=low, high=high, goal=row.goal,
-                peak_mb=peak_mb if is_known else None,
-                peer_peak_mb=peer_peak_mb if is_known else None,
-                ms=ms, peer_ms=peer_ms, sent_mb=sent_mb)
+    named = dict(row=row.name, n=row.n, size=size)
+    print(LINE.format(**named, **figures, goal=f"{row.goal:.2f}" if row.goal else ""), flush=True)
+    known = {name: None if math.isnan(figure) else figure for name, figure in figures.items()}
+    return {**named, **known, "goal": row.goal}
 
 
 def main():

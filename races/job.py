@@ -29,6 +29,7 @@ SIZES = {
     "2 sequences a rank": dict(SMALL, block_size=128, batch_size=-2),
     "8 sequences in all": dict(SMALL, block_size=128, batch_size=8),
     "long": dict(SMALL, block_size=2048, batch_size=1),
+    "8 x 2048 tokens": dict(n_layer=2, n_head=4, n_embd=128, block_size=2048, batch_size=8),
     "50257 words": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=4),
 } | {f"S = {S}": dict(n_layer=2, n_head=4, n_embd=128, block_size=S, batch_size=1)
      for S in (256, 512, 1024, 2048, 4096, 8192)}

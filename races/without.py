@@ -6,6 +6,8 @@ built and during its steps: the two sides of a row take turns in one process.
 
 from contextlib import contextmanager
 
+import torch
+
 import engine.collectives
 import engine.context_parallel
 import engine.ddp
@@ -113,6 +115,29 @@ overlap_of_leaving = without(Region, start_leave=lambda self, x, async_op=True:
                              start_leave(self, x, async_op=False))
 overlap_of_entering = without(Region, start_enter=lambda self, x, async_op=True:
                               start_enter(self, x, async_op=False))
+
+
+class EnteredRegion:
+    """Stands for a Region in the backward of a column that has saved its gathered input."""
+
+    def __init__(self, region):
+        self.start_leave = region.start_leave
+
+    def start_enter(self, x):
+        return lambda: x
+
+
+def save_gathered(ctx, x, weight, bias, region, defer):
+    """ColumnLinear.forward that saves all tokens of its input under --sp, too."""
+    x = region.enter(x)
+    ctx.save_for_backward(x)
+    ctx.weight, ctx.bias = weight, bias
+    ctx.region = EnteredRegion(region)
+    ctx.defer = defer
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+input_gathered_again = without(engine.tensor_parallel.ColumnLinear, forward=save_gathered)
 
 
 def columns_in_python(model, group, sp, defer):
