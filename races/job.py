@@ -1,0 +1,174 @@
+"""What a row of bench.py is, and our side of it: what train.py and its parts run.
+
+A row names two sides. A side is a function that takes a Job and returns a step function, which
+returns this rank's share of the loss.
+"""
+
+import math
+import os
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+import engine.collectives
+import train
+from engine.group import Group
+from engine.mesh import Mesh
+from run import checkpoint
+from run.config import Config
+
+SMALL = dict(n_layer=6, n_head=6, n_embd=384)
+# name -> model, tokens per sequence, and batch_size: sequences in all or, where negative, on each
+# data rank
+SIZES = {
+    "compute": dict(SMALL, block_size=128, batch_size=16),
+    "communication": dict(SMALL, block_size=32, batch_size=-1),
+    "tiny": dict(n_layer=4, n_head=4, n_embd=128, block_size=32, batch_size=8),
+    "2 sequences a rank": dict(SMALL, block_size=128, batch_size=-2),
+    "8 sequences in all": dict(SMALL, block_size=128, batch_size=8),
+    "long": dict(SMALL, block_size=2048, batch_size=1),
+    "8 x 2048 tokens": dict(n_layer=2, n_head=4, n_embd=128, block_size=2048, batch_size=8),
+    "50257 words": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=4),
+} | {f"S = {S}": dict(n_layer=2, n_head=4, n_embd=128, block_size=S, batch_size=1)
+     for S in (256, 512, 1024, 2048, 4096, 8192)}
+
+
+class Row(NamedTuple):
+    name: str
+    n: int  # ranks
+    size: object  # a key of SIZES, or the KB of a collective
+    ours: object  # Job -> step function
+    peer: object  # likewise
+    goal: float | None  # the ratio aimed at
+    layout: dict = {}  # flags of Config
+    limit: float = 1.0  # the peer's time is multiplied by it: rows whose peer is a limit
+    steps: int = 1  # steps in a turn
+
+
+class Job:
+    """What one rank builds a side of a row from."""
+
+    def __init__(self, row, rank, communicators, folder):
+        """communicators: {n: {name: torch's ProcessGroup of the first n ranks}}."""
+        self.row = row
+        self.rank = rank
+        self.n = row.n  # ranks
+        self.communicators = communicators
+        self.folder = folder  # for checkpoints
+        self.library_group = communicators[row.n]["peer"]  # for torch's side
+        self.vocabulary = 50257 if row.size == "50257 words" else 256
+        self.made = None  # the mesh that mesh() made last
+        self.drain = lambda: None  # waits for what steps have left on its way; set by trainer()
+        if row.size in SIZES:
+            self.plan(row.layout)
+
+    def plan(self, layout):
+        """Make cfg and this rank's batches for a layout, which may be another one than the row's:
+        the data is the same in each."""
+        cfg = Config(**{"dp": 1, "microbatches": 1, "chunks": 1, **SIZES[self.row.size], **layout})
+        if cfg.batch_size < 0:
+            cfg.batch_size *= -cfg.dp
+        generator = torch.Generator().manual_seed(0)
+        shape = (cfg.batch_size, cfg.block_size + 1)
+        ids = torch.randint(self.vocabulary, shape, generator=generator)
+        mine = ids.chunk(cfg.dp)[self.rank % cfg.dp].chunk(cfg.microbatches)
+        self.cfg = cfg
+        self.batches = [(rows[:, :-1], rows[:, 1:]) for rows in mine]
+
+    def mesh(self, group_class=Group):
+        """The row's ranks along the one axis that its layout has."""
+        axes = ("ep", "dp", "pp", "cp", "tp")  # ep first: experts are shared by all data ranks
+        layout = self.row.layout or {"dp": self.n}
+        axis = max(axes, key=lambda axis: layout.get(axis, 1))
+        sizes = {"dp": 1, "ep": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
+        self.made = RowMesh(self.rank, self.communicators[self.n], sizes, group_class)
+        return self.made
+
+
+class RowMesh(Mesh):
+    """The first n ranks of the bench, with communicators that all rows share: Mesh would make new
+    ones for each row."""
+
+    def __init__(self, rank, communicators, sizes, group_class):
+        """communicators: {name of a group: torch's ProcessGroup}."""
+        self.rank = rank
+        self.communicators = communicators
+        self.sizes = sizes
+        self.group_class = group_class
+        self.device = torch.device("cpu")
+        self.native = False
+        self.pending = deque()
+        self.groups = {}
+        self.world = self.join("world", [list(range(math.prod(sizes.values())))])
+
+    def communicator(self, name, ranks):
+        return self.communicators[name]
+
+    def bytes_sent(self):
+        return sum(group.bytes_sent for group in self.groups.values())
+
+    def drain(self):
+        """Wait for all messages that travel in the background."""
+        for group in self.groups.values():
+            group.last.wait()
+
+
+# Names of groups that a side may make. Those along one axis share a communicator, because a row has
+# one axis with more than one rank.
+AXES = ("dp", "ep", "pp", "cp", "tp")
+JOINED = ("dp_ep", "dp_cp", "dp_ep_cp", "dp_pp", "pp_tp", "ep_pp_tp", "pp_ends", "world", "peer")
+
+
+def trainer(job):
+    mesh = job.mesh()
+    t = train.Trainer(job.cfg, mesh, job.vocabulary)
+    job.drain = mesh.drain
+
+    def step():
+        norm, read = t.gradients(job.batches)
+        t.update(norm, job.cfg.lr)
+        loss, norm, scale = read()
+        return loss if job.rank == 0 else 0.0
+
+    return step
+
+
+def save_and_load(job):
+    """A checkpoint, with the moments that a first step makes."""
+    cfg = replace(job.cfg, out=f"{job.folder}/ours")
+    os.makedirs(cfg.out, exist_ok=True)
+    t = train.Trainer(cfg, job.mesh(), job.vocabulary)
+    norm, read = t.gradients(job.batches)
+    t.update(norm, job.cfg.lr)
+
+    def step():
+        checkpoint.load(t, checkpoint.save(t, 1, job.folder))
+        return 0.0
+
+    return step
+
+
+def repeats(row):
+    """Small messages are timed several at once."""
+    return 1 if row.size in SIZES else max(1, 256 // row.size)
+
+
+def repeated(job, call):
+    """A step function that calls a collective repeats() times."""
+    def step():
+        for _ in range(repeats(job.row)):
+            call()
+        return 0.0
+
+    return step
+
+
+def collective(job):
+    """The engine's collective of the row's name; all_reduce for any other name."""
+    function = getattr(engine.collectives, job.row.name, engine.collectives.all_reduce)
+    tensor = torch.zeros(256 * job.row.size)
+    group = job.mesh().group("dp")
+    assert group.size == job.n  # or nothing would be sent, very fast
+    return repeated(job, lambda: function(tensor, group))

@@ -1,0 +1,218 @@
+"""The engine without one of its tricks: all else is the same, so a row gives what the trick earns.
+
+Each trick is switched off by replacing one function or constant of the engine, while the side is
+built and during its steps: the two sides of a row take turns in one process.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+import engine.collectives
+import engine.context_parallel
+import engine.ddp
+import engine.optimizer
+import engine.pipeline
+import engine.sequence_parallel
+import engine.tensor_parallel
+import engine.vocabulary_parallel
+import engine.zero
+import train
+from engine.collectives import all_gather
+from engine.group import Work
+from model import cross_entropy
+from optimizer import AdamWState, decays
+from races.job import collective, trainer
+
+
+@contextmanager
+def swapped(owner, **others):
+    """Replace some names of a module, or methods of a class."""
+    kept = {name: getattr(owner, name) for name in others}
+    for name, other in others.items():
+        setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(owner, name, own)
+
+
+def without(owner, build=trainer, **others):
+    """A side with some names of a module or class replaced."""
+    def peer(job):
+        with swapped(owner, **others):
+            step = build(job)
+
+        def step_without():
+            with swapped(owner, **others):
+                return step()
+
+        return step_without
+
+    return peer
+
+
+# ---- collectives ----
+
+pieces = without(engine.collectives, collective, PIECE=1 << 62)
+early_receives = without(engine.collectives, collective, AHEAD=1)
+butterfly = without(engine.collectives, collective, takes_butterfly=lambda tensor, group: False)
+butterfly_in_training = without(engine.collectives, takes_butterfly=lambda tensor, group: False)
+
+
+def from_the_thread(tensor, group, op="sum", async_op=False):
+    """all_reduce() that leaves also the one exchange between two ranks to the group's thread."""
+    return engine.collectives._all_reduce(tensor, group, op, async_op=async_op)
+
+
+posted_here = without(engine.sequence_parallel, all_reduce=from_the_thread)
+
+# ---- data parallelism ----
+
+overlap_of_buckets = without(engine.ddp.DDP, launch_full=lambda self: None)  # flush() launches
+
+
+def clear_gradients(self):
+    """zero_grad() that clears the buckets, into which autograd then adds."""
+    for bucket in self.buckets:
+        if bucket.grad is not None:
+            bucket.grad.zero_()
+        for param in bucket.params:
+            param.grad = bucket.views.get(param)
+
+
+first_gradient_copied = without(engine.ddp.DDP, zero_grad=clear_gradients)
+
+
+def reduce_and_wait(tensor, group, op="sum", async_op=False):
+    engine.collectives.all_reduce(tensor, group, op)
+    return Work() if async_op else tensor
+
+
+loss_meanwhile = without(train, all_reduce=reduce_and_wait)
+
+# ---- ZeRO ----
+
+
+def publish_and_wait(self, bucket):
+    """ZeRO1.publish() that returns when all ranks have the new weights."""
+    all_gather(bucket.full, bucket.group)
+
+
+weights_in_background = without(engine.zero.ZeRO1, publish=publish_and_wait)
+gather_weights = engine.zero.ZeRO3.gather_weights
+prefetch = without(engine.zero.ZeRO3, gather_weights=lambda self, layers, prefetch=():
+                   gather_weights(self, layers))
+gathered_where_read = without(engine.zero.ZeRO3, read_in_backward=lambda self, layer: [layer])
+
+# ---- tensor and sequence parallelism ----
+
+Region = engine.sequence_parallel.Region
+start_leave = Region.start_leave
+start_enter = Region.start_enter
+overlap_of_leaving = without(Region, start_leave=lambda self, x, async_op=True:
+                             start_leave(self, x, async_op=False))
+overlap_of_entering = without(Region, start_enter=lambda self, x, async_op=True:
+                              start_enter(self, x, async_op=False))
+
+
+class EnteredRegion:
+    """Stands for a Region in the backward of a column that has saved its gathered input."""
+
+    def __init__(self, region):
+        self.start_leave = region.start_leave
+
+    def start_enter(self, x):
+        return lambda: x
+
+
+def save_gathered(ctx, x, weight, bias, region, defer):
+    """ColumnLinear.forward that saves all tokens of its input under --sp, too."""
+    x = region.enter(x)
+    ctx.save_for_backward(x)
+    ctx.weight, ctx.bias = weight, bias
+    ctx.region = EnteredRegion(region)
+    ctx.defer = defer
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+input_gathered_again = without(engine.tensor_parallel.ColumnLinear, forward=save_gathered)
+
+
+def columns_in_python(model, group, sp, defer):
+    """parallelize() that replaces linear layers in a group of one, too."""
+    engine.tensor_parallel.parallelize(model, group, sp, engine.tensor_parallel.compute_now)
+
+
+own_linear_layers = without(train, parallelize=columns_in_python)
+
+# ---- pipeline ----
+
+receive_early = without(engine.pipeline, receive_early=lambda actions: actions)
+
+
+def keep_output(self):
+    """finish_send() that keeps the tensor that was sent."""
+    work, _ = self.sends.popleft()
+    work.wait()
+
+
+freed_outputs = without(engine.pipeline.Pipeline, finish_send=keep_output)
+
+# ---- ring attention ----
+
+
+def pass_and_wait(x, group):
+    """start_passing() that returns when x has been passed on."""
+    received = x.new_empty(x.shape)
+    group.exchange(x, group.next, received, group.prev).wait()
+    return received, Work()
+
+
+overlap_of_hops = without(engine.context_parallel, start_passing=pass_and_wait)
+kernel = engine.context_parallel.kernel
+kernel_backward = engine.context_parallel.kernel_backward
+
+
+# In each hop but a rank's own, half of the scores are hidden. To compute them too takes as long as
+# to compute the visible half twice.
+
+
+def kernel_twice(q, k, v, causal):
+    if not causal:
+        kernel(q, k, v, causal)
+    return kernel(q, k, v, causal)
+
+
+def kernel_backward_twice(grad, q, k, v, out, lse, rest, causal):
+    if not causal:
+        kernel_backward(grad, q, k, v, out, lse, rest, causal)
+    return kernel_backward(grad, q, k, v, out, lse, rest, causal)
+
+
+hidden_skipped = without(engine.context_parallel, kernel=kernel_twice,
+                         kernel_backward=kernel_backward_twice)
+
+# ---- head, optimizer ----
+
+
+def loss_of_all_tokens(self, x, targets):
+    """ChunkedHead.loss with the logits of all tokens at once."""
+    return cross_entropy(self.lm_head(x), targets)
+
+
+head_in_chunks = without(engine.vocabulary_parallel.ChunkedHead, loss=loss_of_all_tokens)
+
+
+def step_plainly(self, bucket, lr, factor, skip):
+    """AdamW.step_bucket with the root's AdamW, tensor by tensor."""
+    if not hasattr(bucket, "plain_states"):
+        bucket.plain_states = {
+            param: AdamWState(piece, self.weight_decay if decays(param.shard) else 0.0)
+            for param, piece in bucket.pieces(bucket.master)}
+    for param, grad in self.scaled(bucket, factor).items():
+        bucket.plain_states[param].step(grad, lr, self.beta1, self.beta2, int(self.updates))
+
+
+fused_adamw = without(engine.optimizer.AdamW, step_bucket=step_plainly)
