@@ -46,7 +46,8 @@ def figures(job, layout, device):
     costs = Costs(job, device)
     seconds = costs.step_time(layout)
     parts = costs.time_by_part(layout)
-    per_gpu = 1e12 * layout.ranks * seconds  # FLOPs of a step / per_gpu = TFLOP/s of each GPU
+    # FLOPs of a step on all ranks, divided by this, are TFLOP/s of each GPU
+    per_gpu = 1e12 * layout.ranks * seconds
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
         cfg.chunks = 0  # follows from the schedule
@@ -77,7 +78,7 @@ vocabulary is that of --data in train.py"""
 
 
 def summary(rows, job, tokens, title):
-    """A table as text. rows: figures() of layouts. tokens: of the whole training."""
+    """A table as text. rows: figures() of layouts. tokens: number of tokens in the training."""
     steps = tokens / (job.batch_size * job.model.block_size)
     plain = Layout()._asdict()
     columns = [name for name in plain
@@ -122,7 +123,8 @@ def flags():
     for f in fields(Device):
         group.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar="X",
                            help=f"replaces {f.name} of hardware.py", **unset)
-    group = parser.add_argument_group("model; a step of 3 million tokens, as GPT-3's, unless given")
+    group = parser.add_argument_group("model; a step of 3 million tokens, like GPT-3's, if no "
+                                      "--batch-size is given")
     group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
                        help=", ".join(MODELS))
     config.add_flags(group, ("n_layer", "n_head", "n_embd", "experts", "top_k", "block_size",
@@ -136,7 +138,8 @@ def flags():
                        "train.py's defaults for flags not given, beside the fastest")
     group.add_argument("--top", type=int, default=6, help="ways to split the GPUs to show, each "
                        "with its best schedule, ZeRO stage, ... (6)")
-    group.add_argument("--tokens", type=float, default=300e9, help="for the days (300e9, as GPT-3)")
+    group.add_argument("--tokens", type=float, default=300e9,
+                       help="for the days (300e9, like GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
     group.add_argument("--measure", action="store_true", help="time products, attention, memory "
                        "and messages on this node, and print the flags of such a device")
@@ -153,7 +156,8 @@ def described(args):
     """(job, device, {field of Layout: value}) of the flags; the search leaves the fields alone."""
     given = vars(args)
     model = named_in({**given, "n_experts": given.get("experts", 0)}, MODELS[args.model])
-    device, gpus = named_in(given, DEVICES[args.gpu]), args.gpus
+    device = named_in(given, DEVICES[args.gpu])
+    gpus = args.gpus
     config.check_limits(argparse.Namespace(**{**given, **vars(model), **vars(device)}), LIMITS)
     config.require(gpus <= device.node or gpus % device.node == 0, f"--gpus {gpus} must be a "
                    f"multiple of --node {device.node}")

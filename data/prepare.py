@@ -51,7 +51,7 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-LEARN_CHARS = 8_000_000  # the vocabulary is learned on so much of train at most (it is shuffled)
+LEARN_CHARS = 8_000_000  # learn from no more of train. (Its files are in random order.)
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
 # beyond 100,000 characters where a line break follows a letter or digit, because no token joins
 # these two; the last piece is the rest (.+).
@@ -353,7 +353,8 @@ def main():
                         help="stdlib (default), shakespeare, or paths of text files and folders")
     parser.add_argument("--out", help="folder to write (default: data/<source>, or data/custom)")
     parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
-    parser.add_argument("--vocab-size", type=int, default=1024, help="of bpe (default: 1024)")
+    parser.add_argument("--vocab-size", type=int, default=1024,
+                        help="tokens of a bpe vocabulary (default: 1024)")
     try:
         prepare(**vars(parser.parse_args()))
     except ValueError as error:

@@ -52,7 +52,8 @@ class Config:
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
     experts: int = flag(0, "model", "experts in each block, in place of its MLP; 0: none")
-    top_k: int = flag(2, "model", "experts that a token goes through, each 4/top-k as wide")
+    top_k: int = flag(2, "model", "experts that a token goes through, each 1/top-k as wide as "
+                      "an MLP")
     block_size: int = flag(128, "model", "tokens per sequence")
     dtype: str = flag("float32", "model", "number format of weights, gradients and activations",
                       tuple(WIDTHS))
@@ -69,8 +70,9 @@ class Config:
                          "--base-batch-size, or by its root", ("none", "linear", "sqrt"))
     base_batch_size: int = flag(32, "training", "the batch that --lr was chosen for")
     weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
-    beta1: float = flag(0.9, "training", "of AdamW and LAMB; momentum of SGD and LARS")
-    beta2: float = flag(0.95, "training", "of AdamW and LAMB")
+    beta1: float = flag(0.9, "training", "decay of AdamW's and LAMB's first moment; momentum of "
+                        "SGD and LARS")
+    beta2: float = flag(0.95, "training", "decay of AdamW's and LAMB's second moment")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
     seed: int = flag(1337, "training", "number from which initial weights and batches follow")

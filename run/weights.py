@@ -54,8 +54,11 @@ def find_tensors(path, shapes, config):
     probe = entries.get("transformer.h.0.attn.c_attn.weight")
     is_conv1d = probe and probe.shape == (config.n_embd, 3 * config.n_embd)
     transposed = CONV1D if is_conv1d else ()
-    wanted = {name: shape[::-1] if name.endswith(transposed) else shape
-              for name, shape in shapes.items()}
+    wanted = {}  # {name: shape in this file}
+    for name, shape in shapes.items():
+        wanted[name] = shape
+        if name.endswith(transposed):  # if transposed is (), no name does
+            wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, DTYPES)
     for name in entries.keys() - wanted.keys() - {head}:  # tensors that the model does not need
         if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which old files have

@@ -14,7 +14,7 @@ from sizes import GPTConfig, bytes_per_parameter
 
 BLUE, GREEN, YELLOW = COLORS["F"], COLORS["B"], COLORS["W"]
 ORANGE = LINES[1]
-DARK = "#222"  # of words in a coloured box
+DARK = "#222"  # words in a coloured box
 HELD = f'stroke="{INK}" stroke-width="0.8"'
 ELSEWHERE = f'stroke="{INK}" stroke-width="0.8" stroke-dasharray="2 3"'  # held by another rank
 BOLD = 'font-weight="bold"'

@@ -1,5 +1,5 @@
 """Runs the demonstration at the end of a technique's file: demo(mesh), on several processes of this
-machine. And the model, the sequences and the comparison that the demonstrations share."""
+machine. The demonstrations share the model, the sequences and the comparison below."""
 
 import math
 import os
@@ -119,10 +119,10 @@ def compare_reducer(name, mesh, reducer):
     layers = model.layers
     whole_shapes = {param.shard.name: param.shape for param in model.parameters()}
     ours = reducer(layers)
-    *blocks, head = layers
+    *before_head, head = layers
     for rows in mine.chunk(2):
         x = rows
-        for layer in blocks:
+        for layer in before_head:
             x = layer(x)
         head(x, rows).backward()
     # Elements in memory, of 8 bytes. (ZeRO-3 empties the model's parameters: its chunks, in
@@ -154,7 +154,8 @@ def compare_attention(name, attention, group):
     q, k, v = (torch.randn(2, group.size, S, 8, dtype=torch.double, generator=generator)
                for _ in "qkv")
 
-    def gradients(attention, tokens):  # of q, k, v at these positions
+    def gradients(attention, tokens):
+        """The gradients of q, k and v at these positions."""
         parts = [x[:, :, tokens].clone().requires_grad_() for x in (q, k, v)]
         attention(*parts).sin().sum().backward()
         return [part.grad for part in parts]

@@ -170,8 +170,8 @@ def time_schedule(name, P, m, v, costs):
 
 def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line."""
-    rate = closed_form(name, P, m, v, costs)
-    formula = "     -" if rate is None else f"{rate:6.2%}"
+    bubble = closed_form(name, P, m, v, costs)
+    formula = "     -" if bubble is None else f"{bubble:6.2%}"
     of_rank = f" of 1/{v} rank each" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
             f"formula {formula}  in flight {timeline.peak_in_flight}{of_rank}")

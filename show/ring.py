@@ -39,14 +39,16 @@ def parameter_server_all_reduce(tensor, group):
 
 def demo(mesh):
     """One ring all-reduce, hop by hop; then bytes against the formulas."""
-    group, N = mesh.group("dp"), mesh.world.size
+    group = mesh.group("dp")
+    N = group.size
     # Rank r's terms are 10^r. So digit r of a number, from the right, says whether the number
     # contains rank r's term: with N = 4, 0110 is the sum of the terms of ranks 1 and 2
     x = torch.full((N,), 10.0 ** group.rank)
     phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
 
     def show():
-        """Print x of all ranks, on rank 0."""
+        """Print x of all ranks, on rank 0. It travels by mesh.world, another Group of the same
+        ranks, whose exchanges are not shown."""
         rows = [torch.zeros(N) for _ in range(N)]
         all_to_all(rows, [x.clone() for _ in range(N)], mesh.world)
         phase = next(phases)

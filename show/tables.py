@@ -9,11 +9,13 @@ from run.signals import end_quietly
 
 def mesh_command():
     """python mesh.py 2 1 2 1 2: the ranks in rows, and every group of the mesh."""
-    from mesh import grid, lay_out  # here, as mesh imports torch: python sizes.py does not
+    # Imported here, because mesh.py imports torch, and `python sizes.py` does without torch
+    from mesh import grid, lay_out
+
     end_quietly()
     given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
     if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
-        print("mesh.py: give the sizes of dp, ep, pp, cp and tp, as in 2 1 2 1 2", file=sys.stderr)
+        print("mesh.py: give the sizes of dp, ep, pp, cp and tp, like 2 1 2 1 2", file=sys.stderr)
         sys.exit(2)
     ranks = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
     print(grid(ranks))
@@ -56,7 +58,7 @@ def zigzag_table(S, ranks):
     import torch
 
     from context_parallel import zigzag
-    positions = [zigzag(S, ranks, rank) for rank in range(ranks)]  # of each rank's tokens
+    positions = [zigzag(S, ranks, rank) for rank in range(ranks)]  # positions of each rank's tokens
     hops = torch.full((S, S), -1)  # hops[query, key]: the hop in which the two positions meet
     for rank, queries in enumerate(positions):
         for other, keys in enumerate(positions):
@@ -64,7 +66,8 @@ def zigzag_table(S, ranks):
     segments = 2 * ranks
     lines = [f"{S} tokens in {segments} segments; "
              "a digit is the hop in which queries (rows) meet keys"]
-    firsts = range(0, S, S // segments)  # the first token of each segment; the others meet the same
+    # The first token of each segment: all its tokens meet a segment in the same hop
+    firsts = range(0, S, S // segments)
     for segment, query in enumerate(firsts):
         row = " ".join(str(int(hops[query, key])) if key <= query else "." for key in firsts)
         owner = min(segment, segments - 1 - segment)

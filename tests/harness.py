@@ -33,10 +33,8 @@ from tests.pool import pool
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HERE = Path(__file__).resolve().parent.parent  # the repository
 TOLERANCE = 1e-10  # float64 has 16 digits; sums in another order cost a few of them
-# IN_ORDER=1: all groups in NCCL's manner, on gloo. FULL=1: also tests that take long
-IN_ORDER, FULL = (bool(os.environ.get(name)) for name in ("IN_ORDER", "FULL"))
-
-
+IN_ORDER = bool(os.environ.get("IN_ORDER"))  # all groups in NCCL's manner, on gloo
+FULL = bool(os.environ.get("FULL"))  # also tests that take long
 needs_minutes = pytest.mark.skipif(not FULL, reason="only with FULL=1")
 
 
@@ -48,11 +46,13 @@ STEPS, BATCH = 3, 36
 
 
 def config(corpus, **flags):
+    """The Config of a small run in float64, with these flags. The model has enough blocks for the
+    layout, unless n_layer is among the flags."""
     pp, chunks = flags.get("pp", 1), flags.get("chunks", 1)
-    base = dict(SHAPE, n_layer=max(SHAPE["n_layer"], pp, pp * chunks - 2), data=corpus,
-                dtype="float64", batch_size=BATCH, steps=STEPS, lr=1e-2, dp=1, chunks=1,
-                warmup_steps=1, grad_clip=0.2, device="cpu", eval_interval=0,
-                out=tempfile.gettempdir())
+    n_layer = max(SHAPE["n_layer"], pp, pp * chunks - 2)  # embedding and head are layers, too
+    base = dict(SHAPE, n_layer=n_layer, data=corpus, dtype="float64", batch_size=BATCH, steps=STEPS,
+                lr=1e-2, dp=1, chunks=1, warmup_steps=1, grad_clip=0.2, device="cpu",
+                eval_interval=0, out=tempfile.gettempdir())
     return Config(**{**base, **flags})
 
 
@@ -72,28 +72,31 @@ def reference(corpus, **flags):
     shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
                       cfg.top_k)
     model = build(shape, cfg.seed, torch.double, kind_of(shape))
-    names = dict(model.canonical_parameters())
-    matrices = [n for n, p in names.items() if p.dim() >= 2 and n.endswith("weight")]
-    decay = [{"params": [names[n] for n in matrices], "weight_decay": 0.1},
-             {"params": [p for n, p in names.items() if n not in matrices], "weight_decay": 0.0}]
+    params = dict(model.canonical_parameters())  # {name: parameter}
+    matrices = [n for n, p in params.items() if p.dim() >= 2 and n.endswith("weight")]
+    decay = [{"params": [params[n] for n in matrices], "weight_decay": 0.1},
+             {"params": [p for n, p in params.items() if n not in matrices], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=1e-8)
-    blocks, S = model.layers[1:-1], cfg.block_size
-    for block in blocks if cfg.experts else ():
-        block.mlp.balance_weight = cfg.balance
+    blocks = model.layers[1:-1]
+    S = cfg.block_size
+    if cfg.experts:
+        for block in blocks:
+            block.mlp.balance_weight = cfg.balance
     tokens = torch.from_numpy(np.fromfile(f"{corpus}/train.bin", "<u2").astype(np.int64))
-    trace = [{"weights": {n: p.detach().clone() for n, p in names.items()}}]
+    trace = [{"weights": {n: p.detach().clone() for n, p in params.items()}}]
     for step, lr in enumerate((5e-3, 1e-2, 5e-3)):  # half the warm-up; its end; half the cosine
         starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - S, cfg.batch_size)
-        ids, targets = (torch.stack([tokens[i : i + S] for i in starts + at]) for at in (0, 1))
+        ids = torch.stack([tokens[i : i + S] for i in starts])
+        targets = torch.stack([tokens[i + 1 : i + 1 + S] for i in starts])
         loss = model(ids, targets) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
-        loss = loss - (balance_loss(blocks) or 0.0) / targets.numel()
         balance = busiest = None
         if cfg.experts:
+            loss = loss - balance_loss(blocks) / targets.numel()  # logged is the loss without it
             balance = sum(block.mlp.balance.item() for block in blocks) / ids.numel() / len(blocks)
             busiest = max((b.mlp.load.max() / b.mlp.load.mean()).item() for b in blocks)
-        grads = {n: p.grad.clone() for n, p in names.items()}
+        grads = {n: p.grad.clone() for n, p in params.items()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
         assert norm > cfg.grad_clip, "clipping must fire"
         for group in optimizer.param_groups:
@@ -101,7 +104,7 @@ def reference(corpus, **flags):
         optimizer.step()
         trace.append({"loss": loss.item(), "norm": norm, "grads": grads, "balance": balance,
                       "busiest": busiest,
-                      "weights": {n: p.detach().clone() for n, p in names.items()}})
+                      "weights": {n: p.detach().clone() for n, p in params.items()}})
     return trace
 
 
@@ -180,13 +183,16 @@ def assemble(per_rank):
 
 def close(got, want, what, tolerance=TOLERANCE):
     """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
-    got, want = (torch.as_tensor(x, dtype=torch.double) for x in (got, want))
-    error, size = (got - want).norm().item(), want.norm().item()
+    got = torch.as_tensor(got, dtype=torch.double)
+    want = torch.as_tensor(want, dtype=torch.double)
+    error = (got - want).norm().item()
+    size = want.norm().item()
     # a gradient that is zero in exact arithmetic (attention's key bias) is compared absolutely
     assert error <= tolerance * max(size, 1e-3), f"{what}: off by {error:.1e} of {size:.1e}"
 
 
 def same_model(cfg):
+    """The flags of a Config that `reference` takes: those that change the model or its loss."""
     names = ("n_layer", "n_head", "n_embd", "block_size", "experts", "top_k", "balance")
     return {name: getattr(cfg, name) for name in names}
 
@@ -208,7 +214,11 @@ def matches(cfg, got, step, kinds, want):
 
 
 def equals_one_process(corpus, run=_train, *args, **flags):
+    """AssertionError unless the layout of these flags trains like one process. run(rank, cfg,
+    *args): what each rank runs, _train or a function that returns the same. Returns (each rank's
+    trace, one process's)."""
     cfg = config(corpus, **flags)
+    # check() would refuse several ranks on one GPU
     world = check(cfg, 1) if cfg.device == "cpu" else check_layout(cfg, 1)
     got = pool(world, run, cfg, *args)
     want = reference(corpus, **same_model(cfg))
