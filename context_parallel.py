@@ -52,7 +52,8 @@ def pass_on(x, group):
 
 
 def ring_attention(q, k, v, group):
-    """causal_attention over tokens split by zigzag. After N hops each query has met all keys.
+    """causal_attention over tokens split by zigzag. First this rank's own keys; then N - 1 hops, a
+    message each, and each query has met all keys.
 
     In: q, k, v (B, nh, S/N, hs) of this rank's tokens. Out: (B, nh, S/N, hs), attention over all S
     tokens for this rank's queries.
@@ -68,7 +69,7 @@ def ring_attention(q, k, v, group):
     numerator = 0.0  # (B, nh, S/N, hs): sum of exp(score - largest) * value
     denominator = 0.0  # (B, nh, S/N, 1): sum of exp(score - largest)
     for hop in range(N):
-        # N = 4, rank 1: in hops 0 1 2 3 it has the keys of ranks 1 0 3 2
+        # N = 4, rank 1: after 0 1 2 3 hops it has the keys of ranks 1 0 3 2
         key_positions = zigzag(S, N, (group.rank - hop) % N)
         scores = q @ kv[0].mT / math.sqrt(q.size(-1))  # (B, nh, S/N, S/N)
         is_later = key_positions > positions.unsqueeze(1)  # (S/N, S/N)

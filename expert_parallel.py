@@ -56,15 +56,16 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     chosen = chosen.flatten()  # (B * S * k,)
     order = chosen.argsort(stable=True)
     to_send = torch.bincount(chosen, minlength=group.size * experts.c_fc.weight.size(0))
-    to_send = to_send.view(group.size, -1)  # (E, n): how many rows for each rank and its expert
-    to_run = torch.empty_like(to_send)  # (E, n): how many come from each rank for each expert here
+    to_send = to_send.view(group.size, -1)  # (E, n): [r, i] rows go to rank r, for its i-th expert
+    to_run = torch.empty_like(to_send)  # (E, n): [r, i] rows come from rank r, for our i-th expert
     all_to_all(list(to_run), list(to_send), group)
     sent = to_send.sum(1).tolist()
     received = to_run.sum(1).tolist()
 
     rows = send_rows(tokens[order // k], sent, received, group)  # dispatch
     outputs = run_by_expert(experts, rows, to_run)
-    outputs = send_rows(outputs, received, sent, group)  # combine: back to the tokens' rank
+    outputs = send_rows(outputs, received, sent, group)  # back to the tokens' rank
+    # combine: add up the outputs of a token's k experts, each times its gate
     y = torch.zeros_like(tokens)
     y.index_add_(0, order // k, gates.flatten()[order].unsqueeze(1) * outputs)
     return y.view_as(x)

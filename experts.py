@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         counts = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
         # The balance loss multiplies each expert's share of the choices by its router probability.
         # Taken per sequence, the loss is a sum over sequences, and so the same in every layout.
-        total = self.sum_counts(counts.clone())  # a clone: the replaced method sums in place
+        total = self.sum_counts(counts.clone())  # a clone: the method's replacement sums in place
         share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
         self.load = counts.sum(0)

@@ -28,7 +28,8 @@ def decays(shard):
 
 
 def clip_coefficient(norm, grad_clip):
-    """The factor that brings gradients of this norm, a tensor, to at most grad_clip; 0: no clip."""
+    """What to multiply gradients by so that their norm, now `norm` (a tensor), is at most
+    grad_clip. grad_clip 0: never clip."""
     return (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
 
 

@@ -7,7 +7,7 @@ shards over the replicas what they would all hold: optimizer states (stage 1), g
 weights too (3).
 
     python plain.py                                          one process
-    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          starts eight ranks, waits for them
+    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          one process, which starts eight ranks
 
 Every layout prints the losses and norms of `python train.py`. `train.py --plain` trains with this
 page, train.py alone with the fast forms of the same techniques (engine/).
@@ -65,8 +65,8 @@ def training_steps(cfg, mesh, data):
     """Yields (loss, gradient norm) of each step, the same on every rank."""
     layers = part_of_model(cfg, mesh, data.vocab_size)
     dtype = getattr(torch, cfg.dtype)
-    # DDP, ZeRO1, ZeRO2, or ZeRO3, which wraps the layers. reducer.weights: what this rank's
-    # optimizer steps of each parameter: under DDP all of it, under ZeRO this rank's chunk
+    # DDP, ZeRO1, ZeRO2, or ZeRO3, which wraps the layers. reducer.weights: the part of each
+    # parameter that the optimizer updates here: under DDP all of it, under ZeRO this rank's chunk
     reducer = REDUCERS[cfg.zero](layers)
     tags = [param.shard for param in reducer.params]
     adamw = AdamW(cfg, reducer.weights, tags)
@@ -74,7 +74,8 @@ def training_steps(cfg, mesh, data):
     # all ranks, because a rank gets the sum of its own chunk of each gradient only
     norm_group = mesh.world if cfg.zero else mesh.group("pp", "tp")
     pipeline = mesh.group("pp")
-    # This rank's forwards and backwards in order, such as F0 F0 B0 F0 B0 B0. 1: one stage per rank
+    # This rank's actions in order, such as "F0" "F0" "B0" "F0" "B0" "B0": forward or backward of
+    # the next microbatch. Each "0" is the rank's only stage; the argument 1: one stage per rank
     order = SCHEDULES[cfg.schedule].actions(pipeline.size, cfg.microbatches, 1, pipeline.rank)
     sequences = cfg.batch_size // cfg.dp // cfg.microbatches  # sequences of a microbatch
     shape = (sequences, cfg.block_size, cfg.n_embd)  # shape of an activation

@@ -93,8 +93,9 @@ def zero_bubble(depth, P, m, v, rank):
         rank 2  .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 I3 W1 W2 W3                   1      2
         rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3                   0      3
 
-    zb-h2 is depth 2: the dots are filled with more forwards, and rank r ends r ticks after rank 0.
-    Up to depth * (P-1) + 1 microbatches are in flight.
+    zb-h2 is depth 2: more forwards fill the dots between a rank's actions. Those before its first
+    action stay, so rank r ends r ticks after rank 0. Up to depth * (P-1) + 1 microbatches are
+    in flight.
 
     Caveat of zb-h2: its bubble is 0 because each rank is timed from its own first action to its own
     last. In train.py rank 0 then waits for the last rank, in the all-reduce of the gradients' norm.
@@ -130,8 +131,8 @@ def zb_v_lists(P, m):
         after its last forward         "I1" "I0", for which other ranks wait; "W1" "W0"
 
     A forward can run if there is memory: a rank holds at most 2P pairs of chunk and microbatch,
-    from their F to their W, as much as P whole microbatches. (The paper counts out a fixed pattern;
-    these two rules come to the same bubble and memory.)"""
+    from their F to their W, as much as P whole microbatches. (The paper counts out a fixed pattern.
+    This order and this limit come to the same bubble and the same memory.)"""
     last = 2 * P - 1  # the last stage
     done = Counter()  # done["F", s]: number of microbatches that have run F of stage s
 
@@ -147,24 +148,24 @@ def zb_v_lists(P, m):
         return ready - done[kind, s]
 
     def choose(rank):
-        """(token, stage) of the rank's next action, or None."""
+        """(action, its stage): the rank's next, or None."""
         stages = [rank, last - rank]  # of its chunks 0 and 1
         held = sum(done["F", s] - done["W", s] for s in stages)
         has_forwards = done["F", stages[1]] < m
-        for token in ("W1 W0 F1 F0 I0 I1" if has_forwards else "I1 I0 W1 W0").split():
-            kind, s = token[0], stages[int(token[1])]
+        for action in ("W1 W0 F1 F0 I0 I1" if has_forwards else "I1 I0 W1 W0").split():
+            kind, s = action[0], stages[int(action[1])]
             if waiting(kind, s) and (kind != "F" or held < 2 * P):
-                return token, s
+                return action, s
         return None
 
     lists = [[] for _ in range(P)]
-    while any(len(tokens) < 6 * m for tokens in lists):
+    while any(len(actions) < 6 * m for actions in lists):
         chosen = [choose(rank) for rank in range(P)]  # by what was done before this tick
-        for tokens, choice in zip(lists, chosen, strict=True):
+        for actions, choice in zip(lists, chosen, strict=True):
             if choice:
-                token, s = choice
-                tokens.append(token)
-                done[token[0], s] += 1
+                action, s = choice
+                actions.append(action)
+                done[action[0], s] += 1
     return lists
 
 

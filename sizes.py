@@ -20,8 +20,8 @@ class GPTConfig:
         """Forward FLOPs per token of each layer: [embedding, block, ..., block, head].
         schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
-        # 2 FLOPs for each of 12 C^2 weights (k experts of 1/k of the width: as many); 4 C S for
-        # scores and values, masked ones too; the router
+        # 2 FLOPs for each of 12 C^2 weights (with experts, too: a token runs through k of them,
+        # each 1/k as wide as the MLP); 4 C S for scores and values, masked ones too; the router
         block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
@@ -31,7 +31,7 @@ class GPTConfig:
         C = self.n_embd
         hidden = 4 * C // self.top_k  # hidden units of an expert
         expert = 2 * C * hidden + hidden + C  # parameters: two matrices, two biases
-        unused = max(0, self.n_experts - self.top_k) * expert  # parameters in a block, by a token
+        unused = max(0, self.n_experts - self.top_k) * expert  # of a block; a token skips these
         active = n_params - self.n_layer * unused
         return 6 * active + 12 * self.n_layer * C * self.block_size
 

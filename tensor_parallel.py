@@ -8,7 +8,8 @@
 
 Sent per rank, block and microbatch: four all-reduces of the activation (two forward, two backward),
 4 * 2 (T-1)/T B S C elements; embedding and head send one each, the loss three numbers per token.
-Held: 1/T of the matrices and of what is between a column and its row. arXiv 1909.08053.
+Held: 1/T of the matrices, and of the activations inside of attention and MLP (between c_attn or
+c_fc and the c_proj that follows). Megatron-LM, arXiv 1909.08053.
 
     python tensor_parallel.py        a GPT on 4 ranks
 """

@@ -1,5 +1,5 @@
-"""Data parallelism as train.py runs it: 1.5 times the speed of the root's DDP where messages rule,
-1.04 where computing does.
+"""Data parallelism as train.py runs it: 1.4 to 1.5 times the speed of the plain DDP where messages
+rule, 1.04 where computing does.
 
     buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
              reaches them. A bucket is one message. In a step's first backward autograd makes a new
