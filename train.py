@@ -19,7 +19,7 @@ from functools import partial
 
 from run.launch import start
 
-# Wrong flags end the process here. If they ask for more ranks than there are processes, start()
+# Wrong flags end the process here. If the flags ask for more ranks than there are, start()
 # starts all ranks, waits for them, and exits. Else this process is a rank, and goes on. All this
 # before torch is imported, which takes 2 s.
 if __name__ == "__main__":
@@ -259,6 +259,7 @@ def train(cfg, data, mesh):
         barrier(group)
     saved = None if cfg.resume == "no" else cfg.resume  # the last good checkpoint
     start = checkpoint.load(trainer, saved) if saved else 0
+    # FLOP/s of all GPUs, for the log's MFU; known for 16 bits only. 0: the log leaves MFU out
     sixteen = mesh.device.type == "cuda" and trainer.dtype.itemsize == 2
     flops = peak_flops(torch.cuda.get_device_name()) * mesh.world.size if sixteen else 0.0
     log = Log(trainer, data, start, flops)
@@ -286,7 +287,7 @@ def train(cfg, data, mesh):
             log.step(step, loss, norm, scale, lr)
 
     tracer = Tracer(mesh) if cfg.trace else None
-    batches_of = data.ahead(cfg, mesh, start)
+    batches_of = data.ahead(cfg, mesh, start)  # a thread reads the batch of the next step
     done = start  # steps
     log.clock()
     for step in range(start, cfg.steps):
@@ -376,7 +377,8 @@ def main():
         give_up(out_of_memory(cfg), cfg.timeout)
     except (CommunicationError, DataError) as error:
         give_up(error, cfg.timeout)
-    # log.end() has set `ending` and `saved`. A run stopped by a signal has neither, and no sample
+    # log.end() has set `ending` and `saved`. A run that stopped before has ending "", which prints
+    # nothing, and no sample
     if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:
         log.say("a sample:\n" + sample_text(log.saved, data))
     log.say(log.ending)

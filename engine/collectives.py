@@ -1,4 +1,5 @@
-"""The collectives of collectives.py, fast: the same contracts and bytes. With async_op=True (not
+"""The collectives of collectives.py, fast: the same results and bytes. op, "sum" or "max", takes
+the place of combine, because torch's own collectives take a name. With async_op=True (not
 broadcast, reduce, barrier) they run in the background, behind earlier work of the group, and return
 their Work.
 
@@ -27,7 +28,8 @@ from group import wait_all
 PIECE = 2 << 20  # bytes
 AHEAD = 8  # receives posted ahead
 
-OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),  # ours, in place; the library's
+# op -> (what our ring and butterfly call, in place; what torch's own collectives take)
+OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),
        "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}
 
 
@@ -200,7 +202,7 @@ def butterfly(tensor, group, op):
 @queued
 def reduce_scatter(tensor, group, op="sum"):
     """In: every rank a full tensor. Out: chunk r of rank r is the reduction over all ranks; the
-    other chunks are undefined (the ring leaves partial sums there, the library nothing)."""
+    other chunks are undefined (the ring leaves partial sums there)."""
     if group.native and tensor.numel() % group.size == 0:
         own = own_chunk(tensor, group)
         group.run_native("reduce_scatter", own, tensor.view(-1), OPS[op][1])
@@ -231,7 +233,8 @@ def _all_reduce(tensor, group, op):
 def all_reduce(tensor, group, op="sum", async_op=False):
     """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place."""
     # Between two ranks the butterfly is one exchange: post it here, without submit()'s thread, if
-    # no earlier work is pending. (Otherwise its messages could overtake those of earlier work.)
+    # no earlier work is pending. (Otherwise its messages could overtake those of earlier work.
+    # Later work cannot overtake it, although group.last does not know it: all is posted here.)
     if async_op and group.size == 2 and takes_butterfly(tensor, group) and not group.last.waits:
         return butterfly(tensor, group, op)
     return _all_reduce(tensor, group, op, async_op=async_op)

@@ -56,7 +56,7 @@ def kernel_backward(grad, q, k, v, out, lse, rest, causal):
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
             *rest)
-    if q.is_cuda:  # the kernel wants its rows padded to a multiple of 32
+    if q.is_cuda:  # the kernel wants the rows of lse padded to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
         return aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)[:3]
@@ -82,7 +82,7 @@ def visible(rank, key_rank, half):
 def merge(out, lse, part, part_lse):
     """Add further keys to out (B, nh, Sq, hs) and lse (B, nh, Sq), in place. The further keys hold
     exp(part_lse) / (exp(lse) + exp(part_lse)) = sigmoid(part_lse - lse) of the softmax's weight.
-    out and lse have 32 bits at least, as each merge rounds."""
+    out and lse have 32 bits at least, because each merge rounds."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
@@ -149,7 +149,8 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
         wide = torch.promote_types(q.dtype, torch.float)
-        grad_kv = q.new_zeros((2, *k.shape), dtype=wide)  # (2, B, nh, S/N, hs): the sum of hop 1
+        # The sum that this rank starts in hop 1: (2, B, nh, S/N, hs)
+        grad_kv = q.new_zeros((2, *k.shape), dtype=wide)
         passing_grad = Work()  # of the last start_passing(grad_kv); none has begun
         for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):
             with group.span("attention", hop=hop):

@@ -31,10 +31,10 @@ class Bucket:
 
     Where the gradients are (finish() completes their sums):
                                           grad              views    grad_shard
-      one rank: nothing to sum            None              {}       None: stay in param.grad
+      one replica, ZeRO 0 or 1            None              {}       None: stay in param.grad
       DDP, ZeRO-1                         a buffer          views    part of grad
       the same, --grad-dtype float32      a buffer          {}       part of grad
-      ZeRO-2, 3                           in a backward     {}       a buffer of its own
+      ZeRO-2, 3                           until reduced     {}       a buffer of its own
     With views, param.grad is a view of `grad`; without, it is added to `grad` and dropped."""
 
     def __init__(self, params, split, dtype, device, initial_value, grad_dtype=None):
@@ -94,7 +94,7 @@ class DDP:
     Around each backward that completes a stage's gradients the pipeline calls expect() before and
     flush() after; then Trainer.gradients calls finish(). After that grad_pieces() yields each
     parameter's summed gradient, for the weights in weight_shard, which this rank's optimizer steps.
-    Here both are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
+    Here gradients and weights are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
     """
 
     zero = 0  # ZeRO stage
@@ -171,10 +171,10 @@ class DDP:
         self.launch_full()
 
     def grad_added(self, param):
-        """Autograd's hook: it is done with this parameter. (param.grad is None if a split backward
-        has deferred the gradient; the pipeline calls this again when it has computed it.) Between
-        microbatches, without expect(), the hook only collects: `filling` is empty, and the counts
-        that it changes are set again by the next expect()."""
+        """Autograd's hook: it is done with this parameter. (If a split backward has deferred the
+        gradient, param.grad is None or the sum so far; the pipeline calls this again when it has
+        computed it.) In a backward without expect(), of all microbatches but the last, the hook
+        only collects: `filling` is empty, and the next expect() sets the counts again."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)

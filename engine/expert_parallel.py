@@ -66,6 +66,7 @@ class SpreadExperts:
     def count(self, place):
         """Two tables (E, n) on the host: to_send, how many rows this rank has for each rank and its
         n experts; to_run, how many rows each rank has for each expert here."""
+        # Not torch.bincount: it would ask the device for the largest value, a second wait
         counts = place.new_zeros(self.num_reached + 1).scatter_add_(0, place,
                                                                      torch.ones_like(place))
         to_send = counts[: self.num_reached].view(self.group.size, -1)

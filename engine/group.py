@@ -43,8 +43,9 @@ def naming(what):
     except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
         raise
     except RuntimeError as error:
-        # Strip the C++ location and hints. "[/w/pair.cc:5] Connection closed by peer. This is
-        # likely ..." becomes "Connection closed by peer".
+        # Strip the C++ location, hints and the store's keys. "[/w/pair.cc:5] Connection closed by
+        # peer. This is likely ..." becomes "Connection closed by peer"; "wait timeout after 600ms,
+        # keys: /a/b" becomes "wait timeout after 600ms".
         text = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*", "", str(error).splitlines()[0])
         raise CommunicationError(f"{what}: {text}") from None
 
@@ -60,8 +61,8 @@ class Work(group.Work):
         self.lock = threading.RLock()  # held by the thread that waits; a second thread waits for it
 
     def wait(self):
-        if not self.waits:  # complete (submit()'s Works are waited for twice: also as group.last)
-            return
+        if not self.waits:  # complete. (Two may wait for one Work: its owner, and the next
+            return          # collective of the group, which first waits for the one before.)
         with self.lock, naming(self.what):
             for wait in self.waits:
                 wait()
@@ -162,7 +163,8 @@ class Group(group.Group):
         return self.last
 
     def is_running_job(self):
-        """Is the caller a job that was submitted to this group?"""
+        """Is the caller a job on this group's thread? (CudaGroup has no thread: there never, and an
+        inner collective is simply next on the side stream.)"""
         return threading.get_ident() == self.worker
 
 
@@ -170,7 +172,7 @@ def queued(collective):
     """Make a collective(tensor, group, ...) run after all earlier work of its group. With async_op
     it runs in the background and returns its Work; without, it returns the tensor when complete. In
     a group of one it does nothing. A queued collective may call others of its group: inside of a
-    job these run at once, also with async_op, because the job would wait for itself."""
+    job these run at once, also with async_op; otherwise the job would wait for itself."""
     name = collective.__name__.strip("_")
 
     @wraps(collective)

@@ -11,7 +11,8 @@ The papers scale each layer. A layer is one tensor here: c_attn (q, k, v) has on
 LayerNorm gains have no decay and no ratio. A ratio is 1 where |w| or the gradient (LAMB: u) is 0.
 
 The square of a whole matrix's norm is the sum of the squares of its pieces, over all ranks that
-hold one (the tag says how many hold the same piece): one all-reduce of two numbers per tensor.
+hold one, each divided by the number of ranks that hold the same piece (optimizer.holders): one
+all-reduce of two numbers per tensor.
 """
 
 from functools import partial
@@ -44,7 +45,7 @@ class Layerwise(Optimizer):
     def step(self, lr, factor, finite):
         self.updates += finite
         go = finite.double()
-        # A function, not a list: each bucket's gradient is needed twice, and a list would hold a
+        # A function, not a list: LARS needs each bucket's gradient twice, and a list would hold a
         # copy of all gradients in between
         gradient = partial(self.gradient, factor.to(self.wide).view(1), finite)
         self.update_moments(gradient, go)

@@ -1,6 +1,6 @@
 """NCCL's manner of a Group (engine/group.py has gloo's). Skip it if you have no GPU.
 
-    gloo (CPU)   a send completes when it meets its receive; wait() blocks the process
+    gloo (CPU)   a send completes when it meets its receive; wait() blocks the thread
     NCCL (CUDA)  between two ranks, operations are matched in the order in which both posted them;
                  there are no tags; wait() makes the current stream wait, and the host goes on
 
@@ -112,8 +112,9 @@ class CudaGroup(InOrderGroup):
 
         def wait():
             torch.cuda.current_stream().wait_event(event)
-            return job  # unused; keeps its tensors alive. The allocator does not know that the
-            # side stream reads them, and could reuse their memory on the compute stream
+            # Named here so that this function keeps the job's tensors alive: the allocator does not
+            # know that the side stream reads them, and could reuse their memory on the other one
+            return job  # not used by the caller
 
         self.last = Work([wait], f"group {self.name}")
         return self.last

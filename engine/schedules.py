@@ -65,7 +65,7 @@ def actions_of(name, P, m, v, rank):
 
 # ---- what an action needs ----
 # From here to the end of play(), I counts as B: both turn the gradient of a stage's output into
-# that of its input. play() records an I that has ended as a B.
+# that of its input. When an I ends, play() records it as a B.
 
 
 def transfers(action, where):
@@ -124,8 +124,8 @@ def play(lists, where, costs=(1, 1, 1, 0)):
     cost = {"F": f, "B": i + w, "I": i, "W": w, "RF": comm, "RB": comm, "SF": 0, "SB": 0}
     lowered = any(action.kind in MESSAGES for actions in lists for action in actions)
     delay = 0 if lowered else comm
-    # action -> when it ended; for a message: when its rank reached it (a rendezvous). The end of a
-    # message is in free[rank], and only actions of that rank need it
+    # compute -> when it ended. message -> when its rank reached it, for which the rank at the other
+    # end waits. When a message ended is in free[rank]: its own rank goes on from there
     done = {}
     free = [0] * len(lists)  # when the last action of each rank ended
     queues = [deque(actions) for actions in lists]
@@ -166,8 +166,8 @@ def play(lists, where, costs=(1, 1, 1, 0)):
 class Event(NamedTuple):
     """An action or a message in lower(), which sorts by the first three entries."""
     time: float  # an action's start; of a message: when its data is ready
-    # The start of the action, or of the action that made the data. So of equal times a message
-    # comes first: before actions that start at that time, and may need it
+    # The start of the action, or of the action that made the data: that is before `time`. So at
+    # equal times a message sorts before the actions that start then, and may need it
     start: float
     rank: int  # that runs the action, or made the data
     action: Action

@@ -8,7 +8,7 @@ layer and the next row-parallel one: with or without --sp, at once or in the bac
 In each line one is the backward of the other: every rank multiplies what enters by its own part of
 W, so the gradients of the input are partial sums.
 
-Held with --sp: all that a block saves / T (zero bubble keeps the gathered x).
+Held with --sp: 1/T of all that a block saves (zero bubble keeps the gathered x, which is whole).
 """
 
 import torch
@@ -75,4 +75,5 @@ def enter_region(x, region):
 
 def leave_region(x, region):
     """The root's g (sum_over_ranks); under --sp its scatter_tokens."""
-    return WithBackward.apply(x, lambda x: region.leave(x.clone()), region.enter)
+    return WithBackward.apply(x, lambda x: region.leave(
+        x.clone(memory_format=torch.contiguous_format)), region.enter)

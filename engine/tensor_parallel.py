@@ -34,7 +34,8 @@ from shard import split, tag_replicated
 
 def weight_gradients(grad, x, weight, bias):
     """Gradients of W (out, in) and b (out,), given that of the output (B, S, out). weight is not
-    read: Deferred.add (engine/pipeline.py) finds in the arguments whose gradients these are."""
+    read: a `defer` that keeps the call for later (below) learns from the arguments to whose .grad
+    the results belong."""
     grad = grad.flatten(0, -2)
     return grad.t() @ x.flatten(0, -2), None if bias is None else grad.sum(0)
 
@@ -145,7 +146,7 @@ def parallelize(model, group, sp=False, defer=None):
     model.layers[-1] = ChunkedHead(head, region)
     tag_replicated(model, group, sum_gradients=sp)
     if sp:
-        positions = embedding.positions  # of all tokens on this rank's context place
+        positions = embedding.positions  # gives those of all tokens of this context rank
         embedding.positions = lambda idx: own_chunk(positions(idx), group)
 
 

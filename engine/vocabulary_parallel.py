@@ -1,9 +1,10 @@
-"""The two ends of the model as train.py runs them (on one rank: only the head).
+"""The two ends of the model as train.py runs them (with --tp 1 only the head is replaced).
 
     VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
                           logits of all tokens, often the largest tensor of a step, never exist at
-                          once; and one number per token is sent, where the root sends three
+                          once. Each rank gathers one number per token from each other rank, T-1
+                          sent, where the plain loss all-reduces three, 6 (T-1)/T sent
     pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
 Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the
@@ -64,8 +65,8 @@ def gradient_of_logits(log_probs, of_target, local, outside, out):
 
 def add_weight_gradient(grad_weight, grad, inputs):
     """grad_weight += grad^T inputs, for c tokens. In 16 bits a sum of c products might overflow
-    float16: divide the inputs by a power of two above c (float16 then rounds small inputs to
-    multiples of 2^-24 times that power), and multiply the product by it in 32 bits."""
+    float16: divide the inputs by a power of two above c, and multiply the product by it in 32
+    bits. (Exact but for inputs below 2^-14 times the power: float16 has fewer digits there.)"""
     if grad_weight.dtype == inputs.dtype:
         grad_weight.addmm_(grad.t(), inputs)
     else:
@@ -90,15 +91,15 @@ class ChunkedLoss(torch.autograd.Function):
         start, stop = weight.shard.ranges[0]  # this rank's words
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
         parts = group.size if region.sp else 1  # the sequence is in so many parts, one per rank
-        B, S, C = x.shape  # S is the length of this rank's part
-        targets = targets.unflatten(1, (parts, -1))  # (B, parts, S)
+        B, length, C = x.shape  # length: S, under --sp S/T
+        targets = targets.unflatten(1, (parts, -1))  # (B, parts, length)
         loss = x.new_zeros(1, dtype=wide)
         grad_x = torch.empty_like(x) if training else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
         # A chunk: n positions of each part, in the order in which region.enter() gathers them:
         # c = B * parts * n tokens
         n = max(1, max(C, 256) // (B * parts))
-        for i in range(0, S, n):
+        for i in range(0, length, n):
             wanted = targets[:, :, i : i + n].flatten()  # (c,)
             # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient
             present = (wanted != ABSENT).unsqueeze(-1)

@@ -5,9 +5,9 @@
     ZeRO3    a layer's weights are gathered while the layer before it computes
 
 A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
-optimizer on 1/D of it. Bytes held: the table of zero.py. Elements sent: the same, less what the
-ZeRO3 of zero.py gathers for a backward that does not read it. Here the position embedding is
-gathered for forward only; so is the tied matrix, once for each of its two uses there.
+optimizer on 1/D of it. Bytes held: the table of zero.py. Elements sent: the same, but for two
+matrices that no backward reads, and that ZeRO3 here does not gather for it: the position embedding,
+and the tied matrix (gathered once for each of its two uses in forward).
 
     python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
@@ -40,9 +40,9 @@ class ZeRO1(DDP):
                 layer.register_forward_pre_hook(lambda layer, args: self.gather_weights([layer]))
 
     def partition(self, users):
-        """Make one bucket of what the same layers use and the same groups sum: one layer's
-        parameters (two buckets under --sp or --ep), or a weight that two layers share. Then ZeRO-3
-        can gather just what a layer needs. In reverse order of use."""
+        """One bucket for the parameters that have the same users (layers) and the same groups to
+        sum over: those of one layer (two buckets under --sp or --ep), or a weight that two layers
+        share. Then ZeRO-3 can gather just what a layer needs. In reverse order of use."""
         units = {}  # (groups to sum over, users) -> parameters
         for param, where in users.items():
             units.setdefault((param.shard.sum_over, tuple(where)), []).append(param)
@@ -97,9 +97,9 @@ class ZeRO2(ZeRO1):
         param.grad = None
 
     def full_gradient(self, bucket):
-        """The full gradient of a bucket, to add to. It lives until it is reduced. If the bucket has
-        none, or has one that is being reduced for an earlier microbatch, make a new one, of zeros;
-        one exists at a time, so first end the pending reduction, of whatever bucket."""
+        """The bucket's full gradient, to add to; it lives until it is reduced. If there is none, or
+        if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket or
+        another, and make a new one of zeros. So two never exist at once."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
@@ -176,8 +176,8 @@ class ZeRO3(ZeRO2):
 
     def gather_weights(self, layers, prefetch=()):
         """Make the weights of `layers` whole, start to gather those of `prefetch`, and free all
-        others. A bucket is refilled in the same storage, as tensors that autograd saved point into
-        it."""
+        others. A bucket is refilled in the same storage, because tensors that autograd saved point
+        into it."""
         # dicts, not sets: all ranks need the same order
         needed = {self.home[param]: None for layer in layers for param in layer.parameters()}
         kept = dict(needed)

@@ -138,7 +138,8 @@ MUTANTS = {
     "engine/sequence_parallel.py": [
         ("work.wait()\n            return tensor", "pass\n            return tensor",
          "collectives:change_nothing"),
-        ("x.clone()), region.enter)", "x.clone()), lambda grad: grad)", "sequences:equal_one")],
+        ("contiguous_format)), region.enter)", "contiguous_format)), lambda grad: grad)",
+         "sequences:equal_one")],
     "engine/context_parallel.py": [
         ("if key_rank < rank", "if key_rank > rank", "sequences:cp"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
