@@ -161,7 +161,6 @@ def against_the_engine_without():
         *collectives("ring: early receives", without.early_receives, [16384, 65536]),
         *collectives("butterfly", without.butterfly, [4, 256, 1024, 4096]),
         *training("butterfly", without.butterfly_in_training, [T2], WIDE_AND_TINY),
-        *training("exchange posted here", without.posted_here, [T2], ["tiny"]),
         *training("DDP: buckets", one_parameter_each, [D2], WIDE_AND_SENT),
         *training("DDP: overlap", without.overlap_of_buckets, [D2], WIDE_AND_SENT),
         *training("DDP: gradient copied", without.first_gradient_copied, [D2], ["communication"]),

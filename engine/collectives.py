@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import own_chunk
-from engine.group import Work, queued
+from engine.group import queued
 from group import wait_all
 
 # 64 MB on 2 ranks: pieces of 256 KB take 1.6 to 1.8 times as long as pieces of 1 MB; pieces of 2 MB
@@ -160,11 +160,10 @@ def butterfly_steps(tensor, group):
 
 def butterfly(tensor, group, op):
     """All-reduce of N = 2^k ranks in 2k - 1 hops instead of 2 (N-1), with the bytes of the ring.
-    Posts all receives and the first send here, the other sends in wait(). All ranks get the same
-    bits, because a + b = b + a. Rabenseifner 2004.
+    All ranks get the same bits, because a + b = b + a. Rabenseifner 2004.
 
-    A receive is posted even into a half that this rank must still send. That is safe: the peer can
-    complete that half only after it has received ours."""
+    All receives are posted first, even a receive into a half that this rank must still send. That
+    is safe: the peer can complete that half only after it has received ours."""
     steps = butterfly_steps(tensor, group)
     swap = steps[len(steps) // 2]
     combine, _ = OPS[op]
@@ -172,23 +171,18 @@ def butterfly(tensor, group, op):
     # The first step's send and receive are one operation: its Work waits for both
     receives = [group.exchange(first.out, first.peer, first.into, first.peer)]
     receives += [group.recv(step.into, step.peer) for step in steps[1:]]
-
-    def finish():
-        sends = []
-        with group.span("wait"):
-            for step, receive in zip(steps, receives, strict=True):
-                if step is not first:
-                    sends.append(group.send(step.out, step.peer))
-                receive.wait()
-                if step is swap and step is not first:
-                    # combine() overwrites what is being sent. (If swap is first, its receive's
-                    # Work has waited for the send, too.)
-                    sends[-1].wait()
-                if step.total is not None:
-                    combine(step.total, step.into)
-            wait_all(sends)
-
-    return Work([finish], f"group {group.name}")
+    sends = []
+    for step, receive in zip(steps, receives, strict=True):
+        if step is not first:
+            sends.append(group.send(step.out, step.peer))
+        receive.wait()
+        if step is swap and step is not first:
+            # combine() overwrites what is being sent. (If swap is first, its receive's Work has
+            # waited for the send, too.)
+            sends[-1].wait()
+        if step.total is not None:
+            combine(step.total, step.into)
+    wait_all(sends)
 
 
 # ---- the family: beside the members of collectives.py, four with a root ----
@@ -221,23 +215,14 @@ def all_gather(tensor, group):
 
 
 @queued
-def _all_reduce(tensor, group, op):
+def all_reduce(tensor, group, op="sum"):
+    """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place."""
     if group.native:
         group.run_native("all_reduce", tensor, OPS[op][1])
     elif takes_butterfly(tensor, group):
-        butterfly(tensor, group, op).wait()
+        butterfly(tensor, group, op)
     else:
         ring(tensor, group, op, range(2 * group.size - 2))
-
-
-def all_reduce(tensor, group, op="sum", async_op=False):
-    """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place."""
-    # Between two ranks the butterfly is one exchange: post it here, without submit()'s thread, if
-    # no earlier work is pending. (Otherwise its messages could overtake those of earlier work.
-    # Later work cannot overtake it, although group.last does not know it: all is posted here.)
-    if async_op and group.size == 2 and takes_butterfly(tensor, group) and not group.last.waits:
-        return butterfly(tensor, group, op)
-    return _all_reduce(tensor, group, op, async_op=async_op)
 
 
 @queued

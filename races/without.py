@@ -60,14 +60,6 @@ early_receives = without(engine.collectives, collective, AHEAD=1)
 butterfly = without(engine.collectives, collective, takes_butterfly=lambda tensor, group: False)
 butterfly_in_training = without(engine.collectives, takes_butterfly=lambda tensor, group: False)
 
-
-def from_the_thread(tensor, group, op="sum", async_op=False):
-    """all_reduce() that leaves also the one exchange between two ranks to the group's thread."""
-    return engine.collectives._all_reduce(tensor, group, op, async_op=async_op)
-
-
-posted_here = without(engine.sequence_parallel, all_reduce=from_the_thread)
-
 # ---- data parallelism ----
 
 overlap_of_buckets = without(engine.ddp.DDP, launch_full=lambda self: None)  # flush() launches
