@@ -73,8 +73,8 @@ def read_meta(path):
 
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
-    its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for
-    characters: reading a meta.pkl means unpickling, which could run any code."""
+    its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for characters, because
+    reading a meta.pkl means unpickling, which could run any code."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")

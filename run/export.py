@@ -64,12 +64,12 @@ def export(folder, to):
         tokenizer = tokenizer_files(checkpoint.read_manifest(folder)["data"], config)
     except (ValueError, OSError) as error:
         note = f"; without a tokenizer: {error}"
-    if config.vocab_size > 50256:
+    if tokenizer:
+        end_of_text = 0  # byte 0, which no text has
+    elif config.vocab_size > 50256:
         end_of_text = 50256  # GPT-2's own
-    elif tokenizer:
-        end_of_text = 0  # of our tokenizers: byte 0, which no text has
     else:
-        end_of_text = None  # not known: of nanoGPT's characters token 0 is mostly the line break
+        end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
     files = {"config.json": config_json(config, end_of_text), **tokenizer}
     for name, content in files.items():
         (to / name).write_text(json.dumps(content, indent=1))

@@ -125,8 +125,8 @@ def compare_reducer(name, mesh, reducer):
         for layer in before_head:
             x = layer(x)
         head(x, rows).backward()
-    # Elements in memory, of 8 bytes. (ZeRO-3 empties the model's parameters: its chunks, in
-    # ours.params, are others. Under the other stages both are the same: a set has each once.)
+    # Elements in memory, of 8 bytes each. Under ZeRO-3 the model's parameters are empty, and
+    # ours.params are chunks; else ours.params are the model's parameters, and a set has each once
     kept = {*model.parameters(), *ours.params}
     held = sum(param.untyped_storage().nbytes() // 8 for param in kept)
     stepped = sum(weight.numel() for weight in ours.weights)
