@@ -22,9 +22,9 @@ from planner.hardware import Llama
 from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
 from schedules import placement, splits_backward
 
-LEFT_OUT = """stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
-kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation; the
-vocabulary is that of --data in train.py"""
+LEFT_OUT = """stragglers, other traffic on the network, unevenly chosen experts, failures, shapes
+that kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation;
+the vocabulary is that of --data in train.py"""
 
 
 def step_flops(job, recompute=False):
@@ -34,7 +34,8 @@ def step_flops(job, recompute=False):
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size
     forwards = 4 if recompute else 3  # a backward counts as two
     tokens = job.batch_size * S
-    blocks = L * forwards * (2 * sum(matrices(model)) + 4 * h * S)  # 4 h S: scores, and their sums
+    attention = 2 * 2 * h * S  # products with the keys, and with the values
+    blocks = L * forwards * (2 * sum(matrices(model)) + attention)
     head = 3 * 2 * h * V
     return tokens * blocks + tokens * head
 
@@ -141,7 +142,7 @@ def in_order(schedule, P, m, v):
                 kind, stage, k = queue[0]
                 needed = None
                 if kind != "W":  # W needs its own rank's I only
-                    # computed: of F or of B and I. source: the stage whose result this action needs
+                    # The action needs the result of the stage `source`, from the same `computed`
                     if kind == "F":
                         computed, source = forward, stage - 1
                     else:
@@ -330,7 +331,8 @@ class Costs:
             W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
-        # Tokens to the experts and back. Ranks that share experts are neighbours on the data axis
+        # Tokens to the experts and back, in backward their gradients. Ranks that share experts are
+        # neighbours on the data axis
         members = on_node(self.device, T * layout.cp * layout.pp, E)
         ep = 2 * swap_time(self.device, members, E, model.top_k * n * h * w / T)
         forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
@@ -350,8 +352,8 @@ class Costs:
         words = self.job.model.vocab_size / T  # of the vocabulary, on this rank
         # An all-reduce: of the embedded tokens; of the gradient of the head's input
         reduce = self.ring(1, T, n * h * w, rounds=2)
-        # A logit is written once and read once in w bytes and, in at least 32 bits, as a copy, as a
-        # log-softmax and as a gradient
+        # Bytes moved, if four tensors are written once and read once: the logits, in w bytes each,
+        # and in at least 32 bits their copy, their log-softmax and their gradient
         logits = 2 * n * words * (w + 3 * max(w, 4))
         matrix = 3 * w * h * words  # read for the logits and for grad_x; its gradient written
         products = 3 * 2 * n * h * words  # FLOPs of logits, grad_x, and the matrix's gradient
@@ -363,7 +365,8 @@ class Costs:
 
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head; each a Time."""
-        n, split = tokens_of(self.job, layout), splits_backward(layout.schedule)
+        n = tokens_of(self.job, layout)
+        split = splits_backward(layout.schedule)
         # block() reads pp only for the distance of ranks that share experts
         pp = layout.pp if layout.ep > 1 else 0
         key = (n, split, layout.tp, layout.cp, layout.ep, pp, layout.sp, layout.recompute,
@@ -429,12 +432,12 @@ class Costs:
         """Seconds in which the data-parallel ranks all-gather numel weights, and those of the
         part's experts. A reduce-scatter of as many numbers takes as long."""
         w, device = self.job.width, self.device
-        replica = layout.tp * layout.cp * layout.pp  # its ranks; data ranks are so far apart
-        ranks = layout.dp * layout.cp
+        replica = layout.tp * layout.cp * layout.pp  # its number of ranks: the data axis' stride
+        ranks = layout.dp * layout.cp  # data and context ranks are one group
         members = on_node(device, layout.tp, layout.cp) * on_node(device, replica, layout.dp)
         seconds = ring_time(device, members, ranks, numel * w)
         experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
-        if experts:
+        if experts:  # of E neighbours on the data axis each has others
             seconds += self.ring(replica * layout.ep, ranks // layout.ep, experts * w)
         # One collective for each layer or, in DDP, for each bucket of 25 MiB. ring_time has the
         # latency of one
@@ -451,7 +454,7 @@ class Costs:
         grads = self.job.grad_width / self.job.width * weights
         if layout.zero == 0:  # an all-reduce beside the last backward
             return self.exposed(2 * grads, backward, "dp")
-        if layout.zero == 1:  # a reduce-scatter there; new weights beside the next forward
+        if layout.zero == 1:  # a reduce-scatter beside it; new weights beside the next forward
             return self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
         if layout.zero == 2:  # a reduce-scatter beside every backward
             return m * self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
@@ -469,7 +472,7 @@ class Costs:
         where = placement(layout.schedule, layout.pp, layout.chunks)  # where[stage]: its rank
         if where[0] == where[-1] or isinstance(model, Llama):  # on one rank; or not tied
             return 0.0
-        replica = T * layout.cp * layout.pp  # ranks of a replica
+        replica = T * layout.cp * layout.pp  # its number of ranks
         members = 2 if device.node % replica == 0 else 1  # is the whole pipeline on a node?
         shards = layout.dp * layout.cp if layout.zero else 1
         nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
