@@ -62,15 +62,18 @@ def _process_stays_as_it_was():
     assert not changed, f"this test has left another {', '.join(changed)} in pytest's process"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_process_outlives_the_tests():
+@pytest.fixture(autouse=True)
+def _no_run_outlives_its_test():
     yield
-    import multiprocessing
+    from tests.runs import end_all
+    end_all()
 
+
+@pytest.fixture(scope="session", autouse=True)
+def _stop_pool():
+    yield
     from tests.pool import pool
     pool.stop()
-    for process in multiprocessing.active_children():  # none, but where a test has failed
-        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from run.processes import init, shutdown
 
 # Seconds after which a test waits no longer, and fails. Minutes, because a busy machine is no
 # failure; they cost nothing where all is well
-HANG = 300
+HANG = 600
 
 
 class NumpyPickler(pickle.Pickler):

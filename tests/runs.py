@@ -1,6 +1,7 @@
 """Corpora for tests; runs of the commands in this process, in forked ranks, under a launcher."""
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -18,7 +19,9 @@ import train
 from run import tensorfile
 from tests.harness import FULL, HERE, VOCAB
 from tests.isolation import as_it_was
-from tests.pool import HANG, forkserver
+from tests.pool import HANG, forkserver, pool
+
+started = []  # what start() has started in this test
 
 # ---- a corpus ----
 
@@ -39,6 +42,26 @@ def command(*args, env=None, timeout=HANG):
     """python *args, in a process of its own."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
                           timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
+
+
+def start(*args, **more):
+    """Start python *args; the test goes on meanwhile, and reads what it prints."""
+    run = subprocess.Popen([sys.executable, *map(str, args)], text=True, **{
+        "cwd": HERE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more})
+    started.append(run)
+    return run
+
+
+def end_all():
+    """End what a test has started and, where it has failed, left running. (Ranks end with the
+    process that has started them.) The pool's processes stay."""
+    for run in started:
+        run.kill()
+        run.wait()
+    started.clear()
+    for process in multiprocessing.active_children():
+        if process not in pool.processes:
+            process.kill()
 
 
 def one_line(main, argv, capsys, monkeypatch):
@@ -129,9 +152,7 @@ def launched(argv, agent=False):
     """Start train.py on two ranks, by its own launcher or by torchrun (agent). Returns the process
     that has started the ranks, and the ranks' pids in no order."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] * agent
-    run = subprocess.Popen([sys.executable, *torchrun, "train.py", *map(str, argv)], cwd=HERE,
-                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = start(*torchrun, "train.py", *argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def ranks():
         said = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True)

@@ -53,6 +53,7 @@ from tests.runs import (
     losses,
     one_line,
     random_corpus,
+    start,
 )
 from tests.test_checkpoint import spoil
 
@@ -492,12 +493,10 @@ def agents(folder, argv):
     runs = []
     for node in range(2):
         (folder / str(node)).mkdir(exist_ok=True)
-        runs.append(subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
-             str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port",
-             str(port), HERE / "train.py", *map(str, argv)], cwd=folder / str(node), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        runs.append(start(
+            "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", node, "--nproc-per-node",
+            1, "--master-addr", "127.0.0.1", "--master-port", port, HERE / "train.py", *argv,
+            cwd=folder / str(node), env={**os.environ, "OMP_NUM_THREADS": "1"}))
         runs[node].reserved = reserved  # until they have ended
     return runs
 
@@ -613,8 +612,7 @@ def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):
                    "bytes")
     assert done.returncode == 0, done.stderr
     argv = flags(tmp_path / "data", tmp_path / "out", tp=2, steps=10**6)
-    run = subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=HERE, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = start("train.py", *argv)
     for line in run.stdout:
         if line.startswith("step "):
             break
@@ -658,10 +656,8 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
     log = tmp_path / "log"
     argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, keep=1, resume="auto",
                  metrics=log, log_interval=100)
-    run = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(started),
-         "--max-restarts", "3", "train.py", *map(str, argv)], cwd=HERE, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    run = start("-m", "torch.distributed.run", "--nproc-per-node", started, "--max-restarts", 3,
+                "train.py", *argv, stderr=subprocess.DEVNULL)
     for line in run.stdout:
         if line.startswith("step    100  loss"):
             break
