@@ -181,7 +181,7 @@ class Data:
                              f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
 
     def training(self, cfg, step, mesh):
-        """This data rank's microbatches of a step: [(ids, targets)], each (b, S)."""
+        """This data rank's microbatches of a step: [(ids, targets)], each (B, S)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh)
@@ -251,7 +251,7 @@ class Data:
             windows = torch.from_numpy(windows)
             if mesh.device.type == "cuda":
                 windows = windows.pin_memory().to(mesh.device, non_blocking=True)
-            ids = windows[:, :-1].clamp(min=0)  # (b, S); ABSENT is -1, and the embedding has no -1
-            targets = windows[:, 1:]  # (b, S): the next token of each
+            ids = windows[:, :-1].clamp(min=0)  # (B, S); ABSENT is -1, and the embedding has no -1
+            targets = windows[:, 1:]  # (B, S): the next token of each
             microbatches.append((ids, targets))
         return microbatches

@@ -168,7 +168,7 @@ def way_svg(P=4, m=4, followed=1):
     picture.text(left, bottom + 6,
                  "Time goes right. A backward takes two forwards; gaps are the bubble.")
     picture.arrow((left, bottom + 26), (left + 30, bottom + 26), LINES[0])
-    picture.text(left + 38, bottom + 30, "activation (b, S, C), to the next stage")
+    picture.text(left + 38, bottom + 30, "activation (B, S, C), to the next stage")
     picture.arrow((left + 290, bottom + 26), (left + 320, bottom + 26), LINES[2])
     picture.text(left + 328, bottom + 30, "its gradient, back")
     return str(picture)

@@ -353,7 +353,7 @@ def test_peak_memory_of_a_long_sequence_falls_with_c_and_with_sp(long_corpus):
         cfg = config(long_corpus, n_layer=4, n_embd=96, n_head=4, block_size=1024, batch_size=1,
                      microbatches=1, dtype="float32", **flags)
         peak[name] = max(got[2] for got in pool(check(cfg, 1), _live, cfg))
-    # a block saves 16 or, under tp alone, 4 + 12/4 of b S C; there are transients beside that
+    # a block saves 16 or, under tp alone, 4 + 12/4 of B S C; there are transients beside that
     assert peak["cp"] < 0.33 * peak["alone"] and peak["all-to-all"] < 0.36 * peak["alone"], peak
     assert peak["sp"] < 0.75 * peak["tp"] and peak["tp"] < 0.6 * peak["alone"], peak
 
