@@ -14,10 +14,10 @@ import gc
 import json
 from dataclasses import fields, replace
 
-from planner.costs import Costs, step_flops
+from planner.costs import LEFT_OUT, Costs, step_flops
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
-from planner.search import Search, as_config, departures, layout_of
+from planner.search import NOT_SEARCHED, Search, as_config, departures, layout_of
 from planner.table import table
 from run import config
 from run.signals import end_quietly
@@ -45,7 +45,7 @@ def figures(job, layout, device):
     """The figures of a layout, for the table and --json (docs/which-layout.md lists the keys)."""
     costs = Costs(job, device)
     seconds = costs.step_time(layout)
-    parts = costs.time_by_part(layout)
+    breakdown = costs.breakdown(layout)
     per_gpu = 1e12 * layout.ranks * seconds  # FLOPs of a step / per_gpu = TFLOP/s of each GPU
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
@@ -53,25 +53,20 @@ def figures(job, layout, device):
     return {**layout._asdict(), "step_s": seconds,
             "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
             "mfu": step_flops(job) / per_gpu / device.tflops,
-            "bubble": parts["bubble"] / seconds,
-            "memory_gb": {part: size / 1e9 for part, size in memory(job, layout).items()},
-            "time_s": parts, "command": command(cfg, layout.ranks, device.node)}
+            "bubble": breakdown["bubble"] / seconds,
+            "memory_gb": {kind: size / 1e9 for kind, size in memory(job, layout).items()},
+            "time_s": breakdown, "command": command(cfg, layout.ranks, device.node)}
 
 
 # ---- the command line ----
 
-LIMITS = {  # (least, most): flags of plan.py alone; run/config.py has those of train.py's flags
+LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model; the rest is in run/config.py
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network", (0, 1): "unhidden"}
-BAND = 0.14  # the median error on the third hold-out: python plan.py --published
+BAND = 0.14  # the planner's median error on the third hold-out: python plan.py --published
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; others only if some row needs them
-LEFT_OUT = """not searched unless named: tp beyond a node, cp with fewer than 512 tokens on a rank,
-gpipe, more than 16 chunks, more than 16 sequences in a microbatch
-left out: stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
-kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation; the
-vocabulary is that of --data in train.py"""
 
 
 def summary(rows, job, tokens, title):
@@ -171,11 +166,13 @@ def searched(args):
     """(job, device, Search, figures of layouts). With --layout the layout of the flags comes first,
     then the fastest of all; else the best of those that have the flags' values."""
     job, device, fixed = described(args)
-    cfg, rows = as_config(job, fixed), []
+    cfg = as_config(job, fixed)
+    rows = []
     if args.layout:
-        ranks = config.check_layout(cfg, args.gpus)
+        ranks = config.check_layout(cfg, args.gpus)  # also chooses what no flag named
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
-        rows, fixed = [figures(job, layout_of(cfg), device)], {}
+        rows.append(figures(job, layout_of(cfg), device))
+        fixed = {}  # for the search: the layout stands beside the fastest of all layouts
     search = Search(job, args.gpus, device, fixed)
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, device) for _, layout in best]
@@ -205,7 +202,8 @@ def print_plan(args, job, device, search, rows):
         print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}\n"
               f"{slower:.1%} slower: {'within' if slower <= BAND else 'outside'} the band of "
               f"{BAND:.0%}, the planner's own median error")
-    print("", "not shown:", *fell_out(search), LEFT_OUT, sep="\n")
+    print("", "not shown:", *fell_out(search), f"not searched unless named: {NOT_SEARCHED}",
+          f"left out: {LEFT_OUT}", sep="\n")
 
 
 def main():

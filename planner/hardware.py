@@ -10,19 +10,20 @@ from sizes import GPTConfig
 
 @dataclass(frozen=True)
 class Device:
-    tflops: float  # dense 16-bit matrix products, 10^12 per second
-    gb: float  # memory, 10^9 bytes, without the 5% to 7% more that CUDA and NCCL take
+    tflops: float  # dense 16-bit matrix products, 10^12 FLOPs per second
+    gb: float  # memory, 10^9 bytes. CUDA and NCCL take 5% to 7% of it, which are not counted
     hbm: float  # its bandwidth, 10^9 bytes per second
     nvlink: float  # to another device of the node, each way, 10^9 bytes per second
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices of a node
-    # Fractions of these that programs reach: fitted, except f_attention of A100s
+    # Fractions of the figures above that programs reach: fitted, except f_attention of A100s
     f_products: float = 0.81  # of tflops, in matrix products once their operands are there
     f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
     f_hbm: float = 0.66  # of hbm
     f_nvlink: float = 0.52  # of nvlink, in a ring in which each rank waits for the one before
     f_network: float = 0.65  # of network
-    unhidden: float = 0.27  # of a message's time beside compute: it slows the compute down
+    # A message beside compute slows the compute down, by this fraction of the message's own time
+    unhidden: float = 0.27
     latency: float = 5e-6  # seconds until a message starts to flow (NCCL's tuning.cc)
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
 
@@ -41,7 +42,10 @@ def peak_flops(gpu):
     """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
     known = {"h100 pcie": 756, "nvl": 835}  # cards that are slower than SXM: their own data sheets
     known.update((name.split("-")[0], device.tflops) for name, device in DEVICES.items())
-    return next((1e12 * tflops for name, tflops in known.items() if name in gpu.lower()), 0.0)
+    for name, tflops in known.items():  # "NVIDIA H100 PCIe" has "h100", too: the slower come first
+        if name in gpu.lower():
+            return 1e12 * tflops
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
 
 
-MODELS = {
+MODELS = {  # gpt(layers, heads, width, ...), Llama(vocabulary, tokens, layers, heads, width, ...)
     # Radford et al. 2019, as released
     "gpt2": gpt(12, 12, 768, 50257, 1024), "gpt2-medium": gpt(24, 16, 1024, 50257, 1024),
     "gpt2-large": gpt(36, 20, 1280, 50257, 1024), "gpt2-xl": gpt(48, 25, 1600, 50257, 1024),

@@ -24,15 +24,15 @@ from run.processes import choose_device, init, shutdown
 
 
 def seconds(mesh, work, times=1):
-    """Seconds of work() on the slowest rank, the least of five rounds."""
+    """Seconds of work() on the slowest rank, the least of five rounds. times: calls in a round."""
     rounds = []
     for _ in range(6):  # the first warms up
         barrier(mesh.world)
-        mesh.world.read(torch.zeros(1, device=mesh.device))  # waits until the device is idle
+        mesh.world.read(torch.zeros(1, device=mesh.device))  # wait until the device is idle
         start = time.perf_counter()
         for _ in range(times):
             out = work()
-        mesh.world.read(out.flatten()[:1].float())
+        mesh.world.read(out.flatten()[:1].float())  # wait until it has computed `out`
         rounds.append((time.perf_counter() - start) / times)
     least = torch.tensor([min(rounds[1:])], device=mesh.device)
     return mesh.world.read(all_reduce(least, mesh.world, "max"))[0]
@@ -40,28 +40,35 @@ def seconds(mesh, work, times=1):
 
 def measure(mesh):
     """{flag: value} of this node, on every rank."""
-    cuda, world, n = mesh.device.type == "cuda", mesh.world, mesh.world.size
+    cuda = mesh.device.type == "cuda"
+    world, n = mesh.world, mesh.world.size
     size, S, dtype = (8192, 4096, torch.bfloat16) if cuda else (1024, 512, torch.float)
-    a, tiny, long = (torch.randn(shape, device=mesh.device, dtype=dtype)
-                     for shape in ((size, size), (4, 4), (16 * size, size)))
-    q = torch.randn(1, 16, S, 128, device=mesh.device, dtype=dtype, requires_grad=True)
+
+    def random(*shape):
+        return torch.randn(shape, device=mesh.device, dtype=dtype)
+
+    a, tiny = random(size, size), random(4, 4)
+    long, other = random(16 * size, size), random(16 * size, size)
+    q = random(1, 16, S, 128).requires_grad_()
 
     def attention():
         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         return torch.autograd.grad(out, q, out)[0]
 
-    rate = 2 * size**3 / seconds(mesh, lambda: a @ a)
+    rate = 2 * size**3 / seconds(mesh, lambda: a @ a)  # FLOPs per second
     main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Causal attention, forward and backward: 2 + 5 products of S x S x 128 for each of 16 heads, 2
     # FLOPs each, halved by the mask
     attention_flops = 7 * S * S * 128 * 16
+    moved = 3 * long.nbytes  # by a sum in place: two tensors read, one written
     flags = {
         "tflops": rate / 1e12, "f-products": 1,
         "f-attention": min(1, attention_flops / seconds(mesh, attention) / rate),
-        "hbm": 3 * long.nbytes / seconds(mesh, lambda: long.add_(long)) / 1e9, "f-hbm": 1,
+        "hbm": moved / seconds(mesh, lambda: long.add_(other)) / 1e9, "f-hbm": 1,
         "launch": 0 if cuda else seconds(mesh, lambda: tiny @ tiny, 200), "node": n,
         "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}
     if n > 1:
+        # An all-reduce has 2 (n-1) hops, of 1/n of the tensor each (planner/costs.py, ring_time)
         short = seconds(mesh, lambda: all_reduce(tiny, world), 10)
         more = max(1e-9, seconds(mesh, lambda: all_reduce(long, world)) - short)
         flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / more / 1e9, "f-nvlink": 1,

@@ -3,18 +3,18 @@
     weights, gradients, optimizer    sizes.bytes_per_parameter, as train.py itself predicts
     activations    what the blocks and heads in flight save for backward, at the peak along the
                    rank's list of actions. A block of GPT-2 saves 4 h + 4 numbers per token, and 1/T
-                   of 12 h and of 2 per head; with --sp 1/T of all. With --recompute it saves its
-                   input, h; all is held for the block under way only. (arXiv 2205.05198; a test
-                   measures what autograd saves)
-    buffers        a chunk's logits, pipeline messages, layers that ZeRO-2 and 3 gather; or, in the
-                   optimizer's step, the scaled gradients of a bucket
+                   of 12 h and of a 32-bit logsumexp per head; with --sp 1/T of all. With
+                   --recompute it saves its input, h, and the rest is held only for the block whose
+                   backward runs. (arXiv 2205.05198; a test measures what autograd saves)
+    buffers        a chunk's logits, or a block's gradients in its backward; pipeline messages;
+                   whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In the optimizer's
+                   step, if larger: the scaled gradients of a bucket
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
 """
 
 from functools import cache
-from operator import mul
 from typing import NamedTuple
 
 from engine.schedules import actions_of
@@ -58,7 +58,7 @@ class Job(NamedTuple):
     batch_size: int  # sequences of a step, on all ranks
     width: int = 2  # bytes of a weight
     grad_width: int = 2  # bytes of a gradient
-    moments: int = 2  # numbers of the optimizer per parameter
+    moments: int = 2  # numbers that the optimizer keeps per parameter: AdamW's mean and square
 
 
 def tokens_of(job, layout):
@@ -69,11 +69,12 @@ def tokens_of(job, layout):
 
 class Shape(NamedTuple):
     """What differs between GPT-2's blocks and Llama's."""
-    kv: int  # width of the keys; of the values
+    kv: int  # width of a token's keys, all heads together; its values are as wide
     inner: int  # width inside the MLP
     up: int  # matrices from h to inner: 1, or 2 with a gate (SwiGLU)
-    norm: int  # parameters of a norm / h, and numbers that it saves per token: 2 in a LayerNorm
-    # (weight and bias; mean and deviation), 1 in an RMSNorm
+    # 2 in a LayerNorm: it has a weight and a bias, of h parameters each, and saves two numbers per
+    # token, mean and deviation. 1 in an RMSNorm: a weight, and one number per token
+    norm: int
     bias: int  # 1 if linear layers have a bias, else 0
 
 
@@ -85,23 +86,28 @@ def shape_of(model):
 
 
 def matrices(model):
-    """Elements of a block's matrices, with one MLP: (column-parallel, row-parallel)."""
-    h, (kv, inner, up, *_) = model.n_embd, shape_of(model)
-    return h * (h + 2 * kv + up * inner), h * (h + inner)
+    """Elements of a block's matrices: (column-parallel, row-parallel). With experts: of those that
+    one token runs through, which are together as large as an MLP."""
+    h = model.n_embd
+    kv, inner, up, _, _ = shape_of(model)
+    columns = h * (h + 2 * kv) + up * h * inner  # to queries, keys and values; into the MLP
+    rows = h * h + inner * h  # out of attention; out of the MLP
+    return columns, rows
 
 
 def block_parameters(model, T=1, E=1):
-    """Parameters of a block on one of T tensor ranks, and of E ranks that share the experts:
-    (all others, experts)."""
+    """Parameters of a block on one rank: (all but the experts', the experts'). T tensor ranks split
+    the matrices; the experts are spread, each whole, over E x T ranks."""
     h, n_experts = model.n_embd, model.n_experts
     kv, inner, up, norm, bias = shape_of(model)
+    # A column's bias is split like its rows. A row's bias, h, is whole on every rank
     attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + bias * h
     norms = 2 * norm * h
     if not n_experts:
         mlp = ((up + 1) * h * inner + bias * inner) / T + bias * h
         return attention + norms + mlp, 0
     router = h * n_experts
-    width = inner // model.top_k  # of an expert
+    width = inner // model.top_k  # inside an expert
     expert = (up + 1) * h * width + bias * (width + h)
     return attention + norms + router, n_experts / E * expert / T
 
@@ -109,11 +115,13 @@ def block_parameters(model, T=1, E=1):
 def end_parameters(model, part, T):
     """Parameters of the first and last layer on one of T ranks: (vocabulary, others). Llama's two
     ends have a matrix each; GPT-2's share one, if both are on one rank."""
-    vocabulary, h = model.vocab_size * model.n_embd / T, model.n_embd
+    h = model.n_embd
+    vocabulary = model.vocab_size * h / T
     if isinstance(model, Llama):
         return (part.embedding + part.head) * vocabulary, part.head * h
+    positions, norm = model.block_size * h, 2 * h
     return (max(part.embedding, part.head) * vocabulary,
-            part.embedding * model.block_size * h + part.head * 2 * h)
+            part.embedding * positions + part.head * norm)
 
 
 def n_parameters(model):
@@ -125,7 +133,7 @@ def n_parameters(model):
 @cache
 def stages_of(model, schedule, P, v):
     """[{stage: Part}] of each pipeline rank."""
-    where = placement(schedule, P, v)
+    where = placement(schedule, P, v)  # where[stage]: its rank
     head = model.n_layer + 1  # the layers: 0 the embedding, 1 .. n_layer the blocks, then the head
     ranks = [{} for _ in range(P)]
     for stage, (start, stop) in enumerate(cut_once(tuple(model.layer_costs()), len(where))):
@@ -137,55 +145,63 @@ def stages_of(model, schedule, P, v):
 @cache
 def parts_of(model, schedule, P, v):
     """[Part] of each pipeline rank: all its stages together."""
-    return [Part(*map(sum, zip(*stages.values(), strict=True)))
-            for stages in stages_of(model, schedule, P, v)]
+    ranks = [stages.values() for stages in stages_of(model, schedule, P, v)]
+    return [Part(sum(stage.embedding for stage in stages), sum(stage.blocks for stage in stages),
+                 sum(stage.head for stage in stages)) for stages in ranks]
 
 
 def saved_by_block(job, layout, recompute):
     """Bytes that a block saves for backward, per token of the rank."""
     model, w, T = job.model, job.width, layout.tp
     h = model.n_embd
+    wide = max(w, 4)  # bytes of numbers that have at least 32 bits
     kv, inner, up, norm, _ = shape_of(model)
-    T_sp = T if layout.sp else 1  # what --sp splits
+    T_sp = T if layout.sp else 1  # into so many parts is split what only --sp splits
     if recompute:
         return h * w / T_sp
-    # Whole on every rank without --sp: inputs of the two norms and of the matrices behind them
+    # Split by --sp only: inputs and outputs of the two norms (their outputs are what the columns
+    # read), and the norms' statistics
     whole = (4 * h + 2 * norm) * w
-    # Split by T: queries, keys, values, attention's result; inputs and output of the activation
-    # function; the logsumexp of each row of scores, in at least 32 bits
-    split = (2 * h + 2 * kv + 2 * up * inner) * w + model.n_head * max(w, 4)
+    # Always split by T: queries and attention's result, 2 h; keys and values; in the MLP GELU's
+    # input and output, or SwiGLU's gate, its activation, the other factor and the product. And the
+    # logsumexp of each head
+    split = (2 * h + 2 * kv + 2 * up * inner) * w + model.n_head * wide
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
-        split += h * w
+        split += h * w  # attention's result once more, before the swap back
     if model.n_experts:
-        # For each chosen expert: input, output, and output times the gate; three 64-bit indices,
-        # and the gate twice. The router's input and its scores are in at least 32 bits
+        # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        whole += h * (max(w, 4) - w) + model.n_experts * max(w, 4)
-        whole += (24 + 2 * max(w, 4)) * model.top_k
+        # The router's input is the norm's output, counted above in w bytes, but in at least 32 bits
+        whole += h * (wide - w)
+        whole += model.n_experts * wide  # the router's scores
+        # For each chosen expert three indices of 8 bytes, and the gate twice
+        whole += (3 * 8 + 2 * wide) * model.top_k
     return whole / T_sp + split / T
 
 
 class Held(NamedTuple):
-    """Numbers of blocks and heads whose activations a rank holds at one moment."""
-    blocks: int = 0  # between F and B, or F and I: all activations
-    heads: int = 0
-    deferred: int = 0  # blocks between I and W: what the weight gradients need (of a head, nothing)
-    recomputed: int = 0  # 1 while a block's activations are made again, else 0
+    """How many blocks and heads a rank holds something of, at one moment."""
+    blocks: int = 0  # between F and B, or F and I: what they save for backward
+    heads: int = 0  # the same of heads
+    deferred: int = 0  # blocks between I and W: what their weight gradients need. (A head: nothing)
+    recomputed: int = 0  # 1 while a block's activations are computed again, else 0
 
 
 @cache
 def occupancy(model, schedule, P, m, v, rank):
-    """The set of Held of a rank: after each action, and while a block is recomputed in it."""
+    """The set of Held of a rank: after each action, and at its fullest inside of a backward, where
+    blocks are recomputed."""
     stages = stages_of(model, schedule, P, v)[rank]
-    now, moments = Held(), set()
+    now = Held()
+    found = set()
     for kind, stage, _ in actions_of(schedule, P, m, v, rank):
         part = stages[stage]
         if kind in ("B", "I") and part.blocks:
-            # A block is recomputed after the head's backward. B frees block after block, so its
-            # peak is at the first. I leaves more behind of a block than the input that it frees,
-            # so its peak is at the last
-            done = part.blocks - 1 if kind == "I" else 0  # blocks whose I is over
-            moments.add(Held(now.blocks - done, now.heads - part.head, now.deferred + done, 1))
+            # --recompute: the head's backward is over when the first block is recomputed. B frees
+            # block after block, so it holds most at its first block. I frees less of a block, its
+            # input, than it keeps for W, so it holds most at its last
+            done = part.blocks - 1 if kind == "I" else 0  # blocks of this stage whose I is over
+            found.add(Held(now.blocks - done, now.heads - part.head, now.deferred + done, 1))
         if kind == "F":
             now = now._replace(blocks=now.blocks + part.blocks, heads=now.heads + part.head)
         elif kind in ("B", "I"):
@@ -193,43 +209,47 @@ def occupancy(model, schedule, P, m, v, rank):
         if kind in ("I", "W"):
             more = part.blocks if kind == "I" else -part.blocks
             now = now._replace(deferred=now.deferred + more)
-        moments.add(now)
-    return moments
+        found.add(now)
+    return found
 
 
 @cache
 def activations(job, layout, rank):
     """Bytes at the peak, on one pipeline rank."""
-    model, w, T, h = job.model, job.width, layout.tp, job.model.n_embd
+    model, w, T = job.model, job.width, layout.tp
+    h, n = model.n_embd, tokens_of(job, layout)
     kv, inner, up, norm, _ = shape_of(model)
-    n, T_sp = tokens_of(job, layout), T if layout.sp else 1
+    T_sp = T if layout.sp else 1
     saved = saved_by_block(job, layout, layout.recompute)
-    again = saved_by_block(job, layout, recompute=False) - saved
-    # Between I and W: inputs of the matrices and gradients of their outputs, which --sp does not
-    # split; with experts only those of attention
-    if model.n_experts:
-        deferred = (2 * h + (2 * h + 2 * kv) / T) * w
-    else:
-        deferred = (4 * h + (2 * h + 2 * kv + (up + 1) * inner) / T) * w
-    # A head saves the input of its norm and, as it makes gradients in its forward, those of the
-    # norm's output and of its matrix
+    recomputed = saved_by_block(job, layout, recompute=False) - saved
+    # Between I and W: inputs of the matrices, and gradients of their outputs. Attention's column
+    # has its input, h, and 1/T of the gradients of h + 2 kv; its row 1/T of its input, h, and the
+    # gradient of its output, h. So has the MLP; experts do not wait for W. --sp splits nothing here
+    deferred = (2 * h + (2 * h + 2 * kv) / T) * w
+    if not model.n_experts:
+        deferred += (2 * h + (up + 1) * inner / T) * w
+    # A head saves its norm's input, h, and statistics and, because it computes gradients in its
+    # forward, the gradient of the norm's output, h, and that of its matrix
     head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
-    of_each = Held(n * saved, head, n * deferred, n * again)  # bytes
     m = layout.microbatches
-    if not SCHEDULES[layout.schedule].grows:  # no more are held, however many microbatches follow
+    if not SCHEDULES[layout.schedule].grows:  # more than 2P microbatches hold no more than 2P
         m = min(m, 2 * layout.pp)
-    moments = occupancy(model, layout.schedule, layout.pp, m, layout.chunks, rank)
-    return max(sum(map(mul, held, of_each)) for held in moments)
+    return max(n * (held.blocks * saved + held.deferred * deferred + held.recomputed * recomputed)
+               + held.heads * head
+               for held in occupancy(model, layout.schedule, layout.pp, m, layout.chunks, rank))
 
 
 def model_states(job, layout, part):
-    """Bytes of (weights, gradients, optimizer) of a Part."""
+    """[bytes of weights, of gradients, of the optimizer] of a Part."""
     dense, experts = block_parameters(job.model, layout.tp, layout.ep)
     others = part.blocks * dense + sum(end_parameters(job.model, part, layout.tp))
-    data = layout.dp * layout.cp  # ranks that share the states; of experts' states, 1/E as many
-    of_others = bytes_per_parameter(layout.zero, data, job.width, job.grad_width, job.moments)
-    of_experts = bytes_per_parameter(layout.zero, data / layout.ep, job.width, job.grad_width,
-                                     job.moments)
+
+    def bytes_each(replicas):
+        """(weights, gradients, optimizer): bytes on a rank, per parameter that so many share."""
+        return bytes_per_parameter(layout.zero, replicas, job.width, job.grad_width, job.moments)
+
+    replicas = layout.dp * layout.cp
+    of_others, of_experts = bytes_each(replicas), bytes_each(replicas / layout.ep)
     return [others * of_other + part.blocks * experts * of_expert
             for of_other, of_expert in zip(of_others, of_experts, strict=True)]
 
@@ -238,19 +258,26 @@ def work_buffers(job, layout, part):
     """Bytes of buffers in forward and backward."""
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h, shape = tokens_of(job, layout), model.n_embd, shape_of(model)
-    # The head's logits of a chunk of tokens (16-bit ones copied to 32), and log of their softmax
+    # The head, a chunk of tokens at a time: logits, their log-softmax, and between the two a copy
+    # of 16-bit logits in 32 bits
     chunk = min(n, max(h, 256)) * part.head
-    logits = chunk * (w + max(w, 4) * (2 if w == 2 else 1)) * model.vocab_size / T
-    inside_a_block = n * ((shape.up + 1) * shape.inner * w / T + 2 * h * w)
+    wide = max(w, 4)
+    per_logit = w + (wide if w == 2 else 0) + wide
+    logits = chunk * per_logit * model.vocab_size / T
+    # In a block's backward, gradients: in the MLP of what its columns returned, up * inner, and of
+    # what its row read, inner; of the MLP's input and output, 2 h
+    gradients = n * ((shape.up + 1) * shape.inner / T + 2 * h) * w
+    # An activation and a gradient that arrive, and one of each that leaves
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
-    # ZeRO-2 holds the whole gradients of two layers at a time, ZeRO-3 their whole weights, too
+    # engine/zero.py holds one layer's whole gradient at a time, which a test measures on a CPU. On
+    # a GPU, where the host does not wait, count on two. ZeRO-3: also on two layers' whole weights
     per_parameter = {0: 0, 1: 0, 2: 2 * gw, 3: 2 * gw + 2 * w}[layout.zero]
-    gathered = per_parameter * largest_layer(job, layout, part)
-    return max(logits, inside_a_block) + messages + gathered
+    whole_layers = per_parameter * largest_layer(job, layout, part)
+    return max(logits, gradients) + messages + whole_layers
 
 
 def largest_layer(job, layout, part):
-    """Parameters of a block, or of an end's matrix if the Part has one."""
+    """Parameters of a block or, if larger, of an end's matrix, if the Part has one."""
     vocabulary, _ = end_parameters(job.model, part, layout.tp)
     matrix = job.model.vocab_size * job.model.n_embd / layout.tp if vocabulary else 0
     return max(sum(block_parameters(job.model, layout.tp, layout.ep)), matrix)
@@ -263,11 +290,13 @@ def optimizer_buffer(job, layout, part):
     dense, experts = block_parameters(model, T, E)
     vocabulary, others = end_parameters(model, part, T)
     matrix = model.vocab_size * model.n_embd / T if vocabulary else 0
-    if layout.zero:  # a layer's shard
-        bucket = max(dense, experts * E, matrix) / (layout.dp * layout.cp)
+    if layout.zero:  # a layer's shard; that of its experts is 1/(replicas / E)
+        replicas = layout.dp * layout.cp
+        bucket = max(dense, experts * E, matrix) / replicas
     else:  # DDP's 25 MiB of weights or, if larger, the largest tensor; at most all parameters
-        experts_here = model.n_experts / E / model.top_k if model.n_experts else 1  # in MLPs
-        tensor = experts_here * model.n_embd * shape_of(model).inner / T
+        # The experts of a rank are one tensor. top_k experts together are as wide as an MLP
+        mlps = model.n_experts / E / model.top_k if model.n_experts else 1
+        tensor = mlps * model.n_embd * shape_of(model).inner / T
         everything = part.blocks * (dense + experts) + vocabulary + others
         bucket = min(max(25 * 2**20 / w, tensor, matrix), everything)
     return bucket * max(w, 4)
@@ -281,9 +310,9 @@ def memory_of_rank(job, layout, rank):
     saved = activations(job, layout._replace(zero=0), rank)
     # The optimizer's buffer takes the place of the activations, so only its excess counts
     buffers = max(work_buffers(job, layout, part), optimizer_buffer(job, layout, part) - saved)
-    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
-             "activations": saved, "buffers": buffers}
-    return {**parts, "total": sum(parts.values())}
+    held = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
+            "activations": saved, "buffers": buffers}
+    return {**held, "total": sum(held.values())}
 
 
 def memory(job, layout, ranks=None):
@@ -291,4 +320,4 @@ def memory(job, layout, ranks=None):
     if ranks is None:
         ranks = range(layout.pp)
     return max((memory_of_rank(job, layout, rank) for rank in ranks),
-               key=lambda parts: parts["total"])
+               key=lambda held: held["total"])

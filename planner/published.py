@@ -3,8 +3,8 @@
 published.txt has the runs, their sources and what their software does ("traits"). The fractions in
 hardware.py are fitted to all runs but those held out. Beside each prediction stands a baseline: one
 constant MFU for each kind of GPU, the median of the fitted runs. Where a source leaves a value open
-(?), the value is taken that predicts the fastest step that fits into memory. What these programs do
-and train.py does not is in this file.
+(?), published.txt has a chosen one, and says how it was chosen: mostly by the fastest prediction
+that fits into memory. What these programs do and train.py does not is in this file.
 """
 
 import math
@@ -19,7 +19,7 @@ from planner.hardware import DEVICES, MODELS, Llama, gpt
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 from planner.table import table
 
-ATTENTION = {  # speed of fused attention to FlashAttention-2's
+ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
     "flash1": 0.55,  # before July 2023; fitted
     "fa3": 1.6}  # FlashAttention-3, and cuDNN
 
@@ -32,14 +32,14 @@ class Run(NamedTuple):
     device: str
     job: Job
     layout: Layout
-    recompute: str  # "selective": the S x S scores, which Layout does not know
-    value: float
-    unit: str
-    reason: str  # why the prediction is off by more than 15%
+    recompute: str  # "full", "none" or, which Layout does not know, "selective": S x S scores only
+    value: float  # the published speed, or seconds of a step
+    unit: str  # its unit: s, t/s, MFU, TF or mTF; see `seconds`
+    reason: str  # why the prediction is off by more than 15%; empty if it is not
 
     @property
     def machine(self):
-        """The Device, with the source's own network."""
+        """The Device, with the source's own network: "a100-80@6.25" has 6.25 GB/s for a GPU."""
         name, _, network = self.device.partition("@")
         return replace(DEVICES[name], **{"network": float(network)} if network else {})
 
@@ -52,7 +52,7 @@ class Run(NamedTuple):
         if self.unit == "t/s":  # tokens per second and GPU
             return self.job.batch_size * self.job.model.block_size / self.value / ranks
         if self.unit == "MFU":  # percent
-            rate = self.value * 1e12 * (self.machine.tflops / 100)
+            rate = self.value * 1e12 * (self.machine.tflops / 100)  # FLOPs per second and GPU
         else:  # TF, with the FLOPs that are computed again; mTF, without
             rate = self.value * 1e12
         again = self.unit == "TF" and self.layout.recompute
@@ -66,11 +66,17 @@ class Run(NamedTuple):
 
 
 def model_of(words, S):
-    """The model of a name, or of gpt:layers,heads,width,vocabulary[,MLP,key-value heads]."""
+    """The model of a name, of gpt:layers,heads,width,vocabulary, or of
+    llama:layers,heads,width,vocabulary,MLP,key-value heads."""
     if words in MODELS:
         return replace(MODELS[words], block_size=S)
-    L, heads, h, V, *more = map(int, words.split(":")[1].split(","))
-    return Llama(V, S, L, heads, h, 0, 2, *more) if more else gpt(L, heads, h, V, S)
+    kind, _, sizes = words.partition(":")
+    if kind == "gpt":
+        L, heads, h, V = map(int, sizes.split(","))
+        return gpt(L, heads, h, V, S)
+    L, heads, h, V, mlp_width, n_kv_head = map(int, sizes.split(","))
+    return Llama(vocab_size=V, block_size=S, n_layer=L, n_head=heads, n_embd=h,
+                 mlp_width=mlp_width, n_kv_head=n_kv_head)
 
 
 def read(lines):
@@ -80,17 +86,18 @@ def read(lines):
             source, status, traits = line.strip("= ").rsplit(" | ", 2)
         elif line.strip() and not line.startswith("#"):
             row, _, reason = line.partition("|")
-            # the columns of published.txt; more: pp cp zero chunks b, some with a ? behind them
-            model, gpus, device, batch, S, tp, *more, recompute, grads, value, unit = row.split()
-            pp, cp, zero, chunks, b = (int(number.rstrip("?")) for number in more)
+            # The columns of published.txt. The five in the middle may have a ? behind the number
+            model, gpus, device, batch, S, tp, *middle, recompute, grads, value, unit = row.split()
+            pp, cp, zero, chunks, b = (int(number.rstrip("?")) for number in middle)
             T = int(tp.rstrip("s"))
             dp = int(gpus) // (T * pp * cp)
-            schedule = "1f1b" if chunks == 1 else "interleaved"
-            layout = Layout(dp, T, pp, cp, 1, "s" in tp, zero, schedule, chunks,
-                            int(batch) // dp // b, recompute == "full")
+            layout = Layout(dp=dp, tp=T, pp=pp, cp=cp, sp="s" in tp, zero=zero,
+                            schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks,
+                            microbatches=int(batch) // dp // b, recompute=recompute == "full")
             job = Job(model_of(model, int(S)), int(batch), grad_width=int(grads) // 8)
-            yield Run(source, status, tuple(traits.split()), model, device, job, layout,
-                      recompute, float(value), unit, reason.strip())
+            yield Run(source=source, status=status, traits=tuple(traits.split()), model=model,
+                      device=device, job=job, layout=layout, recompute=recompute,
+                      value=float(value), unit=unit, reason=reason.strip())
 
 
 RUNS = list(read(Path(__file__).with_suffix(".txt").read_text().splitlines()))
@@ -102,11 +109,13 @@ class PublishedCosts(Costs):
     def __init__(self, run):
         self.run = run
         device, traits = run.machine, run.traits
-        # "4ports": GPUs of a node share 4 ports. A ring uses one port per rank that it has on the
-        # node. NCCL chooses each ring's ports by itself, so all rings choose the same ones
-        ports = next((int(trait[0]) for trait in traits if trait[1:] == "ports"), 1)
-        network = device.network * min(1.0, on_node(device, run.layout.tp, run.layout.dp) / ports)
-        speed = math.prod(ATTENTION[trait] for trait in traits if trait in ATTENTION)  # or 1
+        # "4ports": the GPUs of a node share 4 ports. A data-parallel ring uses one port per rank
+        # that it has on the node. NCCL chooses each ring's ports by itself, so all rings choose the
+        # same ones, and with fewer than 4 ranks on the node the other ports are idle
+        ports = 4 if "4ports" in traits else 1
+        ring = on_node(device, run.layout.tp, run.layout.dp)  # its ranks on a node
+        network = device.network * min(1.0, ring / ports)
+        speed = math.prod(ATTENTION[trait] for trait in traits if trait in ATTENTION)  # 1 if none
         device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
         if "eager" in traits:
@@ -114,20 +123,21 @@ class PublishedCosts(Costs):
             # numbers of 16 bits, SwiGLU 5; rotary positions move 10 for each of queries and keys
             h, shape = run.job.model.n_embd, shape_of(run.job.model)
             self.moved_by_norms = (2 * 18 + RESIDUALS) * h
-            in_attention = 2 * (h + shape.kv)  # as in Costs
+            in_attention = h + 2 * shape.kv + h  # the same as in Costs
             self.moved_inside = 5 * shape.inner + 10 * (h + shape.kv) + in_attention
 
     def exposed(self, messages, computing, axis):
         traits = self.run.traits
         if axis == "tp" and "overlapped" in traits:  # in pieces, beside their own product
             return self.device.unhidden * messages
-        if axis == "tp" and "alone" in traits or axis == "dp" and "after" in traits:
-            return messages  # beside nothing
+        beside_nothing = {"tp": "alone", "dp": "after"}  # axis: trait
+        if beside_nothing.get(axis) in traits:
+            return messages
         return super().exposed(messages, computing, axis)
 
     def parts(self, layout):
-        """"even": each pipeline rank has as many blocks. "counted": the two ends count as blocks,
-        so that their ranks have one block less. Else train.py's cut."""
+        """"even": all pipeline ranks have equally many blocks. "counted": embedding and head count
+        as a block each, so that their ranks have one block less. Else train.py's cut."""
         traits, L, P = self.run.traits, self.job.model.n_layer, layout.pp
         if P > 1 and "counted" in traits:
             each = (L + 2) / P
@@ -146,10 +156,12 @@ class PublishedCosts(Costs):
     def attention(self, n, T):
         if "naive" not in self.run.traits:
             return super().attention(n, T)
-        model = self.job.model  # S x S scores are moved 5.5 times forward, 9 times backward
-        flops = 4 * n * model.block_size * model.n_embd / T
-        moved = n * model.block_size * model.n_head / T * self.job.width
-        return self.compute(flops, moved=5.5 * moved), self.compute(2 * flops, moved=9 * moved)
+        model = self.job.model
+        flops = 2 * 2 * n * model.block_size * model.n_embd / T  # two products, nothing masked
+        # S x S scores in memory: products, softmax and dropout, whose mask has one byte per score,
+        # move about 5.5 times their bytes in forward, and 9 times in backward
+        scores = n * model.block_size * model.n_head / T * self.job.width
+        return self.compute(flops, moved=5.5 * scores), self.compute(2 * flops, moved=9 * scores)
 
     def recomputed(self, layout, forward, attention):
         selective = self.run.recompute == "selective"
@@ -157,9 +169,9 @@ class PublishedCosts(Costs):
 
 
 def errors(runs):
-    """[(run, error of the prediction, error of the baseline)]: predicted speed over the published,
-    less 1. Above 0 is too fast. The baseline is the median MFU of the fitted runs on this GPU, or
-    of all fitted runs if there are none."""
+    """[(run, error of the prediction, error of the baseline)]. An error is the predicted speed over
+    the published speed, minus 1: above 0 is too fast. The baseline predicts the median MFU of the
+    fitted runs on this GPU or, if there are none, of all fitted runs."""
     fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     rows = []
     for run in runs:
@@ -177,7 +189,7 @@ HEAD = ("model GPUs device S dp tp pp cp zero chunks b recompute published predi
 def row_of(run, error, baseline):
     """A run's cells of the table."""
     layout = run.layout
-    # error is of a speed: a unit that is a time has its inverse
+    # error is a speed's: 1 + error multiplies a speed, and divides a time
     predicted = run.value / (1 + error) if run.unit == "s" else run.value * (1 + error)
     b = run.job.batch_size // layout.dp // layout.microbatches
     cells = (run.model, layout.ranks, run.device, run.job.model.block_size, layout.dp, layout.tp,

@@ -1,9 +1,9 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-Candidates are all layouts that train.py takes, without those that LEFT_OUT of plan.py names (unless
-flags ask for them). Each gets a lower bound of its time: no exposed messages, the bubble by its
-formula. The layout of the lowest bound is refined: by its ZeRO stage, then by memory, then by the
-simulator. So none is overlooked, and few are simulated. For other models than rows of equal blocks
+Candidates are all layouts that train.py takes, without NOT_SEARCHED (unless flags ask for them).
+Each gets a lower bound of its time: messages between stages take none, the bubble is the formula's.
+The layout of the lowest bound is refined: by its ZeRO stage, then by memory, then by the simulated
+schedule. So none is overlooked, and few are simulated. For other models than rows of equal blocks
 the problem is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
@@ -15,6 +15,9 @@ from planner.costs import Costs
 from planner.memory import Layout, activations, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
+
+NOT_SEARCHED = """tp beyond a node, cp with fewer than 512 tokens on a rank,
+gpipe, more than 16 chunks, more than 16 sequences in a microbatch"""
 
 
 def as_config(job, named):
@@ -38,8 +41,8 @@ def departures(layout):
 
 
 def effort(layout):
-    """How much of a layout has to be set up and can go wrong: the axes that split a model, and each
-    departure from the plainest schedule, states and activations."""
+    """How much of a layout has to be set up and can go wrong: the number of its departures from one
+    process, without dp, which splits no model, and the counts of chunks and microbatches."""
     return len(departures(layout).keys() - {"dp", "chunks", "microbatches"})
 
 
@@ -50,10 +53,10 @@ def split_of(layout):
 
 def order(limit):
     """A function that makes the entries of a heap of layouts, sorted by time. With a limit, in
-    seconds, those within it come first, sorted by effort, then by time."""
+    seconds, the layouts within it come first, sorted by effort, then by time."""
     def entry(seconds, kind, layout):
         within = limit is not None and seconds <= limit
-        return effort(layout) if within else math.inf, seconds, kind, layout
+        return effort(layout) if within else math.inf, seconds, kind, layout  # the smallest first
 
     return entry
 
@@ -62,7 +65,10 @@ class Search:
     """Layouts of a job on `gpus` devices that have the values of `fixed` ({field: value})."""
 
     def __init__(self, job, gpus, device, fixed):
-        self.job, self.gpus, self.device, self.fixed = job, gpus, device, fixed
+        self.job = job
+        self.gpus = gpus
+        self.device = device
+        self.fixed = fixed
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
@@ -70,14 +76,15 @@ class Search:
         self.slower = 0  # number of layouts that were pruned, or are slower than another
 
     def options(self, **options):
-        """[{field: value}] of all combinations of options = {field: values}. A fixed field has its
-        one value."""
+        """[{field: value}], all combinations. options: {field: its values}; a fixed field has only
+        its fixed value."""
         lists = [[self.fixed[name]] if name in self.fixed else values
                  for name, values in options.items()]
         return [dict(zip(options, values, strict=True)) for values in product(*lists)]
 
     def axes(self):
-        """{field: value} of dp, tp, pp, cp, ep, sp and cp_attention, of all that train.py takes."""
+        """Yields {field: value} of dp, tp, pp, cp, ep, sp and cp_attention, for all combinations
+        that train.py takes."""
         divisors = [d for d in range(1, self.gpus + 1) if self.gpus % d == 0]
         experts, S = self.job.model.n_experts, self.job.model.block_size
         for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
@@ -91,13 +98,14 @@ class Search:
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
                 split = {**axes, **more}
-                with suppress(ValueError):  # train.py does not take it
+                with suppress(ValueError):  # from check_layout: train.py does not take it
                     cfg = as_config(self.job, {**split, "microbatches": 1})
                     if check_layout(cfg, self.gpus) == self.gpus:
                         yield split
 
     def chunk_counts(self, schedule, pp):
-        """The numbers of chunks to try. Of many, those that share the blocks evenly."""
+        """The numbers of chunks to try: those up to 8 and, from 9 to 16, those that give each
+        stage as many blocks."""
         declared = SCHEDULES[schedule].chunks
         if declared:
             return [declared]
@@ -109,9 +117,11 @@ class Search:
         return [v for v in range(2, 17) if v <= 8 or L % (v * pp) == 0]
 
     def layouts(self):
-        """All layouts, with ZeRO stage 0."""
+        """Yields all layouts, with ZeRO stage 0."""
         for axes in self.axes():
-            pp, share = axes["pp"], self.job.batch_size // axes["dp"]  # sequences of a data rank
+            pp = axes["pp"]
+            share = self.job.batch_size // axes["dp"]  # sequences of a data rank
+            # Numbers of microbatches, such that each has b = 1 .. 16 sequences
             counts = [share // b for b in range(1, 17) if share % b == 0]
             schedules = ["1f1b"]
             if pp > 1:  # not GPipe: 1F1B has its bubble, and holds less
@@ -119,7 +129,9 @@ class Search:
             for more in self.options(microbatches=counts, schedule=schedules,
                                      recompute=[False, True]):
                 m, schedule = more["microbatches"], more["schedule"]
-                if share % m or SCHEDULES[schedule].in_rounds and m % pp:
+                if share % m:  # m is fixed
+                    continue
+                if SCHEDULES[schedule].in_rounds and m % pp:
                     continue
                 for v in self.chunk_counts(schedule, pp):
                     if v * pp <= self.job.model.n_layer + 2 and v == self.fixed.get("chunks", v):
@@ -138,17 +150,18 @@ class Search:
         """The layout in each ZeRO stage."""
         stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
         if activations(self.job, layout, 0) > self.device.gb * 1e9:
-            stages = stages[-1:]  # of those that do not fit, the one that holds least
+            stages = stages[-1:]  # no stage will fit: try only the one that holds least
         return [layout._replace(**zero) for zero in self.options(zero=stages)]
 
     def next_fit(self, queue, entry, found):
         """(seconds, layout) of the first layout of the queue that fits, with its exact time; None
-        if none is left. The queue is a heap of entry(seconds, kind, layout).
-        `seconds` is a lower bound, refined step by step, each time back into the queue:
+        if none is left. found: splits of the GPUs to skip. The queue is a heap of entry(seconds,
+        kind, layout). What leaves the queue returns to it with better seconds, until it is exact:
 
-            "bound"      of the pipeline            -> each ZeRO stage, with its messages
-            "with data"  and of data's messages     -> if the ends fit, the simulated time
-            "exact"                                 -> if all ranks fit, the answer
+            kind           seconds                                 what becomes of it
+            "bound"        lower bound of the pipeline             one "with update" per ZeRO stage
+            "with update"  and data-parallel messages, optimizer   "exact", if the two ends fit
+            "exact"        the same, with the simulated pipeline   the answer, if all ranks fit
         """
         while queue:
             _, seconds, kind, layout = heapq.heappop(queue)
@@ -156,18 +169,19 @@ class Search:
                 self.slower += 1
             elif kind == "bound":
                 for staged in self.with_zero(layout):
-                    least = seconds + sum(self.costs.data_time(staged))
-                    heapq.heappush(queue, entry(least, "with data", staged))
-            elif kind == "with data":
-                if self.fits(layout, [0, layout.pp - 1]):  # the ends hold most
+                    least = seconds + sum(self.costs.update_time(staged))
+                    heapq.heappush(queue, entry(least, "with update", staged))
+            elif kind == "with update":
+                if self.fits(layout, [0, layout.pp - 1]):  # mostly the ends hold most
                     heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
                 return seconds, layout
         return None
 
     def best(self, top, band=0.0):
-        """[(seconds, layout)] of the `top` best splits of the GPUs, each with its best rest: the
-        fastest or, with a band, first those of least effort that are at most so much slower."""
+        """[(seconds, layout)] of the `top` best splits of the GPUs (split_of), for each its best
+        layout. Best is the fastest; with a band, the simplest within 1 + band of the fastest time,
+        and only then the fastest."""
         # Find the fastest
         entry = order(limit=None)
         queue = [entry(self.costs.lower_bound(layout), "bound", layout)
@@ -176,7 +190,7 @@ class Search:
         self.fastest = self.next_fit(queue, entry, found={})
         if self.fastest is None:
             return []
-        # List the best, the fastest among them. With a band all entries are sorted anew
+        # List the best. The fastest left the queue: put it back. With a band sort all entries anew
         seconds, layout = self.fastest
         entry = order(limit=seconds * (1 + band) if band else None)
         queue = [entry(*each) for _, *each in queue] + [entry(seconds, "exact", layout)]

@@ -18,8 +18,8 @@ class Message(NamedTuple):
     nbytes: float  # that the rank sends each time
 
 
-# Each function returns rows (axis, name, times in a step, bytes each time). n is the tokens of a
-# microbatch, h the model's width, w the bytes of a weight, T = layout.tp; part: the rank's layers.
+# Each function returns rows with the fields of a Message. n is the tokens of a microbatch, h the
+# model's width, w the bytes of a weight, T = layout.tp; part: the rank's layers.
 
 
 def forwards_and_backwards(layout, part):
@@ -33,20 +33,28 @@ def tp_messages(job, layout, part):
     n, h = tokens_of(job, layout), model.n_embd
     forwards, backwards = forwards_and_backwards(layout, part)
     first, last = m * part.embedding, m * part.head  # times that the ends run
-    half = (T - 1) / T * n * h * w  # of an all-reduce
-    loss = (T - 1) * (n + 2 / T) * max(w, 4)
+    half = (T - 1) / T * n * h * w  # half of an all-reduce of activations
+    # An all-gather of one number per token from each rank, and an all-reduce of the loss
+    loss = (T - 1) * n * max(w, 4) + 2 * (T - 1) / T * max(w, 4)
     loss_row = ("tp", "a number for each token, and the loss", last, loss)
-    # A second forward stops at the last tensor that backward needs: before the experts' reduction
+    # A recomputed forward stops when backward has all that it needs. With experts that is before
+    # the block's last all-reduce (under --sp its last half): one less per recomputed block
     skipped = forwards - backwards if model.n_experts else 0
     if not layout.sp:
         return [("tp", "all-reduces of activations", 2 * forwards - skipped + first, 2 * half),
                 ("tp", "all-reduces of gradients", 2 * backwards + last, 2 * half), loss_row]
-    # Each rank sees other tokens: norms, biases of rows and positions sum gradients over tp
+    # Each rank sees other tokens, so parameters that all tp ranks hold sum their gradients over tp.
+    # Per block, in units of h: two norms, and the biases of two rows; with experts a router,
+    # n_experts, in the place of the bias of the MLP's row, 1
     shape = shape_of(model)
-    small = part.blocks * (2 * shape.norm + 2 * shape.bias + max(0, model.n_experts - 1)) * h
+    per_block = 2 * shape.norm + 2 * shape.bias
+    if model.n_experts:
+        per_block += model.n_experts - 1
+    small = part.blocks * per_block * h
     small += part.embedding * n_positions(model) + part.head * shape.norm * h
     shards = layout.dp * layout.cp if layout.zero else 1
-    gathered_again = 1 if model.n_experts else 2  # inputs of columns, in the backward of a block
+    # Columns of a block whose input backward gathers again: attention's, and the MLP's
+    gathered_again = 1 if model.n_experts else 2
     return [("tp", "halves of all-reduces of activations", 4 * forwards - skipped + first + last,
              half),
             ("tp", "the same of gradients", (4 + gathered_again) * backwards + first + last, half),
@@ -80,7 +88,8 @@ def ep_messages(job, layout, part):
 
 def pp_messages(job, layout, rank):
     model, m = job.model, layout.microbatches
-    h, shards = model.n_embd, layout.dp * layout.cp if layout.zero else 1
+    h = model.n_embd
+    shards = layout.dp * layout.cp if layout.zero else 1
     where = placement(layout.schedule, layout.pp, layout.chunks)
     # (rank of a stage, rank of the next stage) where the two differ
     borders = [(a, b) for a, b in zip(where, where[1:], strict=False) if a != b]
@@ -88,8 +97,9 @@ def pp_messages(job, layout, rank):
     rows = [("pp", "activations to the next stage", m * sum(a == rank for a, _ in borders), nbytes),
             ("pp", "gradients to the previous stage", m * sum(b == rank for _, b in borders),
              nbytes)]
-    ends = where[0], where[-1]
-    if where[0] != where[-1] and rank in ends and not isinstance(model, Llama):
+    first, last = where[0], where[-1]
+    if first != last and rank in (first, last) and not isinstance(model, Llama):
+        # An all-reduce over two ranks: each sends as many bytes as the tensor has
         rows.append(("pp", "gradient of the tied embedding, between its two ends", 1,
                      model.vocab_size * h / layout.tp / shards * job.grad_width))
     return rows
@@ -97,8 +107,9 @@ def pp_messages(job, layout, rank):
 
 def dp_messages(job, layout, numel, ranks, gathered, of=""):
     """Messages of `numel` parameters that so many ranks share. gathered: number of weights that
-    ZeRO-3 gathers for a forward and a backward together."""
-    m, share = layout.microbatches, (ranks - 1) / ranks  # of a tensor, in either half
+    ZeRO-3 gathers for a forward and a backward together. of: ends the rows' names."""
+    m = layout.microbatches
+    share = (ranks - 1) / ranks  # of a tensor, that a reduce-scatter or an all-gather sends
     gradients, weights = share * numel * job.grad_width, share * numel * job.width
     if layout.zero == 0:
         return [("dp", f"all-reduce of gradients{of}", 1, 2 * gradients)]
@@ -111,12 +122,12 @@ def dp_messages(job, layout, numel, ranks, gathered, of=""):
 
 
 def messages(job, layout, rank=0):
-    """[Message] of a step, of each rank at this place of the pipeline axis."""
+    """[Message] of a step, for each rank at this place of the pipeline axis."""
     model, T, E = job.model, layout.tp, layout.ep
     part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
     dense, experts = (part.blocks * each for each in block_parameters(model, T, E))
     vocabulary, others = end_parameters(model, part, T)
-    # Each of the two ends gathers its matrix, and the first its positions, for its forward only
+    # ZeRO-3 gathers each end's matrix and the positions for forward only, all else for backward too
     gathered = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
     gathered += 2 * (dense + others) - part.embedding * n_positions(model)
     ranks = layout.dp * layout.cp

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.collectives as c
 import plan
@@ -27,7 +28,7 @@ from engine.mesh import Mesh
 from engine.schedules import make_schedule, simulate
 from experts import kind_of
 from model import Block
-from planner import costs, hardware, memory, published, traffic
+from planner import costs, hardware, measure, memory, published, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from show import draw, pictures
@@ -128,7 +129,7 @@ def test_the_two_ends_of_a_pipeline_in_one_node_talk_over_nvlink():
     job = memory.Job(hardware.MODELS["gpt3-1.3b"], 64)
     layout = memory.Layout(pp=8, microbatches=8)
     inside, outside = (costs.Costs(job, replace(hardware.DEVICES["a100-80"], node=node))
-                       .data_time(layout)[0] for node in (8, 4))
+                       .update_time(layout)[0] for node in (8, 4))
     assert outside > 5 * inside > 0
 
 
@@ -442,6 +443,33 @@ def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkey
         plan.main()
     said = capsys.readouterr().err.strip()
     assert end.value.code == 2 and line in said and said.count("\n") == 0
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that operations move: each reads its operands, once each, and writes its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        operands = {id(x): x for x in args if isinstance(x, torch.Tensor)}
+        results = [x for x in (out if isinstance(out, tuple) else [out])
+                   if isinstance(x, torch.Tensor)]
+        self.nbytes += sum(x.nbytes for x in [*operands.values(), *results])
+        return out
+
+
+def test_measured_bandwidth_counts_the_bytes_that_are_moved(monkeypatch):
+    """On a device that moves 1 GB/s and does nothing else."""
+    def seconds(mesh, work, times=1):
+        with Moved() as moved:
+            work()
+        return moved.nbytes / 1e9
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    assert measure.measure(Mesh(dp=1))["hbm"] == 1
 
 
 class Silent:
