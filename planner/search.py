@@ -16,7 +16,8 @@ from planner.memory import Layout, activations, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 
-NOT_SEARCHED = """tp beyond a node, cp with fewer than 512 tokens on a rank,
+NOT_SEARCHED = """\
+tp beyond a node, cp with fewer than 512 tokens on a rank,
 gpipe, more than 16 chunks, more than 16 sequences in a microbatch"""
 
 
