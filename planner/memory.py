@@ -156,7 +156,7 @@ def saved_by_block(job, layout, recompute):
     h = model.n_embd
     wide = max(w, 4)  # bytes of numbers that have at least 32 bits
     kv, inner, up, norm, _ = shape_of(model)
-    T_sp = T if layout.sp else 1  # into so many parts is split what only --sp splits
+    T_sp = T if layout.sp else 1  # tensor ranks that share what only --sp splits
     if recompute:
         return h * w / T_sp
     # Split by --sp only: inputs and outputs of the two norms (their outputs are what the columns
