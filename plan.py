@@ -162,7 +162,8 @@ def described(args):
     job = Job(model, given.get("batch_size", max(1, 3 * 2**20 // model.block_size)),
               grad_width=4 if given.get("grad_dtype") == "float32" else 2)
     config.check_limits(as_config(job, fixed))
-    return job, replace(device, node=min(device.node, gpus)), fixed
+    device = replace(device, node=min(device.node, gpus))  # few GPUs are a small node
+    return job, device, fixed
 
 
 def searched(args):

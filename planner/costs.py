@@ -22,13 +22,14 @@ from planner.hardware import Llama
 from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
 from schedules import placement, splits_backward
 
-LEFT_OUT = """stragglers, other traffic on the network, unevenly chosen experts, failures, shapes
-that kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation;
-the vocabulary is that of --data in train.py"""
+LEFT_OUT = """\
+stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
+kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation; the
+vocabulary is that of --data in train.py"""
 
 
 def step_flops(job, recompute=False):
-    """FLOPs of a step on all ranks, as arXiv 2104.04473 counts them: a backward is two forwards,
+    """FLOPs of a step on all ranks, counted like in arXiv 2104.04473: a backward is two forwards,
     S x S scores count whole, and recompute adds a second forward of the blocks."""
     model = job.model
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size

@@ -29,7 +29,8 @@ class Device:
 
 
 HOPPER = {"f_products": 0.78, "f_attention": 0.24}
-DEVICES = {  # NVIDIA's data sheets; network: a port of the node for each device
+# tflops, gb, hbm, nvlink: NVIDIA's data sheets; network: a port of the node for each device
+DEVICES = {
     "v100": Device(125, 32, 900, 150, 12.5),  # SXM, NVLink 2, EDR InfiniBand
     "a100-40": Device(312, 40, 1555, 300, 25),  # SXM, NVLink 3, HDR
     "a100-80": Device(312, 80, 2039, 300, 25),  # SXM, NVLink 3, HDR

@@ -2,7 +2,7 @@
 
     tflops         a square matrix product, in bfloat16 on GPUs and float32 on processors
     f_attention    fused attention, forward and backward
-    hbm            a sum of long tensors
+    hbm            a sum of two long tensors
     latency        a short all-reduce
     nvlink         a long all-reduce, less the short one
     launch         a tiny product, on processors; a GPU hides it behind the kernel before

@@ -1,6 +1,6 @@
 """Bytes that each rank holds in a layout.
 
-    weights, gradients, optimizer    sizes.bytes_per_parameter, as train.py itself predicts
+    weights, gradients, optimizer    sizes.bytes_per_parameter, which train.py prints too
     activations    what the blocks and heads in flight save for backward, at the peak along the
                    rank's list of actions. A block of GPT-2 saves 4 h + 4 numbers per token, and 1/T
                    of 12 h and of a 32-bit logsumexp per head; with --sp 1/T of all. With
@@ -22,7 +22,7 @@ from planner.hardware import Llama
 from schedules import SCHEDULES, cut, placement
 from sizes import GPTConfig, bytes_per_parameter
 
-cut_once = cache(cut)  # into stages, as train.py does
+cut_once = cache(cut)  # train.py's cut into stages
 
 
 class Layout(NamedTuple):
@@ -156,7 +156,7 @@ def saved_by_block(job, layout, recompute):
     h = model.n_embd
     wide = max(w, 4)  # bytes of numbers that have at least 32 bits
     kv, inner, up, norm, _ = shape_of(model)
-    T_sp = T if layout.sp else 1  # into so many parts is split what only --sp splits
+    T_sp = T if layout.sp else 1  # tensor ranks that share what only --sp splits
     if recompute:
         return h * w / T_sp
     # Split by --sp only: inputs and outputs of the two norms (their outputs are what the columns
@@ -269,8 +269,8 @@ def work_buffers(job, layout, part):
     gradients = n * ((shape.up + 1) * shape.inner / T + 2 * h) * w
     # An activation and a gradient that arrive, and one of each that leaves
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
-    # engine/zero.py holds one layer's whole gradient at a time, which a test measures on a CPU. On
-    # a GPU, where the host does not wait, count on two. ZeRO-3: also on two layers' whole weights
+    # engine/zero.py holds one layer's whole gradient at a time; a test measures that on a CPU. On a
+    # GPU, where the host does not wait, count two. ZeRO-3: also two layers' whole weights
     per_parameter = {0: 0, 1: 0, 2: 2 * gw, 3: 2 * gw + 2 * w}[layout.zero]
     whole_layers = per_parameter * largest_layer(job, layout, part)
     return max(logits, gradients) + messages + whole_layers
@@ -290,7 +290,7 @@ def optimizer_buffer(job, layout, part):
     dense, experts = block_parameters(model, T, E)
     vocabulary, others = end_parameters(model, part, T)
     matrix = model.vocab_size * model.n_embd / T if vocabulary else 0
-    if layout.zero:  # a layer's shard; that of its experts is 1/(replicas / E)
+    if layout.zero:  # a layer's shard. Experts have E times fewer replicas, so larger shards
         replicas = layout.dp * layout.cp
         bucket = max(dense, experts * E, matrix) / replicas
     else:  # DDP's 25 MiB of weights or, if larger, the largest tensor; at most all parameters

@@ -130,14 +130,16 @@ class PublishedCosts(Costs):
         traits = self.run.traits
         if axis == "tp" and "overlapped" in traits:  # in pieces, beside their own product
             return self.device.unhidden * messages
-        beside_nothing = {"tp": "alone", "dp": "after"}  # axis: trait
-        if beside_nothing.get(axis) in traits:
+        if axis == "tp" and "alone" in traits:  # beside no product
+            return messages
+        if axis == "dp" and "after" in traits:  # when backward is over
             return messages
         return super().exposed(messages, computing, axis)
 
     def parts(self, layout):
         """"even": all pipeline ranks have equally many blocks. "counted": embedding and head count
-        as a block each, so that their ranks have one block less. Else train.py's cut."""
+        as a block each, so that their ranks have one block less. Else train.py's cut. (Numbers of
+        blocks may be fractions here.)"""
         traits, L, P = self.run.traits, self.job.model.n_layer, layout.pp
         if P > 1 and "counted" in traits:
             each = (L + 2) / P
@@ -175,6 +177,7 @@ def errors(runs):
     fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     rows = []
     for run in runs:
+        # The same kind of GPU: one that computes equally fast
         same_gpu = [mfu for tflops, mfu in fitted if tflops == run.machine.tflops]
         usual = median(same_gpu or [mfu for _, mfu in fitted])
         seconds = PublishedCosts(run).step_time(run.layout)

@@ -16,7 +16,8 @@ from planner.memory import Layout, activations, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 
-NOT_SEARCHED = """tp beyond a node, cp with fewer than 512 tokens on a rank,
+NOT_SEARCHED = """\
+tp beyond a node, cp with fewer than 512 tokens on a rank,
 gpipe, more than 16 chunks, more than 16 sequences in a microbatch"""
 
 
@@ -104,8 +105,8 @@ class Search:
                         yield split
 
     def chunk_counts(self, schedule, pp):
-        """The numbers of chunks to try: those up to 8 and, from 9 to 16, those that give each
-        stage as many blocks."""
+        """The numbers of chunks to try: those up to 8 and, from 9 to 16, those that give all
+        stages equally many blocks."""
         declared = SCHEDULES[schedule].chunks
         if declared:
             return [declared]
@@ -133,7 +134,7 @@ class Search:
                     continue
                 if SCHEDULES[schedule].in_rounds and m % pp:
                     continue
-                for v in self.chunk_counts(schedule, pp):
+                for v in self.chunk_counts(schedule, pp):  # a flag may ask for others
                     if v * pp <= self.job.model.n_layer + 2 and v == self.fixed.get("chunks", v):
                         yield Layout(**axes, **more, chunks=v)
 
@@ -180,8 +181,8 @@ class Search:
 
     def best(self, top, band=0.0):
         """[(seconds, layout)] of the `top` best splits of the GPUs (split_of), for each its best
-        layout. Best is the fastest; with a band, the simplest within 1 + band of the fastest time,
-        and only then the fastest."""
+        layout. Better is faster. With a band, the layouts within 1 + band of the fastest time come
+        before the others, and among them simpler is better (effort)."""
         # Find the fastest
         entry = order(limit=None)
         queue = [entry(self.costs.lower_bound(layout), "bound", layout)
@@ -193,7 +194,8 @@ class Search:
         # List the best. The fastest left the queue: put it back. With a band sort all entries anew
         seconds, layout = self.fastest
         entry = order(limit=seconds * (1 + band) if band else None)
-        queue = [entry(*each) for _, *each in queue] + [entry(seconds, "exact", layout)]
+        queue = [entry(*each) for _, *each in queue]  # each: seconds, kind, layout
+        queue.append(entry(seconds, "exact", layout))
         heapq.heapify(queue)
         found = {}  # split -> (seconds, layout)
         while len(found) < top:

@@ -2,7 +2,7 @@
 
 A reduce-scatter or an all-gather of n bytes over R ranks sends (R-1)/R n from each, an all-reduce
 twice that. Left out: loss, norm and stop flag, a few numbers for all ranks; the routers'
-statistics; padding. Experts are taken as evenly chosen. A test counts what train.py sends."""
+statistics; padding. It counts on evenly chosen experts. A test counts what train.py sends."""
 
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ def tp_messages(job, layout, part):
     n, h = tokens_of(job, layout), model.n_embd
     forwards, backwards = forwards_and_backwards(layout, part)
     first, last = m * part.embedding, m * part.head  # times that the ends run
+    # The embedding's output is all-reduced, and the gradient of the head's input. --sp scatters the
+    # embedding's output and gathers the head's input instead; in backward the other way round
     half = (T - 1) / T * n * h * w  # half of an all-reduce of activations
     # An all-gather of one number per token from each rank, and an all-reduce of the loss
     loss = (T - 1) * n * max(w, 4) + 2 * (T - 1) / T * max(w, 4)
@@ -50,8 +52,8 @@ def tp_messages(job, layout, part):
     per_block = 2 * shape.norm + 2 * shape.bias
     if model.n_experts:
         per_block += model.n_experts - 1
-    small = part.blocks * per_block * h
-    small += part.embedding * n_positions(model) + part.head * shape.norm * h
+    replicated = part.blocks * per_block * h
+    replicated += part.embedding * n_positions(model) + part.head * shape.norm * h
     shards = layout.dp * layout.cp if layout.zero else 1
     # Columns of a block whose input backward gathers again: attention's, and the MLP's
     gathered_again = 1 if model.n_experts else 2
@@ -59,7 +61,7 @@ def tp_messages(job, layout, part):
              half),
             ("tp", "the same of gradients", (4 + gathered_again) * backwards + first + last, half),
             ("tp", "all-reduce of gradients of norms, biases and positions", 1,
-             2 * (T - 1) / T * small / shards * job.grad_width), loss_row]
+             2 * (T - 1) / T * replicated / shards * job.grad_width), loss_row]
 
 
 def n_positions(model):
