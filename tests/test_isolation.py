@@ -34,13 +34,15 @@ def test_ctrl_c_after_a_command_is_reported(tmp_path):
         "import signal\n"
         "from show.draw import schedules_command\n"
         "from tests.runs import one_line\n"
+        # A shell that starts pytest in the background has it ignore Ctrl-C
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def test_it(capsys, monkeypatch):\n"
         "    one_line(schedules_command, ['schedules.py', '--bogus'], capsys, monkeypatch)\n"
         "    signal.raise_signal(signal.SIGINT)\n")
     run = command("-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider",
                   tmp_path / "test_it.py")
     assert run.returncode == pytest.ExitCode.INTERRUPTED, run.stdout + run.stderr
-    assert "test_it.py:6: KeyboardInterrupt" in run.stdout
+    assert "test_it.py:7: KeyboardInterrupt" in run.stdout
 
 
 def change_everything(folder):
