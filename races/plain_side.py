@@ -86,7 +86,7 @@ def plain_pipeline(job):
     tied = model.layers[0].wte.weight
     params = list(layers.parameters())
     optimizer = adamw(params, cfg)
-    order = SCHEDULES["1f1b"].tokens(job.n, cfg.microbatches, 1, job.rank)
+    order = SCHEDULES["1f1b"].actions(job.n, cfg.microbatches, 1, job.rank)
     shape = (cfg.batch_size // cfg.microbatches, cfg.block_size, cfg.n_embd)
     tokens = cfg.batch_size * cfg.block_size  # tokens of a step
 
