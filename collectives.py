@@ -96,8 +96,9 @@ class WithBackward(torch.autograd.Function):
         return ctx.backward_of_x(grad), None, None
 
 
-# plain.py trains with these; train.py with engine/collectives.py: pieces and early receives (64 MB
-# on 2 ranks at 1.2 to 2.2 times this ring's speed), and fewer hops for small tensors.
+# plain.py trains with these; train.py with engine/collectives.py: chunks are sent in pieces,
+# receives are posted ahead (64 MB on 2 ranks at 1.2 to 2.2 times this ring's speed), and small
+# tensors take fewer hops.
 
 
 if __name__ == "__main__":

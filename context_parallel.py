@@ -30,7 +30,7 @@ def zigzag(S, size, rank):
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
     and a late segment has as much to compute as any other. With one segment per rank, the last of 4
-    ranks would meet 3.5 segments of keys, the mean rank 2."""
+    ranks would meet 3.5 segments of keys, where the mean of all ranks is 2."""
     segments = torch.arange(S).tensor_split(2 * size)
     return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 

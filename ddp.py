@@ -23,10 +23,11 @@ class DDP:
     """Sums gradients over the replicas.
 
     In: a list of layers whose parameters are tagged (shard.py); replicas hold the same weights.
-    ZeRO (zero.py) shards some of this over the replicas, under the same three names:
+    ZeRO (zero.py) shards what is replicated here. All four classes have the same members:
 
-        weights        the tensors that this rank's optimizer steps, in place. Here: whole
-                       parameters. params[i] is the parameter of weights[i]
+        params         the parameters of the layers, each once
+        weights        the tensors that this rank's optimizer steps, in place; weights[i] is of
+                       params[i]. Here: whole parameters
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
                        over the replicas. Clears the gradients for the next step
         publish()      after the optimizer's step: every rank has the new weights

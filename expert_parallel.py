@@ -56,8 +56,10 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     chosen = chosen.flatten()  # (B * S * k,)
     order = chosen.argsort(stable=True)
     to_send = torch.bincount(chosen, minlength=group.size * experts.c_fc.weight.size(0))
-    to_send = to_send.view(group.size, -1)  # (E, n): [r, i] rows go to rank r, for its i-th expert
-    to_run = torch.empty_like(to_send)  # (E, n): [r, i] rows come from rank r, for our i-th expert
+    # (E, n) each. Entry [r, i] of to_send: number of rows for expert i of rank r; of to_run: number
+    # of rows from rank r for expert i of this rank
+    to_send = to_send.view(group.size, -1)
+    to_run = torch.empty_like(to_send)
     all_to_all(list(to_run), list(to_send), group)
     sent = to_send.sum(1).tolist()
     received = to_run.sum(1).tolist()
@@ -89,7 +91,7 @@ def spread_experts(model, group, same_experts):
 
 
 # train.py --experts 8 --ep 2 runs engine/expert_parallel.py, where tensor ranks share the experts
-# too, and together send each token once per chosen expert.
+# too: all T hold the same tokens, and each sends those for 1/T of the experts.
 
 
 def demo(mesh):

@@ -70,5 +70,5 @@ class Group:
 
 
 # plain.py trains with this Group. train.py runs engine/group.py: the same method, with a thread for
-# what goes on in the background, spans of time, and errors that name rank and peer; and
+# what goes on in the background, times for --trace, and errors that name rank and peer; and
 # engine/nccl_group.py on GPUs.

@@ -154,7 +154,7 @@ def initial_value(name, shape, config, seed):
         return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:
         return torch.ones(shape, dtype=torch.float32)
-    # sha256, not hash(): Python salts hash() anew in each process
+    # sha256, not hash(): Python salts hash() anew in each process. 7 bytes fit a seed (int64)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     std = 0.02 * math.sqrt(768 / config.n_embd)

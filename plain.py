@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism and ZeRO on one page: ranks train a GPT, in plain forms.
+"""Data, tensor and pipeline parallelism and ZeRO, in their plain forms, train a GPT on one page.
 
 A rank is one process; there are D x P x T. D replicas of the model each train on 1/D of the batch.
 A replica is cut into P stages of consecutive layers, and each matrix of a stage into T slices, one
@@ -7,8 +7,9 @@ shards over the replicas what they would all hold: optimizer states (stage 1), g
 weights too (3).
 
     python plain.py                                          one process
-    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          one process, which starts eight ranks
+    torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          one process, which starts all eight
 
+(`python plain.py --dp 2 ...` does the same; with --nproc-per-node 8 torchrun starts the ranks.)
 Every layout prints the losses and norms of `python train.py`. `train.py --plain` trains with this
 page, train.py alone with the fast forms of the same techniques (engine/).
 """

@@ -1,11 +1,13 @@
 """Pipeline schedules: which rank runs which microbatch of which stage, in which order.
 
 The model is cut into stages, P ranks have v stages each (a rank's chunks), and the batch is cut
-into m microbatches. A forward takes the time F, a backward B = I + W (both halves: below). The two
-columns hold for F = I = W and m >= 2P - 1. "In flight" are the microbatches on the fullest rank
-whose forward is done and whose backward is not: their activations are held.
+into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of its
+input, W for those of its weights. The two columns hold for F = I = W and m >= 2P - 1. "Bubble" is
+the idle share of the longest rank's time, from its own first action to its last. "In flight" are
+the microbatches on the fullest rank whose forward is done and whose backward is not: their
+activations are held.
 
-                 bubble (idle share of the time)    in flight
+                 bubble                             in flight
     gpipe        (P-1) / (m+P-1)                    m                 arXiv 1811.06965
     1f1b         (P-1) / (m+P-1)                    P                 arXiv 1806.03377
     interleaved  (P-1) / (vm+P-1)                   P + (P-1)/v (1)   arXiv 2104.04473
@@ -77,8 +79,8 @@ def interleaved(P, m, v, rank):
         return weave(forwards, backwards, P - 1 - rank)
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
     num_warmup = (v - 1) * P
-    # ... then twice 1F1B's warm-up, which hides the latency of v times the messages: 4 to 8% of the
-    # step if the latency is 0.1 F, nothing if it is 0
+    # ... then twice 1F1B's warm-up, which hides the latency of v times the messages. It makes the
+    # step 4 to 8% shorter if the latency is 0.1 F, and no shorter if it is 0
     num_warmup += 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
@@ -97,8 +99,8 @@ def zero_bubble(depth, P, m, v, rank):
     action stay, so rank r ends r ticks after rank 0. Up to depth * (P-1) + 1 microbatches are
     in flight.
 
-    Caveat of zb-h2: its bubble is 0 because each rank is timed from its own first action to its own
-    last. In train.py rank 0 then waits for the last rank, in the all-reduce of the gradients' norm.
+    Caveat of bubble 0 (zb-h2, zb-v): each rank is timed from its own first action to its own last.
+    In train.py rank 0 then waits for the last rank, in the all-reduce of the gradients' norm.
     (The paper steps first and checks the norm later.)"""
     num_warmup = min(depth * (P - 1 - rank), m)
     lag = min(depth * rank, m)
@@ -207,9 +209,9 @@ SCHEDULES = {
 
 
 def chunks_of(name, asked=0):
-    """Stages per rank, v. asked: the value of --chunks, 0 if it is not given; a schedule with a
-    fixed number of chunks takes 1 for "not given", too. ValueError, in one line, if there is no
-    such schedule, or if it has another number of chunks."""
+    """Stages per rank, v. asked: the value of --chunks, 0 if it is not given. (1 counts as not
+    given, too, if the schedule has a fixed number.) ValueError, in one line, if there is no such
+    schedule, or if it has another number of chunks."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:

@@ -8,9 +8,9 @@ place them between the two halves, on 1/T of the tokens per rank:
     without    row -> all-reduce     -> LayerNorm of S tokens                 -> column
     with       row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent: as much as without. Held: 1/T of what is between row and column. Replicated parameters
-(LayerNorm, wpe, biases of rows) now see 1/T of the tokens on each rank, so their gradients are
-summed over the T ranks. arXiv 2205.05198.
+Sent: activations as much as without, and the gradients of replicated parameters (LayerNorm, wpe,
+biases of rows): each rank sees 1/T of the tokens, so they are summed over the T ranks. Held: 1/T of
+what is between row and column; here the gathered input of a column is held whole. arXiv 2205.05198.
 
     python sequence_parallel.py        a GPT on 4 ranks
 """
@@ -52,8 +52,8 @@ def scatter_tokens(x, group):
 
 def sequence_parallel(model, group):
     """tensor_parallel() with another f and g. In: a whole, tagged model. After: as there, and the
-    gradients of replicated parameters are to be summed over the group. T must divide the tokens of
-    a sequence on this rank."""
+    gradients of replicated parameters are to be summed over the group. T must divide S
+    (with context parallelism over N ranks: S/N)."""
     split_layers(model, group, f=gather_tokens, g=scatter_tokens)
     tag_replicated(model, group, sum_gradients=True)
     embedding = model.layers[0]

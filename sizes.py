@@ -31,7 +31,7 @@ class GPTConfig:
         C = self.n_embd
         hidden = 4 * C // self.top_k  # hidden units of an expert
         expert = 2 * C * hidden + hidden + C  # parameters: two matrices, two biases
-        unused = max(0, self.n_experts - self.top_k) * expert  # of a block; a token skips these
+        unused = max(0, self.n_experts - self.top_k) * expert  # parameters that a token skips
         active = n_params - self.n_layer * unused
         return 6 * active + 12 * self.n_layer * C * self.block_size
 

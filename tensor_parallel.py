@@ -85,8 +85,9 @@ class Row(nn.Module):
 
 
 def to_local(idx, start, stop):
-    """Token ids as rows of this rank's slice [start, stop) of the vocabulary, and a mask of the ids
-    that lie outside, for which the row is 0. Slice [10, 20): 12 9 19 becomes 2 0 9, mask 0 1 0."""
+    """Token ids as row numbers of this rank's slice [start, stop) of the vocabulary; and a mask of
+    the ids outside of it, which get row number 0. Slice [10, 20): 12 9 19 becomes 2 0 9, mask 0 1
+    0."""
     outside = (idx < start) | (idx >= stop)
     return (idx - start).masked_fill(outside, 0), outside
 

@@ -1,7 +1,8 @@
 """ZeRO: shards over the D data ranks what data parallelism (ddp.py) replicates.
 
-A parameter of n elements is cut into D chunks, and rank d's optimizer steps chunk d only. Each
-stage keeps one thing more as a chunk. For Psi parameters and m microbatches:
+A parameter of n elements is cut into D chunks, and rank d's optimizer steps chunk d only. Stage by
+stage, optimizer states, gradients and weights are kept as chunks. For Psi parameters and m
+microbatches:
 
       sharded                    bytes per parameter (16-bit training)   elements sent per step
     0 nothing: DDP               16 = 2 weights + 2 gradients + 12 Adam   2 Psi (D-1)/D
