@@ -147,7 +147,8 @@ class Trainer:
     def initial_values(self):
         """A function from a tag to the values of its slice: random, or from --init-from."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
-        if not cfg.init_from or cfg.resume != "no":  # a checkpoint will replace all values
+        # random: no --init-from, or a checkpoint to resume from, which will replace all values
+        if not cfg.init_from or cfg.resume != "no":
             return lambda shard: shard.slice(
                 initial_value(shard.name, shard.shape, config, cfg.seed))
         with checkpoint.together(self.mesh.world):  # an error on one rank ends all

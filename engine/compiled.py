@@ -1,5 +1,5 @@
-"""torch.compile of a layer, but for what must stay Python: functions that send messages, and sizes
-that depend on the data.
+"""torch.compile of a layer, without the methods that send messages, or make tensors whose sizes
+depend on the data: these stay Python.
 
     torchrun train.py --compile
 """

@@ -65,8 +65,8 @@ def kernel_backward(grad, q, k, v, out, lse, rest, causal):
 
 
 def visible(rank, key_rank, half):
-    """(queries, keys, causal): slices of this rank's queries and of key_rank's keys such that each
-    of these queries attends to all of these keys, or, if causal, under the ordinary causal mask.
+    """(queries, keys, causal): slices of this rank's queries and of key_rank's keys. If not causal,
+    each of these queries attends to all of these keys; if causal, the ordinary causal mask applies.
     half: the tokens in a segment. Rank 1 of 4 has segments 1 and 6:
 
         its own keys             segments 1 6: in order, so the causal mask is right

@@ -31,8 +31,8 @@ class Bucket:
 
     Where the gradients are (finish() completes their sums):
                                           grad              views    grad_shard
-      one replica, ZeRO 0 or 1            None              {}       None: stay in param.grad
-      DDP, ZeRO-1                         a buffer          views    part of grad
+      nothing to sum over, same dtype     None              {}       None: stay in param.grad
+      else DDP, ZeRO-1                    a buffer          views    part of grad
       the same, --grad-dtype float32      a buffer          {}       part of grad
       ZeRO-2, 3                           until reduced     {}       a buffer of its own
     With views, param.grad is a view of `grad`; without, it is added to `grad` and dropped."""
@@ -173,8 +173,8 @@ class DDP:
     def grad_added(self, param):
         """Autograd's hook: it is done with this parameter. (If a split backward has deferred the
         gradient, param.grad is None or the sum so far; the pipeline calls this again when it has
-        computed it.) In a backward without expect(), of all microbatches but the last, the hook
-        only collects: `filling` is empty, and the next expect() sets the counts again."""
+        computed it.) Without expect() (every microbatch but the last; the I of a split backward)
+        the hook only collects: `filling` is empty, and the next expect() sets the counts again."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)

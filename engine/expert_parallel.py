@@ -75,10 +75,10 @@ class SpreadExperts:
         return torch.tensor(self.group.read(tables))  # the layer's one wait for the device
 
     def run_at_owners(self, rows, to_send, to_run):
-        """Run rows (R, C), sorted by rank and its expert, on the experts of all ranks of the group.
-        Returns (R, C), in the same order. Two ranks with two experts each, to_send on rank 0
-        [[3, 0], [1, 2]]: rank 0 keeps 3 rows, and sends 3 to rank 1, of which 1 is for rank 1's
-        first expert."""
+        """Run rows (R, C) on the experts of all ranks of the group. They are sorted by the rank
+        they go to, then by its expert. Returns (R, C), in the same order. Two ranks with two
+        experts each, to_send on rank 0 [[3, 0], [1, 2]]: rank 0 keeps 3 rows, and sends 3 to
+        rank 1, of which 1 is for rank 1's first expert."""
         if self.group.size == 1:
             return torch.cat(self.experts(rows.split(to_run[0].tolist())))
         sent = to_send.sum(1).tolist()  # rows to each rank

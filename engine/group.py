@@ -122,7 +122,8 @@ class Group(group.Group):
         return work
 
     def track(self, work, posted):
-        """Remember a pending Work for start_read(). Needed by NCCL only: see CudaGroup.track."""
+        """Nothing here. On GPUs wait() does not block the host, so CudaGroup.track lists pending
+        operations, and start_read()'s function looks at them, to notice a rank that died."""
 
     def recv_new(self, shape, dtype, src):
         """Post a receive into a new tensor. Return (tensor, Work)."""
@@ -163,8 +164,8 @@ class Group(group.Group):
         return self.last
 
     def is_running_job(self):
-        """Is the caller a job on this group's thread? (CudaGroup has no thread: there never, and an
-        inner collective is simply next on the side stream.)"""
+        """Is the caller a job on this group's thread? (False on a CudaGroup, which has no thread:
+        there an inner collective comes next on the side stream.)"""
         return threading.get_ident() == self.worker
 
 

@@ -50,12 +50,13 @@ class Layerwise(Optimizer):
         gradient = partial(self.gradient, factor.to(self.wide).view(1), finite)
         self.update_moments(gradient, go)
         self.ratios = self.trust_ratios(gradient)
-        rates = lr * go * self.ratios
+        rates = lr * go * self.ratios  # go: a skipped step adds nothing to the velocity
         for bucket in self.in_order_of_use:
             change = self.direction(bucket, gradient)
             for param, piece in bucket.pieces(change):
                 piece.mul_(rates[self.index_of[param.shard.name]])
             change = self.with_momentum(bucket, change, go)
+            # go again: nor does a skipped step move weights by the old velocity
             bucket.master.addcmul_(change, go, value=-1)
             self.publish(bucket)
 

@@ -31,9 +31,9 @@ class InOrderGroup(Group):
 
 
 def is_done(work, posted):
-    """posted: the library's works. Has the device finished them? If so, calls work.wait(), which
-    raises the error of an operation that its caller has not waited for. (If an operation fails
-    after wait() has returned, NCCL's watchdog kills the process.)"""
+    """posted: the library's works. Has the device finished them? If so, calls work.wait(): if
+    the operation failed and its owner has not waited for it yet, this raises its error. (If an
+    operation fails after wait() has returned, NCCL's watchdog kills the process.)"""
     done = all(part.is_completed() for part in posted)
     if done:
         work.wait()
@@ -112,9 +112,10 @@ class CudaGroup(InOrderGroup):
 
         def wait():
             torch.cuda.current_stream().wait_event(event)
-            # Named here so that this function keeps the job's tensors alive: the allocator does not
-            # know that the side stream reads them, and could reuse their memory on the other one
-            return job  # not used by the caller
+            # Returned only so that this function holds job, and job its tensors: the allocator does
+            # not know that the side stream reads them, and could give their memory to the compute
+            # stream
+            return job
 
         self.last = Work([wait], f"group {self.name}")
         return self.last

@@ -20,9 +20,9 @@ def holders(bucket, tag, norm_group):
     Within a replica: tag.copies. Times the replicas in the norm group that hold the same shard:
         DDP                 1: the norm group is one replica
         ZeRO                1: the norm group is all ranks, and D replicas hold D shards
-        DDP with --ep E     experts 1; all others E: the norm group is the E replicas that share
-                            the experts, and each of them holds all others"""
-    # Replicas in the norm group: 1 (DDP), E (--ep), all (ZeRO). Under ZeRO each has another shard.
+        DDP with --ep E     1 for experts. E for any other parameter: each of the E replicas in the
+                            norm group holds it"""
+    # Replicas in both groups: 1, all (ZeRO), 1 or E (--ep). ZeRO divides: D shards
     replicas = len({*bucket.group.ranks} & {*norm_group.ranks})
     return tag.copies * replicas / bucket.num_shards
 

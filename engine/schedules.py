@@ -1,13 +1,13 @@
 """Schedules as train.py runs them: lists of actions, checked, timed, and with their messages.
 
-    make_schedule   tokens of schedules.py -> lists of Actions, one list per rank
+    make_schedule   "F0" "B0" ... of schedules.py -> lists of Actions, one list per rank
     play            runs lists against a clock, by what each action needs
     lower           adds the sends and receives between ranks, in an order that cannot deadlock
     validate        checks any lists, those that you wrote by hand too
     simulate        makespan, bubble, and microbatches in flight
 
-Pipeline (engine/pipeline.py) executes nothing but such lists, and the planner times them (without
-their messages): what is predicted is what runs.
+Pipeline (engine/pipeline.py) executes these lists (on gloo with each receive posted one earlier);
+the planner times the same lists before lower() has added messages.
 """
 
 from collections import Counter, deque
@@ -56,10 +56,10 @@ def actions_of(name, P, m, v, rank):
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]  # of each chunk
     count = Counter()  # count["F1"]: number of "F1" so far
     actions = []
-    for token in SCHEDULES[name].actions(P, m, v, rank):
-        kind, chunk = token[0], int(token[1:])
-        actions.append(Action(kind, stages[chunk], count[token]))
-        count[token] += 1
+    for code in SCHEDULES[name].actions(P, m, v, rank):  # such as "F1"
+        kind, chunk = code[0], int(code[1:])
+        actions.append(Action(kind, stages[chunk], count[code]))
+        count[code] += 1
     return actions
 
 
@@ -124,8 +124,8 @@ def play(lists, where, costs=(1, 1, 1, 0)):
     cost = {"F": f, "B": i + w, "I": i, "W": w, "RF": comm, "RB": comm, "SF": 0, "SB": 0}
     lowered = any(action.kind in MESSAGES for actions in lists for action in actions)
     delay = 0 if lowered else comm
-    # compute -> when it ended. message -> when its rank reached it, for which the rank at the other
-    # end waits. When a message ended is in free[rank]: its own rank goes on from there
+    # a compute action -> when it ended; a message -> when its rank reached it (the other end waits
+    # for that; what follows on its own rank waits for free[rank])
     done = {}
     free = [0] * len(lists)  # when the last action of each rank ended
     queues = [deque(actions) for actions in lists]

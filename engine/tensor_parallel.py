@@ -34,8 +34,8 @@ from shard import split, tag_replicated
 
 def weight_gradients(grad, x, weight, bias):
     """Gradients of W (out, in) and b (out,), given that of the output (B, S, out). weight is not
-    read: a `defer` that keeps the call for later (below) learns from the arguments to whose .grad
-    the results belong."""
+    read. It is an argument because Deferred.add (engine/pipeline.py) adds the results to the .grad
+    of the last two arguments."""
     grad = grad.flatten(0, -2)
     return grad.t() @ x.flatten(0, -2), None if bias is None else grad.sum(0)
 

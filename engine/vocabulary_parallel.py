@@ -1,10 +1,11 @@
-"""The two ends of the model as train.py runs them (with --tp 1 only the head is replaced).
+"""The two ends of the model as train.py runs them (with --tp 1, unless a schedule splits
+the backward, only the head is replaced).
 
     VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
                           logits of all tokens, often the largest tensor of a step, never exist at
-                          once. Each rank gathers one number per token from each other rank, T-1
-                          sent, where the plain loss all-reduces three, 6 (T-1)/T sent
+                          once. Numbers sent per rank and token: T-1, one all-gather; the plain
+                          loss, three all-reduces, sends 6 (T-1)/T
     pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
 Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the
@@ -64,9 +65,10 @@ def gradient_of_logits(log_probs, of_target, local, outside, out):
 
 
 def add_weight_gradient(grad_weight, grad, inputs):
-    """grad_weight += grad^T inputs, for c tokens. In 16 bits a sum of c products might overflow
-    float16: divide the inputs by a power of two above c, and multiply the product by it in 32
-    bits. (Exact but for inputs below 2^-14 times the power: float16 has fewer digits there.)"""
+    """grad_weight += grad^T inputs, for c tokens. The sum of c products might overflow
+    float16. Each |grad| <= 1, so with inputs divided by a power of two above c it cannot; the
+    product is multiplied by that power in 32 bits. (Exact but for inputs below 2^-14 times the
+    power: float16 has fewer digits there.)"""
     if grad_weight.dtype == inputs.dtype:
         grad_weight.addmm_(grad.t(), inputs)
     else:

@@ -5,9 +5,9 @@
     ZeRO3    a layer's weights are gathered while the layer before it computes
 
 A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
-optimizer on 1/D of it. Bytes held: the table of zero.py. Elements sent: the same, but for two
-matrices that no backward reads, and that ZeRO3 here does not gather for it: the position embedding,
-and the tied matrix (gathered once for each of its two uses in forward).
+optimizer on 1/D of it. Bytes held and elements sent: the table of zero.py. But
+ZeRO3 here gathers for backward only what backward reads: not the position embedding, and not the
+tied matrix (gathered once for each of its two uses in forward).
 
     python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
 """
@@ -99,7 +99,7 @@ class ZeRO2(ZeRO1):
     def full_gradient(self, bucket):
         """The bucket's full gradient, to add to; it lives until it is reduced. If there is none, or
         if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket or
-        another, and make a new one of zeros. So two never exist at once."""
+        another, and make new zeros. So a gradient on its way is freed before the next is made."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)

@@ -191,7 +191,7 @@ MUTANTS = {
     "engine/nccl_group.py": [
         ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
         ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
-        ("return job  #", "#", "streams:ring"),
+        ("            return job\n", "", "streams:ring"),
         ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
         ("[work.wait, use]", "[use]", "streams:zb_v"),
         ("        work.wait()\n    return", "        [part.wait() for part in posted]\n    return",
