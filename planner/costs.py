@@ -1,8 +1,8 @@
 """Seconds that a training step takes in a layout, on a device that need not be here.
 
     kernel     FLOPs / rate + bytes that it reads and writes / memory bandwidth + a launch
-    ring       of N ranks: rounds (N-1) (n/N / link + latency), for n bytes. An all-reduce has two
-               rounds, a reduce-scatter or an all-gather one
+    ring       of N ranks: rounds (N-1) (nbytes/N / link + latency), for nbytes bytes. An all-reduce
+               has two rounds, a reduce-scatter or an all-gather one
     link       NVLink on a node; between nodes each rank of the group has a network port of its own
     overlap    messages beside compute cost the time by which they are longer, and at least a
                fraction (`unhidden`) of their own time
@@ -10,6 +10,7 @@
                messages and the optimizer
 
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
+But f, i, w together are seconds of F, I, W.
 """
 
 import math
@@ -49,8 +50,9 @@ def on_node(device, stride, size):
 
 
 def link(device, members, size):
-    """Bytes per second between neighbours in a ring of `size` ranks, `members` on each node. At the
-    node's edge the ring is split over the members' ports."""
+    """Bytes per second between neighbours in a ring of `size` ranks, `members` on each node.
+    Between nodes all members send at once, each through its own port: `members` ports carry the
+    ring."""
     inside = device.nvlink * device.f_nvlink
     if members >= size:
         return 1e9 * inside
@@ -86,7 +88,8 @@ class Time(NamedTuple):
 # ---- the bubble, by formula ----
 # F, I, W: seconds of a microbatch on a rank, all its v stages together; a stage takes 1/v of them.
 # Each function returns v times the seconds that a rank idles, by the formula of the schedule's
-# paper; None where the paper's assumptions do not hold.
+# paper; None where the paper's assumptions do not hold. (v times, so that no formula divides by v:
+# closed_form adds it to v times the seconds that the rank works.)
 
 
 def idle_of_1f1b(P, m, f, i, w):
@@ -130,9 +133,10 @@ def closed_form(name, P, m, v, costs):
 
 @cache
 def in_order(schedule, P, m, v):
-    """[(rank, kind, i)] of all actions of a schedule, sorted: each comes after the actions whose
-    results it needs. i: the index in this list of the one among them that another rank runs, or
-    None. (Those of its own rank come earlier in the rank's list.) The order holds for all costs."""
+    """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
+    whose results it needs. needed: where in this list the result comes from if another rank
+    computes it, else None. (Those of its own rank come earlier in the rank's list.) The order holds
+    for all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     rows = []
@@ -201,8 +205,8 @@ def stages_behind_rank_0(schedule, P, v):
 # Kernels that are launched: about so many in a block's forward and in the two halves of its
 # backward; in the head; and in the optimizer, for each block
 KERNELS = {"F": 20, "I": 25, "W": 12, "head": 20, "optimizer": 8}
-NORMS = 4  # numbers moved for each of a token's h: each of two norms reads one, and writes one
-RESIDUALS = 6  # the same: each of two additions reads two, and writes one
+NORMS = 4  # numbers moved per element of an activation: two norms, each reads it and writes it
+RESIDUALS = 6  # the same: two additions, each reads two elements and writes one
 
 
 class Costs:
@@ -216,8 +220,8 @@ class Costs:
             lambda schedule, P, v: set(parts_of(job.model, schedule, P, v)))
         shape, h = shape_of(job.model), job.model.n_embd
         # Numbers that a block's forward moves per token, that is, reads from memory or writes to
-        # it, without its matrix products. Only --sp splits the first sort; T always splits the
-        # second
+        # it, without its matrix products. moved_by_norms is split by --sp only, moved_inside always
+        # by T
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         in_mlp = shape.up * shape.inner + shape.inner  # the activation function reads, and writes
         in_attention = h + 2 * shape.kv + h  # reads queries, keys and values, writes the result
@@ -268,8 +272,11 @@ class Costs:
         products: FLOPs of the block's forward."""
         model = self.job.model
         all_reduce = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
-        two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")  # two of them, beside no compute
-        # A message beside I or W travels during one product: I or W of one of the two columns
+        # Two of them, beside no compute. Through exposed(), which published.py overrides: here it
+        # returns all_reduce
+        two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")
+        # A message beside I or W travels beside the I, or the W, of one column. A block has two
+        # columns, and they make up this share of its products:
         share_of_columns = matrices(model)[0] / sum(matrices(model))
         product = self.compute(share_of_columns / 2 * products)
         halves_beside = 2 * self.exposed(all_reduce / 2, product, "tp") if layout.sp else 0.0
@@ -438,7 +445,8 @@ class Costs:
         members = on_node(device, layout.tp, layout.cp) * on_node(device, replica, layout.dp)
         seconds = ring_time(device, members, ranks, numel * w)
         experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
-        if experts:  # of E neighbours on the data axis each has others
+        # Each of E neighbours on the data axis has other experts, so every E-th rank is in a group
+        if experts:
             seconds += self.ring(replica * layout.ep, ranks // layout.ep, experts * w)
         # One collective for each layer or, in DDP, for each bucket of 25 MiB. ring_time has the
         # latency of one
@@ -460,7 +468,8 @@ class Costs:
         if layout.zero == 2:  # a reduce-scatter beside every backward
             return m * self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
         # ZeRO-3 gathers weights beside every forward: the blocks', and a matrix for each end that
-        # the part has. And beside every backward: the blocks' only, which reads no end's matrix
+        # the part has. And beside every backward the blocks' only: a backward reads neither end's
+        # matrix
         matrices_of_ends = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
         in_forward = self.gather_time(layout, part, part.blocks * dense + matrices_of_ends)
         in_backward = self.gather_time(layout, part, part.blocks * dense) + grads

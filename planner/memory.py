@@ -2,13 +2,14 @@
 
     weights, gradients, optimizer    sizes.bytes_per_parameter, which train.py prints too
     activations    what the blocks and heads in flight save for backward, at the peak along the
-                   rank's list of actions. A block of GPT-2 saves 4 h + 4 numbers per token, and 1/T
-                   of 12 h and of a 32-bit logsumexp per head; with --sp 1/T of all. With
-                   --recompute it saves its input, h, and the rest is held only for the block whose
-                   backward runs. (arXiv 2205.05198; a test measures what autograd saves)
-    buffers        a chunk's logits, or a block's gradients in its backward; pipeline messages;
-                   whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In the optimizer's
-                   step, if larger: the scaled gradients of a bucket
+                   rank's list of actions. A block of GPT-2 saves per token: whole, 4 h + 4 numbers
+                   (1/T with --sp); split over T ranks, 12 h numbers and, for each head, a 32-bit
+                   logsumexp. With --recompute it saves its input, h, and the rest is held only for
+                   the block whose backward runs. (arXiv 2205.05198; a test measures what autograd
+                   saves)
+    buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
+                   pipeline messages; whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In
+                   the optimizer's step, if larger: the scaled gradients of a bucket
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
@@ -100,7 +101,8 @@ def block_parameters(model, T=1, E=1):
     the matrices; the experts are spread, each whole, over E x T ranks."""
     h, n_experts = model.n_embd, model.n_experts
     kv, inner, up, norm, bias = shape_of(model)
-    # A column's bias is split like its rows. A row's bias, h, is whole on every rank
+    # The bias of a column-parallel layer is split like its outputs; a row-parallel one's, h, is
+    # whole on every rank
     attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + bias * h
     norms = 2 * norm * h
     if not n_experts:
@@ -171,7 +173,8 @@ def saved_by_block(job, layout, recompute):
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # The router's input is the norm's output, counted above in w bytes, but in at least 32 bits
+        # The router saves the norm's output in at least 32 bits, in place of the w bytes counted
+        # above
         whole += h * (wide - w)
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
@@ -180,7 +183,7 @@ def saved_by_block(job, layout, recompute):
 
 
 class Held(NamedTuple):
-    """How many blocks and heads a rank holds something of, at one moment."""
+    """Numbers of blocks and heads whose tensors a rank holds at one moment, by what it holds."""
     blocks: int = 0  # between F and B, or F and I: what they save for backward
     heads: int = 0  # the same of heads
     deferred: int = 0  # blocks between I and W: what their weight gradients need. (A head: nothing)
@@ -197,9 +200,9 @@ def occupancy(model, schedule, P, m, v, rank):
     for kind, stage, _ in actions_of(schedule, P, m, v, rank):
         part = stages[stage]
         if kind in ("B", "I") and part.blocks:
-            # --recompute: the head's backward is over when the first block is recomputed. B frees
-            # block after block, so it holds most at its first block. I frees less of a block, its
-            # input, than it keeps for W, so it holds most at its last
+            # --recompute: the head's backward is over when the first block is recomputed. During B
+            # memory falls block by block, so the peak is at the first block. During I it rises: a
+            # block's saved input is freed, but more is kept for W. So the peak is at the last block
             done = part.blocks - 1 if kind == "I" else 0  # blocks of this stage whose I is over
             found.add(Held(now.blocks - done, now.heads - part.head, now.deferred + done, 1))
         if kind == "F":
@@ -222,9 +225,10 @@ def activations(job, layout, rank):
     T_sp = T if layout.sp else 1
     saved = saved_by_block(job, layout, layout.recompute)
     recomputed = saved_by_block(job, layout, recompute=False) - saved
-    # Between I and W: inputs of the matrices, and gradients of their outputs. Attention's column
-    # has its input, h, and 1/T of the gradients of h + 2 kv; its row 1/T of its input, h, and the
-    # gradient of its output, h. So has the MLP; experts do not wait for W. --sp splits nothing here
+    # Between I and W: inputs of the matrices, and gradients of their outputs. In attention:
+    #     column    input h, whole; gradient of the output, h + 2 kv, over T
+    #     row       input h, over T; gradient of the output, h, whole
+    # The same for the MLP, with its own sizes. Experts do not wait for W. --sp splits none of it
     deferred = (2 * h + (2 * h + 2 * kv) / T) * w
     if not model.n_experts:
         deferred += (2 * h + (up + 1) * inner / T) * w

@@ -26,7 +26,7 @@ ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
 
 class Run(NamedTuple):
     source: str  # name, place and year
-    status: str  # "fitted", "held out third" (the first two hold-outs are fitted by now), ...
+    status: str  # "fitted", or held out, that is, predicted before it was used: see published.txt
     traits: tuple  # what its software does; published.txt explains them
     model: str
     device: str
@@ -40,6 +40,7 @@ class Run(NamedTuple):
     @property
     def machine(self):
         """The Device, with the source's own network: "a100-80@6.25" has 6.25 GB/s for a GPU."""
+        # Without an @ `network` is empty, and so is the dict of fields to replace: nothing changes
         name, _, network = self.device.partition("@")
         return replace(DEVICES[name], **{"network": float(network)} if network else {})
 
@@ -111,7 +112,8 @@ class PublishedCosts(Costs):
         device, traits = run.machine, run.traits
         # "4ports": the GPUs of a node share 4 ports. A data-parallel ring uses one port per rank
         # that it has on the node. NCCL chooses each ring's ports by itself, so all rings choose the
-        # same ones, and with fewer than 4 ranks on the node the other ports are idle
+        # same ones, and with fewer than 4 ranks on the node the other ports are idle. (Else each
+        # GPU has its own port, and ports = 1 means no limit: ring / ports is at least 1)
         ports = 4 if "4ports" in traits else 1
         ring = on_node(device, run.layout.tp, run.layout.dp)  # its ranks on a node
         network = device.network * min(1.0, ring / ports)

@@ -43,7 +43,7 @@ def departures(layout):
 
 def effort(layout):
     """How much of a layout has to be set up and can go wrong: the number of its departures from one
-    process, without dp, which splits no model, and the counts of chunks and microbatches."""
+    process. Not counted: dp, which splits no model, chunks and microbatches."""
     return len(departures(layout).keys() - {"dp", "chunks", "microbatches"})
 
 

@@ -1,6 +1,6 @@
 """Bytes that a rank sends in a step, message by message: the table of docs/costs.md for one layout.
 
-A reduce-scatter or an all-gather of n bytes over R ranks sends (R-1)/R n from each, an all-reduce
+A reduce-scatter or an all-gather of b bytes over R ranks sends (R-1)/R b from each, an all-reduce
 twice that. Left out: loss, norm and stop flag, a few numbers for all ranks; the routers'
 statistics; padding. It counts on evenly chosen experts. A test counts what train.py sends."""
 
@@ -39,8 +39,9 @@ def tp_messages(job, layout, part):
     # An all-gather of one number per token from each rank, and an all-reduce of the loss
     loss = (T - 1) * n * max(w, 4) + 2 * (T - 1) / T * max(w, 4)
     loss_row = ("tp", "a number for each token, and the loss", last, loss)
-    # A recomputed forward stops when backward has all that it needs. With experts that is before
-    # the block's last all-reduce (under --sp its last half): one less per recomputed block
+    # Recomputing stops once all saved tensors exist. After the experts only the block's last
+    # all-reduce is left (--sp: its last half), and is skipped: once for each recomputed forward, of
+    # which there are forwards - backwards. Without experts none is skipped
     skipped = forwards - backwards if model.n_experts else 0
     if not layout.sp:
         return [("tp", "all-reduces of activations", 2 * forwards - skipped + first, 2 * half),
@@ -108,7 +109,7 @@ def pp_messages(job, layout, rank):
 
 
 def dp_messages(job, layout, numel, ranks, gathered, of=""):
-    """Messages of `numel` parameters that so many ranks share. gathered: number of weights that
+    """Messages of `numel` parameters that `ranks` ranks share. gathered: number of weights that
     ZeRO-3 gathers for a forward and a backward together. of: ends the rows' names."""
     m = layout.microbatches
     share = (ranks - 1) / ranks  # of a tensor, that a reduce-scatter or an all-gather sends
@@ -124,7 +125,7 @@ def dp_messages(job, layout, numel, ranks, gathered, of=""):
 
 
 def messages(job, layout, rank=0):
-    """[Message] of a step, for each rank at this place of the pipeline axis."""
+    """[Message] of a step. rank: a pipeline rank; all ranks at that place send the same."""
     model, T, E = job.model, layout.tp, layout.ep
     part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
     dense, experts = (part.blocks * each for each in block_parameters(model, T, E))
