@@ -123,7 +123,8 @@ class Data:
         self.val = self.memory_map("val")
 
     def prepare_or_wait(self, corpus, local_rank):
-        """Return once the folder has a meta.json, which prepare() writes last."""
+        """Return once the folder has a meta.json, which prepare() writes last, or after
+        MAX_PREPARING: then train.bin is missing, and memory_map() says so."""
         meta = self.folder / "meta.json"
         if not meta.exists() and local_rank == 0:
             print(f"preparing {corpus} as a corpus, once", flush=True)

@@ -216,7 +216,7 @@ def learn_bpe(text, vocab_size):
             continue
         if count[pair] < 2:
             break
-        # It has a rank if it was merged before, and other neighbours spell the same bytes by now
+        # setdefault: it may have a rank already. (abc merged as a+bc can come again as ab+c.)
         ranks.setdefault(pair, len(ranks))
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
         risen = set()

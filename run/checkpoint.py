@@ -4,7 +4,8 @@
                       optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (SGD and LARS: .velocity);
                                              for 16-bit weights also .master
                       manifest.json          step, flags, loss scale, a checksum for each
-                                             tensor, number (the folder's first checkpoint is 1)
+                                             tensor, number: 1 for the first checkpoint that
+                                             was written to --out, 2 for the next
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
 gather, and no extra memory but one tensor's slice on its way from a GPU. Bytes per parameter with
@@ -43,8 +44,8 @@ MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "mani
 #
 #     step-N.tmp       files are being written, the manifest last
 #     step-N           complete: step-N.tmp renamed, once all of it is on the disk
-#     step-N.old.tmp   to be deleted: a run that went on from an earlier checkpoint has come to step
-#                      N again, and its step-N.tmp is about to get the name step-N
+#     step-N.old.tmp   an older step-N, moved aside because a new step-N.tmp takes its name (the run
+#                      went back to an earlier checkpoint and came to step N again); then deleted
 #
 # A crash may come between the two renames, of step-N to step-N.old.tmp and of step-N.tmp to step-N.
 # Then there is no step-N, and step-N.old.tmp still counts as a complete checkpoint.
@@ -290,7 +291,8 @@ def put_in_place(folder, final, manifest):
 def save(trainer, step, data_folder=""):
     """Collective: write the state after `step` steps into cfg.out and return its folder, or None,
     with nothing written, if weights or moments are not finite. If a rank cannot write, every rank
-    raises CheckpointError; earlier checkpoints are untouched; the next save removes the rest."""
+    raises CheckpointError; earlier checkpoints are untouched; the next save removes the unfinished
+    one."""
     cfg = trainer.cfg
     world = trainer.mesh.world
     if "False" in all_gather_text(str(trainer.optimizer.finite()), world):

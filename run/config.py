@@ -1,8 +1,9 @@
 """The flags of a run: one dataclass, validated before any process group exists.
 
     parse                   command line -> Config; also --help
-    check_layout            fills in the flags that are left to choose (0: chosen), then refuses a
-                            layout that cannot be; needs neither torch nor this machine's devices
+    check_layout            chooses the value of each flag that is 0 ("0: chosen" in --help), then
+                            refuses a layout that cannot be; needs neither torch nor this machine's
+                            devices
     check                   check_layout, then device, memory and files of this machine
     read_command_line       parse and check_layout, for a command
 
@@ -216,9 +217,9 @@ def check_layout(cfg, world):
     """Fill in the flags that are left to choose, then refuse a wrong layout for `world` processes.
     Returns the number of ranks. ValueError: flag, values, fix.
 
-    The launcher calls it once. A rank calls it in start() and in main(), each time on a new Config
-    (read_command_line), and in check(), on main's Config once more: that call changes nothing,
-    because the one before has left nothing to choose."""
+    Each process of a run calls it up to three times: in start() (run/launch.py) and in main()
+    (train.py), each time on a new Config, and in check(), on main's: there nothing is left to
+    choose."""
     check_limits(cfg)
     resolve(cfg, world)
     return refuse_wrong_layout(cfg, world)
@@ -247,9 +248,10 @@ def resolve(cfg, world):
 
 
 def choose_microbatches(cfg):
-    """The largest number up to 2 P that divides a data rank's sequences. With 2 P microbatches the
-    bubble of 1F1B, (P-1)/(2P+P-1), is less than a third of the time. A schedule in rounds, such as
-    interleaved, needs a multiple of P: take the largest one, if there is one."""
+    """1 without a pipeline; else the largest number up to 2 P that divides a data rank's sequences.
+    With 2 P microbatches the bubble of 1F1B, (P-1)/(2P+P-1), is less than a third of the time. A
+    schedule in rounds, such as interleaved, needs a multiple of P: take the largest one, if there
+    is one."""
     sequences = cfg.batch_size // cfg.dp
     most = 2 * cfg.pp if cfg.pp > 1 else 1
     fits = [m for m in range(1, most + 1) if sequences % m == 0]
@@ -273,7 +275,7 @@ def refuse_wrong_layout(cfg, world):
     return ranks
 
 
-# Flags that --plain takes. Nothing reads some of them there: top_k and balance (no experts),
+# Flags that --plain takes. Some have no effect there: top_k and balance (no experts),
 # eval_interval and eval_batches (no validation)
 PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
@@ -294,8 +296,8 @@ def refuse_what_plain_lacks(cfg):
 
 
 def refuse_wrong_sizes(cfg):
-    """Heads, tokens and experts must divide over the ranks that split them, the width over heads
-    and chosen experts."""
+    """Heads, tokens and experts must divide over the ranks that split them; n_embd over the heads,
+    and an MLP's 4 n_embd over top_k experts."""
     require_divides(cfg, "tp", whole="n_head")
     if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
         require_divides(cfg, "tp", "cp", whole="n_head")
@@ -404,7 +406,7 @@ def check(cfg, world):
     ranks = check_layout(cfg, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # (world < ranks: a test's process, which checks the flags for ranks that it will start)
+    # Only a rank warns; a test that checks flags for ranks it will start (world < ranks) does not
     is_first_rank = world == ranks and os.environ.get("RANK", "0") == "0"
     choose_gpu_or_cpu(cfg, local, gpus, warn=is_first_rank)
     cuda = cfg.device == "cuda"

@@ -65,7 +65,7 @@ def export(folder, to):
     except (ValueError, OSError) as error:
         note = f"; without a tokenizer: {error}"
     if tokenizer:
-        end_of_text = 0  # byte 0, which no text has
+        end_of_text = 0  # in our own vocabularies tokens 0 to 255 are the bytes; no text has byte 0
     elif config.vocab_size > 50256:
         end_of_text = 50256  # GPT-2's own
     else:

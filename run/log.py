@@ -63,7 +63,7 @@ class Log:
         self.metrics = None  # the open file of --metrics
         if self.cfg.metrics and not self.silent:
             self.metrics = open_metrics(self.cfg.metrics, start)
-        self.since = time.perf_counter()  # when the current step began
+        self.since = time.perf_counter()  # when the current step, validation or save began
         self.recent = deque(maxlen=50)  # seconds of the last steps
         self.batch_seconds = 0.0  # seconds of one batch of validation; 0: none has been run
         self.saved = None  # the last checkpoint; set in end()
@@ -185,8 +185,8 @@ class Log:
         return (cfg.steps - 1 - step) * step_seconds + batches * batch_seconds
 
     def validating(self, done, batches):
-        """So many of a validation's batches are done. A terminal shows each; a file gets three
-        lines, and those for the last validation only, which takes all batches of val.bin."""
+        """`done` of a validation's batches are done. On a terminal each call shows; in a file only
+        the quarters of a validation of more than --eval-batches (the last one) do."""
         self.batch_seconds = (time.perf_counter() - self.since) / done
         left = round((batches - done) * self.batch_seconds)
         quarters = [math.ceil(batches * quarter / 4) for quarter in (1, 2, 3)]

@@ -138,17 +138,17 @@ def name_attempt(server, size):
     """A prefix for the keys of this attempt, the same on all ranks. It is needed because torchrun's
     store outlives the ranks: after a restart it still has the addresses of the dead ranks.
 
-    add() returns how many ranks have joined under this number of restarts. The first `size` of them
-    are one attempt, the next `size` another: torchrun does not count the restart that follows when
-    a node joins or leaves. With size 4 the first to fourth rank that joins belongs to attempt 0.0,
-    the fifth to eighth to attempt 0.1."""
+    The count of restarts is not enough: when a node joins or leaves, torchrun restarts all ranks
+    without counting it. So add() counts the ranks that join under one count of restarts: under 0
+    the first `size` of them are attempt 0.0, the next `size` attempt 0.1."""
     joined = server.add(f"joined after {restarts()} restarts", 1)
     return f"attempt {restarts()}.{(joined - 1) // size}"
 
 
 def wait_for_start(server, timeout):
-    """Wait until all ranks have started; the error names a rank that has not. If another node has
-    restarted its ranks since, fail at once: torchrun restarts this rank, too, and they meet.
+    """Wait until all ranks have started; the error names a rank that has not. If another node
+    restarts its ranks meanwhile, fail at once: torchrun then restarts this rank, too, and the new
+    ranks of both nodes meet.
 
     Each rank sets a key. Rank 0 waits for all keys, then sets one for which the others wait."""
     rank, size = place

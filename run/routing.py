@@ -36,7 +36,8 @@ class Routing:
             args[0].register_hook(lambda grad: setattr(block.mlp, "balance", None))
 
     def part_of_loss(self):
-        """The balance loss already included in this rank's loss."""
+        """The balance loss already included in this rank's loss. Each of `copies` ranks has the
+        whole of it; `sums` has its 1/copies."""
         return self.weight * self.sums[:, 0].sum() * self.copies
 
     def read(self, sums, tokens):

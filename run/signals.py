@@ -71,8 +71,8 @@ def end_quietly():
 
 
 def on_stop(handler):
-    """Call handler(number, frame) when one of STOPS arrives. nohup has SIGHUP ignored: it stays so.
-    """
+    """Call handler(number, frame) when one of STOPS arrives. Under nohup SIGHUP is ignored, and
+    stays ignored."""
     for number in STOPS:
         under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         if not under_nohup:
@@ -80,7 +80,7 @@ def on_stop(handler):
 
 
 def watch_parent():
-    """End this process when its parent has gone; the operating system then names another one."""
+    """End this process when its parent has gone: getppid() then gives another pid."""
     while os.getppid() == parent:
         time.sleep(0.2)
     end(1, "the process that started the ranks has gone, so they end", local_rank() == 0)

@@ -4,9 +4,10 @@
     header            {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     data              each tensor's elements, row after row; offsets count from here
 
-This file makes and reads headers, and computes checksums; checkpoint.py and weights.py read and
-write the data itself, in slices. The header follows from names and shapes alone, so every rank
-knows without a message where each element of the model belongs in the file.
+This file makes and reads headers, and computes checksums. The data itself is read and written, in
+slices, by checkpoint.py, and whole by weights.py (reads) and export.py (writes). The header follows
+from names and shapes alone, so every rank knows without a message where each element of the model
+belongs in the file.
 github.com/huggingface/safetensors
 """
 

@@ -46,7 +46,7 @@ def ahead_of_rank_0(group, pings=8):
         for _ in range(pings):
             if group.rank == 0:
                 group.recv(message, peer).wait()
-                group.read(message)  # on a GPU: until the question is there
+                group.read(message)  # on a GPU recv() does not wait for the question; this does
                 message.fill_(time.time())
                 group.send(message, peer).wait()
             elif group.rank == peer:
@@ -82,8 +82,8 @@ class Tracer:
 
     def now(self):
         """Seconds of rank 0's clock. On a GPU: wait for this thread's stream first, so that a span
-        ends when its work does. (So while tracing on a GPU nothing overlaps. Waiting for another
-        stream is a span of its own.)"""
+        ends when its work does. (So nothing overlaps while a GPU is traced: a collective on a
+        stream of its own is waited for, too, in its span.)"""
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream(self.mesh.device).synchronize()
         return time.time() - self.ahead
@@ -232,8 +232,8 @@ def report(path, tracer, mesh, lists, where):
     # seconds of one microbatch through all stages of a rank, as simulate counts the costs
     stages_per_rank = len(where) // len(lists)
     f, b, i, w = (stages_per_rank * mean.get(kind, 0.0) for kind in ACTIONS)
-    # A schedule has B, or I and W. simulate asks for I and W: for B give each half of B, of which
-    # only the sum matters.
+    # simulate takes costs of I and W, and B costs their sum. If the schedule has B, give it B / 2
+    # as I and B / 2 as W.
     simulated = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     measured = seconds_of_pipeline(every)
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, "

@@ -1,6 +1,7 @@
 """Reads the weights of any program that has this model: this one, nanoGPT, Hugging Face.
 
-    of                    names                                       a block's four matrices
+    written by            names                                       shape of a block's four
+                                                                      matrices
     this one, nanoGPT     transformer.h.0.attn.c_attn.weight, ...     (out, in)
     after torch.compile   _orig_mod.transformer. ...                  (out, in)
     Hugging Face          h.0.attn.c_attn.weight, ...                 (in, out)
@@ -42,9 +43,9 @@ def canonical(name):
 
 
 def find_tensors(path, shapes, config):
-    """Read a safetensors file's header. Returns {our name: Entry} and a tuple of endings: tensors
-    whose names end so have the shape (in, out) in this file: CONV1D, or none. CheckpointError
-    unless the file has tensors of these {name: shape}, and no others."""
+    """Read a safetensors file's header. Returns ({our name: Entry}, endings of the names whose
+    tensors are (in, out) in this file: CONV1D for Hugging Face's, else ()). CheckpointError unless
+    the file has tensors of these {name: shape}, and no others."""
     entries = {canonical(name): entry for name, entry in tensorfile.read_header(path).items()}
     table, head = "transformer.wte.weight", "lm_head.weight"
     if head in entries:

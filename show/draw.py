@@ -149,7 +149,7 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
         picture.line(pixels, colors[name], 'stroke-width="2"' + dashes)
         drawn.append(pixels)
         names.append((pixels[-1][1], name))
-    y = math.inf  # of the name that was written last. Larger is lower: the first one is the lowest
+    y = math.inf  # y of the name written last. Names are written from the bottom of the page up
     for end, name in sorted(names, reverse=True):
         y = min(end, y - 15)  # at the curve's end, or 15 pixels above the last name
         picture.line([(RIGHT, end), (RIGHT + 10, y)], colors[name])
