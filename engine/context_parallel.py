@@ -151,7 +151,7 @@ class RingAttentionFunction(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float)
         # The sum that this rank starts in hop 1: (2, B, nh, S/N, hs)
         grad_kv = q.new_zeros((2, *k.shape), dtype=wide)
-        passing_grad = Work()  # of the last start_passing(grad_kv); none has begun
+        passing_grad = Work()  # the last start_passing(grad_kv): none yet
         for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):
             with group.span("attention", hop=hop):
                 dq, dk, dv = kernel_backward(

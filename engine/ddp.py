@@ -49,7 +49,7 @@ class Bucket:
         self.num_shards = self.group.size if split else 1  # DDP: one, the whole buffer
         self.numel += -self.numel % self.num_shards  # padding
         shard_numel = self.numel // self.num_shards
-        self.offset = self.group.rank * shard_numel if split else 0  # of this rank's shard
+        self.offset = self.group.rank * shard_numel if split else 0  # where the shard starts
         self.own = slice(self.offset, self.offset + shard_numel)
         self.full = torch.zeros(self.numel, dtype=dtype, device=device)  # weights
         self.grad = None

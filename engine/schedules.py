@@ -53,7 +53,7 @@ def make_schedule(name, P, m, v=0):
 def actions_of(name, P, m, v, rank):
     """One rank's list. interleaved, P = 2, v = 2, rank 0, whose chunk 1 is stage 2: the first two
     "F1" become F(stage 2, microbatch 0) and F(stage 2, microbatch 1)."""
-    stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]  # of each chunk
+    stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
     count = Counter()  # count["F1"]: number of "F1" so far
     actions = []
     for code in SCHEDULES[name].actions(P, m, v, rank):  # such as "F1"
@@ -65,7 +65,7 @@ def actions_of(name, P, m, v, rank):
 
 # ---- what an action needs ----
 # From here to the end of play(), I counts as B: both turn the gradient of a stage's output into
-# that of its input. When an I ends, play() records it as a B.
+# the gradient of its input. When an I ends, play() records it as a B.
 
 
 def transfers(action, where):
@@ -169,7 +169,7 @@ class Event(NamedTuple):
     # The start of the action, or of the action that made the data: that is before `time`. So at
     # equal times a message sorts before the actions that start then, and may need it
     start: float
-    rank: int  # that runs the action, or made the data
+    rank: int  # the rank that runs the action, or made the data
     action: Action
 
 
@@ -246,6 +246,6 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
             peak[rank] = max(peak[rank], held[rank])
     span = max(row[-1][2] - row[0][1] for row in times)
     m = 1 + max(action.microbatch for action, _, _ in times[0])
-    work = m * v * (f + i + w)  # of one rank
+    work = m * v * (f + i + w)  # one rank's time busy
     times = [[(action, start / v, end / v) for action, start, end in row] for row in times]
     return Timeline(times, span / v, max(0, span - work) / span, peak)
