@@ -60,7 +60,7 @@ MUTANTS = {
         ("(1 - beta2**num_steps)", "1", "plain:train_py"),
         ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
         ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
-        ('> 1 and shard.name.endswith("weight")', "> 1", "experts:equal_one")],
+        ('> 1 and shard.name.endswith("weight")', "> 1", "layouts:experts")],
     "tensor_parallel.py": [
         ("f, parts=3)", "f)", "plain:train_py"),
         ("lambda grad: sum_of_copy(grad, group)", "lambda grad: grad", "plain:train_py"),
@@ -75,9 +75,9 @@ MUTANTS = {
         ("numerator * shrink", "numerator", "plain:sequence_context"),
         ("lambda grad: move(grad, group.prev, group.next)", "lambda grad: grad",
          "plain:sequence_context"),
-        ("[*early, *reversed(late)]", "[*early, *late]", "sequences:cp")],
+        ("[*early, *reversed(late)]", "[*early, *late]", "layouts:cp")],
     "expert_parallel.py": [
-        ("return outputs[order.argsort()]", "return outputs", "experts:equal_one"),
+        ("return outputs[order.argsort()]", "return outputs", "layouts:experts"),
         ("gates.flatten()[order]", "gates.flatten()", "plain:sequence_context"),
         ("sum_over=(same_experts,)", "sum_over=full.shard.sum_over", "plain:sequence_context")],
     "pipeline.py": [
@@ -132,30 +132,30 @@ MUTANTS = {
         ("masked_fill(outside, 0).sum()", "sum()", "layouts:layout_equals"),
         ("(0, 1) * present", "(0, 1)", "values:chunks"),
         ("(grad @ weight) * present", "(grad @ weight)", "values:chunks"),
-        ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad"),
+        ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad_vocab"),
         ("i : i + n] = leaving", "0:n] = leaving", "values:chunks"),
         ("inputs / power), alpha=power", "inputs), alpha=1", "values:range")],
     "engine/sequence_parallel.py": [
         ("work.wait()\n            return tensor", "pass\n            return tensor",
          "collectives:change_nothing"),
         ("contiguous_format)), region.enter)", "contiguous_format)), lambda grad: grad)",
-         "sequences:equal_one")],
+         "layouts:sp")],
     "engine/context_parallel.py": [
-        ("if key_rank < rank", "if key_rank > rank", "sequences:cp"),
+        ("if key_rank < rank", "if key_rank > rank", "layouts:cp"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
         ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
         ("passing.wait()\n            kv = next_kv", "kv = next_kv", "streams:ring"),
-        ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "sequences:cp"),
+        ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "layouts:cp"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
     "engine/expert_parallel.py": [
-        ("(cp, tp) if sp else (cp,)", "(cp,)", "experts:equal_one"),
+        ("(cp, tp) if sp else (cp,)", "(cp,)", "layouts:experts"),
         ("sum_over=(mesh.same_experts(),)", "sum_over=full.shard.sum_over",
-         "experts:equal_one")],
+         "layouts:experts")],
     "run/routing.py": [
-        ("mean(1)).max()", "mean(1)).mean()", "experts:equal_one"),
-        ("sum() * self.copies", "sum()", "experts:equal_one"),
-        ("layer.mlp.balance_weight = cfg.balance", "pass", "experts:equal_one")],
+        ("mean(1)).max()", "mean(1)).mean()", "layouts:experts"),
+        ("sum() * self.copies", "sum()", "layouts:experts"),
+        ("layer.mlp.balance_weight = cfg.balance", "pass", "layouts:experts")],
     "schedules.py": [
         ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
@@ -222,7 +222,7 @@ MUTANTS = {
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
         ("== [0]", "!= []", "zero:one_bit"),
         ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
-        ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "experts:equal_one"),
+        ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "layouts:experts"),
         ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
@@ -245,7 +245,7 @@ MUTANTS = {
         ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
         ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:equals"),
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
-        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one")],
+        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "layouts:experts")],
     "sample.py": [
         ("length > window:  #", "length > window + 1:  #", "weights:sampling"),
         (".double() / temperature", ".double()", "weights:sampling")],
