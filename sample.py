@@ -1,7 +1,7 @@
 """Text from the last complete checkpoint, on one process, whatever layout trained it.
 
 A token's key and value do not change when others follow, so they are kept (cached): 2 L C numbers
-per token and sample, for L layers of width C; a new token then costs one row of attention and
+per token and sample, for L blocks of width C; a new token then costs one row of attention and
 2 FLOPs per parameter. The model sees the last block_size tokens, the window. Positions count from
 the window's beginning: once it is full, each new token shifts all others by one position, so all
 keys and values change, and each further token is computed from the whole window.

@@ -1,9 +1,10 @@
 """Pipeline schedules: which rank runs which microbatch of which stage, in which order.
 
 The model is cut into stages, P ranks have v stages each (a rank's chunks), and the batch is cut
-into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of its
-input, W for those of its weights. The two columns hold for F = I = W and m >= 2P - 1. "Bubble" is
-the idle share of the longest rank's time, from its own first action to its last. "In flight" are
+into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of the
+stage's input, W for the gradients of its weights. The two columns hold for F = I = W and
+m >= 2P - 1. "Bubble": of the rank with the longest time from its first action to its last, the
+share of that time in which the rank idles. "In flight" are
 the microbatches on the fullest rank whose forward is done and whose backward is not: their
 activations are held.
 
@@ -79,8 +80,8 @@ def interleaved(P, m, v, rank):
         return weave(forwards, backwards, P - 1 - rank)
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
     num_warmup = (v - 1) * P
-    # ... then twice 1F1B's warm-up, which hides the latency of v times the messages. It makes the
-    # step 4 to 8% shorter if the latency is 0.1 F, and no shorter if it is 0
+    # ... then twice 1F1B's warm-up. Once would do if messages took no time; if a message takes
+    # 0.1 F, twice makes the step 4 to 8% shorter than once
     num_warmup += 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 

@@ -200,9 +200,9 @@ def slices(trainer):
     """Yields each piece of a parameter that this rank's optimizer steps, with its states: (bucket,
     the parameter's tag, first, {tensor: the elements of its piece}).
 
-    first: index of the piece's first element in the slice that the tag describes. A bucket may cut
-    a parameter: if its slice is elements 100 to 159 of the bucket, and this rank's shard of the
-    bucket begins at element 120, the piece begins at element 20 of the slice."""
+    first: index of the piece's first element in the slice that the tag describes. ZeRO's shard of a
+    bucket may cut a parameter: if this rank's slice of it is elements 100 to 159 of the bucket, and
+    this rank's shard begins at element 120, the piece begins at element 20 of the slice."""
     for bucket in trainer.reducer.buckets:
         flat = dict(bucket.moments)  # {kind: tensor that lies like bucket.weight_shard}
         if bucket.master is not bucket.weight_shard:
@@ -228,7 +228,7 @@ def transfer(trainer, entries, saving):
         for name, values in tensors.items():
             part = values
             start = first
-            if saving and bucket.num_shards == 1:  # all replicas hold these values: each writes 1/D
+            if saving and bucket.num_shards == 1:  # all replicas hold them: each writes a part
                 part_start, part_stop = bounds(len(values), bucket.group)
                 part = values[part_start:part_stop]
                 start = first + part_start
@@ -319,7 +319,7 @@ def save(trainer, step, data_folder=""):
     with together(world), about(folder):
         if world.rank == 0:
             put_in_place(folder, final, {
-                # counts the checkpoints in the order they were written, which is not that of steps
+                # counts checkpoints in the order of writing; a run may go back to an earlier step
                 "number": 1 + max(complete(cfg.out), default=(0,))[0],
                 "step": step,
                 "updates": int(trainer.optimizer.updates),  # steps less those that were skipped
@@ -363,10 +363,13 @@ def load(trainer, folder):
         for path, code, shapes in contents_of_files(trainer, folder):
             entries |= tensorfile.expect(path, tensorfile.read_header(path), shapes, [code])
         for entry in list(entries.values())[world.rank :: world.size]:
+            # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][entry.path.name].get(entry.name, -1))
     with together(world):
         transfer(trainer, entries, saving=False)
     trainer.optimizer.updates.fill_(manifest["updates"])
+    # ZeRO-1 and 2: each rank has read its shard of the weights: all-gather them. (publish() does
+    # nothing under DDP and ZeRO-3)
     for bucket in trainer.reducer.buckets:
         trainer.reducer.publish(bucket)
     trainer.scale.fill_(manifest["scale"])
@@ -374,7 +377,8 @@ def load(trainer, folder):
     return manifest["step"]
 
 
-# ---- before the first step: do all ranks have the same, and --out for this run alone? ----
+# ---- before the first step: do all ranks have the same flags, data, files and code? Does no other
+# ---- run write to --out?
 
 
 def claim(out, patience):

@@ -1,6 +1,7 @@
 """Lets the ranks meet at a store, and ends them together when one of them fails.
 
-The store is a server of keys and values. Through it torch connects the ranks, and the ranks that
+The store holds keys and values that all ranks read and write: a file if run/launch.py started them,
+else a server of torchrun's agent. Through the store torch connects the ranks, and the ranks that
 fail agree which one of them prints the reason. A rank's life:
 
     init        find the store, wait there until all ranks have started, join the process group
@@ -146,7 +147,8 @@ def name_attempt(server, size):
 
 
 def wait_for_start(server, timeout):
-    """Wait until all ranks have started; the error names a rank that has not. If another node
+    """Wait until all ranks have started. Rank 0's error names a rank that has not; the others'
+    errors name rank 0, so that speaks_for_all() lets rank 0 print. If another node
     restarts its ranks meanwhile, fail at once: torchrun then restarts this rank, too, and the new
     ranks of both nodes meet.
 

@@ -31,7 +31,8 @@ Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 
 class CheckpointError(ValueError):
-    """A file cannot be used. One line that names the file and, if one is at fault, the tensor."""
+    """A file cannot be used or, in run/checkpoint.py, the ranks differ or --out is taken. One line,
+    which names the file and the tensor if they are at fault."""
 
     def __init__(self, message):
         super().__init__(message.replace("\n", "\\n"))  # a tensor's name may have line breaks

@@ -78,7 +78,7 @@ def damaged(corpus, tmp_path, how):
     ("--data truncated", "is truncated"),
     ("--data pipe", "train.bin is not a regular file"),
     ("--data device", "meta.json is not a regular file"),
-    ("--data beyond", "beyond the vocabulary"),
+    ("--data beyond", "but the vocabulary of"),
     ("--out /proc/nowhere", "cannot be written"),
     ("--device cuda", "--device cuda"),
     *((f"--lr {value}", f"--lr {value} must be from 0 to 1e+308")
@@ -96,18 +96,18 @@ def damaged(corpus, tmp_path, how):
     ("--trace /tmp", "--trace /tmp cannot be written"),
     *((f"--data {how}", "meta.json is damaged (") for how in FORGED),
     ("--data vocabulary", "meta.json is damaged ("),
-    ("--cp 3", "--block-size 8 must be a multiple of 6, for --cp 3 x --tp 1 x --sp False; try "
+    ("--cp 3", "--block-size 8 must be a multiple of 6, for --cp 3, --tp 1, --sp False; try "
                "12"),
-    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --cp 1 x --tp "
-                                   "4 x --sp True; try 8"),
-    ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for --cp 2 x --tp 4 x "
+    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --cp 1, --tp "
+                                   "4, --sp True; try 8"),
+    ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for --cp 2, --tp 4, "
                                            "--sp True; try 16"),
     ("--cp 4 --tp 2 --cp-attention all-to-all", "--tp 2 x --cp 4 must divide --n-head 4; "
      "try 1 or 2 or 4"),
     ("--cp 0", "--cp 0 must be from 1 to 1,000,000"),
     ("--ep 2 --dp 2", "--ep 2 is for --experts"),
     ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1; try 1"),
-    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2 x --tp 1; "
+    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2, --tp 1; "
                                   "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
     ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
