@@ -6,7 +6,7 @@ median and quartiles: 1.2 means that we do 1.2 steps while the peer does one. Th
 compared, so both sides do the same training. A rank is a process with one thread. Peak memory: how
 much a process grows while it builds one side and takes two steps (Linux; resident bytes).
 
-    python bench.py                  every row but growth's, in half an hour on two cores
+    python bench.py                  every row but growth's (what it takes: docs/measured.md)
     python bench.py --quick          does it run? two turns each of a smaller model: its figures
                                      mean nothing
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
@@ -181,7 +181,6 @@ def against_the_engine_without():
         *training("DDP: buckets", one_parameter_each, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: overlap", without.overlap_of_buckets, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: gradient copied", without.first_gradient_copied, [D2], ["communication"]),
-        *training("loss summed meanwhile", without.loss_meanwhile, [D2, D4], ["communication"]),
         *training("ZeRO-1: weights sent late", without.weights_in_background, [ZERO1],
                   COMPUTE_AND_COMMUNICATION, steps=4),
         *training("ZeRO-3: prefetch", without.prefetch, [ZERO3], COMPUTE_AND_COMMUNICATION),

@@ -126,8 +126,8 @@ def closed_form(name, P, m, v, costs):
 
 
 # ---- the makespan, by the clock ----
-# engine/schedules.py's simulate() once more, 40 times faster. A search needs the speed, because it
-# plays the same lists with many costs:
+# engine/schedules.py's simulate() once more, but fast, because a search plays the same lists with
+# many costs:
 #     in_order()    sorts the actions of a schedule, once for all costs
 #     played()      needs one pass over the sorted actions
 #     makespan()    plays short runs only, and predicts long ones
