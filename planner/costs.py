@@ -279,8 +279,8 @@ class Costs:
         no x once more.)"""
         model = self.job.model
         all_reduce = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
-        # Two all-reduces beside no compute. exposed(), which published.py overrides, returns
-        # all_reduce here
+        # Two all-reduces beside no compute: all of their time, unless published.py's exposed() has
+        # another share
         two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")
         # A message beside I (or W) travels during the I (or W) of one column. A block has two
         # columns, whose share of the block's products is:
@@ -308,6 +308,7 @@ class Costs:
         # one byte:
         senders = ranks if members == ranks else 1  # a ring on one node has no such border
         per_byte = 2 * n * kv / T / link(device, senders, ranks)
+        # Attention's compute is spread evenly over `ranks` hops, the first without a message
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
         # In backward also their gradients, in at least 32 bits
         hop_back = per_byte * (w + max(4, w))
