@@ -215,7 +215,7 @@ def test_heads_that_the_rings_gpu_kernels_refuse_are_refused(corpus, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     shape = {"device": "cuda", "cp": 2, "n_head": 4}
     for dtype, size in (("float64", 8), ("bfloat16", 4), ("float16", 264), ("float32", 6)):
-        with pytest.raises(ValueError, match=f"^--cp 2 x --dtype {dtype} with heads of {size}: "):
+        with pytest.raises(ValueError, match=f"^--cp 2, --dtype {dtype}: heads have {size} "):
             check(config(corpus, dtype=dtype, n_embd=4 * size, **shape), 1)
         check(config(corpus, dtype=dtype, n_embd=4 * size, cp_attention="all-to-all", **shape), 1)
     for dtype, size in (("bfloat16", 256), ("float16", 8), ("float32", 260)):
