@@ -9,8 +9,8 @@ Elements that each of N ranks sends per block and microbatch:
     all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
                 backward; N must divide the number of heads. Ulysses,       arXiv 2309.14509
 
-Held: 1/N of what a block saves for backward. The ring here saves more: the scores of every hop, nh
-S^2/N numbers per sequence, and the keys and values of every hop, 2 B S C.
+Held: 1/N of what a block saves for backward. The ring here saves more, from its N hops together:
+B nh S^2/N scores, and 2 B S C elements of keys and values.
 
     python context_parallel.py        who meets whom, on 4 ranks
 """

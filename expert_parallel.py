@@ -34,9 +34,9 @@ def send_rows(x, sent, received, group, all_to_all=all_to_all):
 
 
 def run_by_expert(experts, rows, counts):
-    """Run rows that came from E ranks on this rank's n experts. counts (E, n): how many rows came
-    from each rank for each expert; the rows are sorted by rank, then by expert. Returns the
-    outputs, in the order of the rows."""
+    """Run rows that came from E ranks on this rank's n experts. counts (E, n), on the CPU: how many
+    rows came from each rank for each expert (the rows may be on a GPU). The rows are sorted by
+    rank, then by expert. Returns the outputs, in the order of the rows."""
     E, n = counts.shape
     # E = 2, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
     expert = torch.arange(n).repeat(E).repeat_interleave(counts.flatten())

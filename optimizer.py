@@ -28,8 +28,8 @@ def decays(shard):
 
 
 def clip_coefficient(norm, grad_clip):
-    """What to multiply gradients by so that their norm, now `norm` (a tensor), is at most
-    grad_clip. grad_clip 0: never clip."""
+    """The factor that brings gradients of norm `norm` (a tensor) down to the norm grad_clip; 1 if
+    their norm is smaller, or if grad_clip is 0 (never clip)."""
     return (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
 
 

@@ -47,7 +47,8 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
     last = group.size - 1
     to_forward = deque(batches)
     in_flight = deque()  # (input, output, send) of microbatches whose backward has not run
-    # A send keeps its tensor alive until wait() returns: the tensors of these stay until the end
+    # Pending sends of gradients, waited for after the last receive. A pending send keeps its tensor
+    # alive, so these gradients take memory until the step ends
     grad_sends = []
     total_loss = 0.0
 

@@ -37,14 +37,17 @@ from sizes import GPTConfig
 from tensor_parallel import tensor_parallel
 from zero import REDUCERS
 
-# The ranks form a grid D x P x T. mesh.group("pp") is this rank with the ranks that differ from it
-# in the stage only, mesh.group("dp") the ranks with its slice of its stage in all replicas.
-
 FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
     "dp": 1, "pp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", "microbatches": 4, "steps": 3,
     "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128, "dtype": "float32",
     "batch_size": 32, "lr": 4e-3, "min_lr": 0.0, "warmup_steps": 150, "weight_decay": 0.1,
     "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib"}
+
+
+# The ranks form a grid D x P x T. A group has the ranks that differ in one place of the grid only:
+#     mesh.group("dp")    same stage, same slice, all replicas
+#     mesh.group("pp")    same replica, same slice, all stages
+#     mesh.group("tp")    same replica, same stage, all slices
 
 
 def part_of_model(cfg, mesh, vocab_size):

@@ -82,8 +82,10 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
             positions = torch.tensor([length - 1], device=out.device)
         logits = next_logits(model.layers, tokens, positions)
         out = torch.cat([out, pick_tokens(logits, temperature, top_k, rng)], dim=1)
-    for module, method in [(embedding, "positions"), *((block.attn, "attend") for block in blocks)]:
-        vars(module).pop(method, None)  # the model has its own methods again
+    # Remove what replaced the model's own methods
+    vars(embedding).pop("positions", None)
+    for block in blocks:
+        vars(block.attn).pop("attend", None)
     return out.tolist()
 
 

@@ -8,8 +8,9 @@ place them between the two halves, on 1/T of the tokens per rank:
     without    row -> all-reduce     -> LayerNorm of S tokens                 -> column
     with       row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent: activations as much as without, and the gradients of replicated parameters (LayerNorm, wpe,
-biases of rows): each rank sees 1/T of the tokens, so they are summed over the T ranks. Held: 1/T of
+Sent: as many elements of activations as tensor parallelism alone sends. In addition, once per step,
+an all-reduce of the gradients of replicated parameters (LayerNorm, wpe, biases of rows), because
+each of the T ranks computes these gradients from 1/T of the tokens. Held: 1/T of
 the activations from a row's output to the next all-gather. What the all-gather returns, a column's
 input, is saved whole for backward. arXiv 2205.05198.
 

@@ -33,7 +33,8 @@ MAX_PREPARING = 300  # seconds to wait for another process that prepares the cor
 
 
 class DataError(ValueError):
-    """One line about a file of tokens."""
+    """A file of tokens is damaged. One line. Unlike other ValueErrors it may come during the run,
+    because batches are read then, too: train.py catches it there, and ends all ranks."""
 
 
 # ---- a prepared folder ----
@@ -50,7 +51,7 @@ def is_usable(value, kind):
     """Is a value of meta.json of its type, not empty, and above 0?"""
     if kind is str:
         return type(value) is str and value != ""
-    is_number = type(value) is kind or (kind is float and type(value) is int)  # (True is no int)
+    is_number = type(value) is kind or (kind is float and type(value) is int)  # (True is a bool)
     return is_number and 0 < value < math.inf
 
 

@@ -52,11 +52,11 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-# The vocabulary is learned from the first so many characters of train (its order is random)
+# The vocabulary is learned from this many characters, the first of train; its files are shuffled
 LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
-# beyond 100,000 characters where a line break follows a letter or digit, because no token joins
-# these two; the last piece is the rest (.+).
+# beyond 100,000 characters where a line break follows a letter, a digit or "_" (\w),
+# because no token joins these two; the last piece is the rest (.+).
 PIECES = re.compile(r"(?s).{100000,}?\w(?=\n)|.+")
 
 

@@ -227,8 +227,9 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose. A choice that is impossible (such as microbatches
-    for a batch that --dp does not divide) is left to refuse_wrong_layout."""
+    """Fill in the flags that are left to choose; turn --scale-lr into rates, and --warmup-tokens
+    into steps. Checks nothing: where no choice fits (microbatches for a batch that --dp does not
+    divide) refuse_wrong_layout refuses the one that was made here."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -429,7 +430,8 @@ def check(cfg, world):
 
 
 def read_command_line(description):
-    """(Config, number of processes, number of ranks) of this command line, or exit in one line."""
+    """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
+    the process with one line (fail)."""
     cfg = parse(sys.argv[1:], description)
     try:
         world = world_size()

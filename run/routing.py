@@ -11,9 +11,9 @@ class Routing:
 
     def __init__(self, stages, cuts, cfg, mesh):
         """stages: {stage: its layers}, on this rank; cuts[stage]: (start, stop) of these layers."""
-        # Row i belongs to block i of the whole model, and stays 0 if another rank has that block:
-        # the balance term, summed over tokens; then each expert's number of tokens. train.py sums
-        # the rows over all ranks. `copies` ranks have the same tokens, and each of them adds
+        # (L, 1 + n_experts). Row i: block i of the whole model; 0 if another rank has the block.
+        # Column 0: the balance term, summed over tokens. The others: an expert's number of tokens.
+        # train.py sums over all ranks. `copies` ranks have the same tokens, and each of them adds
         # 1/copies, so that a token counts once
         self.sums = torch.zeros(cfg.n_layer if cfg.experts else 0, 1 + cfg.experts,
                                 dtype=torch.double, device=mesh.device)

@@ -98,11 +98,11 @@ def before_training():
         end(128 + number, line, local_rank() == 0)
 
     on_stop(stop)
-    # run/launch.py blocked them before it started this process: a blocked signal comes now
+    # run/launch.py blocked STOPS before it started this process: a signal that came since comes now
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if PARENT in os.environ:
         parent = int(os.environ[PARENT])
-    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this process
         parent = os.getppid()
     else:
         parent = 0

@@ -92,8 +92,8 @@ def make_header(shapes, code, path=None):
 
 
 def read_header(path):
-    """{name: Entry} of a safetensors file that is as long as its header says. CheckpointError if it
-    is damaged."""
+    """{name: Entry} of a safetensors file. CheckpointError if it is damaged, or shorter than its
+    header says."""
     if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for ever
         raise CheckpointError(f"{path}: not a file")
     with about(path), open(path, "rb") as file:

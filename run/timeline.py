@@ -163,6 +163,7 @@ def shares(every, rank_of_stage):
             return 0.0
         sender_rank = rank_of_stage(rank, args["sender"])
         key = sender_rank, args["sender"], args["stage"], args["microbatch"], args["step"]
+        # A stage of the same rank sends no message: nothing to wait for
         sent_at = sent.get(key, wait.start)
         return min(max(sent_at - wait.start, 0.0), wait.seconds)
 
