@@ -178,8 +178,12 @@ EVERY = layouts("""
     dp 2 tp 2 pp 2 sp schedule zb-v chunks 2 zero 2 pad_vocab 8 microbatches 3
 """)
 CHOSEN = covering(EVERY)
-# Three features at a time: replicas, no ZeRO, and a rank with both ends, one ready before the other
-CHOSEN += layouts("dp 2 pp 2 schedule zb-v chunks 2 microbatches 3")
+# Three features at a time: replicas, no ZeRO, and a rank with both ends, one ready before the
+# other; experts, several T ranks, and the same tokens on all of them
+CHOSEN += layouts("""
+    dp 2 pp 2 schedule zb-v chunks 2 microbatches 3
+    tp 2 experts 4 microbatches 2
+""")
 
 
 @pytest.mark.parametrize("flags", CHOSEN, ids=named)
