@@ -64,7 +64,8 @@ def ring_attention(q, k, v, group):
     N = group.size
     S = N * q.size(2)
     positions = zigzag(S, N, group.rank)  # positions of this rank's queries
-    kv = torch.stack([k, v])  # (2, B, nh, S/N, hs)
+    kv = torch.stack([k, v])  # (2, B, nh, S/N, hs); a Llama's have n_kv heads
+    shared_by = q.size(1) // k.size(1)  # heads of q that share a head of k and v: 1, or a Llama's
     # The largest score so far is subtracted from all scores, because exp(score) could overflow
     largest = q.new_full((*q.shape[:-1], 1), -math.inf)
     numerator = 0.0  # (B, nh, S/N, hs): sum of exp(score - largest) * value
@@ -72,7 +73,8 @@ def ring_attention(q, k, v, group):
     for hop in range(N):
         # N = 4, rank 1: after 0 1 2 3 hops it has the keys of ranks 1 0 3 2
         key_positions = zigzag(S, N, (group.rank - hop) % N)
-        scores = q @ kv[0].mT / math.sqrt(q.size(-1))  # (B, nh, S/N, S/N)
+        keys, values = kv.repeat_interleave(shared_by, dim=2)  # (B, nh, S/N, hs) each
+        scores = q @ keys.mT / math.sqrt(q.size(-1))  # (B, nh, S/N, S/N)
         is_later = key_positions > positions.unsqueeze(1)  # (S/N, S/N)
         scores = scores.masked_fill(is_later, -math.inf)
         # new_largest cancels in numerator / denominator, so its gradient is 0: detach() it. It is
@@ -80,7 +82,7 @@ def ring_attention(q, k, v, group):
         new_largest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
         weights = (scores - new_largest).exp()
         shrink = (largest - new_largest).exp()  # brings the sums so far to the new largest
-        numerator = numerator * shrink + weights @ kv[1]
+        numerator = numerator * shrink + weights @ values
         denominator = denominator * shrink + weights.sum(-1, keepdim=True)
         largest = new_largest
         if hop < N - 1:
@@ -122,8 +124,11 @@ def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
     """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
     there = partial(to_whole_sequences, group=group, all_to_all=all_to_all)
     back = partial(to_own_tokens, group=group, all_to_all=all_to_all)
-    qkv = torch.stack([q, k, v])  # (3, B, nh, S/N, hs): one message for the three
-    q, k, v = WithBackward.apply(qkv, there, back)  # (B, nh/N, S, hs) each
+    # One message for the three: to each rank its part of the heads of q, of k, of v
+    parts = [x.chunk(group.size, dim=1) for x in (q, k, v)]
+    qkv = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank], dim=1)
+    qkv = WithBackward.apply(qkv, there, back)  # (B, 3 nh/N, S, hs)
+    q, k, v = qkv.split([x[0].size(1) for x in parts], dim=1)  # (B, nh/N, S, hs) each
     y = causal_attention(q, k, v)
     return WithBackward.apply(y, back, there)
 
@@ -131,12 +136,13 @@ def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
 def split_sequences(model, group, attention=ring_attention):
     """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
     is also the length of all sequences, is a multiple of 2 N. After: its attention is over the
-    tokens of all ranks, and its embedding knows this rank's positions, which are returned: feed the
-    model ids[:, positions].
+    tokens of all ranks, and it knows this rank's positions, which are returned: feed the model
+    ids[:, positions].
 
     The ranks see other tokens, like replicas: tag_whole(model, data=mesh.group("dp", "cp"))."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
-    model.layers[0].positions = lambda idx: positions
+    for module in model.positioned():
+        module.positions = lambda x: positions
     if group.size > 1:
         for block in model.layers[1:-1]:
             block.attn.attend = partial(attention, group=group)

@@ -12,23 +12,38 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from llama import Llama, swiglu
 from model import GPT
+from sizes import LlamaConfig
 
 
 class StackedLinear(nn.Module):
-    """The weights of n linear layers in one tensor: weight (n, out, in), bias (n, out)."""
+    """The weights of n linear layers in one tensor: weight (n, out, in), bias (n, out) or None."""
 
-    def __init__(self, n, n_in, n_out):
+    def __init__(self, n, n_in, n_out, bias=True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, n_out, n_in))
-        self.bias = nn.Parameter(torch.empty(n, n_out))
+        self.bias = nn.Parameter(torch.empty(n, n_out)) if bias else None
+
+    def each(self):
+        """[(weight, bias)] of the n layers."""
+        weights = self.weight.unbind()
+        biases = [None] * len(weights) if self.bias is None else self.bias.unbind()
+        return zip(weights, biases, strict=True)
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
 
 
 class Experts(nn.Module):
-    """n MLPs of width C, with `hidden` hidden units each."""
+    """n_experts MLPs, each 1/k as wide as the MLP of a GPT without experts."""
 
-    def __init__(self, n, C, hidden):
+    def __init__(self, config):
         super().__init__()
+        n, C = config.n_experts, config.n_embd
+        hidden = 4 * C // config.top_k
+        self.activation = gelu
         self.c_fc = StackedLinear(n, C, hidden)
         self.c_proj = StackedLinear(n, hidden, C)
 
@@ -39,12 +54,22 @@ class Experts(nn.Module):
         them takes 1.4 to 1.8 times as long. An expert without tokens (n_i = 0) runs too, so that
         backward reaches a rank's experts even if none of them has a token."""
         outputs = []
-        for x, W1, b1, W2, b2 in zip(inputs, self.c_fc.weight.unbind(), self.c_fc.bias.unbind(),
-                                     self.c_proj.weight.unbind(), self.c_proj.bias.unbind(),
-                                     strict=True):
-            hidden = F.gelu(F.linear(x, W1, b1), approximate="tanh")  # (n_i, hidden)
+        for x, (W1, b1), (W2, b2) in zip(inputs, self.c_fc.each(), self.c_proj.each(), strict=True):
+            hidden = self.activation(F.linear(x, W1, b1))  # (n_i, hidden)
             outputs.append(F.linear(hidden, W2, b2))  # (n_i, C)
         return outputs
+
+
+class LlamaExperts(Experts):
+    """n_experts MLPs like a Llama's: SwiGLU, no biases."""
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        n, C = config.n_experts, config.n_embd
+        hidden = config.n_hidden // config.top_k
+        self.activation = swiglu
+        self.c_fc = StackedLinear(n, C, 2 * hidden, bias=False)
+        self.c_proj = StackedLinear(n, hidden, C, bias=False)
 
 
 class MixtureOfExperts(nn.Module):
@@ -57,7 +82,7 @@ class MixtureOfExperts(nn.Module):
         self.n_experts = config.n_experts
         self.top_k = config.top_k
         self.router = nn.Linear(config.n_embd, config.n_experts, bias=False)
-        self.experts = Experts(config.n_experts, config.n_embd, 4 * config.n_embd // config.top_k)
+        self.experts = (LlamaExperts if isinstance(config, LlamaConfig) else Experts)(config)
         self.balance_weight = 0.01  # weight of `balance` in the loss
         # Load-balance term of the last forward, summed over its tokens: 1 per token when the
         # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437)
@@ -123,6 +148,12 @@ class MixtureGPT(GPT):
         return result if targets is None else result + balance_loss(self.layers)
 
 
+class MixtureLlama(MixtureGPT, Llama):
+    """A Llama with experts in each block: MixtureGPT's methods, Llama's layers."""
+
+
 def kind_of(config):
-    """The class of the model that a GPTConfig describes."""
+    """The class of the model that a GPTConfig or LlamaConfig describes."""
+    if isinstance(config, LlamaConfig):
+        return MixtureLlama if config.n_experts else Llama
     return MixtureGPT if config.n_experts else GPT

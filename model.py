@@ -11,7 +11,7 @@ C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
 
 A technique that splits the model replaces matrices inside of these layers or, where a rank holds
 only some of the tokens or words, one of three methods: Embedding.positions, Attention.attend,
-Head.loss. experts.py has the GPT whose blocks have experts.
+Head.loss. experts.py has the GPT whose blocks have experts, llama.py a Llama.
 """
 
 import hashlib
@@ -43,14 +43,16 @@ class Embedding(nn.Module):
 
 
 def causal_attention(q, k, v):
-    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs)."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs). (k and v
+    may have fewer heads, each for several heads of q: llama.py.)"""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
+        self.parts = (config.n_embd,) * 3  # rows of c_attn for q, k, v
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -68,6 +70,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.parts = (4 * config.n_embd,)  # rows of c_fc: one matrix
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
@@ -113,6 +116,9 @@ class Head(nn.Module):
         return logits if targets is None else self.loss(logits, targets)
 
 
+UNTIED = "lm_head.weight"  # the head's matrix has this name if it is not the embedding's
+
+
 class GPT(nn.Module):
     """The whole model. forward(idx) returns logits; forward(idx, targets) the summed loss."""
 
@@ -134,15 +140,18 @@ class GPT(nn.Module):
         """Yield (name, parameter) with the names of GPT-2 and nanoGPT, the tied embedding once.
 
             layers.0.wte.weight            ->  transformer.wte.weight
-            layers.3.attn.c_attn.weight    ->  transformer.h.2.attn.c_attn.weight"""
+            layers.3.attn.c_attn.weight    ->  transformer.h.2.attn.c_attn.weight
+            layers.5.lm_head.weight        ->  lm_head.weight, if it is not tied"""
         for name, param in self.named_parameters():
             _, i, local = name.split(".", 2)  # "layers", "3", "attn.c_attn.weight"
             block = f"h.{int(i) - 1}." if 0 < int(i) <= self.config.n_layer else ""
-            yield f"transformer.{block}{local}", param
+            yield local if local == UNTIED else f"transformer.{block}{local}", param
+
+    def positioned(self):
+        """The modules that ask for positions: each has a method `positions`."""
+        return [self.layers[0]]
 
 
-# nanoGPT's files hold the tied embedding twice: under its canonical name, and under this one
-ALIASES = {"transformer.wte.weight": ["lm_head.weight"]}
 
 
 def initial_value(name, shape, config, seed):
@@ -166,7 +175,7 @@ def initial_value(name, shape, config, seed):
 
 def build(config, seed=0, dtype=torch.float32, kind=GPT):
     """The whole, unsplit model with its initial values, the same on every rank that calls it. kind:
-    GPT, or a subclass."""
+    GPT, or a subclass (experts.kind_of)."""
     assert kind is not GPT or not config.n_experts, "experts.MixtureGPT is the GPT with experts"
     model = kind(config).to(dtype)
     for name, param in model.canonical_parameters():

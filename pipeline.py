@@ -90,8 +90,9 @@ def tie_ends(all_layers, group):
     of two terms, the embedding's on the first stage and the head's on the last. all_layers: the
     whole model's, before they are cut into stages. group: the ranks of those two stages
     (Mesh.ends); any other rank is alone in its group, and has nothing to tag."""
-    weight = all_layers[0].wte.weight  # the same object as the head's lm_head.weight
-    if group.size > 1:
+    weight = all_layers[0].wte.weight
+    is_tied = weight is all_layers[-1].lm_head.weight
+    if is_tied and group.size > 1:
         weight.shard.shared_by += (group,)
         weight.shard.sum_over += (group,)
 

@@ -1,10 +1,11 @@
 """Text from the last complete checkpoint, on one process, whatever layout trained it.
 
 A token's key and value do not change when others follow, so they are kept (cached): 2 L C numbers
-per token and sample, for L blocks of width C; a new token then costs one row of attention and
-2 FLOPs per parameter. The model sees the last block_size tokens, the window. Positions count from
-the window's beginning: once it is full, each new token shifts all others by one position, so all
-keys and values change, and each further token is computed from the whole window.
+per token and sample, for L blocks of width C (a Llama: n_kv/nh of that); a new token then costs one
+row of attention and 2 FLOPs per parameter. The model sees the last block_size tokens, the window.
+Positions count from the window's beginning: once it is full, each new token shifts all others by
+one position, so all keys and values change, and each further token is computed from the whole
+window.
 
     python sample.py --prompt "def " --out out --samples 3
 """
@@ -28,7 +29,7 @@ class CachedAttention:
     which sees all tokens so far: no mask."""
 
     def __init__(self):
-        self.keys = self.values = None  # (B, nh, tokens so far, hs)
+        self.keys = self.values = None  # (B, nh, tokens so far, hs); a Llama's have n_kv heads
 
     def __call__(self, q, k, v):
         is_first = self.keys is None
@@ -36,7 +37,7 @@ class CachedAttention:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         self.keys, self.values = k, v
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_first)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_first, enable_gqa=True)
 
 
 def pick_tokens(logits, temperature, top_k, rng):
@@ -51,14 +52,15 @@ def pick_tokens(logits, temperature, top_k, rng):
     return tokens.gather(1, torch.multinomial(weights, 1, generator=rng))
 
 
-def next_logits(layers, tokens, positions):
+def next_logits(model, tokens, positions):
     """(samples, V): logits of the token that follows `tokens` (samples, n), which stand at these
     positions of the window (n,)."""
-    embedding, *blocks, head = layers
-    embedding.positions = lambda idx: positions
-    x = embedding(tokens)
-    for block in blocks:
-        x = block(x)
+    for module in model.positioned():
+        module.positions = lambda x: positions
+    *layers, head = model.layers
+    x = tokens
+    for layer in layers:
+        x = layer(x)
     return head(x[:, -1:]).squeeze(1)
 
 
@@ -80,10 +82,11 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
         else:  # the caches have all tokens but the last
             tokens = out[:, -1:]
             positions = torch.tensor([length - 1], device=out.device)
-        logits = next_logits(model.layers, tokens, positions)
+        logits = next_logits(model, tokens, positions)
         out = torch.cat([out, pick_tokens(logits, temperature, top_k, rng)], dim=1)
     # Remove what replaced the model's own methods
-    vars(embedding).pop("positions", None)
+    for module in model.positioned():
+        vars(module).pop("positions", None)
     for block in blocks:
         vars(block.attn).pop("attend", None)
     return out.tolist()

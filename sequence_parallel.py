@@ -58,10 +58,16 @@ def sequence_parallel(model, group):
     group. T must divide S (with context parallelism over N ranks: S/N)."""
     split_layers(model, group, f=gather_tokens, g=scatter_tokens)
     tag_replicated(model, group, sum_gradients=True)
+    positions_of_own_tokens(model, group)
+
+
+def positions_of_own_tokens(model, group):
+    """wte now returns this rank's S/T tokens: where the embedding adds positions (GPT-2), give it
+    the positions of the same tokens."""
     embedding = model.layers[0]
-    positions = embedding.positions  # gives the positions of all tokens
-    # wte now returns this rank's S/T tokens: give the positions of the same ones
-    embedding.positions = lambda idx: own_chunk(positions(idx), group)
+    if embedding in model.positioned():
+        positions = embedding.positions  # gives the positions of all tokens
+        embedding.positions = lambda idx: own_chunk(positions(idx), group)
 
 
 # plain.py leaves this technique out. train.py --sp runs engine/sequence_parallel.py and

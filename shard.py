@@ -93,15 +93,20 @@ def take_slice(full, tag):
     return part
 
 
-def split(full, dim, group, parts=1):
-    """This rank's slice of a tagged parameter: 1/T of `dim`, or 1/T of each of `parts` equal parts
-    (c_attn is three matrices in one: q, k, v). A tied weight is split once: its second user gets
-    the same slice."""
+def split(full, dim, group, parts=()):
+    """This rank's slice of a tagged parameter: 1/T of `dim`, or 1/T of each part, if `dim` has
+    parts of these sizes (c_attn is three matrices in one: q, k, v). None, a bias that is not there,
+    stays None. A tied weight is split once: its second user gets the same slice."""
+    if full is None:
+        return None
     if not hasattr(full, "own_slice"):
-        n = full.size(dim) // parts
-        start, stop = bounds(n, group)
-        ranges = tuple((part * n + start, part * n + stop) for part in range(parts))
-        full.own_slice = take_slice(full, replace(full.shard, dim=dim, ranges=ranges))
+        ranges = []
+        begin = 0  # where the part begins
+        for size in parts or (full.size(dim),):
+            start, stop = bounds(size, group)
+            ranges.append((begin + start, begin + stop))
+            begin += size
+        full.own_slice = take_slice(full, replace(full.shard, dim=dim, ranges=tuple(ranges)))
     return full.own_slice
 
 

@@ -1,13 +1,15 @@
 """Sizes of a model, FLOPs, bytes per parameter, without torch: python sizes.py 7e9 --gpu-gb 80"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("velocity",), "lars": ("velocity",),
            "lamb": ("exp_avg", "exp_avg_sq")}  # numbers that an optimizer holds per parameter
 
+
 @dataclass(frozen=True)
 class GPTConfig:
+    """A GPT-2 (model.py)."""
     vocab_size: int = 50257
     block_size: int = 1024  # tokens in a sequence
     n_layer: int = 12
@@ -20,21 +22,72 @@ class GPTConfig:
         """Forward FLOPs per token of each layer: [embedding, block, ..., block, head].
         schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
-        # 2 FLOPs for each of 12 C^2 weights (with experts, too: a token runs through k of them,
-        # each 1/k as wide as the MLP); 4 C S for scores and values, masked ones too; 2 C n_experts
-        # for the router
-        block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
+        # 2 FLOPs for each weight; 4 C S for scores and values, masked ones too; 2 C n_experts for
+        # the router
+        block = 2 * self.block_weights() + 4 * C * self.block_size + 2 * C * self.n_experts
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
+
+    def block_weights(self):
+        """Elements of the matrices of a block. With experts: of those that a token runs through, k
+        experts, each 1/k as wide as the MLP."""
+        return 12 * self.n_embd**2
+
+    def expert_parameters(self):
+        """Parameters of an expert: two matrices and two biases."""
+        C = self.n_embd
+        hidden = 4 * C // self.top_k
+        return 2 * C * hidden + hidden + C
 
     def flops_per_token(self, n_params):
         """Forward and backward FLOPs, counted as in PaLM (arXiv 2204.02311, appendix B). Only the k
         experts that a token runs through count."""
-        C = self.n_embd
-        hidden = 4 * C // self.top_k  # hidden units of an expert
-        expert = 2 * C * hidden + hidden + C  # parameters: two matrices, two biases
-        unused = max(0, self.n_experts - self.top_k) * expert  # parameters that a token skips
+        # parameters that a token skips
+        unused = max(0, self.n_experts - self.top_k) * self.expert_parameters()
         active = n_params - self.n_layer * unused
-        return 6 * active + 12 * self.n_layer * C * self.block_size
+        return 6 * active + 12 * self.n_layer * self.n_embd * self.block_size
+
+
+@dataclass(frozen=True)
+class LlamaConfig(GPTConfig):
+    """A Llama (llama.py)."""
+    n_kv_head: int = 12  # heads of keys and values; n_head / n_kv_head heads of queries share one
+    n_hidden: int = 2048  # hidden units of the MLP
+    rope_theta: float = 10000.0  # the base of the rotary frequencies
+    rope_scaling: str = ""  # Llama 3.1's four numbers: factor, low, high, original block_size
+    norm_eps: float = 1e-5
+    tied: bool = True  # are lm_head and the embedding one matrix?
+
+    @property
+    def kv_width(self):
+        """Width of a token's keys, all heads together; its values are as wide."""
+        return self.n_embd // self.n_head * self.n_kv_head
+
+    def block_weights(self):
+        C = self.n_embd
+        return 2 * C * C + 2 * C * self.kv_width + 3 * C * self.n_hidden
+
+    def expert_parameters(self):
+        """Parameters of an expert: three matrices."""
+        return 3 * self.n_embd * (self.n_hidden // self.top_k)
+
+
+def config_of(cfg, vocab_size):
+    """The GPTConfig or LlamaConfig that these flags (run/config.py) describe."""
+    kind = LlamaConfig if cfg.arch == "llama" else GPTConfig
+    given = {f.name: getattr(cfg, f.name) for f in fields(kind) if hasattr(cfg, f.name)}
+    given["vocab_size"] = vocab_size
+    if cfg.experts:
+        given["n_experts"] = cfg.experts
+    else:
+        given.pop("top_k")
+    if cfg.arch == "llama":
+        given["tied"] = not cfg.untied
+    return kind(**given)
+
+
+def config_from(values):
+    """The GPTConfig or LlamaConfig with these {name: value}, from a checkpoint's manifest."""
+    return (LlamaConfig if "n_kv_head" in values else GPTConfig)(**values)
 
 
 def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):

@@ -56,19 +56,19 @@ def sum_over_ranks(x, group):
 class Column(nn.Module):
     """Whole x -> a slice of y: this rank's rows of W, the columns of W^T in y = x W^T + b."""
 
-    def __init__(self, linear, group, f, parts=1):
+    def __init__(self, linear, group, f, parts=()):
         super().__init__()
         self.group = group
         self.f = f
         self.weight = split(linear.weight, 0, group, parts)
-        self.bias = None if linear.bias is None else split(linear.bias, 0, group, parts)
+        self.bias = split(linear.bias, 0, group, parts)
 
     def forward(self, x):  # (B, S, in) -> (B, S, out/T)
         return F.linear(self.f(x, self.group), self.weight, self.bias)
 
 
 class Row(nn.Module):
-    """A slice of x -> whole y. The bias is replicated, and added once, after the sum."""
+    """A slice of x -> whole y. The bias, if any, is replicated, and added once, after the sum."""
 
     def __init__(self, linear, group, g):
         super().__init__()
@@ -79,7 +79,8 @@ class Row(nn.Module):
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out)
         partial_y = F.linear(x, self.weight)  # (B, S, out), partial over tp
-        return self.g(partial_y, self.group) + self.bias
+        y = self.g(partial_y, self.group)
+        return y if self.bias is None else y + self.bias
 
 
 # ---- the two ends of the model, split along the vocabulary ----
@@ -135,11 +136,11 @@ def split_layers(model, group, f, g):
     embedding, *blocks, head = model.layers
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:
-        block.attn.c_attn = Column(block.attn.c_attn, group, f, parts=3)  # q, k, v
+        block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts)  # q, k, v
         block.attn.c_proj = Row(block.attn.c_proj, group, g)
-        block.mlp.c_fc = Column(block.mlp.c_fc, group, f)
+        block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts)
         block.mlp.c_proj = Row(block.mlp.c_proj, group, g)
-    head.lm_head = Column(head.lm_head, group, f)  # the embedding's slice: the weight is tied
+    head.lm_head = Column(head.lm_head, group, f)  # a tied weight: the embedding's slice
     head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
 
 

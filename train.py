@@ -59,7 +59,7 @@ from run.weights import read_weights
 from sample import sample_text
 from schedules import cut, placement, splits_backward
 from shard import tag_whole
-from sizes import GPTConfig
+from sizes import config_of
 
 # The run gives up after so many steps in a row whose loss or norm is not finite (float16: counted
 # only once the loss scale is down to 1)
@@ -122,10 +122,7 @@ class Trainer:
 
     def whole_model(self, vocab_size):
         """The model on the meta device: shapes without memory. Its parameters are tagged."""
-        cfg = self.cfg
-        experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
-        self.model_config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head,
-                                      cfg.n_embd, **experts)
+        self.model_config = config_of(self.cfg, vocab_size)
         with torch.device("meta"):
             model = kind_of(self.model_config)(self.model_config)
         tag_whole(model, data=self.mesh.replicas())

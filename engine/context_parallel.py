@@ -33,13 +33,15 @@ def takes_flash(q):
 
 
 def kernel(q, k, v, causal):
-    """Attention of q (B, nh, Sq, hs) over k, v (B, nh, Sk, hs). Returns out (B, nh, Sq, hs), the
-    logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout, unused."""
+    """Attention of q (B, nh, Sq, hs) over k, v (B, n_kv, Sk, hs), n_kv <= nh. Returns out (B, nh,
+    Sq, hs), the logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout,
+    unused."""
     aten = torch.ops.aten
     if takes_flash(q):  # both GPU kernels have been read, never run: no GPU was at hand
         out, lse, _, _, _, _, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse, rest[:2]
     if q.is_cuda:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal)
         return out, lse[..., : q.size(2)], rest  # the kernel pads lse
@@ -58,8 +60,12 @@ def kernel_backward(grad, q, k, v, out, lse, rest, causal):
             *rest)
     if q.is_cuda:  # the kernel wants the rows of lse padded to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
-        return aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)[:3]
+        n_kv = k.size(1)
+        k, v = (x.repeat_interleave(q.size(1) // n_kv, dim=1) for x in (k, v))
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *rest, 0.0, [True, True, True, False], causal)
+        # n_kv heads, each used by several heads of q: the sum of their gradients
+        return dq, *(x.unflatten(1, (n_kv, -1)).sum(2) for x in (dk, dv))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal)
 
@@ -96,9 +102,9 @@ def start_passing(x, group):
 
 
 def ring_hops(kv, group):
-    """Pass keys and values kv (2, B, nh, S/N, hs) around the ring. Yields for each hop: its number;
-    the keys and values to compute with, which this rank now has; and what visible() returned. The
-    next ones travel meanwhile (overlap)."""
+    """Pass keys and values kv (2, B, n_kv, S/N, hs) around the ring. Yields for each hop: its
+    number; the keys and values to compute with, which this rank now has; and what visible()
+    returned. The next ones travel meanwhile (overlap)."""
     for hop in range(group.size):
         if hop < group.size - 1:
             next_kv, passing = start_passing(kv, group)
@@ -112,7 +118,8 @@ def ring_hops(kv, group):
 
 
 class RingAttentionFunction(torch.autograd.Function):
-    """In: q, k, v (B, nh, S/N, hs) of this rank's tokens, split by zigzag over N ranks. Out:
+    """In: q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs) of this rank's tokens, split by zigzag
+    over N ranks. Out:
     (B, nh, S/N, hs), attention over all S tokens for this rank's queries. N-1 sends each of keys
     and values."""
 
@@ -149,7 +156,7 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
         wide = torch.promote_types(q.dtype, torch.float)
-        # The sum that this rank starts in hop 1: (2, B, nh, S/N, hs)
+        # The sum that this rank starts in hop 1: (2, B, n_kv, S/N, hs)
         grad_kv = q.new_zeros((2, *k.shape), dtype=wide)
         passing_grad = Work()  # the last start_passing(grad_kv): none yet
         for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):

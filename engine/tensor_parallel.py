@@ -17,10 +17,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from collectives import own_chunk
 from engine.sequence_parallel import Region
 from engine.vocabulary_parallel import ChunkedHead, VocabularyEmbedding
-from model import MLP
+from experts import MixtureOfExperts
+from sequence_parallel import positions_of_own_tokens
 from shard import split, tag_replicated
 
 # Elements that each rank keeps for backward, per token and block:
@@ -92,9 +92,9 @@ class RowLinear(torch.autograd.Function):
 
 
 class Column(nn.Module):
-    """Whole x -> a slice of y. parts: 3 for c_attn, which is q, k and v in one matrix."""
+    """Whole x -> a slice of y. parts: sizes of the matrices that are in one, such as q, k and v."""
 
-    def __init__(self, linear, region, defer, parts=1):
+    def __init__(self, linear, region, defer, parts=()):
         super().__init__()
         self.weight = split(linear.weight, 0, region.group, parts)
         self.bias = split(linear.bias, 0, region.group, parts)
@@ -106,7 +106,7 @@ class Column(nn.Module):
 
 
 class Row(nn.Module):
-    """A slice of x -> whole y. The bias is replicated, and added once, after the sum."""
+    """A slice of x -> whole y. The bias, if any, is replicated, and added once, after the sum."""
 
     def __init__(self, linear, region, defer):
         super().__init__()
@@ -116,7 +116,8 @@ class Row(nn.Module):
         self.defer = defer
 
     def forward(self, x):  # (B, S, in/T) -> (B, S, out), under --sp (B, S/T, out)
-        return RowLinear.apply(x, self.weight, self.region, self.defer).add_(self.bias)
+        y = RowLinear.apply(x, self.weight, self.region, self.defer)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 def parallelize(model, group, sp=False, defer=None):
@@ -137,17 +138,18 @@ def parallelize(model, group, sp=False, defer=None):
         now_or_later = defer or compute_now
         embedding.wte = VocabularyEmbedding(embedding.wte, region)
         for block in blocks:
-            block.attn.c_attn = Column(block.attn.c_attn, region, now_or_later, parts=3)
-            block.attn.c_proj = Row(block.attn.c_proj, region, now_or_later)
-            if isinstance(block.mlp, MLP):  # experts: engine/expert_parallel.py
-                block.mlp.c_fc = Column(block.mlp.c_fc, region, now_or_later)
-                block.mlp.c_proj = Row(block.mlp.c_proj, region, now_or_later)
-        head.lm_head.weight = split(head.lm_head.weight, 0, group)  # the embedding's slice
+            attn, mlp = block.attn, block.mlp
+            attn.c_attn = Column(attn.c_attn, region, now_or_later, attn.parts)
+            attn.c_proj = Row(attn.c_proj, region, now_or_later)
+            if not isinstance(mlp, MixtureOfExperts):  # experts: engine/expert_parallel.py
+                mlp.c_fc = Column(mlp.c_fc, region, now_or_later, mlp.parts)
+                mlp.c_proj = Row(mlp.c_proj, region, now_or_later)
+        # a tied weight: the embedding's slice
+        head.lm_head.weight = split(head.lm_head.weight, 0, group)
     model.layers[-1] = ChunkedHead(head, region)
     tag_replicated(model, group, sum_gradients=sp)
     if sp:
-        positions = embedding.positions  # gives those of all tokens of this context rank
-        embedding.positions = lambda idx: own_chunk(positions(idx), group)
+        positions_of_own_tokens(model, group)
 
 
 def demo(mesh):

@@ -151,15 +151,18 @@ class ChunkedHead(nn.Module):
 
 
 def pad_vocabulary(model, multiple):
-    """Pad this rank's rows of the tied embedding with zeros up to a multiple. Call it after
+    """Pad this rank's rows of embedding and head with zeros up to a multiple. Call it after
     parallelize. No token has a padded id, and ChunkedLoss sets the padded logits to minus infinity.
     The tag does not describe the padding, so the parameter count and checkpoints leave it out. Its
     gradient is 0, so the norm does not change."""
-    head, embedding = model.layers[-1].lm_head, model.layers[0].wte
-    weight = embedding.weight
-    rows = weight.size(0)
-    if rows % multiple:
-        # a shape only: the model is on the meta device, and Bucket (engine/ddp.py) fills in zeros
-        padded = weight.new_empty(rows + -rows % multiple, weight.size(1))
-        embedding.weight = head.weight = torch.nn.Parameter(padded)
-        head.weight.shard = weight.shard
+    padded = {}  # weight -> its padded version: a tied weight has one
+    for layer in (model.layers[0].wte, model.layers[-1].lm_head):
+        weight = layer.weight
+        missing = -weight.size(0) % multiple
+        if missing and weight not in padded:
+            # a shape only: the model is on the meta device, and Bucket (engine/ddp.py) fills in
+            # zeros
+            shape = (weight.size(0) + missing, weight.size(1))
+            padded[weight] = nn.Parameter(weight.new_empty(shape))
+            padded[weight].shard = weight.shard
+        layer.weight = padded.get(weight, weight)

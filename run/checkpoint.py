@@ -22,23 +22,24 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from engine.collectives import all_reduce
-from model import ALIASES
+from model import UNTIED
 from run import tensorfile
 from run.config import require
 from run.processes import all_gather_text
 from run.signals import local_rank
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
 from shard import bounds
-from sizes import MOMENTS, GPTConfig
+from sizes import MOMENTS, config_from
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+EMBEDDING = "transformer.wte.weight"
 
 # A checkpoint is complete or does not exist. Its folder has these names, in this order:
 #
@@ -82,11 +83,13 @@ def refuse_unsound(manifest):
         require(is_whole(manifest[name]), name)
     for file in (MODEL, OPTIMIZER):
         require(all(map(is_whole, manifest["checksums"][file].values())), file)
-    sizes = asdict(GPTConfig(**manifest["model"]))
-    for name, size in sizes.items():
-        least = 0 if name == "n_experts" else 1
-        require(is_whole(size, 2**31) and size >= least, name)
-    require(sizes["n_embd"] % sizes["n_head"] == 0, "n_head")
+    config = config_from(manifest["model"])
+    for field in fields(config):
+        value = getattr(config, field.name)
+        require(type(value) is field.type, field.name)
+        if field.type is int:
+            require(is_whole(value, 2**31) and value >= (field.name != "n_experts"), field.name)
+    require(config.n_embd % config.n_head == 0, "n_head")
     scale = manifest["scale"]
     require(type(scale) is float and 0 < scale < 2.0**128, "scale")
     require(type(manifest["data"]) is str, "data")
@@ -107,8 +110,8 @@ def read_manifest(folder):
 
 def refuse_other(folder, manifest, config):
     """CheckpointError unless the checkpoint is of this GPTConfig."""
-    for name, found in asdict(GPTConfig(**manifest["model"])).items():
-        wanted = getattr(config, name)
+    for name, found in asdict(config_from(manifest["model"])).items():
+        wanted = getattr(config, name, "no such size")
         if found != wanted:
             raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {wanted}")
 
@@ -184,9 +187,7 @@ def contents_of_files(trainer, folder):
     every rank."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     shapes = dict(trainer.shapes)
-    for name, aliases in ALIASES.items():  # the tied matrix is stored under both of its names
-        for alias in aliases:
-            shapes[alias] = shapes[name]
+    shapes.setdefault(UNTIED, shapes[EMBEDDING])  # a tied matrix is stored under both of its names
     sixteen_bits = trainer.dtype.itemsize == 2
     kinds = list(MOMENTS[trainer.cfg.optimizer])
     if sixteen_bits:
@@ -211,8 +212,8 @@ def slices(trainer):
         for param, weight in bucket.pieces(bucket.weight_shard):
             name = param.shard.name
             tensors = {name: weight}
-            for alias in ALIASES.get(name, []):
-                tensors[alias] = weight
+            if name == EMBEDDING and UNTIED not in trainer.shapes:
+                tensors[UNTIED] = weight
             for kind in flat:
                 tensors[f"{name}.{kind}"] = pieces[kind][param]
             start = max(0, bucket.offset - bucket.starts[param])

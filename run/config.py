@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from engine.schedules import make_schedule
+from run.hugging_face import CONFIG, flags_of
 from run.signals import STORE, local_rank
 from schedules import SCHEDULES, chunks_of, is_plain
-from sizes import MOMENTS, WIDTHS, bytes_per_parameter
+from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
 
 def flag(default, group, help, choices=None):
@@ -49,9 +50,18 @@ class Config:
     pad_vocab: int = flag(0, "layout", "pad a rank's rows of the vocabulary to a multiple of "
                           "this; 0: 64 on GPUs, 1 on CPUs")
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
+    arch: str = flag("gpt2", "model", "model.py's GPT-2 or llama.py's Llama", ("gpt2", "llama"))
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
+    n_kv_head: int = flag(0, "model", "llama: heads of keys and values; 0: as many as --n-head")
+    n_hidden: int = flag(0, "model", "llama: hidden units of an MLP; 0: 8/3 of the width, up to a "
+                         "multiple of 64")
+    rope_theta: float = flag(10000.0, "model", "llama: base of the rotary frequencies")
+    rope_scaling: str = flag("", "model", "llama: FACTOR,LOW,HIGH,TOKENS, Llama 3.1's change of "
+                             "the frequencies for longer sequences")
+    norm_eps: float = flag(1e-5, "model", "llama: RMSNorm's epsilon")
+    untied: bool = flag(False, "model", "llama: lm_head has a matrix of its own")
     experts: int = flag(0, "model", "experts in each block, in place of its MLP; 0: none")
     top_k: int = flag(2, "model", "experts that a token goes through, each 1/top-k as wide as "
                       "an MLP")
@@ -82,7 +92,8 @@ class Config:
     save_interval: int = flag(0, "run", "steps between checkpoints in --out; 0: only at the end")
     keep: int = flag(0, "run", "number of last checkpoints to keep in --out; 0: all")
     resume: str = flag("no", "run", "no, auto (the last complete checkpoint of --out) or a path")
-    init_from: str = flag("", "run", "model.safetensors to start from: ours, nanoGPT's or GPT-2's")
+    init_from: str = flag("", "run", "weights to start from: our, nanoGPT's or GPT-2's model.safetensors, "
+                          "or a folder of Hugging Face, which gives the sizes, too")
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for one JSON line per step")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
@@ -99,11 +110,13 @@ LIMITS = {  # (least, most): flags
     (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size base_batch_size log_interval "
     "eval_batches",
     (1, 2**31): "block_size",
-    (0, 10**6): "dp pad_vocab experts chunks microbatches",
+    (0, 10**6): "dp pad_vocab experts chunks microbatches n_kv_head n_hidden",
     (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2",
     (1e-6, 1e6): "bucket_mb timeout",
+    (1.0, 1e12): "rope_theta",
+    (0, 1): "norm_eps",
 }
 
 
@@ -148,7 +161,15 @@ def parse(args, description=None):
     for title in ("layout", "model", "training", "run"):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
-    return Config(**vars(parser.parse_args(args)))
+    cfg = Config(**vars(parser.parse_args(args)))
+    if Path(cfg.init_from, CONFIG).exists() and cfg.init_from:
+        # Sizes that no flag gives are those of the folder
+        try:
+            parser.set_defaults(**flags_of(cfg.init_from))
+        except ValueError as error:
+            fail(error)
+        cfg = Config(**vars(parser.parse_args(args)))
+    return cfg
 
 
 def as_text(cfg):
@@ -239,6 +260,9 @@ def resolve(cfg, world):
     if cfg.microbatches == 0:
         cfg.microbatches = choose_microbatches(cfg)
     cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
+    if cfg.arch == "llama":
+        cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
+        cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
     if cfg.scale_lr != "none":
         ratio = cfg.batch_size / cfg.base_batch_size
         factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
@@ -300,9 +324,14 @@ def refuse_what_plain_lacks(cfg):
 def refuse_wrong_sizes(cfg):
     """Heads, tokens and experts must divide over the ranks that split them; n_embd over the heads,
     and an MLP's 4 n_embd over top_k experts."""
-    require_divides(cfg, "tp", whole="n_head")
-    if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
-        require_divides(cfg, "tp", "cp", whole="n_head")
+    refuse_wrong_model(cfg)
+    heads = ["n_head"]
+    if cfg.arch == "llama":
+        heads.append("n_kv_head")
+    for whole in heads:
+        require_divides(cfg, "tp", whole=whole)
+        if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
+            require_divides(cfg, "tp", "cp", whole=whole)
     # Under --cp a sequence is cut into 2 cp segments, two per rank; under --sp each of the cp x tp
     # ranks that share a sequence has one slice of it
     zigzag = 2 * cfg.cp if cfg.cp > 1 else 1
@@ -314,9 +343,40 @@ def refuse_wrong_sizes(cfg):
         require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
         require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "
                 f"{given(cfg, 'experts')}")
-        require(4 * cfg.n_embd % cfg.top_k == 0,  # an expert's hidden width: 4 n_embd / top_k
-                f"{given(cfg, 'top_k')} must divide 4 x {given(cfg, 'n_embd')}; try 1, 2 or 4")
+        if cfg.arch == "llama":  # an expert's hidden width: n_hidden / top_k
+            require_divides(cfg, "top_k", whole="n_hidden")
+        else:
+            require(4 * cfg.n_embd % cfg.top_k == 0,  # an expert's hidden width: 4 n_embd / top_k
+                    f"{given(cfg, 'top_k')} must divide 4 x {given(cfg, 'n_embd')}; try 1, 2 or 4")
+
+
+LLAMA_FLAGS = ("n_kv_head", "n_hidden", "rope_theta", "rope_scaling", "norm_eps", "untied")
+
+
+def refuse_wrong_model(cfg):
+    """Heads must divide the width and, in a Llama, key-value heads the heads of queries; a GPT-2
+    has no flags of a Llama."""
     require_divides(cfg, "n_head", whole="n_embd")
+    if cfg.arch == "llama":
+        require_divides(cfg, "n_kv_head", whole="n_head")
+        require(cfg.n_embd // cfg.n_head % 2 == 0, f"{given(cfg, 'n_embd', 'n_head')}: heads of "
+                f"{cfg.n_embd // cfg.n_head} numbers; rotary positions need an even number")
+        require(not cfg.rope_scaling or is_scaling(cfg.rope_scaling),
+                f"{given(cfg, 'rope_scaling')} must be four numbers above 0 such as 8,1,4,8192, "
+                "the second below the third")
+        return
+    for f in fields(cfg):
+        require(f.name not in LLAMA_FLAGS or getattr(cfg, f.name) == f.default,
+                f"{given(cfg, f.name)} is for --arch llama")
+
+
+def is_scaling(text):
+    """Is this FACTOR,LOW,HIGH,TOKENS?"""
+    try:
+        factor, low, high, tokens = (float(number) for number in text.split(","))
+    except ValueError:
+        return False
+    return 0 < factor < math.inf and 0 < low < high < math.inf and 0 < tokens < math.inf
 
 
 def refuse_wrong_pipeline(cfg):
@@ -346,10 +406,10 @@ def check_memory(cfg, share):
     """ValueError if this machine cannot hold its share (0 to 1) of the least that a model needs:
     weights, gradients and optimizer states (AdamW: 16 bytes per parameter, in 16 or 32 bits), and
     one activation of n_embd numbers for each block and token of a microbatch."""
-    # Parameters of a block: 4 n_embd^2 in attention, 8 n_embd^2 in an MLP. An expert is 1/top_k as
-    # wide as an MLP.
-    mlps = cfg.experts / cfg.top_k if cfg.experts else 1
-    parameters = (4 + 8 * mlps) * cfg.n_embd**2
+    model = config_of(cfg, vocab_size=0)
+    parameters = model.block_weights()
+    if cfg.experts:  # block_weights() counts top_k of them
+        parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
     width = WIDTHS[cfg.dtype]  # bytes of a number
     n_moments = len(MOMENTS[cfg.optimizer])
     states = parameters * sum(bytes_per_parameter(0, 1, width, moments=n_moments))

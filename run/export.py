@@ -1,8 +1,9 @@
-"""Exports a checkpoint as a folder for Hugging Face's GPT2LMHeadModel and AutoTokenizer.
+"""Exports a checkpoint as a folder for Hugging Face's GPT2LMHeadModel or LlamaForCausalLM, and
+AutoTokenizer.
 
-Four weights of each block are transposed (Conv1D), and lm_head, which is the embedding's matrix, is
-left out. The tokenizer is that of the training data. None is written if the run used GPT-2's own,
-which AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's characters).
+Names and shapes: run/hugging_face.py. A tied lm_head is left out. The tokenizer is that of the
+training data. None is written if the run used GPT-2's own, which
+AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's characters).
 
     python -m run.export --out out --to gpt2-folder
 """
@@ -13,39 +14,33 @@ from pathlib import Path
 
 from data.tokenizer import tokenizer_files
 from run import checkpoint, tensorfile
-from run.weights import CONV1D, load_model
+from run.hugging_face import CONFIG, CONV1D, config_json, llama_names
+from run.weights import load_model
+from sizes import LlamaConfig
+
+
+def tensors_of(name, values, config):
+    """[(Hugging Face's name, its tensor)] of our tensor `values` of this canonical name."""
+    if isinstance(config, LlamaConfig):
+        parts = llama_names(name, config)
+        rows = [len(values) if n is None else n for _, n in parts]
+        return [(theirs, part) for (theirs, _), part in zip(parts, values.split(rows), strict=True)]
+    if name.endswith(CONV1D):
+        values = values.t()
+    return [(name.removeprefix("transformer."), values.contiguous())]
 
 
 def write_weights(path, model):
     """Write the parameters, in float32, under Hugging Face's names and shapes."""
     tensors = {}
     for name, param in model.canonical_parameters():
-        values = param.data.t() if name.endswith(CONV1D) else param.data
-        tensors[name.removeprefix("transformer.")] = values.contiguous()
+        tensors.update(tensors_of(name, param.data, model.config))
     shapes = {name: values.shape for name, values in tensors.items()}
     head, _ = tensorfile.make_header(shapes, "F32")
     with open(path, "wb") as file:
         file.write(head)
         for values in tensors.values():
             file.write(values.numpy().tobytes())
-
-
-def config_json(config, end_of_text):
-    """The content of Hugging Face's config.json for a GPTConfig. end_of_text: the token that ends a
-    text, or None."""
-    return {"architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_layer": config.n_layer,
-            "n_head": config.n_head,
-            "n_embd": config.n_embd,
-            "n_positions": config.block_size,
-            "vocab_size": config.vocab_size,
-            "activation_function": "gelu_new",
-            "resid_pdrop": 0.0,  # dropout
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text}
 
 
 def export(folder, to):
@@ -55,7 +50,7 @@ def export(folder, to):
     model = load_model(folder)
     config = model.config
     if config.n_experts:
-        raise ValueError(f"{folder}: GPT-2 has no experts")
+        raise ValueError(f"{folder}: neither GPT-2 nor Llama has experts")
     to.mkdir(parents=True)
     write_weights(to / "model.safetensors", model)
     tokenizer = {}
@@ -70,7 +65,7 @@ def export(folder, to):
         end_of_text = 50256  # GPT-2's own
     else:
         end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
-    files = {"config.json": config_json(config, end_of_text), **tokenizer}
+    files = {CONFIG: config_json(config, end_of_text), **tokenizer}
     for name, content in files.items():
         (to / name).write_text(json.dumps(content, indent=1))
     return f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}{note}"

@@ -1,57 +1,89 @@
-"""Reads the weights of any program that has this model: this one, nanoGPT, Hugging Face.
+"""Reads the weights of any program that has these models: this one, nanoGPT, Hugging Face.
 
-    written by            names                                       shape of a block's four
-                                                                      matrices
-    this one, nanoGPT     transformer.h.0.attn.c_attn.weight, ...     (out, in)
-    after torch.compile   _orig_mod.transformer. ...                  (out, in)
-    Hugging Face          h.0.attn.c_attn.weight, ...                 (in, out)
+    written by              names
+    this one, nanoGPT       transformer.h.0.attn.c_attn.weight, ...; run/checkpoint.py
+    after torch.compile     _orig_mod.transformer. ...
+    Hugging Face's GPT-2    h.0.attn.c_attn.weight, ..., four of a block transposed
+    Hugging Face's Llama    model.layers.0.self_attn.q_proj.weight, ...; run/hugging_face.py
 
-CONV1D below names the four. lm_head.weight and transformer.wte.weight are one matrix; a file may
-have both names or one.
+If head and embedding are tied, a file may have the matrix under both names or under one.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from experts import kind_of
+from model import UNTIED
 from run import tensorfile
-from run.checkpoint import MANIFEST, MODEL, read_manifest, refuse_other
+from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other
+from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of, llama_names
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
-from sizes import GPTConfig
+from sizes import LlamaConfig, config_from
 
-# In Hugging Face's GPT-2 these layers are Conv1D, whose weights are (in, out)
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
 
 
-def refuse_config(path, config):
+def read_headers(path):
+    """{name: Entry} of a safetensors file, or of all safetensors files of a folder."""
+    if not path.is_dir():
+        return tensorfile.read_header(path)
+    if not (path / INDEX).exists():
+        return tensorfile.read_header(path / MODEL)
+    index = path / INDEX
+    with about(index):
+        text = index.read_bytes()
+    try:
+        file_of = dict(json.loads(text)["weight_map"])
+        files = sorted({Path(path, file) for file in file_of.values()})
+        if any(file.parent != path for file in files):
+            raise ValueError
+    except DAMAGED:
+        raise CheckpointError(f"{index}: damaged") from None
+    entries = {}
+    for file in files:
+        entries |= tensorfile.read_header(file)
+    for name, file in file_of.items():
+        if name not in entries or entries[name].path != path / file:
+            raise CheckpointError(f"{index}: names {file} for {name}, which is not there")
+    return entries
+
+
+def refuse_config(folder, config):
     """CheckpointError if Hugging Face's config.json describes another model of the same shapes."""
     try:
-        given = dict(json.loads(path.read_bytes()))
-    except (OSError, *DAMAGED) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    for name, ours in (("n_head", config.n_head), ("activation_function", "gelu_new")):
-        if given.get(name, ours) != ours:
-            raise CheckpointError(f"{path}: its {name} is {given[name]}, here it is {ours}")
+        flags = flags_of(folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    theirs = {"arch": "gpt2", **flags}
+    theirs.pop("block_size", None)  # the tensors' shapes tell, if it matters
+    ours = {**asdict(config), "arch": "gpt2"}
+    if isinstance(config, LlamaConfig):
+        ours.update(arch="llama", untied=not config.tied)
+    for name, value in theirs.items():
+        if value != ours[name]:
+            raise CheckpointError(f"{folder / CONFIG}: its {name} is {value}, here it is "
+                                  f"{ours[name]}")
 
 
 def canonical(name):
-    """Our name for a tensor of nanoGPT (with or without torch.compile) or of Hugging Face."""
+    """Our name for a tensor of nanoGPT (with or without torch.compile) or of Hugging Face's GPT-2.
+    """
     name = name.removeprefix("_orig_mod.")
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def find_tensors(path, shapes, config):
-    """Read a safetensors file's header. Returns ({our name: Entry}, endings of the names whose
-    tensors are (in, out) in this file: CONV1D for Hugging Face's, else ()). CheckpointError unless
-    the file has tensors of these {name: shape}, and no others."""
-    entries = {canonical(name): entry for name, entry in tensorfile.read_header(path).items()}
-    table, head = "transformer.wte.weight", "lm_head.weight"
-    if head in entries:
-        entries.setdefault(table, entries[head])
-        if checksum(entries[table]) != checksum(entries[head]):
-            raise CheckpointError(f"{path}: {head} is not {table}; this model ties them")
+    """Where in a file, or a folder, the tensors of these {canonical name: shape} are. Returns
+    {canonical name: [(Entry, is it (in, out)?)]}; several entries lie one below the other.
+    CheckpointError unless the file has these tensors, and no others."""
+    entries = read_headers(path)
+    if LLAMA_ENDS[EMBEDDING] in entries:
+        return find_llama(path, entries, shapes, config)
+    entries = {canonical(name): entry for name, entry in entries.items()}
+    require_one_tied(path, entries, shapes, EMBEDDING)
     probe = entries.get("transformer.h.0.attn.c_attn.weight")
     is_conv1d = probe and probe.shape == (config.n_embd, 3 * config.n_embd)
     transposed = CONV1D if is_conv1d else ()
@@ -61,41 +93,78 @@ def find_tensors(path, shapes, config):
         if name.endswith(transposed):  # if transposed is (), no name does
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, DTYPES)
-    for name in entries.keys() - wanted.keys() - {head}:  # tensors that the model does not need
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks, which old files have
+    # old files have masks
+    refuse_more(path, entries, {*wanted, UNTIED}, (".attn.bias", ".attn.masked_bias"))
+    return {name: [(entries[name], name.endswith(transposed))] for name in shapes}
+
+
+def find_llama(path, entries, shapes, config):
+    """find_tensors() under LlamaForCausalLM's names."""
+    require_one_tied(path, entries, shapes, LLAMA_ENDS[EMBEDDING])
+    found = {}
+    wanted = {}  # {name in the file: shape}
+    for name, shape in shapes.items():
+        parts = llama_names(name, config)
+        for theirs, rows in parts:
+            wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
+        found[name] = [theirs for theirs, _ in parts]
+    tensorfile.expect(path, entries, wanted, DTYPES)
+    # old files have the rotary frequencies
+    refuse_more(path, entries, {*wanted, UNTIED}, (".rotary_emb.inv_freq",))
+    return {name: [(entries[part], False) for part in parts] for name, parts in found.items()}
+
+
+def require_one_tied(path, entries, shapes, table):
+    """For a model that ties head and embedding: CheckpointError if the file has both, and they
+    differ; a file that has the head only has the embedding then, too."""
+    if UNTIED in entries and UNTIED not in shapes:
+        entries.setdefault(table, entries[UNTIED])
+        if checksum(entries[table]) != checksum(entries[UNTIED]):
+            raise CheckpointError(f"{path}: {UNTIED} is not {table}; this model ties them")
+
+
+def refuse_more(path, entries, wanted, harmless):
+    """CheckpointError if the file has tensors that the model lacks, unless their names end like
+    those of `harmless`."""
+    for name in entries.keys() - wanted:
+        if not name.endswith(harmless):
             raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
-    return entries, transposed
+
+
+def read(entry):
+    """The tensor of an Entry, on CPU."""
+    with about(entry.path, entry.name), open(entry.path, "rb") as file:
+        file.seek(entry.begin)
+        data = bytearray(file.read(entry.end - entry.begin))
+    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
 def read_weights(path, shapes, config):
-    """Check that a safetensors file has tensors of these {name: shape}, and no others, and return a
-    function from a name to the full tensor, on CPU. CheckpointError, also if a manifest or Hugging
-    Face's config.json beside the file describes another model."""
+    """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
+    shape}, and no others, and return a function from a name to the full tensor, on CPU.
+    CheckpointError, also if a manifest or a config.json beside the file describes another model."""
     path = Path(path)
-    entries, transposed = find_tensors(path, shapes, config)
-    if path.with_name("config.json").exists():
-        refuse_config(path.with_name("config.json"), config)
+    folder = path if path.is_dir() else path.parent
+    if (folder / CONFIG).exists():
+        refuse_config(folder, config)
+    found = find_tensors(path, shapes, config)
     if path.name == MODEL and path.with_name(MANIFEST).exists():
         manifest = read_manifest(path.parent)
         refuse_other(path, manifest, config)
-        for name in shapes:
+        for name, ((entry, _),) in found.items():
             # -1 equals no CRC-32: a checksum that is missing is an error
-            checksum(entries[name], manifest["checksums"][MODEL].get(name, -1))
+            checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
     def get(name):
-        entry = entries[name]
-        with about(path, name), open(path, "rb") as file:
-            file.seek(entry.begin)
-            data = bytearray(file.read(entry.end - entry.begin))
-        tensor = torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
-        return tensor.t() if name.endswith(transposed) else tensor
+        parts = [read(entry).t() if is_conv1d else read(entry) for entry, is_conv1d in found[name]]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     return get
 
 
 def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
-    config = GPTConfig(**read_manifest(folder)["model"])
+    config = config_from(read_manifest(folder)["model"])
     model = kind_of(config)(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
     get = read_weights(Path(folder, MODEL), shapes, config)

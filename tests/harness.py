@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from engine.mesh import Mesh
 from experts import balance_loss, kind_of
 from model import build
 from run.config import Config, check, check_layout
-from sizes import GPTConfig
+from sizes import config_of
 from tests.pool import pool
 
 # This file is imported where processes are forked from: CUDA is not to be touched there
@@ -69,8 +69,7 @@ def reference(corpus, **flags):
     """The plain loop: GPT, autograd, clip_grad_norm_, AdamW on whole batches. Learning rate, betas
     and batches are said again here, so that no mistake in the code is compared with itself."""
     cfg = config(corpus, microbatches=1, **flags)
-    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
-                      cfg.top_k)
+    shape = config_of(cfg, VOCAB)
     model = build(shape, cfg.seed, torch.double, kind_of(shape))
     params = dict(model.canonical_parameters())  # {name: parameter}
     matrices = [n for n, p in params.items() if p.dim() >= 2 and n.endswith("weight")]
@@ -193,8 +192,8 @@ def close(got, want, what, tolerance=TOLERANCE):
 
 def same_model(cfg):
     """The flags of a Config that `reference` takes: those that change the model or its loss."""
-    names = ("n_layer", "n_head", "n_embd", "block_size", "experts", "top_k", "balance")
-    return {name: getattr(cfg, name) for name in names}
+    names = [f.name for f in fields(cfg) if f.metadata["group"] == "model"]
+    return {name: getattr(cfg, name) for name in (*names, "balance") if "dtype" not in name}
 
 
 def matches(cfg, got, step, kinds, want):

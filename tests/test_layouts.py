@@ -165,6 +165,34 @@ EVERY = layouts("""
     tp 3 experts 3 top_k 3
     dp 2 ep 2 tp 2 cp 2 experts 4 top_k 4
 
+    # a Llama: 12 heads of queries, and as many of keys and values, or 6, 4, 3, or 1 (multi-query)
+    arch llama microbatches 2
+    arch llama n_kv_head 1 untied microbatches 3
+    arch llama n_kv_head 3 dp 3 n_hidden 37
+    arch llama n_kv_head 4 tp 2 n_hidden 37 microbatches 2
+    arch llama n_kv_head 3 tp 3 untied n_hidden 37
+    arch llama n_kv_head 4 tp 4 sp
+    arch llama n_kv_head 6 tp 2 sp untied recompute rope_scaling 4,1,4,6
+    arch llama n_kv_head 3 cp 2
+    arch llama n_kv_head 1 cp 4 untied
+    arch llama n_kv_head 4 cp 2 cp_attention all-to-all recompute
+    arch llama n_kv_head 4 cp 4 cp_attention all-to-all
+    arch llama n_kv_head 4 cp 2 tp 2 sp cp_attention all-to-all zero 3
+    arch llama n_kv_head 3 cp 3 block_size 24 untied zero 1 dp 2
+    arch llama n_kv_head 6 pp 2
+    arch llama n_kv_head 6 pp 2 untied schedule gpipe microbatches 3
+    arch llama n_kv_head 4 pp 4 tp 2 untied microbatches 4
+    arch llama n_kv_head 4 pp 2 tp 2 sp schedule zb-h1 microbatches 3 zero 2 dp 2
+    arch llama n_kv_head 4 pp 2 schedule zb-h2 microbatches 3 untied
+    arch llama n_kv_head 4 dp 2 tp 2 pp 2 schedule zb-v chunks 2 microbatches 3 untied
+    arch llama n_kv_head 3 pp 3 schedule interleaved chunks 2 microbatches 3 zero 1
+    arch llama n_kv_head 4 dp 2 pp 2 tp 2 zero 3 untied recompute microbatches 2
+    arch llama n_kv_head 4 dp 4 zero 3
+    arch llama n_kv_head 4 dp 2 ep 2 experts 4 n_hidden 38
+    arch llama n_kv_head 4 dp 2 ep 2 tp 2 sp experts 4 untied zero 2
+    arch llama n_kv_head 4 tp 2 pad_vocab 16 untied
+    arch llama n_kv_head 4 tp 2 collectives native
+
     # torch's own collectives
     dp 3 collectives native microbatches 2
     dp 2 tp 2 zero 3 collectives native microbatches 2

@@ -53,8 +53,7 @@ def by_the_paper(corpus, kind, **flags):
     """[{loss, norm, ratios, norms (of weights, change), weights}] of three steps on whole batches.
     Decay 0.1, clipping at 0.2, betas and rates are said again here."""
     cfg = config(corpus, **flags)
-    shape = sizes.GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                            cfg.experts, cfg.top_k)
+    shape = sizes.config_of(cfg, VOCAB)
     model = build(shape, cfg.seed, torch.double, kind_of(shape))
     for block in model.layers[1:-1] if cfg.experts else ():
         block.mlp.balance_weight = cfg.balance

@@ -24,7 +24,7 @@ from run.config import Config, check
 from sequence_parallel import sequence_parallel
 from shard import tag_whole
 from show.demonstrations import NoReducer
-from sizes import GPTConfig
+from sizes import GPTConfig, config_of
 from tensor_parallel import vocabulary_loss
 from tests.harness import (
     STEPS,
@@ -208,8 +208,7 @@ def _with_forms(rank, cfg):
     """One backward with the root's sequence, context and expert parallelism."""
     sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "cp": cfg.cp, "tp": cfg.tp}
     mesh = Mesh(Group, **sizes)
-    shape = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.experts,
-                      cfg.top_k)
+    shape = config_of(cfg, VOCAB)
     model = build(shape, cfg.seed, torch.double, kind_of(shape))
     tag_whole(model, mesh.group("dp", "ep", "cp"))
     attention = {"ring": context_parallel.ring_attention,

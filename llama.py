@@ -1,0 +1,139 @@
+"""Llama in plain PyTorch: the GPT of model.py with other layers. Nothing here is parallel.
+
+                    GPT-2 (model.py)               Llama
+    positions       learned, added to wte          rotary: queries and keys are turned by angles
+    norm            LayerNorm, 2 C parameters      RMSNorm, C parameters
+    attention       nh heads of q, k and v         nh heads of q, n_kv heads of k and v
+    MLP             GELU(x W1) W2, 4 C wide        (SiLU(x Wg) * (x Wu)) W2, n_hidden wide
+    biases          in each linear layer           none
+    lm_head         tied to wte                    tied, or a matrix of its own
+
+Attention, MLP and head take a token's vector as in GPT-2, so whoever splits a GPT splits this one.
+One method more may be replaced where a rank has some of the tokens only: Attention.positions.
+Letters in shapes are model.py's; n_kv heads of keys and values. Touvron et al., arXiv 2302.13971,
+2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245.
+
+    python train.py --arch llama --n-kv-head 2
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, Attention, Block, Embedding, Head, embedding
+
+
+class LlamaEmbedding(Embedding):
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.wte = embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, idx):  # (B, S) token ids
+        return self.wte(idx)  # (B, S, C)
+
+
+# ---- rotary positions ----
+# A head's numbers are hs/2 pairs: number i and number i + hs/2. At position p pair i is turned by
+# the angle p * frequency[i]. A query at p and a key at p', each turned by its own angle, have a dot
+# product in which only p - p' is left.
+
+
+def frequencies(config, dtype):
+    """(hs/2,): theta^(-2i/hs), the angle between two neighbouring positions."""
+    hs = config.n_embd // config.n_head
+    frequency = config.rope_theta ** (-torch.arange(0, hs, 2, dtype=dtype) / hs)
+    return stretch(frequency, config.rope_scaling) if config.rope_scaling else frequency
+
+
+def stretch(frequency, scaling):
+    """Llama 3.1's change for sequences longer than those it was trained on first, of `original`
+    tokens. Slow pairs, which turn less than `low` times in `original` tokens, are slowed down by
+    `factor`; fast ones, which turn more than `high` times, stay; between them a straight line."""
+    factor, low, high, original = (float(number) for number in scaling.split(","))
+    turns = original * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slowed down, 1: as before
+    return frequency / factor * (1 - kept) + frequency * kept
+
+
+def rotate(x, angles):
+    """Turn the pairs of x (B, heads, S, hs) by angles (S, hs/2)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class LlamaAttention(Attention):
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.config = config
+        self.head_dim = config.n_embd // config.n_head
+        self.queries = config.n_head // config.n_kv_head  # query heads that share a key head
+        self.parts = (config.n_embd, config.kv_width, config.kv_width)  # rows for q, k, v
+        self.c_attn = nn.Linear(config.n_embd, sum(self.parts), bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def positions(self, x):
+        """(S,): each token's position in its sequence. x: (B, S, anything)."""
+        return torch.arange(x.size(1), device=x.device)
+
+    def forward(self, x):  # (B, S, C)
+        qkv = self.c_attn(x)  # (B, S, (nh + 2 n_kv) * hs), or 1/T of it where c_attn is split
+        wide = torch.promote_types(x.dtype, torch.float)  # angles have 32 bits at least
+        frequency = frequencies(self.config, wide).to(x.device)
+        angles = self.positions(qkv).unsqueeze(1) * frequency  # (S, hs/2)
+        heads = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, S, hs)
+        n_kv = heads.size(1) // (self.queries + 2)
+        q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=1)
+        # v is copied, so that qkv can be freed: q and k are new tensors anyway
+        y = self.attend(rotate(q, angles), rotate(k, angles), v.contiguous())  # (B, nh, S, hs)
+        return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)
+
+
+def swiglu(x):
+    """(..., 2 n) -> (..., n): the first half, through SiLU, is the gate of the second."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.parts = (config.n_hidden, config.n_hidden)  # rows of c_fc for gate and up
+        self.c_fc = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)
+        self.c_proj = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+
+    def forward(self, x):  # (B, S, C)
+        return self.c_proj(swiglu(self.c_fc(x)))  # (B, S, C)
+
+
+class LlamaBlock(Block):
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.ln_1 = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.attn = LlamaAttention(config)
+        self.ln_2 = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = LlamaMLP(config)
+
+
+class LlamaHead(Head):
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.ln_f = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+
+class Llama(GPT):
+    """The whole model. forward(idx) returns logits; forward(idx, targets) the summed loss."""
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.config = config
+        blocks = [LlamaBlock(config) for _ in range(config.n_layer)]
+        self.layers = nn.ModuleList([LlamaEmbedding(config), *blocks, LlamaHead(config)])
+        if config.tied:
+            self.layers[-1].lm_head.weight = self.layers[0].wte.weight
+
+    def positioned(self):
+        return [block.attn for block in self.layers[1:-1]]

@@ -1,0 +1,316 @@
+"""The Llama: its formulas, Hugging Face's LlamaForCausalLM, folders both ways, sampling, messages.
+(That each layout equals one process: test_layouts.py.)"""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+import sample
+import train
+from experts import kind_of
+from model import build
+from run import checkpoint, tensorfile
+from run import export as export_file
+from run.hugging_face import flags_of
+from run.weights import INDEX, load_model, read_weights
+from sizes import LlamaConfig
+from tests.harness import VOCAB, close
+from tests.runs import Run, flags, one_line, rewrite
+
+SMALL = LlamaConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24, n_kv_head=2, n_hidden=37,
+                    tied=False)
+STRETCHED = "4,1,4,6"  # --rope-scaling
+
+
+def large(config, dtype=torch.double):
+    """A model with weights so large that positions and norms matter to every logit."""
+    model = build(config, dtype=torch.double, kind=kind_of(config))
+    generator = torch.Generator()
+    for i, (_, param) in enumerate(model.canonical_parameters()):
+        noise = torch.randn(param.shape, dtype=torch.double, generator=generator.manual_seed(i))
+        param.data.add_(0.5 * noise)
+    return model.to(dtype)
+
+
+def by_formula(model, ids):
+    """Logits (S, V), token by token and head by head, in float64. Rotary positions as
+    multiplication by a complex number."""
+    config = model.config
+    p = {name: param.detach().double() for name, param in model.canonical_parameters()}
+    hs = config.n_embd // config.n_head
+    turns = []  # (S, hs/2): exp(i angle)
+    for position in range(len(ids)):
+        row = []
+        for pair in range(hs // 2):
+            frequency = config.rope_theta ** (-2 * pair / hs)
+            if config.rope_scaling:  # the formula of Llama 3.1's reference code, by wavelength
+                factor, low, high, original = map(float, config.rope_scaling.split(","))
+                wavelength = 2 * math.pi / frequency
+                if wavelength > original / low:
+                    frequency /= factor
+                elif wavelength >= original / high:
+                    smooth = (original / wavelength - low) / (high - low)
+                    frequency = (1 - smooth) * frequency / factor + smooth * frequency
+            row.append(complex(math.cos(position * frequency), math.sin(position * frequency)))
+        turns.append(row)
+    turns = torch.tensor(turns, dtype=torch.complex128)
+
+    def norm(name, x):
+        return x / (x.square().mean(1, keepdim=True) + config.norm_eps).sqrt() * p[name + ".weight"]
+
+    def turned(x):  # (S, hs)
+        pairs = torch.complex(x[:, : hs // 2], x[:, hs // 2 :]) * turns
+        return torch.cat([pairs.real, pairs.imag], 1)
+
+    def attention(name, x):
+        rows = (x @ p[name + ".c_attn.weight"].T).split(hs, 1)  # heads of q, then of k, then of v
+        n_kv = config.n_kv_head
+        heads = []
+        for i in range(config.n_head):
+            shared = i * n_kv // config.n_head
+            q, k = turned(rows[i]), turned(rows[config.n_head + shared])
+            v = rows[config.n_head + n_kv + shared]
+            weights = (q @ k.T / math.sqrt(hs)).exp().tril()
+            heads.append(weights @ v / weights.sum(1, keepdim=True))
+        return torch.cat(heads, 1) @ p[name + ".c_proj.weight"].T
+
+    x = p["transformer.wte.weight"][ids]
+    for i in range(config.n_layer):
+        block = f"transformer.h.{i}"
+        x = x + attention(block + ".attn", norm(block + ".ln_1", x))
+        hidden = norm(block + ".ln_2", x) @ p[block + ".mlp.c_fc.weight"].T
+        gate, up = hidden[:, : config.n_hidden], hidden[:, config.n_hidden :]
+        x = x + (gate / (1 + (-gate).exp()) * up) @ p[block + ".mlp.c_proj.weight"].T
+    head = "transformer.wte.weight" if config.tied else "lm_head.weight"
+    return norm("transformer.ln_f", x) @ p[head].T
+
+
+KINDS = {"untied": {}, "tied": {"tied": True}, "multi-query": {"n_kv_head": 1},
+         "a key head each": {"n_kv_head": 6}, "stretched": {"rope_scaling": STRETCHED}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_is_llama_by_its_formulas(kind):
+    model = large(LlamaConfig(**{**vars(SMALL), **KINDS[kind]}))
+    ids = torch.arange(8) * 5 % VOCAB
+    logits = by_formula(model, ids)
+    close(model(ids.view(1, 8)).detach()[0], logits, "logits")
+    loss = sum(row.logsumexp(0) - row[i] for row, i in zip(logits, ids, strict=True))
+    close(model(ids.view(1, 8), ids.view(1, 8)).detach(), loss, "summed loss")
+
+
+def test_flops_and_parameters_are_counted_like_the_models():
+    model = build(SMALL, kind=kind_of(SMALL))
+    blocks = sum(p.numel() for n, p in model.canonical_parameters()
+                 if p.dim() > 1 and ".h." in n) // 2
+    assert SMALL.block_weights() == blocks
+    costs = SMALL.layer_costs()
+    assert costs == [0, *[2 * blocks + 4 * 24 * 8] * 2, 2 * 24 * VOCAB]
+
+
+# ---- sampling ----
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_sampling_with_kept_keys_is_sampling_without_them(experts):
+    shape = {**vars(SMALL), "n_experts": experts, "n_hidden": 38}
+    model = large(LlamaConfig(**shape))
+    ids = [1, 2, 3]
+    got = sample.generate(model, ids, 12, samples=3, temperature=5.0, top_k=20)
+    out = torch.tensor([ids] * 3)
+    generator = torch.Generator().manual_seed(1337)
+    for _ in range(12):  # beyond the window of 8
+        top, index = model(out[:, -8:])[:, -1].topk(20)
+        pick = torch.multinomial((top / 5).softmax(1), 1, generator=generator)
+        out = torch.cat([out, index.gather(1, pick)], 1)
+    assert out.tolist() == got and got[0] != got[1]
+
+
+def test_the_cache_holds_the_heads_of_keys_only():
+    cache = sample.CachedAttention()
+    q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 2, 4, 8)
+    assert cache(q, k, k).shape == q.shape and cache.keys.shape == k.shape
+
+
+# ---- Hugging Face ----
+
+
+@pytest.fixture(scope="module")
+def folders(corpus, tmp_path_factory):
+    """{kind: (a checkpoint of a run of one step, the folder that run.export made of it)}."""
+    made = {}
+    for kind, more in {"untied": {"untied": True}, "stretched": {
+            "rope_scaling": STRETCHED, "rope_theta": 500.0}, "multi-query": {"tp": 1}}.items():
+        work = tmp_path_factory.mktemp("llama")
+        given = {"arch": "llama", "n_head": 4, "n_embd": 16, "n_hidden": 21,
+                 "n_kv_head": 1 if kind == "multi-query" else 2, "dtype": "float32", "steps": 1,
+                 "tp": 2, **more}
+        ranks = given["tp"]
+        run = Run(ranks, flags(corpus, work / "out", **given), work)
+        assert run.wait() == [0] * ranks, run.read()
+        saved = work / "out/step-00000001"
+        export_file.export(saved, work / "exported")
+        made[kind] = saved, work / "exported"
+    return made
+
+
+@pytest.mark.parametrize("kind", ["untied", "stretched", "multi-query"])
+def test_an_exported_folder_starts_the_same_model_bit_for_bit(corpus, folders, tmp_path, kind):
+    """Its sizes come from config.json. The run saves before a first step what it has read."""
+    saved, exported = folders[kind]
+    run = Run(1, ["--init-from", exported, "--data", corpus, "--out", tmp_path / "out", "--steps",
+                  "0", "--device", "cpu", "--eval-interval", "0", "--batch-size", "12",
+                  "--block-size", "8"], tmp_path)
+    assert run.wait() == [0], run.read()
+    again = (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes()
+    assert again == (saved / checkpoint.MODEL).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["untied", "stretched", "multi-query"])
+def test_logits_gradients_and_text_are_transformers(folders, kind):
+    transformers = pytest.importorskip("transformers")
+    saved, exported = folders[kind]
+    theirs = transformers.LlamaForCausalLM.from_pretrained(exported).float()
+    ours = load_model(saved)
+    ids = torch.arange(16).view(2, 8) * 3 % VOCAB
+    logits = ours(ids)
+    expected = theirs(ids).logits
+    assert (logits - expected).norm() <= 2e-6 * expected.norm()
+    for each in (logits, expected):
+        each.logsumexp(-1).sum().backward()
+    grads = dict(theirs.named_parameters())
+    for name, param in ours.canonical_parameters():
+        for theirs_name, part in export_file.tensors_of(name, param.grad, ours.config):
+            want = grads[theirs_name].grad
+            assert (part - want).norm() <= 1e-4 * want.norm(), name
+    text = sample.generate(ours, [1, 2], 6, temperature=0)[0]
+    greedy = theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=6, do_sample=False,
+                             eos_token_id=None, pad_token_id=0)
+    assert text == greedy[0].tolist()
+
+
+def sharded(exported, folder, dtype):
+    """The same weights as save_pretrained writes a large model: several files and an index."""
+    shutil.copytree(exported, folder)
+    path = folder / checkpoint.MODEL
+    entries = tensorfile.read_header(path)
+    data = path.read_bytes()
+    weight_map = {}
+    for i, names in enumerate((list(entries)[::2], list(entries)[1::2])):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        values = {name: torch.frombuffer(bytearray(data[entries[name].begin : entries[name].end]),
+                                         dtype=torch.float) for name in names}
+        code = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[dtype]
+        head, _ = tensorfile.make_header({n: torch.Size(entries[n].shape) for n in names}, code)
+        body = b"".join(value.to(dtype).view(torch.uint8).numpy().tobytes()
+                        for value in values.values())
+        (folder / file).write_bytes(head + body)
+        weight_map.update(dict.fromkeys(names, file))
+    path.unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_folder_in_several_files_and_in_16_bits_is_read(folders, tmp_path, dtype):
+    saved, exported = folders["untied"]
+    folder = sharded(exported, tmp_path / "sharded", dtype)
+    model = load_model(saved)
+    shapes = {name: param.shape for name, param in model.canonical_parameters()}
+    get = read_weights(folder, shapes, model.config)
+    for name, param in model.canonical_parameters():
+        assert torch.equal(get(name), param.data.to(dtype)), name
+
+
+def _edit_config(**values):
+    def edit(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return edit
+
+
+def _edit_index(change):
+    def edit(folder):
+        path = folder / INDEX
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        path.write_text(json.dumps(index))
+    return edit
+
+
+def _edit_tensors(change):
+    return lambda folder: rewrite(folder / "model-00001-of-00002.safetensors", change)
+
+
+DAMAGES = {  # what happens to a sharded folder -> what the run says, in one line
+    "a missing shard": (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+                        "model-00002-of-00002.safetensors: No such file"),
+    "an index that lies": (_edit_index(lambda files: files.update(
+        {"model.norm.weight": "model-00001-of-00002.safetensors"
+         if files["model.norm.weight"].startswith("model-00002")
+         else "model-00002-of-00002.safetensors"})), "names model-0000"),
+    "an index to elsewhere": (_edit_index(lambda files: files.update(
+        {"model.norm.weight": "../config.json"})), f"{INDEX}: damaged"),
+    "no index": (lambda folder: (folder / INDEX).write_text("[1]"), f"{INDEX}: damaged"),
+    "nothing": (lambda folder: (folder / INDEX).unlink(), "model.safetensors: No such file"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+    "config lacks a size": (lambda folder: (folder / "config.json").write_text(
+        '{"model_type": "llama"}'), "KeyError: 'num_hidden_layers'"),
+    "mistral": (_edit_config(model_type="mistral"), "its model_type is mistral; gpt2 and llama"),
+    "quantized": (_edit_config(quantization_config={"quant_method": "gptq"}), "quantized"),
+    "another rope": (_edit_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+                     "its rope_scaling is yarn; default and llama3 can be read"),
+    "biases": (_edit_config(attention_bias=True), "its attention_bias is True, here it is False"),
+    "gelu": (_edit_config(hidden_act="gelu"), "its hidden_act is gelu, here it is silu"),
+    "wide heads": (_edit_config(head_dim=8), "its head_dim is 8"),
+    "other heads": (_edit_config(num_key_value_heads=4), "k_proj.weight: F32 [8, 16], not"),
+    "deeper": (_edit_config(num_hidden_layers=3), "model.layers.2."),
+    "tied": (_edit_config(tie_word_embeddings=True), "is not model.embed_tokens.weight"),
+    "a foreign tensor": (_edit_tensors(lambda tensors: tensors.update(
+        {"model.layers.0.extra": ((1,), bytes(4))})), "has model.layers.0.extra, which"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_and_foreign_folders_are_one_line(corpus, folders, tmp_path, how, capsys,
+                                                  monkeypatch):
+    damage, says = DAMAGES[how]
+    folder = sharded(folders["untied"][1], tmp_path / "folder", torch.float32)
+    damage(folder)
+    argv = ["train.py", "--init-from", folder, "--data", corpus, "--out", tmp_path / "out",
+            "--steps", "0", "--device", "cpu", "--block-size", "8", "--batch-size", "4"]
+    assert says in one_line(train.main, argv, capsys, monkeypatch)
+
+
+def test_flags_say_what_config_json_says_and_flags_win(folders):
+    exported = folders["stretched"][1]
+    assert flags_of(exported) == {
+        "arch": "llama", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
+        "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED}
+    cfg = train.read_command_line.__globals__["parse"](["--init-from", str(exported), "--n-layer",
+                                                        "3"])
+    assert (cfg.arch, cfg.n_layer, cfg.n_hidden) == ("llama", 3, 21)
+
+
+FLAGS = [  # flags -> what the one line says
+    ("--arch llama --n-kv-head 3", "--n-kv-head 3 must divide --n-head 4; try 1 or 2 or 4"),
+    ("--arch llama --n-kv-head 2 --tp 4", "--tp 4 must divide --n-kv-head 2; try 1 or 2"),
+    ("--arch llama --n-kv-head 2 --cp 4 --cp-attention all-to-all",
+     "--tp 1 x --cp 4 must divide --n-kv-head 2; try 1 or 2"),
+    ("--arch llama --n-head 4 --n-embd 12", "rotary positions need an even number"),
+    ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama"), ("--untied", "--untied True is for"),
+    ("--arch llama --rope-scaling 8,4,1,100", "must be four numbers above 0 such as 8,1,4,8192"),
+    ("--arch llama --plain", "--plain has no --arch; leave out one of the two"),
+    ("--arch llama --norm-eps 2", "--norm-eps 2.0 must be from 0 to 1"),
+]
+
+
+@pytest.mark.parametrize("given,says", FLAGS)
+def test_flags_of_a_llama_that_do_not_fit_are_one_line(given, says, corpus, tmp_path, capsys,
+                                                       monkeypatch):
+    argv = ["train.py", "--data", corpus, "--out", tmp_path / "out", "--block-size", "8",
+            "--batch-size", "4", *given.split()]
+    assert says in one_line(train.main, argv, capsys, monkeypatch)
