@@ -65,6 +65,7 @@ P2 = (2, {"pp": 2, "microbatches": 8})
 T2 = (2, {"tp": 2})
 T2_SP = (2, {"tp": 2, "sp": True})
 N2 = (2, {"cp": 2})
+LLAMA = {"arch": "llama", "n_kv_head": 2, "n_hidden": 1024}
 
 # Names of SIZES (races/job.py). Data parallelism is raced where computing takes most of a step, and
 # where messages do; pipeline and tensor parallelism also where each message is tiny
@@ -103,6 +104,8 @@ def against_torch():
                           goal=1.05),
         *rows_of_training("sequence parallel", torch_side.dtensor_sp, [T2_SP], COMPUTE_AND_TINY,
                           goal=1.1),
+        *rows_of_training("Llama, tensor parallel", torch_side.dtensor, [(2, {"tp": 2, **LLAMA})],
+                          ["compute"], goal=1.05),
         Row("checkpoint", 2, "compute", save_and_load, torch_side.dcp, 1.0, {"dp": 2}),
     ]
 
@@ -119,6 +122,8 @@ def against_limits():
         *rows_of_training("N = 2, to 2 threads", threads, [N2], ["long"], goal=0.95),
         *rows_of_training("E = 2, to 2 threads", threads, [experts], ["compute"]),
         *rows_of_training("one rank, to a plain loop", threads, [ONE], ["compute"], goal=0.95),
+        *rows_of_training("Llama, one rank, to a plain loop", threads, [(1, LLAMA)], ["compute"],
+                          goal=0.95),
     ]
     # "scaling": the peer is one rank. The limit is its time if the cores share all work evenly:
     #     2 sequences a rank    n ranks have n times its work: as long on n cores, longer on fewer

@@ -186,7 +186,8 @@ def naive_split(job):
 
 def one_process(job):
     """A plain loop with as many threads as there are ranks."""
-    kept = ("microbatches", "experts", "balance")  # flags of the row; all others are one process's
+    # flags of the row; all others are one process's
+    kept = ("microbatches", "experts", "balance", "arch", "n_kv_head", "n_hidden")
     job.plan({name: getattr(job.cfg, name) for name in kept})
     if job.rank > 0:
         return lambda: 0.0

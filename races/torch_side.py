@@ -10,14 +10,13 @@ from experts import kind_of
 from model import build, cross_entropy
 from races.job import repeated
 from schedules import cut
-from sizes import GPTConfig
+from sizes import config_of
 
 
 def whole_model(job):
-    """model.GPT with the same initial weights as ours."""
+    """The model of model.py, experts.py or llama.py, with the same initial weights as ours."""
     cfg = job.cfg
-    config = GPTConfig(job.vocabulary, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                       cfg.experts, cfg.top_k)
+    config = config_of(cfg, job.vocabulary)
     model = build(config, cfg.seed, kind=kind_of(config))
     for block in model.layers[1:-1]:
         block.mlp.balance_weight = cfg.balance  # read by experts only
@@ -85,6 +84,14 @@ def fsdp(job):
     return loop(job, model, adamw(model.parameters(), job.cfg), 1 / job.n)
 
 
+def rows_by_rank(linear, parts, n):
+    """Sort the rows of a matrix that is several in one, such as q, k and v: DTensor gives rank r
+    the r-th of n equal pieces, which now has the r-th piece of each part."""
+    for param in linear.parameters():
+        pieces = zip(*(part.chunk(n) for part in param.data.split(parts)), strict=True)
+        param.data = torch.cat([piece for of_rank in pieces for piece in of_rank])
+
+
 def dtensor(job, sp=False):
     """Tensor parallelism by DTensor; sp: with sequence parallelism."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -102,8 +109,8 @@ def dtensor(job, sp=False):
     tokens = Shard(1) if sp else Replicate()  # how activations lie between blocks
     first, *blocks, last = model.layers
     for block in blocks:
-        for p in block.attn.c_attn.parameters():  # each rank's rows hold its heads of q, k and v
-            p.data = p.data.view(3, job.n, -1, *p.shape[1:]).transpose(0, 1).reshape(p.shape)
+        rows_by_rank(block.attn.c_attn, block.attn.parts, job.n)
+        rows_by_rank(block.mlp.c_fc, block.mlp.parts, job.n)
         parallelize_module(block, mesh, {
             "attn.c_attn": Col(input_layouts=tokens), "attn.c_proj": Row(output_layouts=tokens),
             "mlp.c_fc": Col(input_layouts=tokens), "mlp.c_proj": Row(output_layouts=tokens)})

@@ -92,8 +92,8 @@ class Config:
     save_interval: int = flag(0, "run", "steps between checkpoints in --out; 0: only at the end")
     keep: int = flag(0, "run", "number of last checkpoints to keep in --out; 0: all")
     resume: str = flag("no", "run", "no, auto (the last complete checkpoint of --out) or a path")
-    init_from: str = flag("", "run", "weights to start from: our, nanoGPT's or GPT-2's model.safetensors, "
-                          "or a folder of Hugging Face, which gives the sizes, too")
+    init_from: str = flag("", "run", "weights to start from: a model.safetensors, or a folder of "
+                          "Hugging Face, which also gives the sizes")
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for one JSON line per step")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")

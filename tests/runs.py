@@ -136,7 +136,12 @@ def flags(corpus, out, **more):
     every = dict(data=corpus, out=out, n_layer=2, n_head=2, n_embd=8, block_size=8, batch_size=4,
                  dtype="float64", eval_interval=0, device="cpu", warmup_steps=2, log_interval=1,
                  steps=4, timeout=HANG // 2)
-    return [x for k, v in {**every, **more}.items() for x in (f"--{k.replace('_', '-')}", v)]
+    words = []
+    for name, value in {**every, **more}.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(value)
+    return words
 
 
 def losses(log):

@@ -18,7 +18,7 @@ from run.hugging_face import flags_of
 from run.weights import INDEX, load_model, read_weights
 from sizes import LlamaConfig
 from tests.harness import VOCAB, close
-from tests.runs import Run, flags, one_line, rewrite
+from tests.runs import Run, flags, one_line
 
 SMALL = LlamaConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24, n_kv_head=2, n_hidden=37,
                     tied=False)
@@ -147,7 +147,7 @@ def folders(corpus, tmp_path_factory):
         work = tmp_path_factory.mktemp("llama")
         given = {"arch": "llama", "n_head": 4, "n_embd": 16, "n_hidden": 21,
                  "n_kv_head": 1 if kind == "multi-query" else 2, "dtype": "float32", "steps": 1,
-                 "tp": 2, **more}
+                 "tp": 2, "block_size": 48, **more}
         ranks = given["tp"]
         run = Run(ranks, flags(corpus, work / "out", **given), work)
         assert run.wait() == [0] * ranks, run.read()
@@ -163,7 +163,7 @@ def test_an_exported_folder_starts_the_same_model_bit_for_bit(corpus, folders, t
     saved, exported = folders[kind]
     run = Run(1, ["--init-from", exported, "--data", corpus, "--out", tmp_path / "out", "--steps",
                   "0", "--device", "cpu", "--eval-interval", "0", "--batch-size", "12",
-                  "--block-size", "8"], tmp_path)
+                  "--block-size", "48"], tmp_path)
     assert run.wait() == [0], run.read()
     again = (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes()
     assert again == (saved / checkpoint.MODEL).read_bytes()
@@ -186,8 +186,8 @@ def test_logits_gradients_and_text_are_transformers(folders, kind):
         for theirs_name, part in export_file.tensors_of(name, param.grad, ours.config):
             want = grads[theirs_name].grad
             assert (part - want).norm() <= 1e-4 * want.norm(), name
-    text = sample.generate(ours, [1, 2], 6, temperature=0)[0]
-    greedy = theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=6, do_sample=False,
+    text = sample.generate(ours, [1, 2], 40, temperature=0)[0]
+    greedy = theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=40, do_sample=False,
                              eos_token_id=None, pad_token_id=0)
     assert text == greedy[0].tolist()
 
@@ -241,8 +241,10 @@ def _edit_index(change):
     return edit
 
 
-def _edit_tensors(change):
-    return lambda folder: rewrite(folder / "model-00001-of-00002.safetensors", change)
+def _add_tensor(folder):
+    head, _ = tensorfile.make_header({"model.layers.0.extra": torch.Size([1])}, "F32")
+    (folder / "model-3.safetensors").write_bytes(head + bytes(4))
+    _edit_index(lambda files: files.update({"model.layers.0.extra": "model-3.safetensors"}))(folder)
 
 
 DAMAGES = {  # what happens to a sharded folder -> what the run says, in one line
@@ -269,8 +271,7 @@ DAMAGES = {  # what happens to a sharded folder -> what the run says, in one lin
     "other heads": (_edit_config(num_key_value_heads=4), "k_proj.weight: F32 [8, 16], not"),
     "deeper": (_edit_config(num_hidden_layers=3), "model.layers.2."),
     "tied": (_edit_config(tie_word_embeddings=True), "is not model.embed_tokens.weight"),
-    "a foreign tensor": (_edit_tensors(lambda tensors: tensors.update(
-        {"model.layers.0.extra": ((1,), bytes(4))})), "has model.layers.0.extra, which"),
+    "a foreign tensor": (_add_tensor, "has model.layers.0.extra, which a model of these flags"),
 }
 
 
