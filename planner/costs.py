@@ -19,8 +19,15 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from engine.schedules import make_schedule
-from planner.hardware import Llama
-from planner.memory import block_parameters, end_parameters, matrices, parts_of, shape_of, tokens_of
+from planner.memory import (
+    block_parameters,
+    end_parameters,
+    is_tied,
+    matrices,
+    parts_of,
+    shape_of,
+    tokens_of,
+)
 from schedules import placement, splits_backward
 
 LEFT_OUT = """\
@@ -501,7 +508,7 @@ class Costs:
         """Seconds in which the first and the last stage sum the gradient of the tied embedding."""
         model, device, T = self.job.model, self.device, layout.tp
         where = placement(layout.schedule, layout.pp, layout.chunks)  # where[stage]: its rank
-        if where[0] == where[-1] or isinstance(model, Llama):  # on one rank; or not tied
+        if where[0] == where[-1] or not is_tied(model):  # on one rank, or two matrices
             return 0.0
         replica = T * layout.cp * layout.pp  # ranks of a replica
         members = 2 if device.node % replica == 0 else 1  # is the whole pipeline on a node?

@@ -5,7 +5,7 @@ fractions of a data sheet's figures. The fractions are fitted to published runs,
 
 from dataclasses import dataclass
 
-from sizes import GPTConfig
+from sizes import GPTConfig, LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,16 @@ def peak_flops(gpu):
     return 0.0
 
 
-@dataclass(frozen=True)
-class Llama(GPTConfig):
-    """SwiGLU, grouped keys and values (arXiv 2305.13245), RMSNorm, rotary positions, no biases,
-    lm_head not tied to the embedding. (train.py trains GPT-2's architecture.)"""
-    mlp_width: int = 11008
-    n_kv_head: int = 32  # heads of keys and values; several heads of queries share one
-
-
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
 
 
-MODELS = {  # gpt(layers, heads, width, ...), Llama(vocabulary, tokens, layers, heads, width, ...)
+def llama(n_layer, n_head, n_embd, n_hidden, n_kv_head, vocab_size=32000, block_size=4096, **rope):
+    return LlamaConfig(vocab_size, block_size, n_layer, n_head, n_embd, n_kv_head=n_kv_head,
+                       n_hidden=n_hidden, tied=False, **rope)
+
+
+MODELS = {  # gpt(layers, heads, width, ...), llama(layers, heads, width, MLP width, key heads, ...)
     # Radford et al. 2019, as released
     "gpt2": gpt(12, 12, 768, 50257, 1024), "gpt2-medium": gpt(24, 16, 1024, 50257, 1024),
     "gpt2-large": gpt(36, 20, 1280, 50257, 1024), "gpt2-xl": gpt(48, 25, 1600, 50257, 1024),
@@ -81,8 +78,7 @@ MODELS = {  # gpt(layers, heads, width, ...), Llama(vocabulary, tokens, layers, 
     "megatron-530b": gpt(105, 128, 20480), "megatron-1t": gpt(128, 160, 25600),
     "megatron-22b": gpt(48, 64, 6144),  # arXiv 2205.05198, table 3
     # Llama 2 and 3, arXiv 2307.09288, 2407.21783
-    "llama-7b": Llama(32000, 4096, 32, 32, 4096, mlp_width=11008, n_kv_head=32),
-    "llama-13b": Llama(32000, 4096, 40, 40, 5120, mlp_width=13824, n_kv_head=40),
-    "llama-70b": Llama(32000, 4096, 80, 64, 8192, mlp_width=28672, n_kv_head=8),
-    "llama-405b": Llama(128256, 8192, 126, 128, 16384, mlp_width=53248, n_kv_head=8),
+    "llama-7b": llama(32, 32, 4096, 11008, 32), "llama-13b": llama(40, 40, 5120, 13824, 40),
+    "llama-70b": llama(80, 64, 8192, 28672, 8),
+    "llama-405b": llama(126, 128, 16384, 53248, 8, 128256, 8192, rope_theta=500000.0),
 }

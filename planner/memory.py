@@ -22,9 +22,8 @@ from functools import cache
 from typing import NamedTuple
 
 from engine.schedules import actions_of
-from planner.hardware import Llama
 from schedules import SCHEDULES, cut, placement
-from sizes import GPTConfig, bytes_per_parameter
+from sizes import GPTConfig, LlamaConfig, bytes_per_parameter
 
 cut_once = cache(cut)  # train.py's cut into stages
 
@@ -83,9 +82,8 @@ class Shape(NamedTuple):
 
 
 def shape_of(model):
-    if isinstance(model, Llama):
-        kv = model.n_embd // model.n_head * model.n_kv_head
-        return Shape(kv, model.mlp_width, up=2, norm=1, bias=0)
+    if isinstance(model, LlamaConfig):
+        return Shape(model.kv_width, model.n_hidden, up=2, norm=1, bias=0)
     return Shape(model.n_embd, 4 * model.n_embd, up=1, norm=2, bias=1)
 
 
@@ -118,16 +116,23 @@ def block_parameters(model, T=1, E=1):
     return attention + norms + router, n_experts / E * expert / T
 
 
+def is_tied(model):
+    """Are embedding and head one matrix?"""
+    return getattr(model, "tied", True)
+
+
 def end_parameters(model, part, T):
     """Parameters of the model's two ends, embedding and head, on one of T ranks: (vocabulary,
-    others). Each of Llama's ends has a matrix of its own. GPT-2's have the same one, so a rank with
-    both ends holds it once."""
+    others). Tied ends have the same matrix, so a rank with both ends holds it once; a Llama's may
+    have one each."""
     h = model.n_embd
     vocabulary = model.vocab_size * h / T
-    if isinstance(model, Llama):
-        return (part.embedding + part.head) * vocabulary, part.head * h
-    positions, norm = model.block_size * h, 2 * h
-    return (max(part.embedding, part.head) * vocabulary,
+    norm = shape_of(model).norm * h
+    positions = 0 if isinstance(model, LlamaConfig) else model.block_size * h
+    matrices = part.embedding + part.head
+    if is_tied(model):
+        matrices = min(matrices, 1)
+    return (matrices * vocabulary,
             part.embedding * positions + part.head * norm)
 
 

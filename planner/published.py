@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.costs import RESIDUALS, Costs, Time, on_node, step_flops
-from planner.hardware import DEVICES, MODELS, Llama, gpt
+from planner.hardware import DEVICES, MODELS, gpt, llama
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
 from planner.table import table
 
@@ -78,9 +78,8 @@ def model_of(words, S):
     if kind == "gpt":
         L, heads, h, V = map(int, sizes.split(","))
         return gpt(L, heads, h, V, S)
-    L, heads, h, V, mlp_width, n_kv_head = map(int, sizes.split(","))
-    return Llama(vocab_size=V, block_size=S, n_layer=L, n_head=heads, n_embd=h,
-                 mlp_width=mlp_width, n_kv_head=n_kv_head)
+    L, heads, h, V, n_hidden, n_kv_head = map(int, sizes.split(","))
+    return llama(L, heads, h, n_hidden, n_kv_head, V, S)
 
 
 def read(lines):

@@ -10,12 +10,14 @@ row of equal blocks the problem is open (Alpa, arXiv 2201.12023)."""
 import heapq
 import math
 from contextlib import suppress
+from dataclasses import asdict, fields
 from itertools import product
 
 from planner.costs import Costs
 from planner.memory import Layout, activations, memory
 from run.config import Config, check_layout
 from schedules import SCHEDULES
+from sizes import LlamaConfig
 
 NOT_SEARCHED = """\
 tp beyond a node, cp with fewer than 512 tokens on a rank,
@@ -26,10 +28,12 @@ more than 16 sequences in a microbatch"""
 def as_config(job, named):
     """train.py's flags for a job and the named fields of a layout."""
     model = job.model
-    return Config(**named, batch_size=job.batch_size, n_layer=model.n_layer, n_head=model.n_head,
-                  n_embd=model.n_embd, block_size=model.block_size, experts=model.n_experts,
-                  top_k=model.top_k, dtype="bfloat16",
-                  grad_dtype="float32" if job.grad_width > job.width else "same")
+    flags = {f.name for f in fields(Config)}
+    sizes = {name: value for name, value in asdict(model).items() if name in flags}
+    if isinstance(model, LlamaConfig):
+        sizes.update(arch="llama", untied=not model.tied)
+    return Config(**named, **sizes, batch_size=job.batch_size, experts=model.n_experts,
+                  dtype="bfloat16", grad_dtype="float32" if job.grad_width > job.width else "same")
 
 
 def layout_of(cfg):

@@ -14,9 +14,16 @@ Left out, because they are small:
 
 from typing import NamedTuple
 
-from planner.hardware import Llama
-from planner.memory import block_parameters, end_parameters, parts_of, shape_of, tokens_of
+from planner.memory import (
+    block_parameters,
+    end_parameters,
+    is_tied,
+    parts_of,
+    shape_of,
+    tokens_of,
+)
 from schedules import placement
+from sizes import LlamaConfig
 
 
 class Message(NamedTuple):
@@ -87,7 +94,7 @@ def tp_messages(job, layout, part):
 
 def n_positions(model):
     """Parameters of the embedding of positions; Llama's are rotary and have none."""
-    return 0 if isinstance(model, Llama) else model.block_size * model.n_embd
+    return 0 if isinstance(model, LlamaConfig) else model.block_size * model.n_embd
 
 
 def data_shards(layout):
@@ -129,7 +136,7 @@ def pp_messages(job, layout, rank):
             ("pp", "gradients to the previous stage", m * sum(b == rank for _, b in borders),
              nbytes)]
     first, last = where[0], where[-1]
-    if first != last and rank in (first, last) and not isinstance(model, Llama):
+    if first != last and rank in (first, last) and is_tied(model):
         # An all-reduce over two ranks: each sends as many bytes as the tensor has
         rows.append(("pp", "gradient of the tied embedding, between its two ends", 1,
                      model.vocab_size * h / layout.tp / data_shards(layout) * job.grad_width))
