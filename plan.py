@@ -37,7 +37,7 @@ def command(cfg, ranks, node):
         if value != f.default:
             words.append("--" + f.name.replace("_", "-"))
             if value is not True:
-                words.append(str(value))
+                words.append(f"{value:g}" if type(value) is float else str(value))
     return " ".join(words)
 
 

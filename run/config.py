@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from engine.schedules import make_schedule
-from run.hugging_face import CONFIG, flags_of
+from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import STORE, local_rank
 from schedules import SCHEDULES, chunks_of, is_plain
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
@@ -165,7 +165,7 @@ def parse(args, description=None):
     if Path(cfg.init_from, CONFIG).exists() and cfg.init_from:
         # Sizes that no flag gives are those of the folder
         try:
-            parser.set_defaults(**flags_of(cfg.init_from))
+            parser.set_defaults(**flags_of_folder(cfg.init_from))
         except ValueError as error:
             fail(error)
         cfg = Config(**vars(parser.parse_args(args)))

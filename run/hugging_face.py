@@ -79,7 +79,7 @@ def read_config(folder):
     return given
 
 
-def flags_of(folder):
+def flags_of_folder(folder):
     """The flags {name: value} of the model that a folder's config.json describes. ValueError if it
     describes a model that this code does not compute."""
     given = read_config(folder)

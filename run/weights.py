@@ -19,7 +19,7 @@ from experts import kind_of
 from model import UNTIED
 from run import tensorfile
 from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other
-from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of, llama_names
+from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, llama_names
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
 from sizes import LlamaConfig, config_from
 
@@ -54,7 +54,7 @@ def read_headers(path):
 def refuse_config(folder, config):
     """CheckpointError if Hugging Face's config.json describes another model of the same shapes."""
     try:
-        flags = flags_of(folder)
+        flags = flags_of_folder(folder)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     theirs = {"arch": "gpt2", **flags}
@@ -131,7 +131,7 @@ def refuse_more(path, entries, wanted, harmless):
             raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")
 
 
-def read(entry):
+def read_tensor(entry):
     """The tensor of an Entry, on CPU."""
     with about(entry.path, entry.name), open(entry.path, "rb") as file:
         file.seek(entry.begin)
@@ -156,7 +156,10 @@ def read_weights(path, shapes, config):
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
     def get(name):
-        parts = [read(entry).t() if is_conv1d else read(entry) for entry, is_conv1d in found[name]]
+        parts = []
+        for entry, is_conv1d in found[name]:
+            tensor = read_tensor(entry)
+            parts.append(tensor.t() if is_conv1d else tensor)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     return get

@@ -22,7 +22,7 @@ from tests.harness import HERE, config
 from tests.runs import command, one_line
 
 ROOMS = {
-    "ground": "model experts mesh group collectives shard sizes".split(),
+    "ground": "model llama experts mesh group collectives shard sizes".split(),
     "technique": """ddp zero optimizer tensor_parallel sequence_parallel context_parallel
                     expert_parallel schedules pipeline""".split(),
     "command": "plain train sample plan bench test_all".split()}
@@ -142,7 +142,7 @@ def test_the_root_runs_without_the_other_floors():
 
 def test_the_engine_inherits_from_no_layer_of_the_root():
     """Whoever changes a plain layer changes no fast one: only groups and meshes are extended."""
-    roots = {name for module in ROOMS["technique"] + ["model", "experts"]
+    roots = {name for module in ROOMS["technique"] + ["model", "llama", "experts"]
              for name in re.findall(r"^class (\w+)", HOUSE[module].read_text(), re.MULTILINE)}
     for module, path in HOUSE.items():
         if module.startswith("engine."):

@@ -14,7 +14,7 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
-from run.hugging_face import flags_of
+from run.hugging_face import flags_of_folder
 from run.weights import INDEX, load_model, read_weights
 from sizes import LlamaConfig
 from tests.harness import VOCAB, close
@@ -288,7 +288,7 @@ def test_damaged_and_foreign_folders_are_one_line(corpus, folders, tmp_path, how
 
 def test_flags_say_what_config_json_says_and_flags_win(folders):
     exported = folders["stretched"][1]
-    assert flags_of(exported) == {
+    assert flags_of_folder(exported) == {
         "arch": "llama", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
         "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED}
     cfg = train.read_command_line.__globals__["parse"](["--init-from", str(exported), "--n-layer",
