@@ -58,10 +58,11 @@ def stretch(frequency, scaling):
 
 
 def rotate(x, angles):
-    """Turn the pairs of x (B, heads, S, hs) by angles (S, hs/2)."""
+    """Turn the pairs of x (B, S, heads, hs) by angles (S, hs/2)."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.contiguous()  # torch's attention is slow unless a head's numbers are neighbours
 
 
 class LlamaAttention(Attention):
@@ -83,11 +84,12 @@ class LlamaAttention(Attention):
         wide = torch.promote_types(x.dtype, torch.float)  # angles have 32 bits at least
         frequency = frequencies(self.config, wide).to(x.device)
         angles = self.positions(qkv).unsqueeze(1) * frequency  # (S, hs/2)
-        heads = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, S, hs)
-        n_kv = heads.size(1) // (self.queries + 2)
-        q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=1)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, S, heads, hs)
+        n_kv = heads.size(2) // (self.queries + 2)
+        q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=2)
         # v is copied, so that qkv can be freed: q and k are new tensors anyway
-        y = self.attend(rotate(q, angles), rotate(k, angles), v.contiguous())  # (B, nh, S, hs)
+        q, k, v = rotate(q, angles), rotate(k, angles), v.contiguous()
+        y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)
 
 

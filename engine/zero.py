@@ -43,14 +43,18 @@ class ZeRO1(DDP):
         """One bucket for the parameters that have the same users (layers) and the same groups to
         sum over: those of one layer (two buckets under --sp or --ep), or a weight that two layers
         share. Then ZeRO-3 can gather just what a layer needs. In reverse order of use."""
-        units = {}  # (groups to sum over, users) -> parameters
+        units = {}  # what parameters of one bucket have in common -> the parameters
         for param, where in users.items():
-            units.setdefault((param.shard.sum_over, tuple(where)), []).append(param)
+            units.setdefault(self.common(param, where), []).append(param)
         found = []
-        for (_, where), params in reversed(units.items()):
+        for (_, where, *_), params in reversed(units.items()):
             stage, _ = where[0]  # the first user, which backward reaches last
             found.append((stage, params))
         return found
+
+    def common(self, param, where):
+        """(groups to sum over, users) of a parameter."""
+        return param.shard.sum_over, tuple(where)
 
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)
@@ -133,6 +137,16 @@ class ZeRO3(ZeRO2):
     them after the layer has run. At most two layers' full weights exist at a time."""
 
     zero = 3
+
+    def __init__(self, stages, *args):
+        # Parameters that backward reads: they share no bucket with those that it does not
+        self.for_backward = {param for layers in stages.values() for layer in layers
+                             for module in self.read_in_backward(layer)
+                             for param in module.parameters()}
+        super().__init__(stages, *args)
+
+    def common(self, param, where):
+        return *super().common(param, where), param in self.for_backward
 
     def allocate_shards(self, bucket):
         """The bucket has its values: keep this rank's shard of the weights too, free the rest."""

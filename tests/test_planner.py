@@ -150,8 +150,9 @@ def test_grouped_keys_and_values_are_what_context_ranks_send():
     assert swap.nbytes == 2 * 15 / 16 * tokens * model.n_embd * (1 + 1 / 16) * 2
 
 
-@pytest.mark.parametrize("flags", [{"dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "pp": 2},
-                                   {"dp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "zero": 3},
+    {"arch": "llama", "n_kv_head": 2, "tp": 2, "untied": True}], ids=str)
 def test_model_states_are_those_that_train_py_prints(corpus, flags):
     """Of every pipeline rank, and so of the fullest."""
     cfg = config(corpus, **{"n_embd": 32, "n_head": 4, "microbatches": 2, **flags})
@@ -167,9 +168,7 @@ def test_model_states_are_those_that_train_py_prints(corpus, flags):
 
 def planned(cfg):
     """The planner's (Job, Layout) of train.py's flags."""
-    experts = {"n_experts": cfg.experts, "top_k": cfg.top_k} if cfg.experts else {}
-    model = GPTConfig(Data(cfg).vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd,
-                      **experts)
+    model = sizes.config_of(cfg, Data(cfg).vocab_size)
     width = sizes.WIDTHS[cfg.dtype]
     job = memory.Job(model, cfg.batch_size, width, 4 if cfg.grad_dtype == "float32" else width,
                      len(sizes.MOMENTS[cfg.optimizer]))
@@ -272,8 +271,11 @@ def test_memory_is_that_of_all_microbatches(schedule, v):
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_the_planner_counts_parameters_as_the_model_has_them(experts):
-    config = GPTConfig(1003, block_size=24, n_layer=3, n_head=4, n_embd=16, n_experts=experts)
+@pytest.mark.parametrize("kind,more", [
+    (GPTConfig, {}), (sizes.LlamaConfig, {"n_kv_head": 2, "n_hidden": 38}),
+    (sizes.LlamaConfig, {"n_kv_head": 1, "n_hidden": 38, "tied": False})])
+def test_the_planner_counts_parameters_as_the_model_has_them(experts, kind, more):
+    config = kind(1003, block_size=24, n_layer=3, n_head=4, n_embd=16, n_experts=experts, **more)
     with torch.device("meta"):
         model = kind_of(config)(config)
     assert memory.n_parameters(config) == sum(p.numel() for p in model.parameters())
@@ -313,7 +315,11 @@ def _sent(rank, cfg):
     {"dp": 2, "zero": 2, "pp": 2}, {"dp": 2, "zero": 3, "pp": 2, "schedule": "zb-h1"},
     {"tp": 2, "sp": True, "dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "cp": 2, "recompute": True},
     {"cp": 4, "cp_attention": "all-to-all"}, {"pp": 2, "schedule": "zb-v", "chunks": 2},
-    {"dp": 4, "ep": 2, "experts": 4, "zero": 1}], ids=str)
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 1},
+    {"arch": "llama", "n_kv_head": 3, "cp": 4, "untied": True, "dp": 2, "zero": 3},
+    {"arch": "llama", "n_kv_head": 4, "cp": 2, "cp_attention": "all-to-all", "recompute": True},
+    {"arch": "llama", "n_kv_head": 4, "tp": 2, "sp": True, "zero": 1, "pp": 2, "dp": 2},
+    {"arch": "llama", "n_kv_head": 1, "pp": 4, "untied": True}], ids=str)
 def test_bytes_sent_are_predicted_exactly(corpus, flags):
     cfg = config(corpus, microbatches=3, **flags)
     got = pool(check(cfg, 1), _sent, cfg)

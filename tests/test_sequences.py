@@ -21,7 +21,7 @@ from experts import kind_of
 from model import build, causal_attention
 from planner import memory
 from run.config import check
-from sizes import GPTConfig
+from sizes import GPTConfig, config_of
 from tests.harness import (
     BATCH,
     SHAPE,
@@ -292,7 +292,20 @@ def _saved_by_a_block(rank, cfg):
                if at not in parameters)
 
 
+def beside_the_formula(cfg, tokens, w):
+    """What a Llama's block saves beside the planner's formula: on CPUs torch composes RMSNorm of
+    simple operations, which save the normalized input, too, all in 32 bits at least; and, once for
+    all sequences, cosine and sine of each position's angles, for queries and for keys."""
+    C, wide = cfg.n_embd, max(w, 4)
+    norms = 2 * C * wide  # the normalized inputs of two norms
+    norms += 2 * (C + 1) * (wide - w)  # the inputs and a statistic, in 32 bits and not in 16
+    tables = 2 * (cfg.block_size // cfg.cp) * C // cfg.n_head * w
+    return norms * tokens / (cfg.tp if cfg.sp else 1) + tables
+
+
 @pytest.mark.parametrize("flags", [
+    {"arch": "llama", "n_kv_head": 4}, {"arch": "llama", "n_kv_head": 3, "tp": 3, "n_hidden": 66},
+    {"arch": "llama", "n_kv_head": 4, "tp": 2, "sp": True, "cp": 2},
     {}, {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"cp": 3, "block_size": 24},
     {"cp": 2, "cp_attention": "all-to-all"}, {"tp": 2, "sp": True, "cp": 2},
     {"recompute": True}, {"tp": 2, "sp": True, "cp": 2, "recompute": True}], ids=str)
@@ -300,11 +313,13 @@ def test_a_block_saves_the_formula(corpus, flags):
     for dtype, w in (("float64", 8), ("float32", 4), ("bfloat16", 2)):
         cfg = config(corpus, dtype=dtype, microbatches=3, **flags)
         got = pool(check(cfg, 1), _saved_by_a_block, cfg)
-        model = GPTConfig(VOCAB, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
+        model = config_of(cfg, VOCAB)
         layout = memory.Layout(tp=cfg.tp, cp=cfg.cp, sp=cfg.sp, cp_attention=cfg.cp_attention,
                                microbatches=cfg.microbatches)
         job = memory.Job(model, BATCH, width=w)
         want = memory.tokens_of(job, layout) * memory.saved_by_block(job, layout, cfg.recompute)
+        if cfg.arch == "llama" and not cfg.recompute:
+            want += beside_the_formula(cfg, memory.tokens_of(job, layout), w)
         assert got == [want] * len(got), (dtype, got, want)
 
 
