@@ -108,6 +108,8 @@ MUTANTS = {
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
         ("2, dtype=self.wide)", "2)", "values:norm"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
+        ("(bucket.master, *bucket.moments.values())]\n        norms",
+         "(bucket.master,)]\n        norms", "checkpoint:one_ranks_shard"),
         ("+= finite", "+= 1", "faults:five_steps"),
         ("times(grad, factor) for p", "grad for p", "values:of_16_bits"),
         ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
@@ -171,6 +173,7 @@ MUTANTS = {
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
         ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
         ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
+        ("len(self.sends) > 2", "len(self.sends) > 200", "schedules:was_sent"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
     "engine/collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
@@ -195,7 +198,11 @@ MUTANTS = {
         ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
         ("[work.wait, use]", "[use]", "streams:zb_v"),
         ("        work.wait()\n    return", "        [part.wait() for part in posted]\n    return",
-         "collectives:waited_for")],
+         "collectives:waited_for"),
+        ("copied.synchronize()", "pass", "queues:device_has_copied"),
+        ("is_done(*pending[0])", "is_done(*pending[-1])", "queues:forgotten"),
+        ("before = [*self.mesh.pending]", "before = self.mesh.pending", "queues:posted_before"),
+        ("with naming(work.what):", "if True:", "queues:operation_that_failed")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
@@ -223,7 +230,8 @@ MUTANTS = {
         ("== [0]", "!= []", "zero:one_bit"),
         ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
         ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "experts:equal_one"),
-        ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm")],
+        ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
+        (" or scale > 1 else", " else", "values:float16_gives_up")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),
@@ -231,25 +239,64 @@ MUTANTS = {
         ('fill_(manifest["updates"])', "zero_()", "checkpoint:float64"),
         ("trainer.reducer.publish(bucket)", "pass", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
-        ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file")],
+        ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file"),
+        ('"False" in all_gather_text(str(trainer.optimizer.finite()), world)',
+         "not trainer.optimizer.finite()", "checkpoint:one_ranks_shard"),
+        ('os.rename(final, f"{final}.old.tmp")', "remove(final)", "checkpoint:two_renames")],
     "run/config.py": [
         ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
         ('cfg.scale_lr = "none"', "pass", "optimizers:rates"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
-        ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out")],
+        ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out"),
+        ("= round(cfg.warmup_tokens", "= int(cfg.warmup_tokens", "optimizers:rates")],
     "run/log.py": [
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
-        ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches")],
+        ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches"),
+        ("predicted[fullest]", "predicted[0]", "values:fullest_rank"),
+        ("[1]) * 1024 for", "[1]) * 1000 for", "values:kilobytes"),
+        ("(cfg.steps - 1 - step) * step_seconds", "(cfg.steps - step) * step_seconds",
+         "values:seconds_left"),
+        ("(cfg.steps - 1) // cfg.eval_interval", "cfg.steps // cfg.eval_interval",
+         "values:seconds_left")],
+    "run/weights.py": [
+        ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
+         "weights:starts_from or exported"),
+        ("if not param.isfinite().all():", "if False:", "weights:not_finite")],
+    "run/timeline.py": [
+        ("actions[-1].end - actions[0].start",
+         "actions[-1].end - min(e[2] for every_rank in every for e in every_rank "
+         'if e[4]["step"] == step)', "schedules:ratio_of_1"),
+        ("min(max(sent_at - wait.start, 0.0), wait.seconds)", "max(sent_at - wait.start, 0.0)",
+         "schedules:wait_is_bubble")],
     "data/batches.py": [
         ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
         ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:equals"),
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
-        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one")],
+        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "experts:equal_one"),
+        ("in (self.train, self.val):\n            digest", "in (self.train,):\n            digest",
+         "values:fingerprints")],
     "sample.py": [
         ("length > window:  #", "length > window + 1:  #", "weights:sampling"),
-        (".double() / temperature", ".double()", "weights:sampling")],
+        (".double() / temperature", ".double()", "weights:sampling"),
+        ("args.top_k, args.seed)", "args.top_k)", "weights:seed_decides"),
+        ("top_k or V", "top_k or 50", "weights:top_k_0")],
+    "planner/memory.py": [
+        ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket")],
+    "lab.html": [
+        ('[[1e9, "GB"], [1e6', '[[2**30, "GB"], [1e6', "lab:powers_of_ten"),
+        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten")],
 }
+
+
+def mutant(file, old, new):
+    """The text of a file with one place changed. AssertionError if it has not one such place."""
+    text = Path(HERE, file).read_text()
+    assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
+    changed = text.replace(old, new)
+    if file.endswith(".py"):
+        compile(changed, file, "exec")
+    return changed
 
 
 def killer(file, old, new, tests, limit):
@@ -259,10 +306,7 @@ def killer(file, old, new, tests, limit):
         for path in listed.stdout.splitlines():
             Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(HERE / path, Path(folder, path))
-        text = Path(folder, file).read_text()
-        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
-        compile(text.replace(old, new), file, "exec")
-        Path(folder, file).write_text(text.replace(old, new))
+        Path(folder, file).write_text(mutant(file, old, new))
         run = subprocess.Popen([sys.executable, "-m", "pytest", "-x", "-q", *tests], cwd=folder,
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                start_new_session=True)
