@@ -229,7 +229,7 @@ def test_a_file_that_is_cut_off_after_its_check_is_named(corpus, tmp_path, monke
                                      {"scale": math.inf}, {"step": -1}], ids=str)
 def test_a_forged_value_of_a_sealed_manifest_is_damage(trained, tmp_path, changes):
     """A width of 8 has no 3 heads; a loss is divided by its scale."""
-    path = shutil.copy(trained / "step-00000004" / checkpoint.MANIFEST, tmp_path)
+    path = Path(shutil.copy(trained / "step-00000004" / checkpoint.MANIFEST, tmp_path))
     manifest = json.loads(path.read_text())
     assert checkpoint.read_manifest(tmp_path) == manifest
     for name, value in changes.items():

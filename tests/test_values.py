@@ -299,6 +299,13 @@ def test_the_last_good_checkpoint_is_named_after_a_save_that_was_refused(corpus,
     assert said.out.count("saved nothing") == 2
 
 
+def test_a_trace_is_of_the_third_to_the_fifth_step(corpus, tmp_path, monkeypatch):
+    path = tmp_path / "trace"
+    assert ends_well(monkeypatch, corpus, tmp_path, first=99, steps=7, trace=str(path))
+    records = json.loads(path.read_text())["traceEvents"]
+    assert {record["args"]["step"] for record in records} == {2, 3, 4}
+
+
 # ---- checkpoints ----
 
 
