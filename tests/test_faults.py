@@ -305,6 +305,7 @@ while len([*folder.iterdir()]) < 3:
 if rank == "0":
     {first}
 time.sleep({others})
+print("went on")
 """
 
 
@@ -324,14 +325,14 @@ def test_the_launcher_ends_ranks_that_go_on_after_one_has_failed(tmp_path, monke
     """... when they have had their time. Ranks share the cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    got = launched_ranks(tmp_path, monkeypatch, capfd, "sys.exit(3)", others=HANG, grace=0.3)
+    got = launched_ranks(tmp_path, monkeypatch, capfd, "sys.exit(3)", others=60, grace=0.3)
     assert got == (3, ["2 0", "2 1", "2 2"])
 
 
 def test_the_launcher_waits_for_all_ranks_if_none_fails(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the user's own
     got = launched_ranks(tmp_path, monkeypatch, capfd, "sys.exit(0)", others=0.5, grace=0)
-    assert got == (0, ["5 0", "5 1", "5 2"])
+    assert got == (0, ["5 0", "5 1", "5 2", "went on", "went on"])
 
 
 def test_a_rank_that_is_killed_is_exit_code_1(tmp_path, monkeypatch, capfd):

@@ -151,7 +151,8 @@ def test_grouped_keys_and_values_are_what_context_ranks_send():
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "zero": 3},
-    {"dp": 4, "ep": 2, "experts": 4, "zero": 1}, {"cp": 2, "tp": 2, "experts": 4, "zero": 3}],
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 1, "microbatches": 3},
+    {"cp": 2, "tp": 2, "experts": 4, "zero": 3}],
     ids=str)
 def test_model_states_are_those_that_train_py_prints(corpus, flags):
     """Of every pipeline rank, and so of the fullest."""
@@ -389,13 +390,14 @@ def _buffers(rank, cfg, words):
     ids=str)
 def test_the_optimizer_copies_one_bucket_as_planned(corpus, flags):
     """In 32 bits: all of a small model under DDP; under ZeRO the largest layer's shard, which of
-    experts fewer ranks share."""
+    experts fewer ranks share. (Twice as much on a CPU: before it multiplies, torch makes a 32-bit
+    copy of the operand, where a GPU's kernel converts number by number.)"""
     cfg = config(corpus, dtype="bfloat16", microbatches=1, n_embd=48, n_layer=2, **flags)
     measured = max(update for update, _ in pool(check(cfg, 1), _buffers, cfg, VOCAB))
     job, layout = planned(cfg)
     part, = memory.parts_of(job.model, "1f1b", 1, 1)
-    want = memory.optimizer_buffer(job, layout, part)
-    assert want <= measured < 1.04 * want + 512, (want, measured)
+    want = 2 * memory.optimizer_buffer(job, layout, part)
+    assert want <= measured < 1.02 * want + 512, (want, measured)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -428,7 +430,8 @@ def _step(rank, cfg):
     {"dp": 2}, {"dp": 4, "zero": 2}, {"dp": 4, "zero": 3}, {"dp": 2, "zero": 3, "recompute": True},
     {"dp": 2, "pp": 2, "microbatches": 4}, {"dp": 2, "tp": 2, "sp": True},
     {"dp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4, "recompute": True}], ids=str)
-def test_a_step_allocates_no_more_than_planned_and_not_much_less(long_corpus, flags):
+def test_a_step_allocates_what_is_planned(long_corpus, flags):
+    """... within 10%. (Under ZeRO-2 and 3 less one layer's gradient, counted twice for a GPU.)"""
     cfg = config(long_corpus, **{"n_layer": 4, "n_embd": 96, "n_head": 4, "block_size": 64,
                                  "microbatches": 2, "batch_size": 8, "dtype": "float32", **flags})
     job, layout = planned(cfg)
@@ -436,9 +439,11 @@ def test_a_step_allocates_no_more_than_planned_and_not_much_less(long_corpus, fl
     for rank in range(cfg.pp):
         held = memory.memory_of_rank(job, layout, rank)
         want = held["activations"] + held["buffers"]
+        if cfg.zero >= 2:
+            part = memory.parts_of(job.model, cfg.schedule, cfg.pp, cfg.chunks)[rank]
+            want -= job.grad_width * memory.largest_layer(job, layout, part)
         measured = max(peak for place, peak in peaks if place == rank)
-        print(flags, rank, want, measured, measured / want)
-        assert 0.7 * want < measured < 1.05 * want, (rank, want, measured)
+        assert 0.9 * want < measured < 1.05 * want, (rank, want, measured)
 
 
 def _sent(rank, cfg):
