@@ -236,8 +236,6 @@ MUTANTS = {
         (" or scale > 1 else", " else", "values:float16_gives_up"),
         ("2 <= step - start < 5", "2 <= step - start < 4", "values:third_to_the_fifth"),
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes"),
-        ("healthy = bool(save(done)) and not skipped", "healthy = bool(save(done))",
-         "values:fewer_steps"),
         ("step - len(unread), saved)", "step, saved)", "values:gives_up_after"),
         ("saved = folder or saved", "saved = folder", "values:last_good")],
     "run/checkpoint.py": [
@@ -317,7 +315,7 @@ MUTANTS = {
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
         ("w + (wide if w == 2 else 0) + wide", "w + wide", "planner:heads_buffers")],
     "run/tensorfile.py": [
-        ('text += b" " * (-len(text) % 8)  #', "#", "weights:exported_file"),
+        ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],
     "run/export.py": [
         ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
