@@ -314,6 +314,15 @@ MUTANTS = {
         ("layout.dp * layout.cp\n    of_others", "layout.dp\n    of_others", "planner:zero_paper"),
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
         ("w + (wide if w == 2 else 0) + wide", "w + wide", "planner:heads_buffers")],
+    "planner/search.py": [
+        ("if tp > self.device.node and", "if tp >= self.device.node and", "planner:limits_that"),
+        ("S // cp < 512 and", "S // cp <= 512 and", "planner:limits_that"),
+        ("for v in range(2, 17) if", "for v in range(2, 16) if", "planner:limits_that"),
+        ("for b in range(1, 17) if", "for b in range(1, 16) if", "planner:limits_that")],
+    "planner/measure.py": [
+        ("2 * (n - 1) / n * long.nbytes", "(n - 1) / n * long.nbytes", "planner:measured_links"),
+        ('"latency": short / (2 * (n - 1))', '"latency": short / (n - 1)',
+         "planner:measured_links")],
     "run/tensorfile.py": [
         ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],

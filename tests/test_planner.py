@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from statistics import median
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -572,6 +573,25 @@ def test_the_search_finds_the_fastest_that_fits():
     assert [seconds for seconds, _ in banded] == [key[1] for key in sorted(near.values())[:4]]
 
 
+def test_the_search_tries_all_within_the_limits_that_it_prints():
+    """tp on a node of 8; 512 tokens and more on a context rank; up to 16 chunks and 16 sequences of
+    a microbatch; every schedule but GPipe."""
+    limits = "fewer than 512 tokens", "gpipe", "more than 16 chunks", "more than 16 sequences"
+    assert all(limit in search_file.NOT_SEARCHED for limit in limits)
+    model = GPTConfig(51200, 2048, n_layer=64, n_head=32, n_embd=2048)
+    job, device = memory.Job(model, 64), hardware.DEVICES["h100"]
+    found = [*search_file.Search(job, 16, device, {}).layouts()]
+    assert {layout.tp for layout in found} == {1, 2, 4, 8}
+    assert {layout.cp for layout in found} == {1, 2, 4}
+    assert {64 // layout.dp // layout.microbatches for layout in found} == {1, 2, 4, 8, 16}
+    assert {layout.schedule for layout in found} == {*schedules.SCHEDULES} - {"gpipe"}
+    chunks = {layout.chunks for layout in found if layout.schedule == "interleaved"}
+    assert chunks == {*range(2, 9), 16}  # 9 to 15 give no stages of equally many blocks
+    for name, value in (("tp", 16), ("cp", 8)):  # a flag may ask for more
+        asked = [*search_file.Search(job, 16, device, {name: value}).layouts()]
+        assert asked and {getattr(layout, name) for layout in asked} == {value}
+
+
 def test_few_of_many_layouts_are_simulated(monkeypatch):
     """16,384 GPUs, without a clock: of 20 thousand layouts and more some tens of pairs of lists are
     played, of a million actions together."""
@@ -665,6 +685,27 @@ def test_measured_bandwidth_counts_the_bytes_that_are_moved(monkeypatch):
 
     monkeypatch.setattr(measure, "seconds", seconds)
     assert measure.measure(Mesh(dp=1))["hbm"] == 1
+
+
+def test_measured_links_are_those_of_a_ring(monkeypatch):
+    """Of four ranks: 2 (N-1) latencies of 0.1 ms, and 2 (N-1)/N of the bytes at 2 GB/s."""
+    summed = []
+
+    def all_reduce(tensor, world):
+        summed.append(tensor)
+        return tensor
+
+    def seconds(mesh, work, times=1):
+        summed.clear()
+        work()
+        return 2 * 3 * 1e-4 + 2 * 3 / 4 * summed[0].nbytes / 2e9 if summed else 1.0
+
+    monkeypatch.setattr(measure, "all_reduce", all_reduce)
+    monkeypatch.setattr(measure, "seconds", seconds)
+    flags = measure.measure(SimpleNamespace(device=torch.device("cpu"),
+                                            world=SimpleNamespace(size=4)))
+    assert math.isclose(flags["nvlink"], 2) and flags["node"] == 4
+    assert math.isclose(flags["latency"], 1e-4, rel_tol=1e-3)  # the short sum has some bytes, too
 
 
 class Silent:
