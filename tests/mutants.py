@@ -44,8 +44,8 @@ MUTANTS = {
         ("            param.grad = None\n", "", "plain:train_py")],
     "zero.py": [
         ("self.sums.get(param, 0) + chunk", "chunk.clone()", "plain:train_py"),
-        ("own_chunk(reduce_scatter(full, replicas), replicas).clone()",
-         "own_chunk(full, replicas).clone()", "plain:train_py"),
+        ("own_chunk(reduce_scatter(whole, replicas), replicas).clone()",
+         "own_chunk(whole, replicas).clone()", "plain:train_py"),
         ("            all_gather(param.data, param.shard.sum_over[0])", " " * 12 + "pass",
          "plain:train_py"),
         ("        param.grad = None\n\n    def gradients(self):\n        return [self.sums",
@@ -62,7 +62,7 @@ MUTANTS = {
         ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
         ('> 1 and shard.name.endswith("weight")', "> 1", "layouts:experts")],
     "tensor_parallel.py": [
-        ("f, parts=3)", "f)", "plain:train_py"),
+        ("f, block.attn.parts)", "f)", "plain:train_py"),
         ("lambda grad: sum_of_copy(grad, group)", "lambda grad: grad", "plain:train_py"),
         ("losses.masked_fill(targets == ABSENT, 0)", "losses", "plain:padding"),
         ("logits.to(torch.promote_types(logits.dtype, torch.float))", "logits", "plain:padding"),
@@ -82,7 +82,7 @@ MUTANTS = {
         ("sum_over=(same_experts,)", "sum_over=full.shard.sum_over", "plain:sequence_context")],
     "pipeline.py": [
         ("in_flight.popleft()", "in_flight.pop()", "plain:train_py"),
-        ("    wait_all(sends)\n", "", "plain:train_py"),
+        ("    wait_all(grad_sends)\n", "", "plain:train_py"),
         ("weight.shard.sum_over += (group,)", "pass", "layouts:layout_equals")],
     "engine/ddp.py": [
         ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
@@ -108,6 +108,8 @@ MUTANTS = {
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
         ("2, dtype=self.wide)", "2)", "values:norm"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
+        ("(bucket.master, *bucket.moments.values())]\n        norms",
+         "(bucket.master,)]\n        norms", "checkpoint:one_ranks_shard"),
         ("+= finite", "+= 1", "faults:five_steps"),
         ("times(grad, factor) for p", "grad for p", "values:of_16_bits"),
         ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
@@ -123,7 +125,7 @@ MUTANTS = {
         ("(grad * factor).masked_fill_(~finite, 0.0)", "grad * factor", "optimizers:skipped"),
         ("addcmul_(change, go, value=-1)", "sub_(change)", "optimizers:skipped")],
     "engine/tensor_parallel.py": [
-        ("now_or_later, parts=3)", "now_or_later)", "layouts:layout_equals")],
+        ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
         ("-1, dtype=wide)\n", "-1)\n", "values:in_32"),
@@ -171,6 +173,7 @@ MUTANTS = {
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
         ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
         ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
+        ("len(self.sends) > 2", "len(self.sends) > 200", "schedules:was_sent"),
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
     "engine/collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
@@ -187,7 +190,9 @@ MUTANTS = {
         ("if async_op and not inside:", "if async_op:", "collectives:collective_of"),
         ("with self.lock, naming(self.what):", "with naming(self.what):", "collectives:thread"),
         ("group.last.wait()", "pass", "collectives:overtake"),
-        ("out.numel() * out.element_size()", "out.numel()", "collectives:formula")],
+        ("out.numel() * out.element_size()", "out.numel()", "collectives:formula"),
+        ("receive from rank {self.ranks[source]}", "receive from rank {source}",
+         "queues:numbers_ranks")],
     "engine/nccl_group.py": [
         ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
         ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
@@ -195,7 +200,11 @@ MUTANTS = {
         ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
         ("[work.wait, use]", "[use]", "streams:zb_v"),
         ("        work.wait()\n    return", "        [part.wait() for part in posted]\n    return",
-         "collectives:waited_for")],
+         "collectives:waited_for"),
+        ("copied.synchronize()", "pass", "queues:device_has_copied"),
+        ("is_done(*pending[0])", "is_done(*pending[-1])", "queues:forgotten"),
+        ("before = [*self.mesh.pending]", "before = self.mesh.pending", "queues:posted_before"),
+        ("with naming(work.what):", "if True:", "queues:operation_that_failed")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
@@ -205,7 +214,7 @@ MUTANTS = {
         ("            if sum_gradients:", "            if True:", "layouts:layout_equals")],
     "model.py": [
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
-        ("k, v, is_causal=True)", "k, v, is_causal=False)", "values:formulas"),
+        ("k, v, is_causal=True", "k, v, is_causal=False", "values:formulas"),
         ("math.sqrt(2 * config.n_layer)", "math.sqrt(config.n_layer)", "values:initial"),
         ('f"{seed} {name}"', 'f"{name}"', "values:initial"),
         ("logits.float() if logits.element_size() == 2 else", "", "values:in_32")],
@@ -223,7 +232,12 @@ MUTANTS = {
         ("== [0]", "!= []", "zero:one_bit"),
         ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
         ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "layouts:experts"),
-        ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm")],
+        ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
+        (" or scale > 1 else", " else", "values:float16_gives_up"),
+        ("2 <= step - start < 5", "2 <= step - start < 4", "values:third_to_the_fifth"),
+        ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes"),
+        ("step - len(unread), saved)", "step, saved)", "values:gives_up_after"),
+        ("saved = folder or saved", "saved = folder", "values:last_good")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),
@@ -231,25 +245,130 @@ MUTANTS = {
         ('fill_(manifest["updates"])', "zero_()", "checkpoint:float64"),
         ("trainer.reducer.publish(bucket)", "pass", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
-        ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file")],
+        ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file"),
+        ('"False" in all_gather_text(str(trainer.optimizer.finite()), world)',
+         "not trainer.optimizer.finite()", "checkpoint:one_ranks_shard"),
+        ('os.rename(final, f"{final}.old.tmp")', "remove(final)", "checkpoint:two_renames"),
+        ("for path in (*folder.iterdir(), folder):", "for path in (folder,):",
+         "checkpoint:on_the_disk"),
+        ("os.write(file, os.urandom(8))", 'os.write(file, b"12345678")',
+         "checkpoint:marks_its_folder"),
+        ('    require(config.n_embd % config.n_head == 0, "n_head")\n', "",
+         "checkpoint:forged_value"),
+        ('    require(type(manifest["data"]) is str, "data")\n', "", "checkpoint:forged_value"),
+        ("if moved < len(run):", "if False:", "checkpoint:after_its_check")],
     "run/config.py": [
         ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
         ('cfg.scale_lr = "none"', "pass", "optimizers:rates"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
-        ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out")],
+        ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out"),
+        ("= round(cfg.warmup_tokens", "= int(cfg.warmup_tokens", "optimizers:rates"),
+        ("need = share * cfg.n_layer", "need = cfg.n_layer", "commands:machines_share"),
+        ("cfg.steps >= 3,", "cfg.steps >= 2,", "commands:one_line and trace")],
     "run/log.py": [
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
-        ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches")],
+        ("self.trainer.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches"),
+        ("predicted[fullest]", "predicted[0]", "values:fullest_rank"),
+        ("[1]) * 1024 for", "[1]) * 1000 for", "values:kilobytes"),
+        ("(cfg.steps - 1 - step) * step_seconds", "(cfg.steps - step) * step_seconds",
+         "values:seconds_left"),
+        ("(cfg.steps - 1) // cfg.eval_interval", "cfg.steps // cfg.eval_interval",
+         "values:seconds_left"),
+        ("v if math.isfinite(v) else None", "v", "values:null"),
+        ("if last and gzip:", "if gzip:", "values:mfu"),
+        ("flops = rate * self", "flops = self.trainer.tokens * self", "values:mfu")],
+    "run/hugging_face.py": [
+        ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
+         "weights:starts_from or exported")],
+    "run/weights.py": [
+        ("if not param.isfinite().all():", "if False:", "weights:not_finite")],
+    "run/timeline.py": [
+        ("actions[-1].end - actions[0].start",
+         "actions[-1].end - min(e[2] for every_rank in every for e in every_rank "
+         'if e[4]["step"] == step)', "schedules:ratio_of_1"),
+        ("min(max(sent_at - wait.start, 0.0), wait.seconds)", "max(sent_at - wait.start, 0.0)",
+         "schedules:wait_is_bubble"),
+        ("(asked + answered) / 2 - answer", "answered - answer", "schedules:fastest_ping"),
+        ("ahead = min(found", "ahead = max(found", "schedules:fastest_ping"),
+        ("(stages_per_rank * mean.get", "(mean.get", "schedules:ratio_of_1")],
     "data/batches.py": [
         ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
         ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:equals"),
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
-        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "layouts:experts")],
+        ('mesh.place("dp", "ep")', 'mesh.place("dp")', "layouts:experts"),
+        ("in (self.train, self.val):\n            digest", "in (self.train,):\n            digest",
+         "values:fingerprints"),
+        ("if size // 2 <= self.block:", "if size // 2 < self.block:", "values:shorter_than"),
+        ("if tokens_of_meta and size != 2 * tokens_of_meta:", "if False:", "values:shorter_than"),
+        ("if not meta.exists() and local_rank == 0:", "if not meta.exists():",
+         "values:others_wait")],
     "sample.py": [
         ("length > window:  #", "length > window + 1:  #", "weights:sampling"),
-        (".double() / temperature", ".double()", "weights:sampling")],
+        (".double() / temperature", ".double()", "weights:sampling"),
+        ("args.top_k, args.seed)", "args.top_k)", "weights:seed_decides"),
+        ("top_k or V", "top_k or 50", "weights:top_k_0"),
+        ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
+    "planner/memory.py": [
+        ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket"),
+        (", matrix), everything)", ", matrix), 1e9)", "planner:copies_one_bucket"),
+        ("layout.dp * layout.cp\n    per_other", "layout.dp\n    per_other", "planner:zero_paper"),
+        ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
+        ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers")],
+    "planner/search.py": [
+        ("if tp > self.device.node and", "if tp >= self.device.node and", "planner:limits_that"),
+        ("S // cp < 512 and", "S // cp <= 512 and", "planner:limits_that"),
+        ("for v in range(2, 17) if", "for v in range(2, 16) if", "planner:limits_that"),
+        ("for b in range(1, 17) if", "for b in range(1, 16) if", "planner:limits_that")],
+    "planner/measure.py": [
+        ("2 * (n - 1) / n * long.nbytes", "(n - 1) / n * long.nbytes", "planner:measured_links"),
+        (" / hops(tiny, world)", "", "planner:measured_links")],
+    "run/tensorfile.py": [
+        ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
+        ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],
+    "run/export.py": [
+        ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
+    "run/launch.py": [
+        ("max(1, (os.cpu_count() or 1) // size)", "max(1, os.cpu_count() or 1)",
+         "faults:launcher_ends"),
+        ("{**defaults, **os.environ, **place}", "{**os.environ, **defaults, **place}",
+         "faults:launcher_waits"),
+        ("deadline = min(deadline, time.monotonic() + grace)",
+         "deadline = time.monotonic() + grace", "faults:launcher_ends"),
+        ("max(1, *codes) if any", "max(codes) if any", "faults:killed_is_exit")],
+    "run/signals.py": [
+        ("under_nohup = number == signal.SIGHUP and", "under_nohup = False and",
+         "faults:second_signal"),
+        ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
+         "faults:second_signal")],
+    "data/prepare.py": [
+        ("list(dict.fromkeys(text for _, text in sorted(docs)))",
+         "[text for _, text in sorted(docs)]", "commands:share_no_text"),
+        ("cut = newline + 1 if", "cut = newline if", "commands:end_of_a_line"),
+        ("                    mark.unlink()", "                    pass", "commands:half_replaced"),
+        ("8 * gzip_bytes / len", "gzip_bytes / len", "commands:gzips_bits")],
+    "planner/costs.py": [
+        ("return max(inside, outside) + (size", "return inside + outside + (size",
+         "planner:textbooks")],
+    "plan.py": [
+        ("* row['step_s'] / 86400", "* row['step_s'] / 3600", "planner:speed_and_days")],
+    "sizes.py": [
+        ("+ 12 * self.n_layer * self", "+ 6 * self.n_layer * self",
+         "planner:llm_foundry")],
+    "lab.html": [
+        ('[[1e9, "GB"], [1e6', '[[2**30, "GB"], [1e6', "lab:powers_of_ten"),
+        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten")],
 }
+
+
+def mutant(file, old, new):
+    """The text of a file with one place changed. AssertionError if it has not one such place."""
+    text = Path(HERE, file).read_text()
+    assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
+    changed = text.replace(old, new)
+    if file.endswith(".py"):
+        compile(changed, file, "exec")
+    return changed
 
 
 def killer(file, old, new, tests, limit):
@@ -259,10 +378,7 @@ def killer(file, old, new, tests, limit):
         for path in listed.stdout.splitlines():
             Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(HERE / path, Path(folder, path))
-        text = Path(folder, file).read_text()
-        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
-        compile(text.replace(old, new), file, "exec")
-        Path(folder, file).write_text(text.replace(old, new))
+        Path(folder, file).write_text(mutant(file, old, new))
         run = subprocess.Popen([sys.executable, "-m", "pytest", "-x", "-q", *tests], cwd=folder,
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                start_new_session=True)

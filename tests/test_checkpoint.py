@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import engine.collectives as c
 import sample
 import train
 from data.batches import Data
+from engine.mesh import Mesh
 from run import checkpoint
 from run.config import check
 from sizes import MOMENTS
@@ -139,6 +142,116 @@ def test_no_rank_holds_more_than_its_slices_and_one_buffer(corpus, tmp_path, lay
         assert own > 4 * (largest + (8 << 20))  # so that a second copy of the slices would show
         assert all(peak < largest + (8 << 20) for peak in grown), (own, largest, grown)
 
+
+# ---- a save is whole, or there is none ----
+
+
+def _one_infinite_shard(rank, cfg):
+    """What save() returns where rank 1 has one infinite number, in each tensor of its state."""
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    bucket = trainer.reducer.buckets[0]
+    returned = []
+    for held in (bucket.master, *bucket.moments.values()):
+        kept = held[0].item()
+        if rank == 1:
+            held[0] = math.inf
+        went_on = AssertionError(f"rank {rank} goes on, and would wait for rank 1")
+        with patch.object(checkpoint, "contents_of_files", side_effect=went_on):
+            returned.append(checkpoint.save(trainer, 1))
+        held[0] = kept
+    return returned
+
+
+def test_no_rank_saves_if_one_ranks_shard_is_not_finite(corpus, tmp_path):
+    """Weights, or either moment."""
+    cfg = config(corpus, dp=2, zero=1, microbatches=1, out=str(tmp_path))
+    assert pool(2, _one_infinite_shard, cfg) == [[None] * 3] * 2 and not [*tmp_path.iterdir()]
+
+
+def small_trainer(corpus, out):
+    return train.Trainer(config(corpus, n_layer=1, microbatches=1, out=str(out)), Mesh(dp=1), VOCAB)
+
+
+def test_a_save_that_fails_between_its_two_renames_leaves_the_checkpoint_before(
+        corpus, tmp_path, monkeypatch):
+    """The same step a second time, in a run that went back: the older one still counts."""
+    trainer = small_trainer(corpus, tmp_path)
+    checkpoint.save(trainer, 3)
+
+    def fail_at_the_second(source, target, rename=os.rename):
+        if Path(source).name == "step-00000003.tmp":
+            raise OSError(5, "Input/output error", str(source))
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", fail_at_the_second)
+        with pytest.raises(checkpoint.CheckpointError, match="Input/output error"):
+            checkpoint.save(trainer, 3)
+    assert checkpoint.load(trainer, checkpoint.find(tmp_path)) == 3
+    assert checkpoint.save(trainer, 3) == checkpoint.newest(tmp_path)
+    checkpoint.prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-00000003"]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(corpus, tmp_path, monkeypatch):
+    """Its files and their names before the rename, its own name before older ones are deleted."""
+    trainer, done = small_trainer(corpus, tmp_path), []
+    for owner, name in ((checkpoint, "sync"), (os, "rename"), (checkpoint, "prune")):
+        usual = getattr(owner, name)
+
+        def noted(path, *more, name=name, usual=usual):
+            done.append((name, Path(path).name))
+            return usual(path, *more)
+
+        monkeypatch.setattr(owner, name, noted)
+    folder, out = "step-00000002.tmp", tmp_path.name
+    checkpoint.save(trainer, 2)
+    files = (checkpoint.MANIFEST, checkpoint.MODEL, checkpoint.OPTIMIZER)
+    assert done[0] == ("prune", out) and done[4:] == [
+        ("sync", folder), ("rename", folder), ("sync", out), ("prune", out)]
+    assert sorted(done[1:4]) == [("sync", file) for file in sorted(files)]
+
+
+def test_a_file_that_is_cut_off_after_its_check_is_named(corpus, tmp_path, monkeypatch):
+    trainer = small_trainer(corpus, tmp_path)
+    folder = checkpoint.save(trainer, 1)
+    path = folder / checkpoint.OPTIMIZER
+
+    def cut_off(entry, want):
+        os.truncate(path, path.stat().st_size - 8) if entry.path == path else None
+
+    monkeypatch.setattr(checkpoint, "checksum", cut_off)
+    with pytest.raises(checkpoint.CheckpointError, match=f"^{path}, .*: the file ends early$"):
+        checkpoint.load(trainer, folder)
+
+
+@pytest.mark.parametrize("changes", [{"data": None}, {"model": {"n_head": 3}}, {"scale": 0.0},
+                                     {"scale": math.inf}, {"step": -1}], ids=str)
+def test_a_forged_value_of_a_sealed_manifest_is_damage(trained, tmp_path, changes):
+    """A width of 8 has no 3 heads; a loss is divided by its scale."""
+    path = Path(shutil.copy(trained / "step-00000004" / checkpoint.MANIFEST, tmp_path))
+    manifest = json.loads(path.read_text())
+    assert checkpoint.read_manifest(tmp_path) == manifest
+    for name, value in changes.items():
+        manifest[name] = manifest[name] | value if type(value) is dict else value
+    path.write_text(json.dumps({**manifest, "seal": checkpoint.seal(manifest)}))
+    with pytest.raises(checkpoint.CheckpointError, match="damaged; take another checkpoint"):
+        checkpoint.read_manifest(tmp_path)
+
+
+def test_each_run_marks_its_folder_with_other_bytes(tmp_path):
+    """By them ranks know that they share --out. Old marks are no longer there."""
+    marks = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        lock = tmp_path / name / ".lock"
+        lock.write_bytes(b"the mark of an earlier run")
+        checkpoint.claim(lock.parent, 0)
+        marks.append(lock.read_bytes())
+    assert [len(mark) for mark in marks] == [8, 8] and marks[0] != marks[1]
+
+
+# ---- damage ----
 
 HEADERS = {  # what becomes of the header's text
     "a dtype that is a list": lambda text: text.replace('"F64"', "[1]", 1),

@@ -1,5 +1,6 @@
 """Commands: bad flags, bad data and bad environments are one line and exit code 2."""
 
+import gzip
 import io
 import json
 import math
@@ -23,7 +24,17 @@ import torch
 import bench
 import train
 from data.batches import Data, DataError, load_tokenizer
-from data.prepare import BYTES, PATTERN, encode, learn_bpe, make_encoding, prepare
+from data.prepare import (
+    BYTES,
+    PATTERN,
+    encode,
+    learn_bpe,
+    make_encoding,
+    prepare,
+    read_source,
+    train_and_val,
+    write_whole,
+)
 from engine.group import naming
 from engine.mesh import Mesh
 from planner.hardware import peak_flops
@@ -114,6 +125,7 @@ def damaged(corpus, tmp_path, how):
                                   "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
     ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
+    ("--trace x --steps 2", "--steps 2 must be at least 3 for --trace"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, capsys, monkeypatch):
     if flags == "--device cuda" and torch.cuda.is_available():
@@ -174,6 +186,20 @@ def test_the_memory_check_counts_the_states_of_the_chosen_optimizer(corpus, dtyp
         else:
             with pytest.raises(ValueError, match="the model needs"):
                 check_memory(cfg, share=1)
+
+
+def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypatch):
+    """A machine with memory for 5/8 of a model's states takes half of the ranks, and not all."""
+    cfg = config(corpus, dp=2, n_embd=960, n_layer=1, batch_size=2, microbatches=1,
+                 dtype="bfloat16", out=str(tmp_path))
+    states = 12 * cfg.n_embd**2 * 16
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": states * 5 // 8}.get)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert check(cfg, 2) == 2
+    for world in (1, 2):  # one process that will start both; both, here
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
+        with pytest.raises(ValueError, match="the model needs"):
+            check(cfg, world)
 
 
 def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):
@@ -313,6 +339,64 @@ def test_prepare_splits_learns_and_decodes_to_the_same_text(tmp_path):
         assert decoded == text + "\n"
         assert math.isclose(metas[0]["bytes_per_token"],
                             len(load_tokenizer(tmp_path / "a").decode(ids[1])) / len(ids[1]))
+
+
+def test_train_and_val_share_no_text_and_are_the_same_on_every_machine():
+    """Files come in the order of a folder's listing, some of them twice."""
+    docs = [(f"f{i}", f"text {i}\n" * (1 + i % 3)) for i in range(200)]
+    copies = [(f"copy{i}", text) for i, (_, text) in enumerate(docs[::7])]
+    train, val = train_and_val([*docs, *copies])
+    assert sorted([*train, *val]) == sorted(text + "\n" for _, text in docs)
+    assert train_and_val([*copies, *docs[::-1]]) == (train, val)
+    total, held = (len("".join(texts)) for texts in ([*train, *val], val))
+    assert total / 20 <= held <= total / 10
+
+
+def test_one_large_text_is_cut_at_the_end_of_a_line():
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (train,), (val,) = train_and_val([("a", text)])
+    assert train + val == text + "\n" and train.endswith("\n") and val.startswith("line ")
+    assert 0.89 < len(train) / len(text) < 0.901
+
+
+def test_a_folders_own_products_and_hidden_files_are_no_text(tmp_path):
+    for name in ("a.txt", "b/c.py", "train.bin", "b/meta.json", ".git/config", "b/.hidden",
+                 "vocab.tiktoken", "b/val.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "b" / "image").write_bytes(b"\xff\xfe")
+    assert sorted(read_source(tmp_path)) == [("a.txt", "a.txt"), ("b/c.py", "b/c.py")]
+
+
+def test_gzips_bits_are_those_of_the_validation_text(tmp_path):
+    (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(300)))
+    meta = prepare([tmp_path / "text"], tmp_path / "data", "bytes")
+    val = (tmp_path / "data" / "val.bin").read_bytes()[::2]  # tokens of 16 bits are bytes
+    assert meta["gzip_bits_per_byte"] == 8 * len(gzip.compress(val, 9)) / len(val)
+    assert meta["val_bytes"] == len(val) == meta["val_tokens"]
+
+
+def test_a_folder_that_is_half_replaced_is_not_marked_as_complete(tmp_path, monkeypatch):
+    """Other files are under way. If they are the same, other processes may go on to read."""
+    old = {"train.bin": b"1", "val.bin": b"2", "meta.json": b"{}"}
+
+    def replaced_until_it_fails(files, at):
+        def replace(source, target, usual=os.replace):
+            if Path(target).name == at:
+                raise OSError(5, "Input/output error")
+            usual(source, target)
+
+        write_whole(tmp_path, old)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", replace)
+            with pytest.raises(ValueError, match="cannot be written"):
+                write_whole(tmp_path, files)
+        return (tmp_path / "meta.json").exists()
+
+    for at in old:
+        assert not replaced_until_it_fails({**old, "meta.json": b'{"x": 1}'}, at)
+        assert replaced_until_it_fails(old, at)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(old)
 
 
 def test_a_file_that_is_cut_off_during_the_run_is_named(corpus, tmp_path):

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +23,11 @@ import sample
 import schedules
 import train
 from data.batches import Data
-from engine.group import CommunicationError, Group
+from engine.group import CommunicationError
 from engine.mesh import Mesh
 from run import checkpoint, processes, signals
 from run.config import Config, check, parse
+from run.launch import launch
 from run.tensorfile import CheckpointError
 from tests.harness import (
     FULL,
@@ -40,6 +40,7 @@ from tests.harness import (
     needs_minutes,
     pool,
 )
+from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.runs import (
     STORM,
@@ -218,9 +219,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, train
     assert not [*out.glob("*.tmp")]
 
 
-def _main_with_nan(rank, *args, late):
+def _main_with_nan(rank, *args):
     """From its fourth step on, rank 1 has a loss, and so gradients, that are not finite."""
-    Group.late = late
     def execute(self, *args, execute=pipeline.Pipeline.execute, calls=[0]):  # noqa: B006
         calls[0] += 1
         return execute(self, *args) * (math.nan if rank == 1 and calls[0] > 3 else 1)
@@ -229,10 +229,9 @@ def _main_with_nan(rank, *args, late):
     _main(rank, *args)
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, late):
+def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
-    run = Run(2, argv, tmp_path, fn=partial(_main_with_nan, late=late))
+    run = Run(2, argv, tmp_path, fn=_main_with_nan)
     assert run.wait() == [1, 1]
     assert "not finite for 5 steps up to step 7; last good checkpoint: " in run.read()
     assert run.read().endswith("/out/step-00000006; a lower --lr may help\n")
@@ -294,6 +293,64 @@ def test_auto_is_looked_up_once_the_folder_is_ours(corpus, trained, tmp_path, mo
     monkeypatch.setattr(checkpoint, "claim", lambda out, _: shutil.copytree(trained, out))
     checkpoint.agree(cfg, SimpleNamespace(fingerprint=lambda: b""), Mesh(dp=1).world)
     assert cfg.resume == f"{cfg.out}/step-00000004"
+
+
+RANKS = """import os, sys, time
+from pathlib import Path
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
+print(os.environ["OMP_NUM_THREADS"], rank, flush=True)
+(folder / rank).touch()
+while len([*folder.iterdir()]) < 3:
+    time.sleep(0.01)
+if rank == "0":
+    {first}
+time.sleep({others})
+print("went on")
+"""
+
+
+def launched_ranks(tmp_path, monkeypatch, capfd, first, others=0, grace=10):
+    """(exit code of launch(), what its three ranks print). first: what rank 0 does when all ranks
+    have started; others: seconds that the others sleep then."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(first=first, others=others))
+    (tmp_path / "started").mkdir()
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "started")])
+    with as_it_was():
+        returned = launch(3, grace)
+    return returned, sorted(capfd.readouterr().out.splitlines())
+
+
+def test_the_launcher_ends_ranks_that_go_on_after_one_has_failed(tmp_path, monkeypatch, capfd):
+    """... when they have had their time. Ranks share the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    got = launched_ranks(tmp_path, monkeypatch, capfd, "sys.exit(3)", others=60, grace=0.3)
+    assert got == (3, ["2 0", "2 1", "2 2"])
+
+
+def test_the_launcher_waits_for_all_ranks_if_none_fails(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the user's own
+    got = launched_ranks(tmp_path, monkeypatch, capfd, "sys.exit(0)", others=0.5, grace=0)
+    assert got == (0, ["5 0", "5 1", "5 2", "went on", "went on"])
+
+
+def test_a_rank_that_is_killed_is_exit_code_1(tmp_path, monkeypatch, capfd):
+    assert launched_ranks(tmp_path, monkeypatch, capfd, "os.kill(os.getpid(), 9)")[0] == 1
+
+
+def test_a_second_signal_ends_and_nohup_stays_ignored():
+    asked = []
+    with as_it_was():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signals.save_on_stop(lambda: asked.append("save"))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGTERM)
+        assert asked == ["save"] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signals.save_on_stop(lambda: asked.append("save"))
+        signal.raise_signal(signal.SIGHUP)
+        assert asked == ["save"] * 2
 
 
 def test_the_lock_follows_no_link(tmp_path):

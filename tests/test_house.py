@@ -18,6 +18,7 @@ from engine.group import CommunicationError, naming
 from run import export as export_file
 from run.log import peak_of_process
 from show import demonstrations, tables
+from tests import mutants
 from tests.harness import HERE, config
 from tests.runs import command, one_line
 
@@ -175,6 +176,15 @@ def test_one_name_means_one_thing():
               any(module.startswith("engine.") for module in files) and
               any(room(module) in ROOT for module in files)}
     assert set(twice) - floors <= {"main", "demo"}, twice
+
+
+def test_each_mutant_changes_one_place_and_names_a_test():
+    """mutants.py takes more than an hour. Here is only seen that its table is not out of date."""
+    for file, rows in mutants.MUTANTS.items():
+        for old, new, tests in rows:
+            assert mutants.mutant(file, old, new) != (HERE / file).read_text()
+            room, expression = tests.split(":")
+            assert expression and (HERE / f"tests/test_{room}.py").exists()
 
 
 def test_stages_are_cut_by_cost():

@@ -244,6 +244,20 @@ def test_the_comparison_notices(right, wrong, where):
 
 
 @needs_node
+def test_the_page_shows_powers_of_ten_and_percents_with_a_decimal():
+    """What arXiv 1910.02054 and 1811.06965 print: 7.5 billion parameters take 120 GB, and 31.4 with
+    ZeRO-1 on 64 ranks; four stages and 8, 12, 16 microbatches idle 27.3, 20.0, 15.8%."""
+    show = re.search(r"const digits = .*?(?=\n// ---- )", PAGE, re.S)[0]
+    psi = 7.5e9
+    pairs = [(["GB", 16 * psi], "120"), (["GB", (4 + 12 / 64) * psi], "31.41"),
+             (["GB", 16e12], "16,000"), (["size", 7e9], "7 GB"), (["size", 2**30], "1.07 GB"),
+             (["size", 32e6], "32 MB"), (["size", 1500], "1.5 kB"), (["seconds", 5e-3], "5 ms"),
+             *((["percent", 3 / (m + 3)], text)
+               for m, text in ((8, "27.3%"), (12, "20.0%"), (16, "15.8%")))]
+    assert not differences(pairs, show)
+
+
+@needs_node
 @pytest.mark.parametrize("name,v", [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
     where, costs = schedules.placement(name, 4, v), (3, 2, 2, 0)

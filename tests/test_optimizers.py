@@ -318,9 +318,10 @@ def test_rates_are_scaled_to_the_batch_and_the_log_shows_them(corpus, capsys):
     Log(train.Trainer(cfg, Mesh(dp=1), VOCAB), None, 0, 0.0)
     assert "adamw: learning rate up to 0.002 in 20 steps, then down to 0.0002" in (
         capsys.readouterr().out)
-    small = config(corpus, batch_size=32, warmup_tokens=20 * 1024)
-    check_layout(small, 1)
-    assert small.warmup_steps == 80  # as many tokens
+    for tokens, steps in ((20 * 1024, 80), (20 * 1024 + 127, 80), (20 * 1024 + 129, 81)):
+        small = config(corpus, batch_size=32, warmup_tokens=tokens)
+        check_layout(small, 1)
+        assert small.warmup_steps == steps  # as many tokens, to the nearest step of 256
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path, capsys, monkeypatch):

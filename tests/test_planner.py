@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from statistics import median
+from types import SimpleNamespace
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -34,7 +35,7 @@ from planner import search as search_file
 from run.config import check, check_layout, parse
 from show import draw, pictures
 from sizes import GPTConfig
-from tests.harness import config, mesh_of, pool
+from tests.harness import VOCAB, config, mesh_of, pool
 from train import Trainer
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -152,7 +153,10 @@ def test_grouped_keys_and_values_are_what_context_ranks_send():
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "zero": 3},
-    {"arch": "llama", "n_kv_head": 2, "tp": 2, "untied": True}], ids=str)
+    {"arch": "llama", "n_kv_head": 2, "tp": 2, "untied": True},
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 1, "microbatches": 3},
+    {"cp": 2, "tp": 2, "experts": 4, "zero": 3}],
+    ids=str)
 def test_model_states_are_those_that_train_py_prints(corpus, flags):
     """Of every pipeline rank, and so of the fullest."""
     cfg = config(corpus, **{"n_embd": 32, "n_head": 4, "microbatches": 2, **flags})
@@ -297,6 +301,155 @@ def test_activations_are_those_of_korthikanti_et_al():
     assert memory.saved_by_block(job, memory.Layout(), True) == 2 * h
 
 
+# ---- memory, held to papers and to what a run allocates: lab.html has it only copied ----
+
+
+def test_models_have_the_parameters_of_narayanan_et_al():
+    """arXiv 2104.04473, table 1, in billions."""
+    for name, billions in (("megatron-1.7b", 1.7), ("megatron-7.5b", 7.5), ("megatron-39b", 39.1),
+                           ("megatron-146b", 145.6), ("megatron-1t", 1008.0)):
+        assert round(memory.n_parameters(hardware.MODELS[name]) / 1e9, 1) == billions
+
+
+def states_per_parameter(model, **flags):
+    """Bytes of weights, gradients and optimizer, of all pipeline ranks together, per parameter that
+    they hold, where the tied matrix is held by two of them."""
+    job, layout = memory.Job(model, 1), memory.Layout(**flags)
+    ranks = [memory.memory_of_rank(job, layout, rank) for rank in range(layout.pp)]
+    psi = memory.n_parameters(model)
+    psi += model.vocab_size * model.n_embd * (layout.pp > 1)
+    return sum(held[part] for held in ranks for part in ("weights", "gradients", "optimizer")) / psi
+
+
+@pytest.mark.parametrize("ranks,gb", [
+    (1, (120, 120, 120)), (4, (52.5, 41.3, 30)), (16, (35.6, 21.6, 7.5)), (64, (31.4, 16.6, 1.88)),
+    (256, (30.4, 15.4, 0.47)), (1024, (30.1, 15.1, 0.12))])
+def test_model_states_are_those_of_the_zero_paper(ranks, gb):
+    """arXiv 1910.02054, figure 1 and table 1: 7.5 billion parameters; its digits are rounded or
+    cut. Ranks that split sequences are replicas, too."""
+    model = hardware.MODELS["megatron-7.5b"]
+    cp = min(ranks, 4)
+    for split in ({"dp": ranks}, {"dp": ranks // cp, "cp": cp}):
+        assert math.isclose(states_per_parameter(model, **split), 16)
+        for stage, want in zip((1, 2, 3), gb, strict=True):
+            got = 7.5 * states_per_parameter(model, zero=stage, **split)
+            assert abs(got - want) < 0.06, (split, stage)
+
+
+def test_model_states_of_a_split_model_are_the_lessons():
+    """13 billion parameters on P = 4, D = 16 with ZeRO-3: 3.25 GB a rank. 70 billion with ZeRO-3 on
+    64: 17.5 GB. 530 billion on T = 8, P = 12, D = 21 with ZeRO-1: about 25 GB."""
+    for name, billions, flags, gb in (
+            ("gpt3-13b", 13, {"pp": 4, "dp": 16, "zero": 3}, 3.25),
+            ("llama-70b", 70, {"dp": 64, "zero": 3}, 17.5),
+            ("megatron-530b", 530, {"tp": 8, "pp": 12, "dp": 21, "zero": 1}, 25)):
+        # norms and biases of rows, which no tensor rank splits, are little
+        got = billions * states_per_parameter(hardware.MODELS[name], **flags) / flags.get("pp", 1)
+        assert math.isclose(got, gb, rel_tol=0.015), name
+
+
+@pytest.mark.parametrize("schedule,published", [
+    ("gpipe", lambda P, m, rank: m), ("1f1b", lambda P, m, rank: min(P - rank, m)),
+    ("zb-h1", lambda P, m, rank: min(P, m) if rank == 0 else None),
+    ("zb-h2", lambda P, m, rank: min(2 * P - 1, m) if rank == 0 else None)])
+@pytest.mark.parametrize("P,m", [(4, 8), (4, 2), (8, 24)])
+def test_microbatches_in_flight_are_the_published_ones(schedule, published, P, m):
+    """GPipe m; 1F1B P less the stage; zero bubble P or 2P - 1 on the first stage (arXiv 1806.03377,
+    2401.10241), from F to the end of W."""
+    model = GPTConfig(50257, 1024, n_layer=10 * P, n_head=8, n_embd=512)
+    for rank, part in enumerate(memory.parts_of(model, schedule, P, 1)):
+        held = memory.occupancy(model, schedule, P, m, 1, rank)
+        most = max(now.blocks + now.deferred for now in held)
+        if published(P, m, rank) is not None:
+            assert most == published(P, m, rank) * part.blocks > 0
+        heads = max(now.heads for now in held)
+        assert heads == (max(now.blocks for now in held) // part.blocks if part.head else 0)
+
+
+def peak_of(work):
+    """Most bytes at a time that work() allocates, beyond those that it finds."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        work()
+    return max(itertools.accumulate(event.nbytes() for event in profile.kineto_results.events()
+                                    if event.name() == "[memory]"), default=0)
+
+
+def _buffers(rank, cfg, words):
+    """Peaks of the optimizer's step, and of a forward of the head, of a model of so many words."""
+    mesh, data = mesh_of(cfg), Data(cfg)
+    trainer = Trainer(cfg, mesh, words)
+    batches = data.training(cfg, 0, mesh)
+    norm, _ = trainer.gradients(batches)
+    update = peak_of(lambda: trainer.update(norm, cfg.lr))
+    layers = trainer.stages[0].layers
+    trainer.reducer.gather_weights([layers[-1]])
+    x = torch.zeros(trainer.pipeline.shape, dtype=trainer.dtype).requires_grad_()
+    (_, targets), *_ = trainer.own(batches)
+    return update, peak_of(lambda: layers[-1](x, targets))
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2}, {"dp": 4, "zero": 1}, {"dp": 3, "zero": 3, "tp": 2},
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 3}, {"dp": 4, "ep": 2, "experts": 8, "zero": 2}],
+    ids=str)
+def test_the_optimizer_copies_one_bucket_as_planned(corpus, flags):
+    """In 32 bits: all of a small model under DDP; under ZeRO the largest layer's shard, which of
+    experts fewer ranks share. (Twice as much on a CPU: before it multiplies, torch makes a 32-bit
+    copy of the operand, where a GPU's kernel converts number by number.)"""
+    cfg = config(corpus, dtype="bfloat16", microbatches=1, n_embd=48, n_layer=2, **flags)
+    measured = max(update for update, _ in pool(check(cfg, 1), _buffers, cfg, VOCAB))
+    job, layout = planned(cfg)
+    part, = memory.parts_of(job.model, "1f1b", 1, 1)
+    want = 2 * memory.optimizer_buffer(job, layout, part)
+    assert want <= measured < 1.02 * want + 512, (want, measured)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_heads_buffers_are_as_planned(corpus, dtype, tp):
+    """The logits of a chunk of 256 tokens, their log-softmax and, of 16 bits, a wide copy; beside
+    what the head saves: its inputs, and the gradient of its matrix."""
+    words = 4000
+    cfg = config(corpus, dtype=dtype, microbatches=1, n_layer=1, tp=tp)
+    measured = max(head for _, head in pool(check(cfg, 1), _buffers, cfg, words))
+    job, layout = planned(cfg)
+    job = job._replace(model=replace(job.model, vocab_size=words))
+    part, = memory.parts_of(job.model, "1f1b", 1, 1)
+    buffers = memory.work_buffers(job, layout, part)
+    head = memory.activations(job, layout, 0) - memory.activations(
+        job._replace(model=replace(job.model, vocab_size=0)), layout, 0)  # of its matrix
+    assert math.isclose(buffers + head, measured, rel_tol=0.03), (buffers, head, measured)
+
+
+def _step(rank, cfg):
+    """Peak of a step's forward and backward, beyond the model states."""
+    mesh, data = mesh_of(cfg), Data(cfg)
+    trainer = Trainer(cfg, mesh, data.vocab_size)
+    for step in range(2):
+        peak = peak_of(lambda step=step: trainer.gradients(data.training(cfg, step, mesh)))
+    return mesh.group("pp").rank, peak
+
+
+@pytest.mark.parametrize("flags", [
+    {"dp": 2}, {"dp": 4, "zero": 2}, {"dp": 4, "zero": 3}, {"dp": 2, "zero": 3, "recompute": True},
+    {"dp": 2, "pp": 2, "microbatches": 4}, {"dp": 2, "tp": 2, "sp": True},
+    {"dp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4, "recompute": True}], ids=str)
+def test_a_step_allocates_what_is_planned(long_corpus, flags):
+    """... within 10%. (Under ZeRO-2 and 3 less one layer's gradient, counted twice for a GPU.)"""
+    cfg = config(long_corpus, **{"n_layer": 4, "n_embd": 96, "n_head": 4, "block_size": 64,
+                                 "microbatches": 2, "batch_size": 8, "dtype": "float32", **flags})
+    job, layout = planned(cfg)
+    peaks = pool(check(cfg, 1), _step, cfg)
+    for rank in range(cfg.pp):
+        held = memory.memory_of_rank(job, layout, rank)
+        want = held["activations"] + held["buffers"]
+        if cfg.zero >= 2:
+            part = memory.parts_of(job.model, cfg.schedule, cfg.pp, cfg.chunks)[rank]
+            want -= job.grad_width * memory.largest_layer(job, layout, part)
+        measured = max(peak for place, peak in peaks if place == rank)
+        assert 0.9 * want < measured < 1.05 * want, (rank, want, measured)
+
+
 def _sent(rank, cfg):
     """Bytes that this rank sends in a step, by axis."""
     mesh, data = mesh_of(cfg), Data(cfg)
@@ -372,6 +525,49 @@ def test_flops_are_those_of_narayanan_et_al():
     assert 33 < days < 35
 
 
+@pytest.mark.parametrize("shape,tokens,mfu", [
+    (dict(n_layer=12, n_head=12, n_embd=768, block_size=1024), 156_468, 0.4315),
+    (dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024), 64_813, 0.5051),
+    (dict(n_layer=32, n_head=32, n_embd=4096, block_size=2048), 4_641, 0.6423)])
+def test_mfu_is_that_of_llm_foundry(shape, tokens, mfu):
+    """MosaicML's table of tokens per second and MFU on an A100, vocabulary 50,368."""
+    model = GPTConfig(50368, **shape)
+    flops = model.flops_per_token(memory.n_parameters(model))
+    assert math.isclose(tokens * flops / 312e12, mfu, rel_tol=5e-3)
+
+
+def test_a_plans_speed_and_days_are_those_of_the_papers_formulas():
+    """GPT-3 on 1,024 GPUs at 140 TFLOP/s each: 34 days (arXiv 2104.04473, section 5.7)."""
+    model, B = hardware.MODELS["gpt3-175b"], 1536
+    L, h, S, V = 96, 12288, 2048, 51200
+    flops = 96 * B * S * L * h * h * (1 + S / (6 * h) + V / (16 * L * h))  # with recompute
+    head = 6 * B * S * h * V
+    layout = memory.Layout(dp=16, tp=8, pp=8, microbatches=96, recompute=True)
+    device = hardware.DEVICES["a100-80"]
+    row = plan.figures(memory.Job(model, B), layout, device)
+    rate = flops / (1024 * row["step_s"])
+    assert math.isclose(1e12 * row["tflops_per_gpu"], rate)
+    assert math.isclose(row["mfu"], rate / 312e12 * (0.75 * (flops - head) + head) / flops)
+    assert math.isclose(row["memory_gb"]["total"],
+                        memory.memory(memory.Job(model, B), layout)["total"] / 1e9)
+    row["step_s"] = flops / (1024 * 140e12)
+    text = plan.summary([row], memory.Job(model, B), 300e9, "a plan")
+    assert 33 < float(text.split()[-1]) < 35
+
+
+def test_times_of_collectives_are_the_textbooks():
+    """Ring: 2 (N-1) latencies, 2 (N-1)/N of the bytes (Patarasuk and Yuan 2009). All-to-all of 16
+    ranks on two nodes: 7/16 of the bytes over NVLink, meanwhile 8/16 over the rank's own port."""
+    device = hardware.Device(100, 80, 1000, nvlink=200, network=20, node=8, f_nvlink=0.5,
+                             f_network=0.5, latency=1e-3)
+    assert math.isclose(costs.ring_time(device, 8, 8, 8e9, rounds=2),
+                        2 * 7 * 1e-3 + 2 * 7 / 8 * 8e9 / 100e9)
+    assert math.isclose(costs.swap_time(device, 8, 16, 16e9), 8e9 / 10e9 + 15e-3)
+    assert math.isclose(costs.swap_time(device, 8, 8, 16e9), 14e9 / 100e9 + 7e-3)
+    fast = replace(device, network=200)
+    assert math.isclose(costs.swap_time(fast, 8, 16, 16e9), 8e9 / 100e9 + 15e-3)
+
+
 @pytest.mark.parametrize("schedule,P,m,v", [("1f1b", 4, 23, 1), ("interleaved", 4, 32, 3),
                                             ("zb-h1", 4, 21, 1), ("zb-h2", 3, 17, 1),
                                             ("zb-v", 4, 30, 2), ("gpipe", 3, 20, 1)])
@@ -407,6 +603,25 @@ def test_the_search_finds_the_fastest_that_fits():
             key = search_file.effort(layout), seconds
             near[layout[:6]] = min(near.get(layout[:6], key), key)
     assert [seconds for seconds, _ in banded] == [key[1] for key in sorted(near.values())[:4]]
+
+
+def test_the_search_tries_all_within_the_limits_that_it_prints():
+    """tp on a node of 8; 512 tokens and more on a context rank; up to 16 chunks and 16 sequences of
+    a microbatch; every schedule but GPipe."""
+    limits = "fewer than 512 tokens", "gpipe", "more than 16 chunks", "more than 16 sequences"
+    assert all(limit in search_file.NOT_SEARCHED for limit in limits)
+    model = GPTConfig(51200, 2048, n_layer=64, n_head=32, n_embd=2048)
+    job, device = memory.Job(model, 64), hardware.DEVICES["h100"]
+    found = [*search_file.Search(job, 16, device, {}).layouts()]
+    assert {layout.tp for layout in found} == {1, 2, 4, 8}
+    assert {layout.cp for layout in found} == {1, 2, 4}
+    assert {64 // layout.dp // layout.microbatches for layout in found} == {1, 2, 4, 8, 16}
+    assert {layout.schedule for layout in found} == {*schedules.SCHEDULES} - {"gpipe"}
+    chunks = {layout.chunks for layout in found if layout.schedule == "interleaved"}
+    assert chunks == {*range(2, 9), 16}  # 9 to 15 give no stages of equally many blocks
+    for name, value in (("tp", 16), ("cp", 8)):  # a flag may ask for more
+        asked = [*search_file.Search(job, 16, device, {name: value}).layouts()]
+        assert asked and {getattr(layout, name) for layout in asked} == {value}
 
 
 def test_few_of_many_layouts_are_simulated(monkeypatch):
@@ -502,6 +717,28 @@ def test_measured_bandwidth_counts_the_bytes_that_are_moved(monkeypatch):
 
     monkeypatch.setattr(measure, "seconds", seconds)
     assert measure.measure(Mesh(dp=1))["hbm"] == 1
+
+
+def test_measured_links_are_those_of_a_ring(monkeypatch):
+    """Of three ranks: 2 (N-1) latencies of 0.1 ms, and 2 (N-1)/N of the bytes at 2 GB/s."""
+    summed = []
+
+    def all_reduce(tensor, world):
+        summed.append(tensor)
+        return tensor
+
+    def seconds(mesh, work, times=1):
+        summed.clear()
+        work()
+        return 2 * 2 * 1e-4 + 2 * 2 / 3 * summed[0].nbytes / 2e9 if summed else 1.0
+
+    monkeypatch.setattr(measure, "all_reduce", all_reduce)
+    monkeypatch.setattr(measure, "seconds", seconds)
+    flags = measure.measure(SimpleNamespace(device=torch.device("cpu"),
+                                            world=SimpleNamespace(size=3)))
+    assert flags["node"] == 3
+    for name, value in (("nvlink", 2), ("latency", 1e-4)):  # the short sum has some bytes, too
+        assert math.isclose(flags[name], value, rel_tol=1e-3)
 
 
 def _latency(rank, world):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -239,6 +240,98 @@ def test_a_dead_peer_is_noticed_where_the_host_waits_for_the_device():
             f"rank {rank}: operation 3 of group world, receive from rank {(rank - 1) % 3}, "
             f"send to rank {(rank + 1) % 3}: not done within 0.3 s")
         assert 0.3 <= time.time() - start < 60  # not the patience of Queues
+
+
+def on_a_stream():
+    """A group of one rank that has CudaGroup's reads, and no device."""
+    mesh = Mesh(dp=1, timeout=HANG)
+    group = CudaGroup(mesh, "solo", [0], 0)
+    group.record_event = lambda: SimpleNamespace(synchronize=lambda: None)
+    return group
+
+
+def operation(what, is_completed):
+    """(Work, the library's works), as start() hands them to track()."""
+    part = SimpleNamespace(wait=lambda: None, is_completed=is_completed)
+    return Work([part.wait], what), [part]
+
+
+def test_a_read_returns_what_the_device_has_copied_and_not_what_it_is_about_to():
+    """The copy to the host is posted; its numbers are there once the event has come."""
+    group, posted, copy = on_a_stream(), [], torch.Tensor.copy_
+
+    def arrive():
+        for host, tensor in posted:
+            copy(host, tensor)
+
+    group.record_event = lambda: SimpleNamespace(synchronize=arrive)
+    with patch("torch.Tensor.copy_", lambda host, tensor, non_blocking: posted.append(
+            (host, tensor))):
+        read = group.start_read(torch.tensor([3.0, 4.0]))
+    posted[0][0].fill_(-1)
+    assert read() == [3.0, 4.0]
+
+
+def test_operations_are_forgotten_in_order_and_only_once_they_are_done():
+    """The first is not done, though a later one is: a rank that hangs in it is still looked for."""
+    group, done = on_a_stream(), set()
+    pending = group.mesh.pending
+    for name in ("first", "second", "third"):
+        group.track(*operation(name, lambda name=name: name in done))
+        done.add("second")
+    assert [work.what for work, _ in pending] == ["first", "second", "third"]
+    done.add("first")
+    group.track(*operation("fourth", lambda: False))
+    assert [work.what for work, _ in pending] == ["third", "fourth"]
+
+
+def test_a_read_waits_for_what_was_posted_before_it_and_for_nothing_later():
+    group, asked = on_a_stream(), []
+
+    def completed(name, answer):
+        asked.append(name)
+        return answer
+
+    group.track(*operation("before", lambda: completed("before", len(asked) > 2)))
+    read = group.start_read(torch.tensor([7]))
+    group.track(*operation("after", lambda: pytest.fail("asks for what was posted later")))
+    asked.clear()
+    assert read() == [7] and asked == ["before"] * 4
+
+
+def test_an_operation_that_failed_is_named_where_the_host_reads():
+    group = on_a_stream()
+
+    def failed():
+        raise RuntimeError("NCCL error: remote process exited. Check the log of another rank")
+
+    group.track(*operation("rank 0: operation 9 of group solo, send to rank 1", failed))
+    with pytest.raises(CommunicationError, match="^rank 0: operation 9 of group solo, send to rank "
+                                                 "1: NCCL error: remote process exited$"):
+        group.read(torch.zeros(1))
+
+
+class Mute:
+    """A communicator whose peers say nothing."""
+
+    def send(self, *args):
+        return SimpleNamespace(wait=self.fail)
+
+    recv = send
+
+    def fail(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_an_error_numbers_ranks_as_in_the_world():
+    """In a group of ranks 3, 5 and 9 the last is rank 2 of the group: nobody knows it by that."""
+    group = Group(Mesh(dp=1), "tp", [3, 5, 9], 1, Mute())
+    x = torch.zeros(2)
+    work = group.exchange(x, group.next, x.clone(), group.prev)
+    with pytest.raises(CommunicationError) as error:
+        work.wait()
+    assert str(error.value) == ("rank 5: operation 1 of group tp, receive from rank 3, send to "
+                                "rank 9: Connection closed by peer")
 
 
 def test_two_groups_used_in_opposite_orders_have_no_one_order():

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import engine.tensor_parallel as tensor_parallel
 import schedules
 import train
 from data.batches import Data
-from engine.group import Group
+from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.schedules import Action, lower, make_schedule, simulate, validate
 from engine.sequence_parallel import Region
@@ -131,19 +132,28 @@ def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpu
 
 
 def _sent(rank, cfg):
+    """(what is left of each tensor that was sent; most that a send found not yet freed)."""
     mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     pp = mesh.group("pp")
-    kept, send = [], pp.send
-    pp.send = lambda tensor, dst: kept.append(tensor) or send(tensor, dst)
+    kept, held, send = [], [], pp.send
+
+    def send_and_look(tensor, dst):
+        held.append(sum(other.untyped_storage().nbytes() > 0 for other in kept))
+        kept.append(tensor)
+        return send(tensor, dst)
+
+    pp.send = send_and_look
     trainer.gradients(data.training(cfg, 0, mesh))
-    return [tensor.untyped_storage().nbytes() for tensor in kept]
+    return [tensor.untyped_storage().nbytes() for tensor in kept], max(held)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_what_was_sent_is_freed(corpus, schedule):
+    """... and while a rank sends, two tensors that it sent before are left at most."""
     got = pool(3, _sent, config(corpus, pp=3, schedule=schedule, microbatches=4, n_layer=6))
-    assert got == [[0] * 4, [0] * 8, [0] * 4]
+    assert [left for left, _ in got] == [[0] * 4, [0] * 8, [0] * 4]
+    assert [most for _, most in got] == [2, 2, 2]
 
 
 def test_activations_of_1f1b_are_flat_in_m_and_those_of_gpipe_grow(corpus):
@@ -223,6 +233,87 @@ def test_clocks_of_nodes_are_aligned():
     """... to the time that question and answer take, on a machine that is busy, too."""
     for rank, (ahead, took) in enumerate(pool(3, _clock, 100.0)):
         assert abs(ahead - 100 * rank) <= took, (ahead, took)
+
+
+class Peer:
+    """Rank 1's side of a group of two. Rank 0's clock is 99.5 s behind; a ping takes `there` and
+    `back` seconds on its way."""
+
+    rank, size, device = 1, 2, "cpu"
+
+    def __init__(self, there, back):
+        self.now, self.delays = 0.0, itertools.cycle(zip(there, back, strict=True))
+
+    def time(self):
+        return self.now
+
+    def send(self, message, peer):
+        self.there, self.back = next(self.delays)
+        self.now += self.there
+        self.answer = self.now - 99.5
+        return Work()
+
+    def recv(self, message, peer):
+        self.now += self.back
+        message.fill_(self.answer)
+        return Work()
+
+    def read(self, message):
+        return message.tolist()
+
+
+def test_the_fastest_ping_tells_how_far_a_clock_is_ahead(monkeypatch):
+    """A slow way back would make the clock seem late. The fastest ping has equal ways."""
+    peer = Peer(there=[0.25, 0.125, 0.25], back=[4.25, 0.125, 1.25])
+    monkeypatch.setattr(timeline.time, "time", peer.time)
+    assert timeline.ahead_of_rank_0(peer) == 99.5
+
+
+def test_a_wait_is_bubble_until_its_data_was_sent_and_no_longer_than_it_lasted():
+    """Four microbatches: sent before the wait, in the middle of it, by a clock that is a little
+    late after its end, never."""
+    def wait(k):
+        return ["wait", "main", 10.0 * k, 10.0 * k + 2, {"stage": 1, "microbatch": k, "sender": 0,
+                                                         "step": 0}]
+
+    def send(k, start):
+        return ["send", "main", start, start + 0.5, {"stage": 0, "to": 1, "microbatch": k,
+                                                     "step": 0}]
+
+    def bubble(*starts):
+        sends = [send(k, start) for k, start in enumerate(starts)]
+        waits = [wait(k) for k in range(4)]
+        rows, _ = timeline.shares([sends, waits], lambda rank, stage: stage)
+        assert rows[1]["bubble"] + rows[1]["exposed"] == 8 and min(rows[1].values()) >= 0
+        return rows[1]["bubble"]
+
+    assert bubble(-5.0) == 0 and bubble(-5.0, 11.5) == 1.5 and bubble(-5.0, 11.5, 22.25) == 3.5
+
+
+def events_of(name, P, m, v, times, begins):
+    """Events of a simulated run of two steps, as Tracers record them; the clock of rank r begins at
+    begins[r]."""
+    t = simulate(make_schedule(name, P, m, v), schedules.placement(name, P, v), times)
+    return t, [[[a.kind, "main", begin + 1000 * step + start, begin + 1000 * step + end,
+                 {"stage": a.stage, "microbatch": a.microbatch, "step": step}]
+                for step in (2, 3) for a, start, end in row]
+               for row, begin in zip(t.times, begins, strict=True)]
+
+
+@pytest.mark.parametrize("name,v", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_a_traced_pipeline_that_runs_as_simulated_has_a_ratio_of_1(name, v, monkeypatch, tmp_path):
+    """... though its ranks begin, or their clocks stand, seconds apart: the longest time of one
+    rank counts."""
+    t, every = events_of(name, 4, 8, v, (3, 2, 2, 0), begins=(0.0, 7.0, 50.0, 3.0))
+    assert timeline.seconds_of_pipeline(every) == t.makespan
+    monkeypatch.setattr(timeline, "all_gather_text", lambda text, world: [*map(json.dumps, every)])
+    mesh = SimpleNamespace(rank=0, world=None, sizes={"dp": 1, "pp": 4})
+    said = timeline.report(tmp_path / "trace", SimpleNamespace(events=[]), mesh,
+                           make_schedule(name, 4, 8, v), schedules.placement(name, 4, v))
+    assert f"trace of 2 steps of all ranks in {tmp_path}/trace\n" in said
+    assert said.endswith("ratio 1.00") and f"with a bubble of {t.bubble:.1%}" in said
+    if name == "1f1b":  # B is I and W
+        assert f"F {3e3:.2f}, B {4e3:.2f} ms" in said
 
 
 def test_a_wait_inside_of_a_wait_counts_once():

@@ -1,8 +1,11 @@
 """Known values of what `reference` in harness.py shares with the code, and of 16-bit training:
 initial values, the model's formulas, learning rate, clipping, loss scale, defaults, the log."""
 
+import io
+import itertools
 import json
 import math
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,15 +15,18 @@ import torch
 import torch.nn.functional as F
 
 import train
+from data import batches
 from data.batches import Data
 from engine.group import Group
 from engine.mesh import Mesh
+from engine.optimizer import Optimizer
 from engine.sequence_parallel import Region
 from engine.vocabulary_parallel import ChunkedHead
 from experts import MixtureOfExperts
 from model import ABSENT, Head, build, initial_value
 from optimizer import clip_coefficient, learning_rate
 from run import checkpoint
+from run import log as log_file
 from run.config import check_layout
 from run.log import Log, open_metrics
 from sizes import GPTConfig
@@ -233,6 +239,76 @@ def test_the_loss_scale_grows_after_1000_good_steps_and_halves_at_an_overflow(co
     assert after(*[1.0] * 1000) == 1.0
 
 
+# ---- steps that are not finite ----
+
+
+def ends_well(monkeypatch, corpus, folder, late=0, first=0, until=math.inf, **flags):
+    """Did train() end well? In its steps from `first` to before `until` the loss is nan. late: how
+    many steps may stay unread."""
+    usual, calls = train.Trainer.run_microbatches, itertools.count()
+
+    def diverging(self, *args):
+        loss = usual(self, *args)
+        return loss * math.nan if first <= next(calls) < until else loss
+
+    monkeypatch.setattr(train.Trainer, "run_microbatches", diverging)
+    monkeypatch.setattr(train, "steps_read_late", lambda mesh: late)
+    cfg = config(corpus, n_layer=1, microbatches=1, out=str(folder), **flags)
+    mesh = mesh_of(cfg)
+    with as_it_was():  # train() takes Ctrl-C, to save
+        return train.train(cfg, Data(cfg), mesh)[0]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, late, monkeypatch,
+                                                             capsys):
+    """... and names the fifth of them, also where losses are read one step late."""
+    assert not ends_well(monkeypatch, corpus, tmp_path, late, first=3, steps=50, save_interval=5)
+    said = capsys.readouterr()
+    last = tmp_path / "step-00000005"
+    assert said.err == ("train.py: loss or gradient norm was not finite for 5 steps up to step 7; "
+                        f"last good checkpoint: {last}; a lower --lr may help\n") and last.exists()
+
+
+@pytest.mark.parametrize("first,until,well", [(0, 4, True), (1, 5, True), (3, 5, False)])
+def test_fewer_steps_that_are_not_finite_end_a_run_only_at_its_end(corpus, tmp_path, first, until,
+                                                                   well, monkeypatch, capsys):
+    """Four are ridden over; a run whose last steps are not finite has not ended well."""
+    steps = 5 if not well else 6
+    assert ends_well(monkeypatch, corpus, tmp_path, 0, first, until, steps=steps) == well
+    says = "was not finite for 2 steps up to step 4; last good checkpoint: "
+    assert (says in capsys.readouterr().err) == (not well)
+
+
+def test_float16_gives_up_only_once_its_loss_scale_is_down_to_1(corpus, tmp_path, monkeypatch,
+                                                                capsys):
+    """It begins at 2^16 and is halved in each such step: the first step with a scale of 1 is 16."""
+    flags = dict(dtype="float16", steps=50)
+    assert not ends_well(monkeypatch, corpus, tmp_path, **flags)
+    assert "not finite for 5 steps up to step 20; " in capsys.readouterr().err
+
+
+def test_the_last_good_checkpoint_is_named_after_a_save_that_was_refused(corpus, tmp_path,
+                                                                         monkeypatch, capsys):
+    answers = iter([True, False, False])
+    monkeypatch.setattr(Optimizer, "finite", lambda self: next(answers))
+    assert not ends_well(monkeypatch, corpus, tmp_path, first=99, steps=6, save_interval=2)
+    said = capsys.readouterr()
+    assert said.err == ("train.py: weights or moments are not finite after step 5; last good "
+                        f"checkpoint: {tmp_path}/step-00000002; a lower --lr may help\n")
+    assert said.out.count("saved nothing") == 2
+
+
+def test_a_trace_is_of_the_third_to_the_fifth_step(corpus, tmp_path, monkeypatch):
+    path = tmp_path / "trace"
+    assert ends_well(monkeypatch, corpus, tmp_path, first=99, steps=7, trace=str(path))
+    records = json.loads(path.read_text())["traceEvents"]
+    assert {record["args"]["step"] for record in records} == {2, 3, 4}
+
+
+# ---- checkpoints ----
+
+
 def test_a_checkpoint_keeps_the_loss_scale(corpus, tmp_path):
     flags = dict(dtype="float16", n_layer=1, microbatches=1, out=str(tmp_path))
     saved, loaded = (train.Trainer(config(corpus, **flags), Mesh(dp=1), VOCAB) for _ in range(2))
@@ -271,6 +347,66 @@ def test_windows_reach_the_last_token_and_no_further(tmp_path):
         tokens = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
         assert found == windows and targets.tolist() == [
             *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)), *[[-1] * 8] * (8 - windows)]
+
+
+def test_data_that_differ_have_other_fingerprints(tmp_path):
+    """One token of either file, a file's length, a value of meta.json."""
+    def fingerprint(change=None):
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        folder.mkdir()
+        random_corpus(folder, train=500, val=300)
+        if change:
+            change(folder)
+        return Data(config(str(folder))).fingerprint()
+
+    def other_token(name):
+        def change(folder):
+            tokens = np.memmap(folder / name, "<u2", "r+")
+            tokens[-1] = (tokens[-1] + 1) % VOCAB
+            tokens.flush()
+        return change
+
+    def longer(name):
+        return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + b"\0\0")
+
+    def other_meta(folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps({**meta, "bytes_per_token": 2.0}))
+
+    changes = [None, other_meta, *(change(name) for change in (other_token, longer)
+                                   for name in ("train.bin", "val.bin"))]
+    assert len({fingerprint(change) for change in changes}) == len(changes)
+    assert fingerprint() == fingerprint()
+
+
+def test_a_file_shorter_than_meta_json_says_or_than_a_window_is_refused(tmp_path):
+    """A window of 8 needs 9 tokens. Where meta.json has a number of tokens, it is the file's."""
+    random_corpus(tmp_path, train=9, val=9)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    Data(config(str(tmp_path)))
+    with pytest.raises(ValueError, match="--block-size 9 is longer than .*/train.bin, which has 9"):
+        Data(config(str(tmp_path), block_size=9))
+    for split in ("train", "val"):
+        (tmp_path / "meta.json").write_text(json.dumps({**meta, f"{split}_tokens": 10}))
+        says = f"{split}.bin is truncated: 18 bytes for 10 tokens"
+        with pytest.raises(ValueError, match=says):
+            Data(config(str(tmp_path)))
+
+
+def test_one_process_of_a_machine_prepares_a_corpus_and_the_others_wait(corpus, tmp_path,
+                                                                        monkeypatch, capsys):
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:  # the process with local rank 0 is done
+            shutil.copytree(corpus, tmp_path / "stdlib")
+
+    monkeypatch.setattr(batches, "__file__", str(tmp_path / "batches.py"))
+    monkeypatch.setattr(batches, "prepare", lambda *args: pytest.fail("prepared by another, too"))
+    monkeypatch.setattr(batches.time, "sleep", sleep)
+    assert Data(config("stdlib"), local_rank=1).vocab_size == VOCAB
+    assert len(slept) == 3 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("flags,world,want", [
@@ -313,3 +449,68 @@ def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_p
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"step": 1')
     open_metrics(path, 2).close()
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+def test_the_last_lines_are_of_the_fullest_rank(monkeypatch):
+    """Rank 1 holds most, rank 2 has the highest peak."""
+    ranks = [[50e6, 1e6, 1.5e6], [60e6, 2e6, 2.5e6], [70e6, 0.5e6, 2e6]]  # peak, formula, live
+    monkeypatch.setattr(log_file, "all_gather_text", lambda text, world: [*map(json.dumps, ranks)])
+    mesh = SimpleNamespace(world=None, device=torch.device("cpu"))
+    optimizer = SimpleNamespace(state_bytes=lambda: (1, 1))
+    log = SimpleNamespace(trainer=SimpleNamespace(mesh=mesh, optimizer=optimizer))
+    for agree, says in ((True, "agree"), (False, "DISAGREE")):
+        Log.end(log, "step", agree)
+        assert log.ending == (
+            "model states: 2.50 MB on rank 1, the fullest, 2.00 predicted; peak of the process "
+            f"70 MB, on rank 2\nreplicas {says}")
+
+
+def test_kilobytes_of_the_process_status_are_1024_bytes(monkeypatch):
+    status = "Name:\tx\nVmPeak:\t   9 kB\nVmHWM:\t   3 kB\nVmRSS:\t   2 kB\n"
+    monkeypatch.setattr(log_file, "open", lambda path: io.StringIO(status), raising=False)
+    assert log_file.peak_of_process() == 3 * 1024
+
+
+@pytest.mark.parametrize("steps,every", [(12, 4), (12, 5), (13, 4), (3, 0), (3, 100)])
+def test_seconds_left_are_those_of_all_steps_and_batches_to_come(steps, every):
+    """train() said again: a validation of at most 3 batches before each step that eval_interval
+    divides, but the first; after the last step one of all 10."""
+    cfg = config("", steps=steps, eval_interval=every, eval_batches=3, batch_size=4)
+    log = SimpleNamespace(cfg=cfg, recent=[2.0], batch_seconds=0.5,
+                          data=SimpleNamespace(val=range(8 * 4 * 10 + 1)))
+    for step in range(steps):
+        left = 0.0
+        for later in range(step + 1, steps):
+            left += 2.0 + (3 * 0.5 if every and later % every == 0 else 0)
+        left += 10 * 0.5 if every else 0
+        assert Log.seconds_left(log, step) == left, step
+    log.batch_seconds = 0.0  # none has been measured: a third of a step, for want of a backward
+    assert math.isclose(Log.seconds_left(log, steps - 1), 10 * 2 / 3 if every else 0)
+
+
+def test_a_metrics_file_has_null_for_what_is_not_finite(tmp_path):
+    """JSON has no NaN: readers other than Python's refuse it."""
+    with open(tmp_path / "log", "w") as file:
+        log = SimpleNamespace(metrics=file)
+        Log.write(log, step=1, loss=math.nan, grad_norm=math.inf, lr=0.5)
+    line = (tmp_path / "log").read_text()
+    found = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert found == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
+
+
+def test_mfu_is_that_of_all_gpus_and_gzip_stands_beside_the_last_validation(monkeypatch):
+    """1000 tokens in 2 s of 6e9 FLOPs each, on GPUs of 1e13 FLOP/s together: 30%."""
+    said = []
+    config_of_model = SimpleNamespace(flops_per_token=lambda n_params: 6.0 * n_params)
+    trainer = SimpleNamespace(tokens=1000, model_config=config_of_model, n_params=10**9)
+    log = SimpleNamespace(
+        cfg=config("", steps=100), trainer=trainer, peak_flops=1e13, start=0, since=0.0, recent=[],
+        write=lambda **record: None, say=lambda text, stays=True: said.append(text),
+        clock=lambda: None, seconds_left=lambda step: 125.2,
+        data=SimpleNamespace(meta={"gzip_bits_per_byte": 2.0}))
+    monkeypatch.setattr(log_file.time, "perf_counter", lambda: 2.0)
+    Log.step(log, 3, 1.0, 1.0, 1.0, 1.0)
+    assert said[0].endswith("2000 ms  500 tokens/s  mfu 30.0%  2 min 5 s left")
+    Log.validation(log, 3, 1.0)
+    Log.validation(log, 3, 1.0, last=True)
+    assert said[1] + " (gzip -9: 2.0000)" == said[2]

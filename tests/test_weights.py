@@ -1,7 +1,9 @@
 """Weights from and for other programs, and sampling."""
 
 import json
+import math
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -9,17 +11,26 @@ import tokenizers
 import torch
 
 import sample
+import train
 from data.batches import load_tokenizer
 from data.prepare import prepare
 from data.tokenizer import tokenizer_files
+from engine.mesh import Mesh
 from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
-from run.weights import CONV1D, load_model, read_weights
+from run.weights import load_model, read_weights
 from sizes import GPTConfig
-from tests.harness import VOCAB
+from tests.harness import VOCAB, config
+from tests.isolation import as_it_was
 from tests.runs import Run, flags, one_line, rewrite
+
+# The weights that GPT-2's published file (huggingface.co/openai-community/gpt2, model.safetensors)
+# holds as (in, out), said again here: of the four only attn.c_proj is square, so no shape tells
+PUBLISHED = {"h.0.attn.c_attn.weight": (768, 2304), "h.0.attn.c_proj.weight": (768, 768),
+             "h.0.mlp.c_fc.weight": (768, 3072), "h.0.mlp.c_proj.weight": (3072, 768)}
+IN_OUT = tuple(name.removeprefix("h.0.") for name in PUBLISHED)
 
 
 def nanogpt_shapes(V, S, L, C):
@@ -31,6 +42,23 @@ def nanogpt_shapes(V, S, L, C):
             "transformer.wpe.weight": (S, C),
             **{f"transformer.{k}.weight": v for k, v in parts.items()},
             **{f"transformer.{k}.bias": v[:1] for k, v in parts.items()}}
+
+
+def gpt2_shapes(V, S, L, C):
+    """GPT-2's published file, without masks: nanoGPT's names but for the first word, no lm_head,
+    and four matrices a block the other way round."""
+    shapes = {}
+    for name, shape in nanogpt_shapes(V, S, L, C).items():
+        if name != "lm_head.weight":
+            other_way = name.endswith(IN_OUT)
+            shapes[name.removeprefix("transformer.")] = shape[::-1] if other_way else shape
+    return shapes
+
+
+def test_gpt2s_shapes_are_the_published_ones():
+    shapes = gpt2_shapes(50257, 1024, 12, 768)
+    assert PUBLISHED.items() <= shapes.items() and len(shapes) == 148
+    assert shapes["wte.weight"] == (50257, 768) and shapes["h.11.attn.c_attn.bias"] == (2304,)
 
 
 def test_the_model_file_is_nanogpts_by_name_and_shape_and_opens_with_safetensors(trained):
@@ -50,7 +78,7 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
         del tensors["lm_head.weight"]
         for name, (shape, data) in list(tensors.items()):
             del tensors[name]
-            if name.endswith(CONV1D):
+            if name.endswith(IN_OUT):
                 data = np.frombuffer(data).reshape(shape).T.tobytes()
                 shape = shape[::-1]
             tensors[name.removeprefix("transformer.")] = shape, data
@@ -114,6 +142,47 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
     shapes = {name: p.shape for name, p in model.canonical_parameters()}
     get = read_weights(new / "model.safetensors", shapes, model.config)
     assert all(torch.equal(get(name), p.data) for name, p in model.canonical_parameters())
+    given = json.loads((new / "config.json").read_text())
+    assert given.items() >= {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8,
+                             "n_positions": 8, "vocab_size": VOCAB, "resid_pdrop": 0.0,
+                             "activation_function": "gelu_new"}.items()
+
+
+def test_an_exported_file_has_gpt2s_names_shapes_and_values(trained, tmp_path):
+    export_file.export(trained / "step-00000004", tmp_path / "new")
+    path = tmp_path / "new" / "model.safetensors"
+    found, raw = tensorfile.read_header(path), path.read_bytes()
+    assert {name: entry.shape for name, entry in found.items()} == gpt2_shapes(VOCAB, 8, 2, 8)
+    for name, param in load_model(trained / "step-00000004").canonical_parameters():
+        entry = found[name.removeprefix("transformer.")]
+        values = np.frombuffer(raw[entry.begin : entry.end], "<f4").reshape(entry.shape)
+        want = param.detach().numpy()
+        assert np.array_equal(values, want.T if name.endswith(IN_OUT) else want), name
+    length = int.from_bytes(raw[:8], "little")  # transformers opens no file without the format
+    assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+def test_numbers_of_a_file_begin_at_a_multiple_of_8_bytes():
+    """Some readers map a file into memory, and read float64 in place."""
+    for n in range(1, 9):
+        head, entries = tensorfile.make_header({"a" * n: torch.Size((3,))}, "F64")
+        assert len(head) % 8 == 0 == entries["a" * n].begin % 8
+
+
+@pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256)])
+def test_gpt2s_own_tokenizer_ends_a_text_with_token_50256(words, end, tmp_path, monkeypatch):
+    """A vocabulary of 50256 tokens has no such token."""
+    model = build(GPTConfig(words, 8, 1, 1, 2))
+    monkeypatch.setattr(export_file, "load_model", lambda folder: model)
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: {"data": "nowhere"})
+    assert "without a tokenizer" in export_file.export("a", tmp_path / "new")
+    assert json.loads((tmp_path / "new/config.json").read_text())["eos_token_id"] == end
+
+
+def test_hugging_faces_gpt2_computes_our_logits(trained, tmp_path):
+    new = tmp_path / "new"
+    export_file.export(trained / "step-00000004", new)
+    model = load_model(trained / "step-00000004")
     theirs = pytest.importorskip("transformers").GPT2LMHeadModel.from_pretrained(new).eval()
     ids = torch.arange(8).view(1, 8)
     with torch.no_grad():
@@ -158,6 +227,68 @@ def test_hugging_faces_tokenizers_opens_ours(tmp_path):
     for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
         ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
         assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
+
+
+def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tmp_path, capsys,
+                                                                      monkeypatch):
+    """save() writes none; a file from elsewhere may have some, under right checksums."""
+    cfg = config(corpus, n_layer=1, microbatches=1, out=str(tmp_path))
+    trainer = train.Trainer(cfg, Mesh(dp=1), VOCAB)
+    trainer.optimizer.finite = lambda: True
+    bucket = trainer.reducer.buckets[0]
+    param = bucket.params[-1]
+    bucket.view(bucket.full, param).view(-1)[-1] = math.nan
+    folder = checkpoint.save(trainer, 1)
+    says = f"{folder}: {param.shard.name} is not finite; take an earlier checkpoint"
+    with pytest.raises(tensorfile.CheckpointError) as error:
+        load_model(folder)
+    assert str(error.value) == says
+    assert says in one_line(sample.main, ["sample.py", "--out", folder], capsys, monkeypatch)
+
+
+# ---- sampling ----
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """The folder of a checkpoint of an untrained model, whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "text").write_text("def f(x): return x\n" * 100)
+    (folder / "out").mkdir()
+    prepare([folder / "text"], folder / "data", "bytes")
+    cfg = config(str(folder / "data"), n_layer=1, microbatches=1, out=str(folder / "out"))
+    checkpoint.save(train.Trainer(cfg, Mesh(dp=1), 256), 0, folder / "data")
+    return folder / "out"
+
+
+def test_a_seed_decides_all_draws_of_sample(of_bytes, capsys, monkeypatch):
+    def said(*more):
+        argv = ["sample.py", "--out", of_bytes, "--max-tokens", 20, "--samples", 2, *more]
+        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+        with as_it_was():
+            sample.main()
+        out = capsys.readouterr().out
+        assert out.count("def ") == out.count("\n---\n") == 2
+        return out
+
+    usual = said()
+    assert said("--seed", 1337) == usual and said("--seed", 1) != usual
+    assert said("--seed", 1) == said("--seed", 1)
+    assert said("--top-k", 1) == said("--temperature", 0) != usual  # both: the likeliest
+
+
+def test_sample_takes_a_prompt_and_the_models_own_tokenizer(trained, of_bytes, capsys, monkeypatch):
+    for argv, says in ((["--out", of_bytes, "--prompt", ""], "--prompt '' must not be empty"),
+                       (["--out", trained], "the tokenizer has 256 tokens, the model 67; --data")):
+        assert says in one_line(sample.main, ["sample.py", *argv], capsys, monkeypatch)
+
+
+def test_top_k_0_draws_from_all_tokens_and_k_from_the_k_likeliest():
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.arange(200.0).div(1000).expand(4000, 200)  # almost equally likely
+    for top_k, drawn in ((0, range(200)), (3, (197, 198, 199)), (500, range(200))):
+        picks = sample.pick_tokens(logits, 1.0, top_k, rng)
+        assert picks.unique().tolist() == [*drawn]
 
 
 @pytest.mark.parametrize("experts", [0, 4])

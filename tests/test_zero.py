@@ -118,6 +118,18 @@ def test_zero_sends_the_formula(corpus, stage, D, m):
     assert total == (D - 1) * want
 
 
+@pytest.mark.parametrize("dtype,width", [("float64", 8), ("bfloat16", 2)])
+def test_a_bucket_has_the_mebibytes_of_its_flag(corpus, dtype, width):
+    """The whole model, and not one byte less."""
+    def buckets(mb):
+        cfg = config(corpus, dtype=dtype, microbatches=1, bucket_mb=mb)
+        return train.Trainer(cfg, mesh_of(cfg), VOCAB).reducer.buckets
+
+    (whole,) = buckets(25.0)
+    n_bytes = whole.numel * width
+    assert len(buckets(n_bytes / 2**20)) == 1 and len(buckets((n_bytes - 1) / 2**20)) == 2
+
+
 def reductions_beside_main(events):
     return [event for event in events
             if event[0] in ("all_reduce", "reduce_scatter") and event[1] != "main"]
