@@ -6,7 +6,7 @@ median and quartiles: 1.2 means that we do 1.2 steps while the peer does one. Th
 compared, so what is timed is the same training. A rank is a process with one thread. Peak memory:
 how much a process grows while it builds one side and takes two steps (Linux; resident bytes).
 
-    python bench.py                  every row, in half an hour on two cores
+    python bench.py                  every row (what it takes: docs/measured.md)
     python bench.py --quick          does it run? two steps each of a smaller model: no figures
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
     python bench.py --only without   what each trick of the engine earns: its peer is the engine

@@ -8,9 +8,10 @@ place them between the two halves, on 1/T of the tokens per rank:
     without    row -> all-reduce     -> LayerNorm of S tokens                 -> column
     with       row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent: activations as much as without, and the gradients of replicated parameters (LayerNorm, wpe,
-biases of rows): each rank sees 1/T of the tokens, so they are summed over the T ranks. Held: 1/T of
-what is between row and column; here the gathered input of a column is held whole. arXiv 2205.05198.
+Sent: activations as much as without; and the gradients of replicated parameters (LayerNorm, wpe,
+biases of rows), because each rank sees 1/T of the tokens: 2 (T-1)/T (6 C L + 2 C + S C) elements a
+step. Held: 1/T of what is between row and column; here the gathered input of a column is held
+whole. arXiv 2205.05198.
 
     python sequence_parallel.py        a GPT on 4 ranks
 """

@@ -126,7 +126,7 @@ def closed_form(name, P, m, v, costs):
 
 
 # ---- the makespan, by the clock ----
-# engine/schedules.py's simulate() again, 40 times faster, because a search plays many costs on the
+# engine/schedules.py's simulate() again, but fast, because a search plays many costs on the
 # same lists: in_order() sorts the actions once, played() then needs one pass over them, and
 # makespan() plays short runs only. A test compares.
 
