@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tokenize
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +46,7 @@ from run.config import Config, check_layout, parse
 from run.log import Log
 from show import demonstrations
 from tests import mutants
-from tests.harness import HERE, VOCAB, config, mesh_of, needs_minutes
+from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG, pool
 from tests.runs import Run, flags, start
@@ -56,6 +56,7 @@ from train import Trainer
 PAGES = {str(path.relative_to(HERE)): path.read_text()
          for path in [HERE / "README.md", *sorted(HERE.glob("docs/*.md"))]}
 MEASURED = "docs/measured.md"
+YOUR_OWN = "docs/test-your-own.md"
 # The standard library of Python 3.11.7: the corpus that the pages' losses are of. Another release
 # has another one, and other losses
 CORPUS = "5ec998c1926dbc78358a4e7c3a2fc86f3c7a17aab67f990d3140431d11534f1b"
@@ -503,41 +504,80 @@ def test_every_patch_applies_at_the_lines_that_it_names(patch, fork):
     assert "offset" not in reply and "fuzz" not in reply, reply
 
 
-@needs_git
-def test_the_patched_tree_draws_and_proves_what_the_page_says(fork, tmp_path):
-    """docs/test-your-own.md: its drawing, its makespans, its two files of tests; and the one test
-    that fails until eager has a limit of its own."""
-    page = "docs/test-your-own.md"
+@pytest.fixture
+def patched(fork, tmp_path):
+    """A copy of the repository with the patch of test-your-own.md; a function that runs python in
+    it, and returns what it prints."""
     tree = shutil.copytree(fork, tmp_path / "fork")
-    (patch,) = (patch for patch in PATCHES if patch.page == page)
+    (patch,) = (patch for patch in PATCHES if patch.page == YOUR_OWN)
     apply(patch, tree)
 
     def python(*args):
-        return subprocess.run([sys.executable, *args], cwd=tree, capture_output=True, text=True,
-                              env={**os.environ, "COLUMNS": WIDTH})
+        run = subprocess.run([sys.executable, *args], cwd=tree, capture_output=True, text=True,
+                             env={**os.environ, "COLUMNS": WIDTH})
+        return run.stdout + run.stderr
 
-    quote = block_of(page, "python schedules.py eager")
-    agree(quote, python(*quote.command.split()[1:]).stdout.splitlines())
-    slow = python("schedules.py", "4", "8", "--compare", "--costs", "1,1,1,1").stdout
+    return tree, python
+
+
+@needs_git
+def test_the_patched_schedule_is_drawn_as_the_page_quotes(patched):
+    _, python = patched
+    quote = block_of(YOUR_OWN, "python schedules.py eager")
+    agree(quote, python(*quote.command.split()[1:]).splitlines())
+    slow = python("schedules.py", "4", "8", "--compare", "--costs", "1,1,1,1")
     makespan = {line.split()[0]: line.split()[2] for line in slow.splitlines()}
-    assert said(page, r"--costs 1,1,1,1` [^`]* makespan of (\d+) for `eager` and of (\d+) for "
+    assert said(YOUR_OWN, r"--costs 1,1,1,1` [^`]* makespan of (\d+) for `eager` and of (\d+) for "
                 "`1f1b`") == (makespan["eager"], makespan["1f1b"])
 
+
+@needs_git
+@needs_minutes
+def test_the_pages_tests_pass_on_the_patched_tree(patched):
+    """... and of the schedules' tests one fails until eager has a limit of its own."""
+    tree, python = patched
     for block in BLOCKS:
         file = CODE.get(begins(block, CODE), "")
         if file.startswith("tests/"):
             (tree / file).write_text("\n".join([*block.lines, ""]))
     limits = (tree / "tests/test_schedules.py").read_text()
-    assert limits.count('"zb-v": 2 * P,') == 1 and '`"eager": 2 * P - 1`' in PAGES[page]
+    assert limits.count('"zb-v": 2 * P,') == 1 and '`"eager": 2 * P - 1`' in PAGES[YOUR_OWN]
     (tree / "tests/test_limit.py").write_text(
         limits.replace('"zb-v": 2 * P,', '"zb-v": 2 * P, "eager": 2 * P - 1,'))
     name = "test_schedules_have_the_published_bubble_and_memory"
-    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_eager.py",
-                 "tests/test_doubling.py", f"tests/test_schedules.py::{name}",
-                 f"tests/test_limit.py::{name}")
-    failed = {line.split("[")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")}
-    assert failed == {f"FAILED tests/test_schedules.py::{name}"}, run.stdout[-3000:]
-    assert re.search(r"4 failed, \d\d passed", run.stdout), run.stdout[-3000:]
+    printed = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_eager.py",
+                     "tests/test_doubling.py", f"tests/test_schedules.py::{name}",
+                     f"tests/test_limit.py::{name}")
+    failed = {line.split("[")[0] for line in printed.splitlines() if line.startswith("FAILED")}
+    assert failed == {f"FAILED tests/test_schedules.py::{name}"}, printed[-3000:]
+    assert re.search(r"4 failed, \d\d passed", printed), printed[-3000:]
+
+
+def _of_the_page(rank, *args, source, name):
+    """A function that a page defines, on a rank."""
+    page = {"__name__": "page"}
+    exec(source, page)
+    return page[name](rank, *args)
+
+
+def test_the_pages_collective_passes_its_tests(corpus):
+    """They need no patch, so they run here, on the pool."""
+    source = "\n".join(next(b for b in BLOCKS if begins(b, ['"""A collective of my own'])).lines)
+    page = {"__name__": "page"}
+    exec(source, page)
+
+    def there(fn):
+        return partial(_of_the_page, source=source, name=fn.__name__)
+
+    page["pool"] = lambda world, fn, *args: pool(world, there(fn), *args)
+    page["equals_one_process"] = lambda corpus, fn, **layout: equals_one_process(
+        corpus, there(fn), **layout)
+    counted = page["test_doubling_gives_the_rings_sum_and_sends_the_formula"]
+    _, cases = counted.pytestmark[0].args
+    for world, n in cases:
+        counted(world, n)
+    page["test_plain_py_on_doubling_equals_one_process"](corpus)
+    page["test_train_py_on_doubling_equals_one_process"](corpus)
 
 
 # ---- figures on pages that commands print ----
