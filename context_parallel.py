@@ -151,7 +151,8 @@ def split_sequences(model, group, attention=ring_attention):
 
 # plain.py leaves this technique out. train.py --cp trains with engine/context_parallel.py: torch's
 # fused kernel computes each hop, the next keys travel meanwhile, and keys that the mask hides are
-# skipped: 1.6 to 2.4 times the speed of this ring, in less than a quarter of the memory.
+# skipped. It takes less than a quarter of this ring's memory; how much faster it is,
+# docs/measured.md says.
 
 
 def demo(mesh):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 def embedding(n, width):
     """nn.Embedding without random values: build() fills it. (train.py builds models without memory,
-    on the meta device. There nn.Embedding's draw would make torch import torch.compile, 2 s.)"""
+    on the meta device. There nn.Embedding's draw would make torch import torch.compile, slowly.)"""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 

@@ -10,9 +10,9 @@ place them between the two halves, on 1/T of the tokens per rank:
 
 Sent: as many elements of activations as tensor parallelism alone sends. In addition, once per step,
 an all-reduce of the gradients of replicated parameters (LayerNorm, wpe, biases of rows), because
-each of the T ranks computes these gradients from 1/T of the tokens. Held: 1/T of
-the activations from a row's output to the next all-gather. What the all-gather returns, a column's
-input, is saved whole for backward. arXiv 2205.05198.
+each of the T ranks computes these gradients from 1/T of the tokens: 2 (T-1)/T (6 C L + 2 C + S C)
+elements. Held: 1/T of the activations from a row's output to the next all-gather. What the
+all-gather returns, a column's input, is saved whole for backward. arXiv 2205.05198.
 
     python sequence_parallel.py        a GPT on 4 ranks
 """

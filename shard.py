@@ -46,7 +46,7 @@ class Shard:
             return full.narrow(self.dim, start, stop - start)
         held = [i for start, stop in self.ranges for i in range(start, stop)]
         # (Not torch.cat of narrow()s: without memory, on train.py's meta device, torch.cat would
-        # make torch import torch.compile, which takes 2 s)
+        # make torch import torch.compile, which takes long)
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
     def runs(self, start, stop):

@@ -152,7 +152,7 @@ def tensor_parallel(model, group):
 
 
 # plain.py trains with these (--tp 2); train.py with engine/tensor_parallel.py (the all-reduce of
-# grad_x overlaps with computing grad_W: 0 to 22% faster) and engine/vocabulary_parallel.py.
+# grad_x overlaps with computing grad_W; gain: docs/measured.md) and engine/vocabulary_parallel.py.
 
 
 def demo(mesh):

@@ -21,7 +21,7 @@ from run.launch import start
 
 # Wrong flags end the process here. If the flags ask for more ranks than there are, start()
 # starts all ranks, waits for them, and exits. Else this process is a rank, and goes on. All this
-# before torch is imported, which takes 2 s.
+# before torch is imported, which takes seconds.
 if __name__ == "__main__":
     start(__doc__)
 

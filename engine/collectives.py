@@ -6,11 +6,10 @@ their Work.
     pieces          a chunk travels in pieces, and a piece is added while the next one travels
     early receives  the receives of the next pieces are posted ahead: a gloo send completes when it
                     meets its receive, so a receive that is already there saves a round trip
-                    (both together: 64 MB on 2 ranks at 1.2 to 2.2 times the plain ring's speed,
-                    on 4 ranks at 0.9 to 1.1 times)
-    butterfly       a small tensor takes 2 log2 N - 1 hops, not 2 (N-1): 4 KB on 4 ranks in 2.6 to
-                    3.0 ms, the ring 3.9, gloo 5.3
+    butterfly       a small tensor takes 2 log2 N - 1 hops, not 2 (N-1)
     native          torch's own collectives, the default on GPUs
+
+What each trick gains: docs/measured.md.
 """
 
 from collections import deque
@@ -23,8 +22,7 @@ from collectives import own_chunk
 from engine.group import queued
 from group import wait_all
 
-# 64 MB on 2 ranks: pieces of 256 KB take 1.6 to 1.8 times as long as pieces of 1 MB; pieces of 2 MB
-# take 5 to 15% less than pieces of 1 MB.
+# Chosen by time: smaller pieces take longer (docs/measured.md, "Pieces")
 PIECE = 2 << 20  # bytes
 AHEAD = 8  # receives posted ahead
 
@@ -118,8 +116,8 @@ def ring_ahead(steps, group, combine, piece, num_pieces):
 
 
 # ---- the butterfly: fewer hops for small tensors ----
-# Up to SMALL bytes the ring's many hops cost more than its pieces save. 2 MB on 4 ranks: butterfly
-# 6.0 ms, ring 6.6, gloo 7.4; on 8 ranks 13.5, 24.9, 15.5. At 4 MB on 4 ranks all three are even.
+# Up to SMALL bytes the ring's many hops cost more than its pieces save (docs/measured.md, "Where
+# the butterfly ends")
 SMALL = 4 << 20  # bytes
 
 

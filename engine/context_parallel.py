@@ -1,5 +1,5 @@
-"""Context parallelism as train.py runs it: the root's ring (context_parallel.py) at 1.6 to 2.4
-times the speed, in less than a quarter of the memory.
+"""Context parallelism as train.py runs it: the root's ring (context_parallel.py), faster
+(docs/measured.md says how much), in less than a quarter of the memory.
 
     kernels   torch's fused attention computes each hop: no matrix of scores is in memory. It also
               returns each query's logsumexp, log(sum(exp(score))), by which results are merged.

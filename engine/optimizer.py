@@ -1,5 +1,5 @@
 """AdamW as train.py runs it: on the shards that DDP or ZeRO leaves to this rank, with torch's
-fused kernel (torch.optim would import torch.compile, which takes 2 s), and without a wait of the
+fused kernel (torch.optim would import torch.compile, which takes long), and without a wait of the
 host: the norm, the clipping and the decision to skip a step stay on the device.
 
 The root's optimizer.py spells AdamW out. SGD, LARS and LAMB: engine/layerwise.py. 16-bit weights

@@ -3,12 +3,12 @@
     any schedule      engine/schedules.py makes the list: F, B, I, W, and the messages between them
     zero bubble       a backward in two parts, I now and W later
     early receives    on gloo a send completes only when its receive is posted, so receives are
-                      posted one ahead of the list: 10% off the step time of tiny stages
+                      posted one ahead of the list
     freed outputs     a stage's output is freed once it was sent. Backward needs its graph, not its
                       values: the last operation is the residual sum, which saves no inputs
 
-1F1B takes 0.97 to 1.03 of the time that pipeline.py takes: what this engine earns is the other
-schedules, and memory.
+1F1B is as fast as in pipeline.py (docs/measured.md): what this engine earns is the other schedules,
+and memory.
 
     python -m engine.pipeline        three schedules on 4 ranks        torchrun train.py --pp 2
 """

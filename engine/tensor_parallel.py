@@ -1,14 +1,15 @@
 """Tensor parallelism as train.py runs it: the root's columns and rows (tensor_parallel.py), with
 their backwards written out. Each trick needs that:
 
-    overlap    the all-reduce of grad_x travels while grad_W is computed: 0 to 22% faster
+    overlap    the all-reduce of grad_x travels while grad_W is computed (gain: docs/measured.md)
     --sp       the column saves its input with 1/T of the tokens, and backward gathers it again,
                while grad_x is computed: less memory
     deferral   zero bubble schedules compute grad_W later (engine/pipeline.py)
 
 A column enters and a row leaves through a Region (engine/sequence_parallel.py), which all-reduces,
-or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.py; --sp adds half
-an all-reduce per column, for the second gather. The ends: engine/vocabulary_parallel.py.
+or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.py, but for the loss
+(engine/vocabulary_parallel.py). --sp adds half an all-reduce per column, for the second gather, and
+once a step the sum of the replicated gradients, 2 (T-1)/T (6 C L + 2 C + S C).
 
     python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
 """
@@ -130,7 +131,7 @@ def parallelize(model, group, sp=False, defer=None):
     split_sequences (engine/context_parallel.py).
 
     A group of one keeps torch's own linear layers, because an autograd function in Python costs
-    45 us; unless `defer` is given, which only ColumnLinear and RowLinear know."""
+    time; unless `defer` is given, which only ColumnLinear and RowLinear know."""
     sp = sp and group.size > 1
     region = Region(group, sp)
     embedding, *blocks, head = model.layers

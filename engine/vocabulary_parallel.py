@@ -5,7 +5,8 @@ the backward, only the head is replaced).
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
                           logits of all tokens, often the largest tensor of a step, never exist at
                           once. Numbers sent per rank and token: T-1, one all-gather; the plain
-                          loss, three all-reduces, sends 6 (T-1)/T
+                          loss, three all-reduces, sends 6 (T-1)/T. And one number per
+                          microbatch, the loss: an all-reduce
     pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
 Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the

@@ -2,10 +2,8 @@
 
 import ast
 import graphlib
-import os
 import re
 import shutil
-import subprocess
 from collections import deque
 
 import pytest
@@ -80,15 +78,6 @@ def test_every_command_answers_nonsense_with_one_line(line, says, capsys, monkey
              "export.py": export_file.main, "prepare.py": prepare_file.main}
     main = mains.get(line.split()[0], lambda: demonstrations.ranks_asked(4))
     assert says in one_line(main, line.split(), capsys, monkeypatch)
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="git applies the patch")
-def test_the_readmes_patch_is_one_that_git_takes(tmp_path):
-    shutil.copy(HERE / "schedules.py", tmp_path)
-    patch = re.search(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.S)[1]
-    subprocess.run(["git", "apply"], input=patch.encode(), cwd=tmp_path, check=True,
-                   env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)})
-    assert "def eager(P, m, v, rank)" in (tmp_path / "schedules.py").read_text()
 
 
 def test_the_librarys_line_is_cut_to_what_it_says():
