@@ -102,7 +102,9 @@ def dtensor(job, sp=False):
     tokens = Shard(1) if sp else Replicate()  # how activations lie between blocks
     first, *blocks, last = model.layers
     for block in blocks:
-        for p in block.attn.c_attn.parameters():  # each rank's rows hold its heads of q, k and v
+        # c_attn's rows are q, then k, then v; DTensor cuts them into equal slices, one for each
+        # rank. Reorder the rows, so that a rank's slice has q, k and v of that rank's heads
+        for p in block.attn.c_attn.parameters():
             p.data = p.data.view(3, job.n, -1, *p.shape[1:]).transpose(0, 1).reshape(p.shape)
         parallelize_module(block, mesh, {
             "attn.c_attn": Col(input_layouts=tokens), "attn.c_proj": Row(output_layouts=tokens),
