@@ -46,7 +46,7 @@ def figures(job, layout, device):
     costs = Costs(job, device)
     seconds = costs.step_time(layout)
     breakdown = costs.breakdown(layout)
-    gpu_seconds = layout.ranks * seconds  # of a step, all GPUs together
+    gpu_seconds = layout.ranks * seconds  # seconds of a step, added up over the GPUs
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
         cfg.chunks = 0  # the schedule has its own number: the command need not name it

@@ -310,8 +310,8 @@ class Costs:
         # A hop passes on keys and values, 2 kv numbers per token. Seconds of a hop, for each byte
         # that a number has:
         per_byte = 2 * n * kv / T / link(device, senders, ranks)
-        # Attention computes evenly on `ranks` pairs of keys and values, its own first: so messages
-        # travel in ranks - 1 hops, each beside 1/ranks of the compute
+        # A rank attends to the keys and values of one rank after another, its own first. Each takes
+        # 1/ranks of the compute, and beside each but the last a hop brings the next
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
         # In backward a hop also passes on the gradients of keys and values, in at least 32 bits
         hop_back = per_byte * (w + max(w, 4))
@@ -516,12 +516,14 @@ class Costs:
     def optimizer_time(self, layout, part):
         """Seconds in which AdamW reads and writes the states of the parameters that this rank
         steps: all of its own or, under ZeRO, a shard."""
-        job, model, ranks = self.job, self.job.model, layout.dp * layout.cp
+        job, model, replicas = self.job, self.job.model, layout.dp * layout.cp
         dense, experts = (part.blocks * each
                           for each in block_parameters(model, layout.tp, layout.ep))
         vocabulary, _ = end_parameters(model, part, layout.tp)
         numel = dense + vocabulary
-        owned = numel / ranks + experts * layout.ep / ranks if layout.zero else numel + experts
+        owned = numel + experts  # parameters that this rank steps
+        if layout.zero:  # a shard. Experts have E times fewer replicas, so larger shards
+            owned = numel / replicas + experts * layout.ep / replicas
         # Bytes per parameter. A weight of at least 32 bits is its own master
         states = 3 * max(job.width, 4)  # the master and two moments
         moved = 2 * states + job.grad_width  # states are read and written, the gradient is read
@@ -536,6 +538,7 @@ class Costs:
         return sent + self.tied_ends_time(layout), self.optimizer_time(layout, part)
 
     def step_time(self, layout):
+        """Seconds of a step."""
         return self.pipeline_time(layout) + sum(self.update_time(layout))
 
     def breakdown(self, layout):

@@ -30,7 +30,8 @@ cut_once = cache(cut)  # train.py's cut into stages
 
 
 class Layout(NamedTuple):
-    """train.py's flags of these names, all resolved."""
+    """train.py's flags of these names. Where 0 leaves the choice to train.py (dp, chunks,
+    microbatches), the chosen number."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -197,7 +198,7 @@ class Held(NamedTuple):
     """What a rank holds at one moment, counted in pairs of a block (or a head) and a microbatch: a
     block that has run F for three microbatches counts three."""
     blocks: int = 0  # pairs between F and B (or I): each holds what the block saves for backward
-    heads: int = 0  # the same, pairs of a head and a microbatch
+    heads: int = 0  # pairs of a head and a microbatch between F and B (or I)
     deferred: int = 0  # pairs between I and W: each holds what the block's weight gradients need
     recomputed: int = 0  # 1 while a block's activations are computed again, else 0
 
@@ -337,7 +338,7 @@ def memory_of_rank(job, layout, rank):
     weights, gradients, optimizer = model_states(job, layout, part)
     # zero=0: activations do not depend on the stage of ZeRO, so all stages share one cached value
     saved = activations(job, layout._replace(zero=0), rank)
-    # The optimizer's buffer exists when the activations do not, so only its excess over them counts
+    # The optimizer's buffer exists when the activations do not, so only what it has more counts
     buffers = max(work_buffers(job, layout, part), optimizer_buffer(job, layout, part) - saved)
     held = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
             "activations": saved, "buffers": buffers}

@@ -3,9 +3,10 @@
 Candidates are all layouts that train.py takes, but for NOT_SEARCHED (unless flags name it) and for
 second names of 1F1B: other schedules on one pipeline rank, and interleaved with one chunk. Each
 candidate gets a lower bound of its time: messages between stages take no time, the bubble is the
-formula's. The layout with the lowest bound is refined: by its ZeRO stage, then by memory, then by
-the simulated schedule. So no layout is overlooked, and few are simulated. For models that are no
-row of equal blocks the problem is open (Alpa, arXiv 2201.12023)."""
+formula's or, without a formula, what rank 0 waits at least. The layout with the lowest bound is
+refined: by its ZeRO stage, then by memory, then by the simulated schedule. So no layout is
+overlooked, and few are simulated. For models that are no row of equal blocks the problem is open
+(Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math

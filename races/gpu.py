@@ -58,7 +58,7 @@ def our_gpu_step(cfg, batch, device):
 
 def race_on_gpu(sides, device, turns):
     """Milliseconds that each side's step takes: a list of each. The sides take turns; a step ends
-    when the device has done it all. The first third of the turns is dropped."""
+    when the device has done all its work. The first third of the turns is dropped."""
     times = [[], []]
     for _ in range(turns):
         for side, taken in zip(sides, times, strict=True):

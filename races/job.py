@@ -95,8 +95,8 @@ class RowMesh(Mesh):
 
     def __init__(self, rank, communicators, sizes, group_class):
         """Sets the attributes that the two Mesh classes set (mesh.py, engine/mesh.py), but makes no
-        communicators. Without timeout: only what makes a communicator reads it, and groups of
-        GPUs. communicators: {name of a group: torch's ProcessGroup}."""
+        communicators. Left out is timeout: it is read when a communicator is made, and by groups
+        of GPUs. communicators: {name of a group: torch's ProcessGroup}."""
         self.rank = rank
         self.communicators = communicators
         self.sizes = sizes
@@ -157,7 +157,7 @@ def save_and_load(job):
 
 
 def repeats(row):
-    """How many calls of a collective are one step: several, if the tensor has less than 256 KB."""
+    """How many calls of a collective are one step: as many as have 256 KB together, or one."""
     return 1 if row.size in SIZES else max(1, 256 // row.size)
 
 
