@@ -4,9 +4,9 @@ Each row is a race of two step functions that take turns, each turn after a barr
 step (ZeRO-1: 4 steps; a small tensor's collective: several calls), and takes as long as on its
 slowest rank. ratio = the peer's time / ours in neighbouring turns, its median and quartiles: 1.2
 means that we do 1.2 steps while the peer does one. The first losses are compared (except in
-"scaling"), so both sides do the same training. A rank is a process with one thread; only the peer of
-"to 2 threads" and "growth" is one process with as many threads as we have ranks. Peak memory: how
-much a process grows while it builds one side and takes two steps (Linux; resident bytes).
+"scaling"), so both sides do the same training. A rank is a process with one thread; only the peer
+of "to 2 threads" and "growth" is one process with as many threads as we have ranks. Peak memory:
+how much a process grows while it builds one side and takes two steps (Linux; resident bytes).
 
     python bench.py                  every row but growth's (what it takes: docs/measured.md)
     python bench.py --quick          does it run? two turns each of a smaller model: its figures
