@@ -1,10 +1,12 @@
 """Side by side with torch's own: same model, same weights, same data, same processes, in one run.
 
-Each row is a race of two step functions that take turns, step by step, each after a barrier; a step
-takes as long as on its slowest rank. ratio = the peer's time / ours in neighbouring steps, its
-median and quartiles: 1.2 means that we do 1.2 steps while the peer does one. The first losses are
-compared, so both sides do the same training. A rank is a process with one thread. Peak memory: how
-much a process grows while it builds one side and takes two steps (Linux; resident bytes).
+Each row is a race of two step functions that take turns, each turn after a barrier. A turn is one
+step (ZeRO-1: 4 steps; a small tensor's collective: several calls), and takes as long as on its
+slowest rank. ratio = the peer's time / ours in neighbouring turns, its median and quartiles: 1.2
+means that we do 1.2 steps while the peer does one. The first losses are compared (except in
+"scaling"), so both sides do the same training. A rank is a process with one thread; only the peer
+of "to 2 threads" and "growth" is one process with as many threads as we have ranks. Peak memory:
+how much a process grows while it builds one side and takes two steps (Linux; resident bytes).
 
     python bench.py                  every row but growth's (what it takes: docs/measured.md)
     python bench.py --quick          does it run? two turns each of a smaller model: its figures
@@ -52,7 +54,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 # ---- the rows ----
 # A Row (races/job.py) races two sides on n ranks, for one layout and one size of model. Here `ours`
-# is the trainer of train.py, or a collective of the engine. Goals are ratios.
+# is the trainer of train.py, its checkpoint (one row), or a collective of the engine. Goals are
+# ratios.
 
 # (ranks, flags) of the layouts that several rows have
 ONE = (1, {})
@@ -116,7 +119,7 @@ def against_limits():
     experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
     rows = [
         *rows_of_training("D = 2, to 2 threads", threads, [D2], ["compute"], goal=0.95),
-        # 9/8: the bubble of 2 stages and 8 microbatches
+        # 2 stages and 8 microbatches have a bubble of 1/9, so a step takes 9/8 of its work's time
         *rows_of_training("P = 2, to 2 threads + bubble", threads, [P2], ["compute"], goal=0.95,
                           limit=9 / 8),
         *rows_of_training("N = 2, to 2 threads", threads, [N2], ["long"], goal=0.95),

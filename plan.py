@@ -46,13 +46,13 @@ def figures(job, layout, device):
     costs = Costs(job, device)
     seconds = costs.step_time(layout)
     breakdown = costs.breakdown(layout)
-    per_gpu = 1e12 * layout.ranks * seconds  # FLOPs of a step, divided by it: TFLOP/s of each GPU
+    gpu_seconds = layout.ranks * seconds  # seconds of a step, added up over the GPUs
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
         cfg.chunks = 0  # the schedule has its own number: the command need not name it
     return {**layout._asdict(), "step_s": seconds,
-            "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
-            "mfu": step_flops(job) / per_gpu / device.tflops,
+            "tflops_per_gpu": step_flops(job, layout.recompute) / gpu_seconds / 1e12,
+            "mfu": step_flops(job) / gpu_seconds / 1e12 / device.tflops,
             "bubble": breakdown["bubble"] / seconds,
             "memory_gb": {kind: size / 1e9 for kind, size in memory(job, layout).items()},
             "time_s": breakdown, "command": command(cfg, layout.ranks, device.node)}

@@ -99,7 +99,8 @@ class Time(NamedTuple):
 
 
 def idle_of_1f1b(P, m, f, i, w):
-    """A rank idles for the time of an F and a B of each other rank. (GPipe's, too.)"""
+    """A rank idles for an F and a B of one stage of each other rank: 1/v of F + I + W for each.
+    (With GPipe and interleaved, too.)"""
     return (P - 1) * (f + i + w)
 
 
@@ -310,15 +311,17 @@ class Costs:
             # Queries and the result, 2 h; keys and values, 2 kv. Backward swaps their gradients
             swap = swap_time(device, members, ranks, 2 * n * (h + kv) / T * w)
             return swap, swap
-        # A hop passes on keys and values, 2 kv numbers per token. A hop from node to node has one
-        # port, because one rank of a node sends to the next node. Seconds of a hop, if a number had
-        # one byte:
-        senders = ranks if members == ranks else 1  # a ring on one node has no such border
+        # Ranks of a node that send at once: all over NVLink, if the whole ring is on one node. From
+        # node to node one, because only the last rank of a node sends to the next node
+        senders = ranks if members == ranks else 1
+        # A hop passes on keys and values, 2 kv numbers per token. Seconds of a hop, for each byte
+        # that a number has:
         per_byte = 2 * n * kv / T / link(device, senders, ranks)
-        # Attention's compute is spread evenly over `ranks` hops, the first without a message
+        # A rank attends to the keys and values of one rank after another, its own first. Each takes
+        # 1/ranks of the compute, and beside each but the last a hop brings the next
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
-        # In backward also their gradients, in at least 32 bits
-        hop_back = per_byte * (w + max(4, w))
+        # In backward a hop also passes on the gradients of keys and values, in at least 32 bits
+        hop_back = per_byte * (w + max(w, 4))
         backward = self.exposed(hop_back, attention_back / ranks, "cp") + device.latency
         return (ranks - 1) * forward, (ranks - 1) * backward
 
@@ -520,19 +523,20 @@ class Costs:
     def optimizer_time(self, layout, part):
         """Seconds in which AdamW reads and writes the states of the parameters that this rank
         steps: all of its own or, under ZeRO, a shard."""
-        model, w, ranks = self.job.model, self.job.width, layout.dp * layout.cp
+        job, model, replicas = self.job, self.job.model, layout.dp * layout.cp
         dense, experts = (part.blocks * each
                           for each in block_parameters(model, layout.tp, layout.ep))
         vocabulary, _ = end_parameters(model, part, layout.tp)
         numel = dense + vocabulary
-        owned = numel / ranks + experts * layout.ep / ranks if layout.zero else numel + experts
-        # Bytes moved per parameter:
-        #                                     read and written           read         written
-        #     16-bit weights                  master, two moments (4)    gradient     weight
-        #     wider ones, their own master    weight, two moments        gradient     -
-        per_parameter = 3 * 2 * 4 + 2 + 2 if w == 2 else 3 * 2 * w + w
-        return self.compute(moved=owned * per_parameter,
-                            kernels=KERNELS["optimizer"] * part.blocks)
+        owned = numel + experts  # parameters that this rank steps
+        if layout.zero:  # a shard. Experts have E times fewer replicas, so larger shards
+            owned = numel / replicas + experts * layout.ep / replicas
+        # Bytes per parameter. A weight of at least 32 bits is its own master
+        states = 3 * max(job.width, 4)  # the master and two moments
+        moved = 2 * states + job.grad_width  # states are read and written, the gradient is read
+        if job.width == 2:
+            moved += job.width  # the 16-bit weight is written
+        return self.compute(moved=owned * moved, kernels=KERNELS["optimizer"] * part.blocks)
 
     def update_time(self, layout):
         """(seconds that data-parallel messages add to a step, seconds of the optimizer)."""
@@ -541,6 +545,7 @@ class Costs:
         return sent + self.tied_ends_time(layout), self.optimizer_time(layout, part)
 
     def step_time(self, layout):
+        """Seconds of a step."""
         return self.pipeline_time(layout) + sum(self.update_time(layout))
 
     def breakdown(self, layout):

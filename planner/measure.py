@@ -41,7 +41,8 @@ def seconds(mesh, work, times=1):
 
 
 def hops(tensor, group):
-    """How many messages follow one another in an all-reduce (engine/collectives.py)."""
+    """How many messages follow one another in an all-reduce of engine/collectives.py. GPUs use
+    NCCL's all-reduce, which chooses its own way: taken for a ring."""
     n = group.size
     return 2 * int(math.log2(n)) - 1 if takes_butterfly(tensor, group) else 2 * (n - 1)
 
@@ -68,7 +69,7 @@ def measure(mesh):
     # Causal attention, forward and backward: 2 + 5 products of S x S x 128 for each of 16 heads, 2
     # FLOPs each, halved by the mask
     attention_flops = 7 * S * S * 128 * 16
-    moved = 3 * long.nbytes  # by a sum in place: two tensors read, one written
+    moved = 3 * long.nbytes  # bytes that a sum in place moves: two tensors read, one written
     flags = {
         "tflops": rate / 1e12, "f-products": 1,
         "f-attention": min(1, attention_flops / seconds(mesh, attention) / rate),

@@ -5,7 +5,7 @@
                    rank's list of actions (arXiv 2205.05198; a test measures what autograd saves)
     buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
                    pipeline messages; whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In
-                   the optimizer's step, if larger: the scaled gradients of a bucket
+                   the optimizer's step, if larger: a bucket's 16-bit gradients, scaled, in 32 bits
 
 What a block of GPT-2 saves per token:
 
@@ -29,7 +29,8 @@ cut_once = cache(cut)  # train.py's cut into stages
 
 
 class Layout(NamedTuple):
-    """train.py's flags of these names, all resolved."""
+    """train.py's flags of these names. Where 0 leaves the choice to train.py (dp, chunks,
+    microbatches), the chosen number."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -65,7 +66,8 @@ class Job(NamedTuple):
 
 
 def tokens_of(job, layout):
-    """Tokens of a microbatch, on one rank."""
+    """Tokens of a microbatch, on one context rank. With --sp each of its T tensor ranks has 1/T of
+    them, except in attention and in the MLP."""
     sequences = job.batch_size / (layout.dp * layout.microbatches)
     return sequences * job.model.block_size / layout.cp
 
@@ -163,8 +165,8 @@ def parts_of(model, schedule, P, v):
 
 
 def saved_by_block(job, layout, recompute):
-    """Bytes that a block saves for backward, per token of the rank. recompute: is the block to be
-    recomputed in backward?"""
+    """Bytes that a block saves on a rank for backward, per token of tokens_of(). recompute: is the
+    block to be recomputed in backward?"""
     model, w, T = job.model, job.width, layout.tp
     h = model.n_embd
     wide = max(w, 4)  # bytes of numbers that have at least 32 bits
@@ -198,10 +200,10 @@ def saved_by_block(job, layout, recompute):
 
 
 class Held(NamedTuple):
-    """How many tensors of four kinds a rank holds at one moment. A pair is a block (or a head) and
-    a microbatch: a block that has run F for three microbatches counts three."""
+    """What a rank holds at one moment, counted in pairs of a block (or a head) and a microbatch: a
+    block that has run F for three microbatches counts three."""
     blocks: int = 0  # pairs between F and B (or I): each holds what the block saves for backward
-    heads: int = 0  # the same of heads
+    heads: int = 0  # pairs of a head and a microbatch between F and B (or I)
     deferred: int = 0  # pairs between I and W: each holds what the block's weight gradients need
     recomputed: int = 0  # 1 while a block's activations are computed again, else 0
 
@@ -313,8 +315,10 @@ def largest_layer(job, layout, part):
 
 
 def optimizer_buffer(job, layout, part):
-    """Bytes of the optimizer's scaled copy of one bucket's gradients. (When the optimizer steps,
-    activations are freed already.)"""
+    """Bytes of AdamW's scaled copy, in 32 bits, of one bucket's 16-bit gradients. (When AdamW
+    steps, activations are freed already.)"""
+    if job.grad_width >= 4:  # gradients as wide as the factor are scaled in place
+        return 0.0
     model, w, T, E = job.model, job.width, layout.tp, layout.ep
     dense, experts = block_parameters(model, T, E)
     vocabulary, others = end_parameters(model, part, T)
@@ -330,7 +334,7 @@ def optimizer_buffer(job, layout, part):
         tensor = max(h * (h + 2 * shape.kv), mlps * h * shape.inner) / T
         everything = part.blocks * (dense + experts) + vocabulary + others
         bucket = min(max(25 * 2**20 / w, tensor, matrix), everything)
-    return bucket * max(w, 4)
+    return bucket * 4
 
 
 def memory_of_rank(job, layout, rank):
@@ -339,7 +343,7 @@ def memory_of_rank(job, layout, rank):
     weights, gradients, optimizer = model_states(job, layout, part)
     # zero=0: activations do not depend on the stage of ZeRO, so all stages share one cached value
     saved = activations(job, layout._replace(zero=0), rank)
-    # The optimizer's buffer exists when the activations do not, so only its excess over them counts
+    # The optimizer's buffer exists when the activations do not, so only what it has more counts
     buffers = max(work_buffers(job, layout, part), optimizer_buffer(job, layout, part) - saved)
     held = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
             "activations": saved, "buffers": buffers}

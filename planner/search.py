@@ -1,11 +1,12 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-Candidates are all layouts that train.py takes, without NOT_SEARCHED (unless flags ask for them) and
-without those that are another one under a second name (schedules of one rank, interleaved with one
-chunk). Each gets a lower bound of its time: messages between stages take no time, the bubble is the
-formula's. The layout with the lowest bound is refined: by its ZeRO stage, then by memory, then by
-the simulated schedule. So no layout is overlooked, and few are simulated. For models that are no
-row of equal blocks the problem is open (Alpa, arXiv 2201.12023)."""
+Candidates are all layouts that train.py takes, but for NOT_SEARCHED (unless flags name it) and for
+second names of 1F1B: other schedules on one pipeline rank, and interleaved with one chunk. Each
+candidate gets a lower bound of its time: messages between stages take no time, the bubble is the
+formula's or, without a formula, what rank 0 waits at least. The layout with the lowest bound is
+refined: by its ZeRO stage, then by memory, then by the simulated schedule. So no layout is
+overlooked, and few are simulated. For models that are no row of equal blocks the problem is open
+(Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -113,9 +114,9 @@ class Search:
                         yield split
 
     def chunk_counts(self, schedule, pp):
-        """The numbers of chunks to try: the schedule's own number, or the value of --chunks. With
-        neither those from 2 to 8 and, from 9 to 16, those that give all stages equally many blocks.
-        """
+        """The numbers of chunks to try: the schedule's own number, or the value of --chunks. If
+        there is neither: 1 on one pipeline rank; on several 2 to 8, and from 9 to 16 the numbers
+        that give all stages equally many blocks."""
         declared = SCHEDULES[schedule].chunks
         asked = self.fixed.get("chunks")
         if declared:  # --chunks leaves out the schedules whose own number is another
@@ -169,7 +170,8 @@ class Search:
         if activations(self.job, layout, 0) <= self.device.gb * 1e9:
             return staged
         self.misfits += len(staged) - 1
-        self.fits(staged[-1], [0, layout.pp - 1])  # counts it too; it holds least: for `smallest`
+        # The last ZeRO stage holds least. fits() counts it, and may record it in self.smallest
+        self.fits(staged[-1], [0, layout.pp - 1])
         return []
 
     def count_slower(self, kind, layout):

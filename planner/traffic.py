@@ -34,7 +34,8 @@ class Message(NamedTuple):
 
 
 # Each function *_messages returns rows with the fields of a Message. In these functions:
-#     n       tokens of a microbatch on this rank
+#     n       tokens of a microbatch on one context rank (memory.tokens_of). With --sp each of its T
+#             tensor ranks has n/T of them, except in attention and in the MLP
 #     h       the model's width
 #     w       bytes of a weight, and of an activation
 #     T       layout.tp
@@ -143,12 +144,13 @@ def pp_messages(job, layout, rank):
     return rows
 
 
-def dp_messages(job, layout, numel, ranks, gathered, of=""):
-    """Messages of `numel` parameters that `ranks` ranks share. gathered: how many weights ZeRO-3
-    gathers for a forward and a backward together. of: ends the rows' names."""
+def dp_messages(job, layout, numel, replicas, gathered, of=""):
+    """Messages between the ranks that train the same `numel` parameters: they sum gradients and,
+    under ZeRO, gather weights. replicas: how many ranks these are. gathered: how many weights
+    ZeRO-3 gathers for a forward and a backward together. of: the end of the rows' names."""
     m = layout.microbatches
-    # The share of a tensor that each rank sends in a reduce-scatter, or in an all-gather
-    share = (ranks - 1) / ranks
+    # Which part of a tensor each rank sends in a reduce-scatter, or in an all-gather
+    share = (replicas - 1) / replicas
     gradients, weights = share * numel * job.grad_width, share * numel * job.width
     if layout.zero == 0:
         return [("dp", f"all-reduce of gradients{of}", 1, 2 * gradients)]
@@ -169,10 +171,10 @@ def messages(job, layout, rank=0):
     # ZeRO-3 gathers each end's matrix and the positions for forward only, all else for backward too
     gathered = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
     gathered += 2 * (dense + others) - part.embedding * n_positions(model)
-    ranks = layout.dp * layout.cp
+    replicas = layout.dp * layout.cp
     rows = [*tp_messages(job, layout, part), *cp_messages(job, layout, part),
             *ep_messages(job, layout, part), *pp_messages(job, layout, rank),
-            *dp_messages(job, layout, dense + vocabulary + others, ranks, gathered)]
+            *dp_messages(job, layout, dense + vocabulary + others, replicas, gathered)]
     if experts:
-        rows += dp_messages(job, layout, experts, ranks // E, 2 * experts, " of experts")
+        rows += dp_messages(job, layout, experts, replicas // E, 2 * experts, " of experts")
     return [Message(*row) for row in rows if row[2] * row[3] > 0]

@@ -58,7 +58,7 @@ def our_gpu_step(cfg, batch, device):
 
 def race_on_gpu(sides, device, turns):
     """Milliseconds that each side's step takes: a list of each. The sides take turns; a step ends
-    when the device has done it all. The first third of the turns is dropped."""
+    when the device has done all its work. The first third of the turns is dropped."""
     times = [[], []]
     for _ in range(turns):
         for side, taken in zip(sides, times, strict=True):
@@ -71,7 +71,8 @@ def race_on_gpu(sides, device, turns):
 
 
 def on_gpu(quick):
-    """Print a row for each model, with and without torch.compile. held MB: by both sides."""
+    """Print a row for each model, with and without torch.compile. "held MB": the peak of the GPU
+    memory that torch reserves for both sides together."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_flops(gpu) or math.nan

@@ -94,9 +94,9 @@ class RowMesh(Mesh):
     ones for each row."""
 
     def __init__(self, rank, communicators, sizes, group_class):
-        """Sets the attributes that the two Mesh classes set (mesh.py, engine/mesh.py; without
-        timeout, which only their communicator() reads), but makes no communicators. communicators:
-        {name of a group: torch's ProcessGroup}."""
+        """Sets the attributes that the two Mesh classes set (mesh.py, engine/mesh.py), but makes no
+        communicators. Left out is timeout: it is read when a communicator is made, and by groups
+        of GPUs. communicators: {name of a group: torch's ProcessGroup}."""
         self.rank = rank
         self.communicators = communicators
         self.sizes = sizes
@@ -141,7 +141,8 @@ def trainer(job):
 
 
 def save_and_load(job):
-    """Save a checkpoint and load it. It has moments, because a first step has made them."""
+    """Save a checkpoint and load it, after a first step: the peer takes one, too, because its
+    optimizer has no moments before (torch_side.dcp)."""
     cfg = replace(job.cfg, out=f"{job.folder}/ours")
     os.makedirs(cfg.out, exist_ok=True)
     t = train.Trainer(cfg, job.mesh(), job.vocabulary)
@@ -156,7 +157,7 @@ def save_and_load(job):
 
 
 def repeats(row):
-    """How many calls of a collective are one step: several, if the tensor has less than 256 KB."""
+    """How many calls of a collective are one step: as many as have 256 KB together, or one."""
     return 1 if row.size in SIZES else max(1, 256 // row.size)
 
 

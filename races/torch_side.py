@@ -24,7 +24,8 @@ def whole_model(job):
 
 
 def adamw(params, cfg, kind=torch.optim.AdamW, **more):
-    """torch's fused AdamW, with weight decay for matrices only."""
+    """torch's fused AdamW, with weight decay for matrices only. kind: the class, which may be one
+    around AdamW; more: its further arguments."""
     matrices = []
     others = []
     for param in params:

@@ -1,7 +1,7 @@
 """The engine without one of its tricks: all else is the same, so a row gives what the trick earns.
 
-Each trick is switched off by replacing one function or constant of the engine, while the side is
-built and during its steps: the two sides of a row take turns in one process.
+Each trick is switched off by replacing names of a module or class (a constant, a function or two)
+while the side is built and during its steps: the two sides of a row take turns in one process.
 """
 
 from contextlib import contextmanager

@@ -52,7 +52,7 @@ class Picture:
         (x, y), (to_x, to_y) = start, end
         length = math.dist(start, end)
         across, down = (to_x - x) / length, (to_y - y) / length  # one pixel along the arrow
-        foot_x, foot_y = to_x - 7 * across, to_y - 7 * down  # of the head
+        foot_x, foot_y = to_x - 7 * across, to_y - 7 * down  # here the head begins
         self.line([start, (foot_x, foot_y)], color, 'stroke-width="1.6"')
         head = [end, (foot_x - 3.5 * down, foot_y + 3.5 * across),
                 (foot_x + 3.5 * down, foot_y - 3.5 * across)]
@@ -71,7 +71,7 @@ def schedule_text(times, width=160):
     """One row per rank, time from left to right, cut at the width: F3 B3 I3 W3 for microbatch 3, in
     lower case on every second chunk. A dot is idle time."""
     actions = [entry for row in times for entry in row]
-    makespan = max(end for *_, end in actions)
+    last_end = max(end for *_, end in actions)
     shortest = min(end - start for _, start, end in actions)
     # A column is a character. The shortest action has room for its name and a space
     widest_name = 1 + max(len(str(action.microbatch)) for action, *_ in actions)
@@ -87,7 +87,7 @@ def schedule_text(times, width=160):
             line += "." * (left - drawn)
             line += f"{name}{k}".ljust(right - left - 1, "-").ljust(right - left)
             drawn = right
-        line += "." * (round(makespan * columns_per_time) - drawn)
+        line += "." * (round(last_end * columns_per_time) - drawn)
         rows.append(line if len(line) <= width else line[:width - 3] + "...")
     return "\n".join(rows)
 
@@ -95,8 +95,8 @@ def schedule_text(times, width=160):
 def schedule_svg(times, title):
     """The timelines of schedule_text as SVG; later chunks are paler."""
     left, right, row_height = 60, 940, 26
-    makespan = max(row[-1][2] for row in times)
-    pixels_per_time = (right - left) / makespan
+    last_end = max(row[-1][2] for row in times)
+    pixels_per_time = (right - left) / last_end
     picture = Picture(title, right + 12, 76 + row_height * len(times))
     for rank, row in enumerate(times):
         y = 36 + row_height * rank
@@ -127,7 +127,7 @@ def scale(ticks, low, high):
 
 def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
     """A chart as SVG. curves: {name: [(x, y)]}; a curve that coincides with an earlier one is
-    dashed. raw: pale curves behind the others, likewise."""
+    dashed. raw: {name: [(x, y)]}, drawn pale behind all curves, in the color of that name."""
     picture = Picture(title)
     across, down = scale(x_ticks, LEFT, RIGHT), scale(y_ticks, BOTTOM, TOP)
     colors = dict(zip(curves, CURVES, strict=False))
@@ -175,7 +175,8 @@ def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line."""
     bubble = closed_form(name, P, m, v, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
-    # A microbatch is in flight in each chunk by itself, and then holds 1/v of the rank's layers
+    # peak_in_flight counts pairs of a stage and a microbatch. A pair holds the activations of one
+    # stage, 1/v of the rank's layers
     in_chunks = f", each in 1 of {v} chunks" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
             f"formula {formula}  in flight {timeline.peak_in_flight}{in_chunks}")

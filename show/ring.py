@@ -39,7 +39,7 @@ def parameter_server_all_reduce(tensor, group):
 
 def in_bits(row):
     """A row of N numbers as text, each in N bits."""
-    # % 2**64: int64 is negative where bit 63 is set, of the last of 64 ranks
+    # % 2**64: with 64 ranks the last rank's bit is bit 63, the sign of an int64
     return " ".join(f"{int(value) % 2**64:0{len(row)}b}" for value in row)
 
 

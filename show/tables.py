@@ -8,8 +8,8 @@ from run.signals import end_quietly
 
 
 def mesh_command():
-    """python mesh.py 2 1 2 1 2: the ranks in rows; the groups along each axis longer than 1, and
-    two groups along several axes."""
+    """python mesh.py 2 1 2 1 2: the ranks in rows; then all groups along each axis longer than 1,
+    along dp, ep and cp (replicas), and along pp and tp (one replica)."""
     # Imported here, because mesh.py imports torch, and `python sizes.py` does without torch
     from mesh import grid, lay_out
 

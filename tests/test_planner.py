@@ -27,6 +27,7 @@ import sizes
 from data.batches import Data
 from engine.group import Group, Work
 from engine.mesh import Mesh
+from engine.optimizer import AdamW
 from engine.schedules import make_schedule, simulate
 from experts import kind_of
 from model import Block
@@ -504,6 +505,35 @@ def test_a_bucket_holds_its_largest_tensor():
         part, = memory.parts_of(model, "1f1b", 1, 1)
         copied = memory.optimizer_buffer(memory.Job(model, 8), layout, part)
         assert copied == 3 * 4096**2 * 4
+
+
+def test_the_scaled_copy_of_gradients_is_the_optimizers():
+    """engine/optimizer.py scales gradients in place where they are as wide as the factor; 16-bit
+    gradients it copies into 32 bits."""
+    model = hardware.MODELS["gpt2"]
+    part, = memory.parts_of(model, "1f1b", 1, 1)
+    largest = model.vocab_size * model.n_embd  # its bucket is the largest, too
+    for dtype, grad_dtype in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float),
+                              (torch.float, torch.float), (torch.double, torch.double)):
+        grad = torch.ones(3, dtype=grad_dtype)
+        factor = torch.ones(1, dtype=torch.promote_types(dtype, torch.float))
+        bucket = SimpleNamespace(grad_dtype=grad_dtype, grad_shard=grad,
+                                 pieces=lambda flat: [("weight", flat)])
+        scaled = AdamW.scaled(None, bucket, factor)["weight"]
+        copied = 0 if scaled.data_ptr() == grad.data_ptr() else largest * scaled.element_size()
+        job = memory.Job(model, 8, dtype.itemsize, grad_dtype.itemsize)
+        got = memory.optimizer_buffer(job, memory.Layout(), part)
+        assert got == copied, (dtype, grad_dtype)
+
+
+def test_the_optimizer_reads_gradients_in_their_own_width():
+    """Per parameter 12 bytes of states read and written, 2 of the weight written, the gradient."""
+    layout = memory.Layout()
+    part, = memory.parts_of(hardware.MODELS["gpt2"], "1f1b", 1, 1)
+    narrow, wide = (
+        costs.Costs(memory.Job(hardware.MODELS["gpt2"], 8, grad_width=width),
+                    hardware.DEVICES["a100-80"]).optimizer_time(layout, part) for width in (2, 4))
+    assert math.isclose(wide / narrow, 30 / 28, rel_tol=1e-12)
 
 
 def test_llamas_have_their_published_sizes():
