@@ -92,9 +92,21 @@ def read_weights(path, shapes, config):
     return get
 
 
+def refuse_sizes(path, config):
+    """CheckpointError if the file has not the sizes of this GPTConfig, which comes from a manifest:
+    to build a model of forged sizes could take hours, or all memory."""
+    wanted = {"transformer.wte.weight": (config.vocab_size, config.n_embd),
+              "transformer.wpe.weight": (config.block_size, config.n_embd),
+              f"transformer.h.{config.n_layer - 1}.ln_1.weight": (config.n_embd,)}
+    if config.n_experts:
+        wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, config.n_embd)
+    tensorfile.expect(path, tensorfile.read_header(path), wanted, DTYPES)
+
+
 def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
     config = GPTConfig(**read_manifest(folder)["model"])
+    refuse_sizes(Path(folder, MODEL), config)
     model = kind_of(config)(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
     get = read_weights(Path(folder, MODEL), shapes, config)
