@@ -119,7 +119,8 @@ def read_source(source):
             text = regular(path).read_bytes().decode()
         except (OSError, ValueError) as error:
             if path == root:  # the user has named this file; in a folder, skip what is not text
-                raise ValueError(f"{source}: not readable as UTF-8 text ({error}); give the path "
+                reason = getattr(error, "strerror", None) or error  # an OSError without its number
+                raise ValueError(f"{source}: not readable as UTF-8 text ({reason}); give the path "
                                  "of a text file or a folder, or stdlib, or shakespeare") from error
             continue
         # a name relative to root: the same corpus wherever the folder lies

@@ -121,7 +121,7 @@ def main():
         if args.svg:  # now, not after an hour: can it be written?
             picture = Path(args.svg, "large-batches.svg")
             picture.parent.mkdir(parents=True, exist_ok=True)
-            write_new("--svg", picture, "")
+            write_new("--svg", {picture: ""})
     except (ValueError, OSError) as error:
         parser.error(error)
     begin, bits, curves = time.time(), {}, {}

@@ -33,7 +33,7 @@ from run import tensorfile
 from run.config import require
 from run.files import FOLDER, MANIFEST
 from run.processes import all_gather_text
-from run.signals import local_rank
+from run.signals import local_rank, note
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
 from shard import bounds
 from sizes import MOMENTS, GPTConfig
@@ -89,7 +89,7 @@ def refuse_unsound(manifest):
     require(sizes["n_experts"] == 0 or sizes["top_k"] <= sizes["n_experts"], "top_k")
     scale = manifest["scale"]
     require(type(scale) is float and 0 < scale < 2.0**128, "scale")
-    require(type(manifest["data"]) is str, "data")
+    require(type(manifest["data"]) is str and manifest["data"] != "", "data")
     require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "optimizer")
 
 
@@ -121,7 +121,7 @@ def refuse_other(folder, manifest, config):
 def warn(folder, error):
     """Print once that a damaged checkpoint is skipped. Its folder stays on the disk."""
     if local_rank() == 0:
-        print(f"{folder} skipped: {error}", file=sys.stderr, flush=True)
+        note(f"{folder} skipped: {error}")
 
 
 def finished(out):

@@ -14,14 +14,13 @@ code 2. The functions that check raise it as a ValueError; fail() prints it.
 import math
 import os
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from engine.schedules import make_schedule
 from run.command import Parser
 from run.files import MANIFEST, checkpoint_around, is_same, refuse_foreign, refuse_same
-from run.signals import STORE, in_words, local_rank, program, tell_torchrun
+from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
 from schedules import SCHEDULES, chunks_of, is_plain
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter
 
@@ -147,8 +146,7 @@ def fail(error):
     if local_rank() == 0:
         line = f"{program()}: {in_words(error)}"
         tell_torchrun(line)
-        with suppress(OSError):  # stderr may be closed
-            print(line, file=sys.stderr)
+        note(line)
     sys.exit(2)
 
 
@@ -156,6 +154,7 @@ def refuse(error):
     """fail() for a wrong command line. It is as wrong when torchrun --max-restarts starts the same
     command again: the ranks of a later attempt do not repeat the line."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        tell_torchrun(f"{program()}: {in_words(error)}")
         sys.exit(2)
     fail(error)
 
@@ -365,8 +364,9 @@ def refuse_same_files(cfg):
         data = Path(__file__).parent.parent / "data" / cfg.data
     inputs = [(given(cfg, "data"), data / name) for name in DATA]
     if cfg.init_from:
-        for name in (Path(cfg.init_from).name, "config.json", MANIFEST):
-            inputs.append((given(cfg, "init_from"), Path(cfg.init_from).with_name(name)))
+        path = Path(cfg.init_from)
+        for file in (path, path.parent / "config.json", path.parent / MANIFEST):
+            inputs.append((given(cfg, "init_from"), file))
         folder = checkpoint_around(cfg.init_from, cfg.out)
         require(not folder or not is_same(folder.parent, cfg.out), f"{given(cfg, 'init_from')} is "
                 f"a checkpoint of {given(cfg, 'out')}, which this run may replace; name another "
@@ -417,7 +417,7 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
             f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
     if cfg.device == "auto":
         if 0 < gpus < local and warn:
-            print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
+            note(f"{local} processes for {gpus} GPUs: falling back to the CPU")
         cfg.device = "cuda" if gpus >= local and not cfg.plain else "cpu"
 
 
@@ -453,7 +453,8 @@ def check(cfg, world):
         cfg.collectives = "native" if cuda else "ring"
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
-    check_writable("out", Path(cfg.out, ".lock"))
+    if not cfg.plain:  # which saves nothing
+        check_writable("out", Path(cfg.out, ".lock"))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)
         if path:

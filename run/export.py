@@ -14,6 +14,7 @@ if __name__ == "__main__":
     end_quietly()
     export_flags(__doc__).parse_args()  # a wrong flag ends the process here, before torch's import
 
+import errno
 import json
 from pathlib import Path
 
@@ -65,10 +66,13 @@ def export(folder, to):
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: GPT-2 has no experts")
-    if FOLDER.fullmatch(to.name) and not to.exists():  # a run would prune it as unfinished
+    if to.exists():
+        raise FileExistsError(errno.EEXIST, "File exists", str(to))
+    if FOLDER.fullmatch(to.name):  # a run would prune it as unfinished
         raise ValueError(f"--to {to} has a checkpoint's name; name another folder")
-    to.mkdir(parents=True)
-    write_weights(to / "model.safetensors", model)
+    part = Path(f"{to}.part")  # renamed once all files are in it
+    part.mkdir(parents=True)
+    write_weights(part / "model.safetensors", model)
     tokenizer = {}
     note = ""
     try:
@@ -83,7 +87,8 @@ def export(folder, to):
         end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
     files = {"config.json": config_json(config, end_of_text), **tokenizer}
     for name, content in files.items():
-        (to / name).write_text(json.dumps(content, indent=1))
+        (part / name).write_text(json.dumps(content, indent=1))
+    part.rename(to)
     return f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}{note}"
 
 

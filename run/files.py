@@ -2,7 +2,7 @@
 
     refuse_same     no output is an input, another output, or in a checkpoint's folder
     refuse_foreign  a file that is to be written is new, empty, or begins like ours
-    write_new       writes a file that is not there yet, or has that content already
+    write_new       writes files that are not there yet, or have that content already
 
 All raise a ValueError of one line: flag, path, fix. No torch here.
 """
@@ -41,7 +41,7 @@ def refuse_same(outputs, inputs, out):
             raise ValueError(f"{flag} would be in the checkpoint {folder}; name another file")
         for other, taken in [*outputs[:i], *inputs]:
             if is_same(path, taken):
-                raise ValueError(f"{flag} and {other} are one file; take two files")
+                raise ValueError(f"{flag} would write over {other}; take two files")
 
 
 def refuse_foreign(flag, path, mark):
@@ -55,9 +55,11 @@ def refuse_foreign(flag, path, mark):
                              "file")
 
 
-def write_new(flag, path, text):
-    """Write a file whose name the command has chosen, so that the user may not know of it. OSError
-    if it cannot be written."""
-    if path.exists() and not (path.is_file() and path.read_text(errors="replace") == text):
-        raise ValueError(f"{path} exists, and is another file; {flag} takes another folder")
-    path.write_text(text)
+def write_new(flag, texts):
+    """Write {path: text}: files whose names the command has chosen, so that the user may not know
+    of them. All or, if one is there with other content, none. OSError if it cannot be written."""
+    for path, text in texts.items():
+        if path.exists() and not (path.is_file() and path.read_text(errors="replace") == text):
+            raise ValueError(f"{path} exists, and is another file; {flag} takes another folder")
+    for path, text in texts.items():
+        path.write_text(text)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from run import config, signals
 
@@ -74,7 +73,7 @@ def launch(size, grace=10):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
     highest exit code. Once a rank has failed, the others have `grace` seconds to end."""
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store").as_uri()  # a file through which the ranks find one another
+        store = f"file://{folder}/store"  # a file through which the ranks find one another
         ranks = []
 
         def pass_on(number, frame):
@@ -95,8 +94,8 @@ def launch(size, grace=10):
             codes = wait_for_ranks(ranks, grace)
             for rank, code in enumerate(codes):
                 if code is not None and code < 0:  # -9: ended by signal 9, SIGKILL
-                    print(f"{signals.program()}: rank {rank} was ended by "
-                          f"{signals.name_of(-code)}", file=sys.stderr)
+                    signals.note(f"{signals.program()}: rank {rank} was ended by "
+                                 f"{signals.name_of(-code)}")
         finally:
             for rank in ranks:
                 rank.kill()  # does nothing to a rank that has ended

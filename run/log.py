@@ -111,9 +111,11 @@ class Log:
                 print(clear + text[:fits], file=file, end="", flush=True)
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # from now on: into nothing
+            if file is not sys.stdout:
+                return
             if isinstance(error, BrokenPipeError):  # the reader has gone, like a closed terminal
                 signal.raise_signal(signal.SIGHUP)
-            elif file is sys.stdout:
+            else:
                 self.complain(f"standard output: {in_words(error)}; the run goes on without")
 
     def complain(self, text):

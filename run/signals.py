@@ -54,6 +54,12 @@ def in_words(error):
     return text.replace("\n", "\\n")
 
 
+def note(line):
+    """Print a line on stderr, which may be closed or full."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def tell_torchrun(line):
     """Leave the line where torchrun's agent looks for it: the agent then ends its own report with
     this line. (Without, it ends with the address of a page on how to get a traceback.)"""

@@ -63,7 +63,7 @@ def metrics_svg(paths):
     steps = 1 + max(x for points in raw.values() for x, _ in points)
     values = [y for points in raw.values() for _, y in points]
     low = math.floor(min(values))
-    between = max(1, math.ceil((max(values) - low) / 20))  # two ticks; at most 21 ticks
+    between = max(1, math.ceil((max(values) - low) / 20))  # nats between two of at most 21 ticks
     high = low + between * max(1, math.ceil((max(values) - low) / between))
     means = {name: running_mean(points) for name, points in raw.items()}
     file = "balance.svg" if experts else "loss.svg"
@@ -88,8 +88,7 @@ def main():
             pictures = dict([metrics_svg(args.metrics)])
         else:
             pictures = {file: draw() for file, draw in DRAWINGS.items()}
-        for file, svg in pictures.items():
-            write_new("--svg", Path(args.svg, file), svg)
+        write_new("--svg", {Path(args.svg, file): svg for file, svg in pictures.items()})
     except (ValueError, OSError) as error:
         parser.error(error)
 

@@ -317,22 +317,22 @@ def tree(folder):
 
 
 ONE_FILE = {  # flags (here D is the folder of --data, O that of --out) -> what the line says
-    "--metrics m --trace m": "--trace m and --metrics m are one file",
-    "--metrics m --trace sub/../m": "--trace sub/../m and --metrics m are one file",
-    "--metrics m --trace ./m": "are one file",
-    "--metrics m --trace link-to-m": "--trace link-to-m and --metrics m are one file",
-    "--metrics old --trace hard-link-of-old": "are one file",
-    "--metrics m --trace linked-folder/m": "are one file",
-    "--metrics D/meta.pkl": "--metrics D/meta.pkl and --data D are one file",
-    "--trace D/vocab.tiktoken": "--trace D/vocab.tiktoken and --data D are one file",
-    "--metrics D/train.bin": "are one file",
-    "--trace link-to-val": "--trace link-to-val and --data D are one file",
-    "--metrics O/.lock": "--metrics O/.lock and --out O are one file",
+    "--metrics m --trace m": "--trace m would write over --metrics m",
+    "--metrics m --trace sub/../m": "--trace sub/../m would write over --metrics m",
+    "--metrics m --trace ./m": "would write over",
+    "--metrics m --trace link-to-m": "--trace link-to-m would write over --metrics m",
+    "--metrics old --trace hard-link-of-old": "would write over",
+    "--metrics m --trace linked-folder/m": "would write over",
+    "--metrics D/meta.pkl": "--metrics D/meta.pkl would write over --data D",
+    "--trace D/vocab.tiktoken": "--trace D/vocab.tiktoken would write over --data D",
+    "--metrics D/train.bin": "would write over",
+    "--trace link-to-val": "--trace link-to-val would write over --data D",
+    "--metrics O/.lock": "--metrics O/.lock would write over --out O",
     "--trace O/step-00000004/model.safetensors": "would be in the checkpoint",
     "--trace O/step-00000009.tmp/trace": "would be in the checkpoint",
     "--metrics other/step-00000004/log": "would be in the checkpoint",
-    "--metrics sub/config.json --init-from sub/w": "and --init-from sub/w are one file",
-    "--trace sub/w --init-from sub/w": "and --init-from sub/w are one file",
+    "--metrics sub/config.json --init-from sub/w": "would write over --init-from sub/w",
+    "--trace sub/w --init-from sub/w": "would write over --init-from sub/w",
     "--init-from O/step-00000004/model.safetensors": "which this run may replace; name another",
     "--init-from O/step-00000004.old.tmp/model.safetensors": "which this run may replace"}
 
@@ -392,7 +392,7 @@ def test_a_metrics_file_that_cannot_be_opened_does_not_end_the_run(tmp_path, cap
     (pictures.main, "pictures.py --svg .", "way.svg exists, and is another file; --svg takes"),
     (prepare.main, "prepare.py train.bin --out .", "--out . has the source train.bin, which would"),
     (export.main, "export.py --out run --to run/step-00000010", "has a checkpoint's name; name"),
-    (export.main, "export.py --out run --to /proc/x", "/proc/x: No such file or directory"),
+    (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory"),
     (pictures.main, "pictures.py --svg /proc/x", "/proc/x: No such file or directory"),
     (draw.schedules_command, "schedules.py 1f1b 2 4 --svg no/x", "no/x: No such file or dir")],
     ids=str)
@@ -469,6 +469,7 @@ def test_a_manifest_whose_config_is_no_config_is_one_line(
 
 HOSTILE = (0, 1, -1, 3, 10**7, 10**9, 2**31, 2**53, 2**64, 10**400, 1.0, 1e300, float("inf"),
            float("nan"), True, None, "4", "", [], [4], {}, {"a": 1})
+LEFT_OUT = object()
 
 
 def test_every_value_of_a_manifest_is_checked_before_a_model_is_built(
@@ -487,13 +488,13 @@ def test_every_value_of_a_manifest_is_checked_before_a_model_is_built(
     places += [("model", name) for name in json.loads(sound)["model"]]
     places += [("checksums", checkpoint.MODEL), ("config", "optimizer")]
     for *above, name in places:
-        for value in (*HOSTILE, forge):  # forge: left out
+        for value in (*HOSTILE, LEFT_OUT):
             path.write_text(sound)
 
             def change(manifest, above=above, name=name, value=value):
                 for key in above:
                     manifest = manifest[key]
-                if value is forge:
+                if value is LEFT_OUT:
                     del manifest[name]
                 else:
                     manifest[name] = value
@@ -555,11 +556,16 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_looked_up_again(
     assert [folder.name for _, folder in checkpoint.complete(out)] == ["step-00000006"]
 
 
+def _main_as_a_program(*args):
+    signals.prepare_output()
+    _main(*args)
+
+
 def test_a_run_in_a_folder_of_any_name_resumes(corpus, tmp_path):
     """A name may hold bytes that are no characters."""
     out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     for _ in range(2):
-        run = Run(2, flags(corpus, out, dp=2, resume="auto"), tmp_path)
+        run = Run(2, flags(corpus, out, dp=2, resume="auto"), tmp_path, fn=_main_as_a_program)
         assert run.wait() == [0, 0], run.read()
     assert "nothing left to do" in run.read("stdout")
 
