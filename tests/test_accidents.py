@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -193,13 +194,12 @@ def test_a_full_disk_ends_any_program_with_one_line():
 
 
 def _main_into_a_fifo(rank, size, port, argv, folder, limit):
-    """stdout of rank 0 is a pipe, whose reader goes."""
-    def into_the_fifo(*args, dup2=os.dup2):
-        dup2(os.open(f"{folder}/fifo", os.O_WRONLY) if args[1] == 1 else args[0], args[1])
-
+    """stdout is a pipe, whose reader goes."""
+    pipe = Path(folder, "stdout")  # _main opens it
     if rank == 0:
-        os.mkfifo(f"{folder}/fifo")
-        os.dup2 = into_the_fifo
+        os.mkfifo(pipe)
+    while not pipe.exists():
+        time.sleep(0.01)
     _main(rank, size, port, argv, folder, limit)
 
 
@@ -207,8 +207,8 @@ def test_a_run_whose_reader_has_gone_saves_and_ends(corpus, tmp_path):
     """... like a run whose terminal is closed: | head."""
     run = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path,
               fn=_main_into_a_fifo)
-    run.until((run.folder / "fifo").exists)
-    with open(run.folder / "fifo") as pipe:
+    run.until((run.folder / "stdout").exists)
+    with open(run.folder / "stdout") as pipe:
         for line in pipe:
             if line.startswith("step      2"):
                 break
