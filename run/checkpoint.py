@@ -89,7 +89,8 @@ def refuse_unsound(manifest):
     require(sizes["n_experts"] == 0 or sizes["top_k"] <= sizes["n_experts"], "top_k")
     scale = manifest["scale"]
     require(type(scale) is float and 0 < scale < 2.0**128, "scale")
-    require(type(manifest["data"]) is str and manifest["data"] != "", "data")
+    require(type(manifest["data"]) is str, "data")
+    require(manifest["data"] != "", "data")
     require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "optimizer")
 
 

@@ -36,6 +36,8 @@ def checkpoint_around(path, out):
 def refuse_same(outputs, inputs, out):
     """outputs and inputs: [(flag with its value, path of a file)]. out: the folder of --out."""
     for i, (flag, path) in enumerate(outputs):
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue  # a device holds nothing
         folder = checkpoint_around(path, out)
         if folder:
             raise ValueError(f"{flag} would be in the checkpoint {folder}; name another file")

@@ -394,8 +394,7 @@ def test_a_metrics_file_that_cannot_be_opened_does_not_end_the_run(tmp_path, cap
     (export.main, "export.py --out run --to run/step-00000010", "has a checkpoint's name; name"),
     (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory"),
     (pictures.main, "pictures.py --svg /proc/x", "/proc/x: No such file or directory"),
-    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg no/x", "no/x: No such file or dir")],
-    ids=str)
+    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg no/x", "no/x: No such file or dir")])
 def test_what_other_commands_would_write_over_stays(
         trained, tmp_path, main, argv, says, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
