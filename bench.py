@@ -23,7 +23,7 @@ from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
-    bench_flags(__doc__).parse_args()  # a wrong flag ends the process here, before torch's import
+    bench_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 import ctypes
 import gc

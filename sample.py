@@ -14,7 +14,7 @@ from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
-    sample_flags().parse_args()  # a wrong flag ends the process here, before torch's import
+    sample_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import torch
 import torch.nn.functional as F

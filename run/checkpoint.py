@@ -139,8 +139,9 @@ def finished(out):
 def complete(out):
     """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. If a
     run saves or prunes there meanwhile, look again."""
-    folders = finished(out)
-    while True:
+    folders = None
+    while folders != finished(out):
+        folders = finished(out)
         found = []
         damaged = {}  # folder -> what is wrong with it
         for folder in folders:
@@ -150,9 +151,6 @@ def complete(out):
                 found.append((read_manifest(folder)["number"], folder))
             except CheckpointError as error:
                 damaged[folder] = str(error)
-        before, folders = folders, finished(out)
-        if folders == before:
-            break
     for folder, error in sorted(damaged.items()):
         warn(folder, error)
     return sorted(found)

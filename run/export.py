@@ -12,7 +12,7 @@ from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
-    export_flags(__doc__).parse_args()  # a wrong flag ends the process here, before torch's import
+    export_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 import errno
 import json
