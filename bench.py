@@ -21,12 +21,19 @@ how much a process grows while it builds one side and takes two steps (Linux; re
 The sides of the rows: races/.
 """
 
-import argparse
+from run.command import bench_flags
+from run.signals import end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    bench_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+
 import ctypes
 import gc
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -47,8 +54,8 @@ from races.job import (
     save_and_load,
     trainer,
 )
+from run.files import refuse_foreign
 from run.processes import init, shutdown
-from run.signals import end_quietly
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -337,6 +344,7 @@ def worker(rank, world, chosen, quick, path, folder):
     shutdown()
 
 
+JSON = '[\n {\n  "row": "'  # the first characters of the file of --json
 HEADER = (f"{'row':38}{'n':>2}  {'size':19}{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  "
           f"{'quartiles':>11}{'goal':>6}{'peak MB':>8}{'peer':>6}{'sent MB':>9}")
 LINE = ("{row:38}{n:2}  {size:19}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  {low:.2f} - {high:.2f}"
@@ -353,16 +361,11 @@ def report(row, figures):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two turns of each row, a small model")
-    parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--gpu", action="store_true", help="rows for one GPU, by themselves")
+    parser = bench_flags(__doc__)
     args = parser.parse_args()
     if args.gpu:
         if not torch.cuda.is_available() and not args.quick:
-            parser.exit(2, "bench.py: --gpu: there is no GPU here, and no figure without one\n")
+            parser.error("--gpu: there is no GPU here, and no figure without one")
         return on_gpu(args.quick)
     chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()]
     if args.quick:
@@ -371,12 +374,22 @@ def main():
         chosen = [i for i in chosen if ROWS[i].name != "growth"]
     if not chosen:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
-        parser.exit(2, f"bench.py: --only {args.only} is in no row's name; try {names}\n")
+        parser.error(f"--only {args.only} is in no row's name; try {names}")
+    if args.json:  # now, not after half an hour: can it be written?
+        try:
+            refuse_foreign("--json", args.json, JSON)
+            open(args.json, "a").close()
+        except (ValueError, OSError) as error:
+            parser.error(error)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     world = max(ROWS[i].n for i in chosen)
     print(f"torch {torch.__version__}, {CORES} cores, {world} processes\n{HEADER}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (world, chosen, args.quick, args.json, folder), world)
+        try:
+            torch.multiprocessing.spawn(worker, (world, chosen, args.quick, args.json, folder),
+                                        world)
+        except torch.multiprocessing.ProcessExitedException as error:
+            sys.exit(abs(error.exit_code))  # it has said why, or nobody reads what it prints
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ nothing in a group of one, so the code that trains need not ask for sizes.
     python mesh.py 2 1 2 1 2        sizes of dp ep pp cp tp: prints ranks, and groups of each axis
 """
 
+if __name__ == "__main__":  # before torch is imported: a wrong command line need not wait for that
+    from show.tables import mesh_command
+    mesh_command()
+
 import math
 from datetime import timedelta
 from itertools import product
@@ -109,8 +113,3 @@ def grid(sizes):
 
 
 # plain.py trains with this Mesh; train.py with engine/mesh.py, which knows GPUs and --trace.
-
-
-if __name__ == "__main__":
-    from show.tables import mesh_command
-    mesh_command()

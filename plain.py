@@ -15,8 +15,6 @@ Every layout prints the losses and norms of `python train.py`. `train.py --plain
 page, train.py alone with the fast forms of the same techniques (engine/).
 """
 
-import argparse
-import os
 import sys
 
 import torch
@@ -28,10 +26,11 @@ from mesh import Mesh
 from model import build
 from optimizer import AdamW, global_norm
 from pipeline import run_pipeline, tie_ends
+from run.config import read_command_line
 from run.launch import launch
 from run.processes import init, shutdown
-from run.signals import local_rank
-from schedules import SCHEDULES, cut, is_plain
+from run.signals import before_training, local_rank
+from schedules import SCHEDULES, cut
 from shard import tag_whole
 from sizes import GPTConfig
 from tensor_parallel import tensor_parallel
@@ -110,21 +109,8 @@ def training_steps(cfg, mesh, data):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in FLAGS.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default,
-                            help=f"({default})")
-    cfg = parser.parse_args()
-    ranks = cfg.dp * cfg.pp * cfg.tp
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    schedules = [name for name in SCHEDULES if is_plain(name)]
-    if (cfg.n_head % cfg.tp or cfg.batch_size % (cfg.dp * cfg.microbatches)
-            or cfg.zero not in range(4) or cfg.schedule not in schedules
-            or cfg.pp > cfg.n_layer + 2):
-        parser.error("--tp must divide --n-head; --dp x --microbatches must divide --batch-size; "
-                     "--pp is at most --n-layer + 2; --zero is 0 to 3; --schedule is one of "
-                     + ", ".join(schedules))
+    before_training("without a checkpoint")  # how a signal ends this process
+    cfg, world, ranks = read_command_line(__doc__, FLAGS)  # or one line that says what is wrong
     if world == 1 and ranks > 1:  # started as one process: start all ranks, and wait for them
         sys.exit(launch(ranks))
     if world > 1:

@@ -20,6 +20,7 @@ from planner.memory import Job, Layout, memory, n_parameters
 from planner.search import NOT_SEARCHED, Search, as_config, departures, layout_of
 from planner.table import table
 from run import config
+from run.command import Parser
 from run.signals import end_quietly
 from schedules import SCHEDULES
 
@@ -106,9 +107,7 @@ def fell_out(search):
 
 
 def flags():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"plan.py: {message}\n")
+    parser = Parser(__doc__)
     unset = {"default": argparse.SUPPRESS}
     group = parser.add_argument_group("cluster")
     group.add_argument("--gpus", type=int, default=8, help="how many (8)")

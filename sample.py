@@ -10,15 +10,18 @@ window.
     python sample.py --prompt "def " --out out --samples 3
 """
 
-import argparse
-import sys
+from run.command import sample_flags
+from run.signals import end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    sample_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import torch
 import torch.nn.functional as F
 
 from data.batches import load_tokenizer
 from run import checkpoint
-from run.signals import end_quietly
 from run.weights import load_model
 
 
@@ -118,24 +121,16 @@ def check_flags(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Text from a checkpoint.")
-    parser.error = lambda message: parser.exit(2, f"sample.py: {message}\n")
-    parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
-    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
-    parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
-    parser.add_argument("--samples", type=int, default=1, help="number of continuations (1)")
-    parser.add_argument("--max-tokens", type=int, default=200, help="length of each (200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
-    parser.add_argument("--top-k", type=int, default=50,
-                        help="draw from the K likeliest tokens; 0: from all (50)")
-    parser.add_argument("--seed", type=int, default=1337, help="decides all draws (1337)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    parser = sample_flags()
     args = parser.parse_args()
+
+    def read(folder):
+        return load_model(folder, args.device), checkpoint.read_manifest(folder)["data"]
+
     try:
         check_flags(args)
-        folder = checkpoint.find(args.out)
-        model = load_model(folder, args.device)
-        tokenizer = load_tokenizer(args.data or checkpoint.read_manifest(folder)["data"])
+        model, data = checkpoint.read_newest(args.out, read)
+        tokenizer = load_tokenizer(args.data or data)
         if tokenizer.n_vocab != model.config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.n_vocab} tokens, the model "
                              f"{model.config.vocab_size}; --data names the training data's folder")
@@ -143,13 +138,11 @@ def main():
         if not ids:
             raise ValueError("--prompt '' must not be empty")
     except (ValueError, OSError) as error:
-        parser.exit(2, f"sample.py: {error}\n")
-    sys.stdout.reconfigure(errors="replace")  # print "?" for characters that the terminal lacks
+        parser.error(error)
     for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,
                            args.top_k, args.seed):
         print(tokenizer.decode(tokens), end="\n---\n", flush=True)
 
 
 if __name__ == "__main__":
-    end_quietly()
     main()

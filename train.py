@@ -208,12 +208,16 @@ class Trainer:
 
     def validation_loss(self, data, batches=None, show=lambda done, batches: None):
         """Mean loss, the same on every rank, over the windows (block_size tokens each) of val.bin:
-        over all, or over the first `batches` batches. Calls show(batches done, number of all)."""
+        over all, or over the first `batches` batches. Calls show(batches done, number of all).
+        None if a signal to any rank came meanwhile."""
         windows, each_batch = data.validation(self.cfg, self.mesh, batches)
         loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
         for i, microbatches in enumerate(each_batch):
             loss += self.run_microbatches(self.forwards, microbatches)
             show(i + 1, -(-windows // self.cfg.batch_size))
+            asked = torch.full_like(loss, self.stop_asked)
+            if self.mesh.world.read(all_reduce(asked, self.mesh.world)) != [0]:
+                return None
         # run_microbatches() divided by the tokens of a batch: divide by those of all windows
         # instead, and by T, because all T ranks have the same loss
         loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
@@ -289,7 +293,9 @@ def train(cfg, data, mesh):
     for step in range(start, cfg.steps):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
             catch_up()
-            log.validation(step, trainer.validation_loss(data, cfg.eval_batches, log.validating))
+            loss = trainer.validation_loss(data, cfg.eval_batches, log.validating)
+            if loss is not None:  # else the next step is the last one
+                log.validation(step, loss)
         batches = batches_of(step)
         lr = learning_rate(cfg, step)
         traced = tracer and 2 <= step - start < 5  # three steps, after two to warm up
@@ -315,13 +321,17 @@ def train(cfg, data, mesh):
         healthy = bool(save(done)) and not skipped
     if not healthy:
         log.not_finite(skipped, done - 1, saved)
+    if tracer and tracer.events and not trainer.stopping:
+        log.say(report(cfg.trace, tracer, mesh, trainer.lists, trainer.where))
+    if cfg.eval_interval and not trainer.stopping:
+        loss = trainer.validation_loss(data, show=log.validating)
+        if loss is None:
+            trainer.stopping = True
+        else:
+            log.validation(cfg.steps, loss, last=True)
     if trainer.stopping:
         log.say(f"stopped by a signal; --resume auto goes on from {saved or 'the start'}")
         return saved is not None, log
-    if tracer and tracer.events:
-        log.say(report(cfg.trace, tracer, mesh, trainer.lists, trainer.where))
-    if cfg.eval_interval:
-        log.validation(cfg.steps, trainer.validation_loss(data, show=log.validating), last=True)
     agree = trainer.replicas_agree()
     log.end(saved, agree)
     return agree and healthy, log
@@ -329,6 +339,7 @@ def train(cfg, data, mesh):
 
 def train_plain(cfg, data):
     """--plain: the page of plain.py trains, under this program's flags and data."""
+    signals.end_on_stop("in --plain, which saves nothing")
     mesh = mesh_file.Mesh(Group, timeout=cfg.timeout, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
     say = print if mesh.rank == 0 else lambda *args, **more: None
     if mesh.world.size > 1:
@@ -371,12 +382,15 @@ def main():
         fail(error)
     except torch.OutOfMemoryError:
         give_up(out_of_memory(cfg), cfg.timeout)
-    except (CommunicationError, DataError) as error:
+    except BrokenPipeError:  # of a line that --plain prints: no failure, signals.py ends the run
+        raise
+    except (CommunicationError, DataError, OSError) as error:
         give_up(error, cfg.timeout)
     # log.end() has set `ending` and `saved`. A run that stopped before has ending "", which prints
     # nothing, and no sample
     if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:
-        log.say("a sample:\n" + sample_text(log.saved, data))
+        with signals.skip_on_stop():
+            log.say("a sample:\n" + sample_text(log.saved, data))
     log.say(log.ending)
     sys.exit(not ended_well)
 

@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -120,7 +121,8 @@ def read_source(source):
             text = require_file(path).read_bytes().decode()
         except (OSError, ValueError) as error:
             if path == root:  # the user has named this file; in a folder, skip what is not text
-                raise ValueError(f"{source}: not readable as UTF-8 text ({error}); give the path "
+                reason = getattr(error, "strerror", None) or error  # an OSError without its number
+                raise ValueError(f"{source}: not readable as UTF-8 text ({reason}); give the path "
                                  "of a text file or a folder, or stdlib, or shakespeare") from error
             continue
         # a name relative to root: the same corpus wherever the folder lies
@@ -312,6 +314,11 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     train_texts, val_texts = train_and_val(docs)
     train_bytes = "".join(train_texts).encode()
     val_bytes = "".join(val_texts).encode()
+    for name in ("train.bin", "val.bin", "vocab.tiktoken", "meta.json"):
+        if any((out / name).exists() and (out / name).samefile(source)
+               for source in sources if Path(source).is_file()):
+            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
+                             "another folder")
     with ThreadPoolExecutor(2) as pool:
         zipped = pool.submit(gzip.compress, val_bytes, 9)  # while the vocabulary is learned
         ranks = BYTES
@@ -358,10 +365,13 @@ def main():
     parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it
+    args = parser.parse_args()
     try:
-        prepare(**vars(parser.parse_args()))
-    except ValueError as error:
-        parser.exit(2, f"prepare.py: {error}\n")
+        prepare(**vars(args))
+    except (ValueError, OSError) as error:
+        text = getattr(error, "strerror", None) or str(error)  # an OSError without its number
+        parser.exit(2, "prepare.py: " + text.replace("\n", "\\n") + "\n")
 
 
 if __name__ == "__main__":

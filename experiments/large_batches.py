@@ -7,7 +7,13 @@ gradient noise scale (arXiv 1812.06162), which says where a larger batch stops t
 Rates were chosen at batch 32, by the validation loss after 600 steps: docs/large-batches.md.
 """
 
-import argparse
+from run.command import large_batches_flags
+from run.signals import end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    large_batches_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+
 import json
 import os
 import subprocess
@@ -23,7 +29,7 @@ from data.batches import Data
 from engine.collectives import all_reduce
 from planner.table import table
 from run.config import Config, check
-from run.signals import end_quietly
+from run.files import write_new
 from show.demonstrations import demonstrate
 from show.draw import curves_svg
 
@@ -108,12 +114,16 @@ def demo(mesh):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")
-    parser.add_argument("--svg", metavar="FOLDER", help="write large-batches.svg there")
+    parser = large_batches_flags(__doc__)
     args = parser.parse_args()
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        if args.svg:  # now, not after an hour: can it be written?
+            picture = Path(args.svg, "large-batches.svg")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            write_new("--svg", {picture: ""})
+    except (ValueError, OSError) as error:
+        parser.error(error)
     begin, bits, curves = time.time(), {}, {}
     per_token = Data(Config(**MODEL)).meta["bytes_per_token"]
     for batch in BATCHES:
@@ -134,10 +144,9 @@ def main():
     if args.svg:
         svg = curves_svg(curves, "The same tokens in large batches", "percent of the tokens",
                          "training loss, bits per byte", range(0, 101, 25), range(1, 6))
-        Path(args.svg, "large-batches.svg").write_text(svg)
+        picture.write_text(svg)
     print(f"{time.time() - begin:.0f} s")
 
 
 if __name__ == "__main__":
-    end_quietly()
     main()

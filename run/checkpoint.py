@@ -17,7 +17,6 @@ AdamW or LAMB: 2 + 12 for 16-bit weights, 4 + 8 for float32.
 import fcntl
 import json
 import os
-import re
 import sys
 import time
 import zlib
@@ -32,13 +31,14 @@ from engine.collectives import all_reduce
 from model import UNTIED
 from run import tensorfile
 from run.config import require
+from run.files import FOLDER, MANIFEST
 from run.processes import all_gather_text
-from run.signals import local_rank
+from run.signals import local_rank, note
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
 from shard import bounds
 from sizes import MOMENTS, config_from
 
-MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 EMBEDDING = "transformer.wte.weight"
 
 # A checkpoint is complete or does not exist. Its folder has these names, in this order:
@@ -50,7 +50,6 @@ EMBEDDING = "transformer.wte.weight"
 #
 # A crash may come between the two renames, of step-N to step-N.old.tmp and of step-N.tmp to step-N.
 # Then there is no step-N, and step-N.old.tmp still counts as a complete checkpoint.
-FOLDER = re.compile(r"step-\d{8,}")
 
 
 @contextmanager
@@ -90,9 +89,12 @@ def refuse_unsound(manifest):
         if field.type is int:
             require(is_whole(value, 2**31) and value >= (field.name != "n_experts"), field.name)
     require(config.n_embd % config.n_head == 0, "n_head")
+    require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
     scale = manifest["scale"]
     require(type(scale) is float and 0 < scale < 2.0**128, "scale")
     require(type(manifest["data"]) is str, "data")
+    require(manifest["data"] != "", "data")
+    require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "optimizer")
 
 
 def read_manifest(folder):
@@ -123,22 +125,37 @@ def refuse_other(folder, manifest, config):
 def warn(folder, error):
     """Print once that a damaged checkpoint is skipped. Its folder stays on the disk."""
     if local_rank() == 0:
-        print(f"{folder} skipped: {error}", file=sys.stderr, flush=True)
+        note(f"{folder} skipped: {error}")
 
 
-def complete(out):
-    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written."""
-    found = []
+def finished(out):
+    """The folders in `out` that have a manifest, but for those that a newer one has replaced."""
+    found = set()
     for folder in Path(out).glob("step-*"):
         name = folder.name.removesuffix(".old.tmp")
         replaced = name != folder.name and Path(out, name).exists()
         if FOLDER.fullmatch(name) and not replaced and (folder / MANIFEST).exists():
+            found.add(folder)
+    return found
+
+
+def complete(out):
+    """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. If a
+    run saves or prunes there meanwhile, look again."""
+    folders = None
+    while folders != finished(out):
+        folders = finished(out)
+        found = []
+        damaged = {}  # folder -> what is wrong with it
+        for folder in folders:
             try:
                 for file in (MODEL, OPTIMIZER):
                     tensorfile.read_header(folder / file)  # raises if the file is cut off
                 found.append((read_manifest(folder)["number"], folder))
             except CheckpointError as error:
-                warn(folder, str(error))
+                damaged[folder] = str(error)
+    for folder, error in sorted(damaged.items()):
+        warn(folder, error)
     return sorted(found)
 
 
@@ -153,6 +170,18 @@ def find(path):
     if folder is None:
         raise CheckpointError(f"{path}: no complete checkpoint there")
     return folder
+
+
+def read_newest(path, read):
+    """read(folder) of the checkpoint that find() finds at `path`. If a run prunes it meanwhile,
+    look again."""
+    while True:
+        folder = find(path)
+        try:
+            return read(folder)
+        except CheckpointError:
+            if (folder / MANIFEST).exists():
+                raise  # damaged; of what is pruned the manifest goes first
 
 
 def remove(folder):

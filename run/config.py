@@ -11,7 +11,6 @@ Bad input gets one line that names flag, values and fix, from one rank of each m
 code 2. The functions that check raise it as a ValueError; fail() prints it.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -19,8 +18,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from engine.schedules import make_schedule
+from run.command import Parser
+from run.files import MANIFEST, checkpoint_around, is_same, refuse_foreign, refuse_same
 from run.hugging_face import CONFIG, flags_of_folder
-from run.signals import STORE, local_rank
+from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
 from schedules import SCHEDULES, chunks_of, is_plain
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
@@ -122,22 +123,26 @@ LIMITS = {  # (least, most): flags
 
 # The first characters of the files that these flags write: a file that begins otherwise is not ours
 MARKS = {"metrics": '{"step": ', "trace": '{"traceEvents": '}
+# The files in a folder of --data, of which it need not have all
+DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 
 # ---- the command line ----
 
 
-def add_flags(parser, names, **options):
-    """Add the flags of these fields to a parser, or to a group of its flags. options: arguments of
-    add_argument that replace the field's own, such as default=None."""
+def add_flags(parser, names, defaults=None, **options):
+    """Add the flags of these fields to a parser, or to a group of its flags. defaults: {field:
+    value} where it is not the field's own. options: arguments of add_argument that replace those
+    that follow from the field, such as default=None."""
     for f in fields(Config):
         if f.name not in names:
             continue
         name = "--" + f.name.replace("_", "-")
+        default = (defaults or {}).get(f.name, f.default)
         text = f.metadata["help"]
         if "default" not in options:
-            text += f" ({f.default})"
-        settings = {"default": f.default, "help": text}
+            text += f" ({default})"
+        settings = {"default": default, "help": text}
         if f.type is bool:
             settings["action"] = "store_true"
         else:
@@ -146,29 +151,45 @@ def add_flags(parser, names, **options):
         parser.add_argument(name, **{**settings, **options})
 
 
-def fail(message):
-    """Print one line, on one rank of each machine, and exit with code 2."""
+def fail(error):
+    """Print one line, on one rank of each machine, and exit with code 2. error: a text or an
+    exception."""
+    if isinstance(error, BrokenPipeError):  # of a line that data/prepare.py prints: no failure
+        raise error
     if local_rank() == 0:
-        print(f"train.py: {message}", file=sys.stderr)
+        line = f"{program()}: {in_words(error)}"
+        tell_torchrun(line)
+        note(line)
     sys.exit(2)
 
 
-def parse(args, description=None):
-    """The Config of these command line arguments; a wrong one ends the process by fail()."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: fail(f"{message}; --help lists the flags")
+def refuse(error):
+    """fail() for a wrong command line. It is as wrong when torchrun --max-restarts starts the same
+    command again: the ranks of a later attempt do not repeat the line."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        tell_torchrun(f"{program()}: {in_words(error)}")
+        sys.exit(2)
+    fail(error)
+
+
+def parse(args, description=None, plain=None):
+    """The Config of these command line arguments; a wrong one ends the process by fail(). plain:
+    {flag: default} of plain.py, which has no others."""
+    parser = Parser(description)
+    parser.error = lambda message: refuse(f"{message}; --help lists the flags")
     for title in ("layout", "model", "training", "run"):
-        names = [f.name for f in fields(Config) if f.metadata["group"] == title]
-        add_flags(parser.add_argument_group(title), names)
+        names = [f.name for f in fields(Config) if f.metadata["group"] == title
+                 and (plain is None or f.name in plain)]
+        add_flags(parser.add_argument_group(title), names, plain)
     cfg = Config(**vars(parser.parse_args(args)))
-    if Path(cfg.init_from, CONFIG).exists() and cfg.init_from:
+    if cfg.init_from and Path(cfg.init_from, CONFIG).exists():
         # Sizes that no flag gives are those of the folder
         try:
             parser.set_defaults(**flags_of_folder(cfg.init_from))
         except ValueError as error:
-            fail(error)
+            refuse(error)
         cfg = Config(**vars(parser.parse_args(args)))
+    cfg.plain = cfg.plain or plain is not None
     return cfg
 
 
@@ -395,8 +416,24 @@ def refuse_wrong_files(cfg):
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
-    require(not cfg.trace or cfg.trace != cfg.metrics, f"--trace {cfg.trace} and --metrics: take "
-            "two files")
+
+
+def refuse_same_files(cfg):
+    """ValueError if the run would write over one of its own inputs, outputs or checkpoints."""
+    outputs = [(given(cfg, name), getattr(cfg, name)) for name in MARKS if getattr(cfg, name)]
+    data = Path(cfg.data)
+    if cfg.data in ("stdlib", "shakespeare"):  # as data/batches.py finds them
+        data = Path(__file__).parent.parent / "data" / cfg.data
+    inputs = [(given(cfg, "data"), data / name) for name in DATA]
+    if cfg.init_from:
+        path = Path(cfg.init_from)
+        for file in (path, path.parent / "config.json", path.parent / MANIFEST):
+            inputs.append((given(cfg, "init_from"), file))
+        folder = checkpoint_around(cfg.init_from, cfg.out)
+        require(not folder or not is_same(folder.parent, cfg.out), f"{given(cfg, 'init_from')} is "
+                f"a checkpoint of {given(cfg, 'out')}, which this run may replace; name another "
+                "--out")
+    refuse_same(outputs, [*inputs, (given(cfg, "out"), Path(cfg.out, ".lock"))], cfg.out)
 
 
 # ---- this machine: memory, files, devices ----
@@ -430,12 +467,9 @@ def check_writable(name, path, mark=""):
         require(not path.is_fifo() or path.parent == Path("/dev"),
                 f"--{name} {path} is a pipe; name a file")
         open(path, "ab").close()
-        begin = open(path, "rb").read(len(mark)) if path.is_file() else b""
+        refuse_foreign(f"--{name}", path, mark)
     except OSError as error:
         raise ValueError(f"--{name} {path} cannot be written ({error.strerror})") from None
-    # a file that is empty, or that a crash has cut off within the mark, is ours, too
-    require(mark.encode().startswith(begin), f"--{name} {path} holds something else than "
-            f"--{name} writes; name another file")
 
 
 def choose_gpu_or_cpu(cfg, local, gpus, warn):
@@ -445,7 +479,7 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
             f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
     if cfg.device == "auto":
         if 0 < gpus < local and warn:
-            print(f"{local} processes for {gpus} GPUs: falling back to the CPU", file=sys.stderr)
+            note(f"{local} processes for {gpus} GPUs: falling back to the CPU")
         cfg.device = "cuda" if gpus >= local and not cfg.plain else "cpu"
 
 
@@ -481,7 +515,8 @@ def check(cfg, world):
         cfg.collectives = "native" if cuda else "ring"
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
-    check_writable("out", Path(cfg.out, ".lock"))
+    if not cfg.plain:  # which saves nothing
+        check_writable("out", Path(cfg.out, ".lock"))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)
         if path:
@@ -489,12 +524,14 @@ def check(cfg, world):
     return ranks
 
 
-def read_command_line(description):
+def read_command_line(description, plain=None):
     """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
-    the process with one line (fail)."""
-    cfg = parse(sys.argv[1:], description)
+    the process with one line (refuse). For plain see parse()."""
+    cfg = parse(sys.argv[1:], description, plain)
     try:
         world = world_size()
-        return cfg, world, check_layout(cfg, world)
+        ranks = check_layout(cfg, world)
+        refuse_same_files(cfg)
+        return cfg, world, ranks
     except ValueError as error:
-        fail(error)
+        refuse(error)

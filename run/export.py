@@ -8,13 +8,22 @@ AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's ch
     python -m run.export --out out --to gpt2-folder
 """
 
-import argparse
+from run.command import export_flags
+from run.signals import end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    export_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+
+import errno
 import json
 from pathlib import Path
 
 from data.tokenizer import tokenizer_files
 from run import checkpoint, tensorfile
+from run.files import FOLDER
 from run.hugging_face import CONFIG, CONV1D, config_json, llama_names
+from run.signals import in_words
 from run.weights import load_model
 from sizes import LlamaConfig
 
@@ -48,17 +57,23 @@ def export(folder, to):
     Returns a sentence that says what was written. ValueError if the model is none of Hugging
     Face's, OSError if the folder exists or cannot be written."""
     model = load_model(folder)
+    data = checkpoint.read_manifest(folder)["data"]  # before a run can prune the checkpoint
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: neither GPT-2 nor Llama has experts")
-    to.mkdir(parents=True)
-    write_weights(to / "model.safetensors", model)
+    if to.exists():
+        raise FileExistsError(errno.EEXIST, "File exists", str(to))
+    if FOLDER.fullmatch(to.name):  # a run would prune it as unfinished
+        raise ValueError(f"--to {to} has a checkpoint's name; name another folder")
+    part = Path(f"{to}.part")  # renamed once all files are in it
+    part.mkdir(parents=True)
+    write_weights(part / "model.safetensors", model)
     tokenizer = {}
     note = ""
     try:
-        tokenizer = tokenizer_files(checkpoint.read_manifest(folder)["data"], config)
+        tokenizer = tokenizer_files(data, config)
     except (ValueError, OSError) as error:
-        note = f"; without a tokenizer: {error}"
+        note = f"; without a tokenizer: {in_words(error)}"
     if tokenizer:
         end_of_text = 0  # in our own vocabularies tokens 0 to 255 are the bytes; no text has byte 0
     elif config.vocab_size > 50256:
@@ -67,21 +82,20 @@ def export(folder, to):
         end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
     files = {CONFIG: config_json(config, end_of_text), **tokenizer}
     for name, content in files.items():
-        (to / name).write_text(json.dumps(content, indent=1))
+        (part / name).write_text(json.dumps(content, indent=1))
+    part.rename(to)
     return f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}{note}"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"export.py: {message}\n")
-    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
-    parser.add_argument("--to", required=True, help="the folder to write")
+    parser = export_flags(__doc__)
     args = parser.parse_args()
+    to = Path(args.to)
     try:
-        print(export(checkpoint.find(args.out), Path(args.to)))
+        said = checkpoint.read_newest(args.out, lambda folder: export(folder, to))
     except (ValueError, OSError) as error:
-        parser.exit(2, f"export.py: {error}\n")
+        parser.error(error)
+    print(said)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from run import config, signals
 
@@ -49,8 +48,9 @@ def start_rank(rank, size, store):
              "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
              signals.PARENT: str(os.getpid()),
              signals.STORE: f"{store}?rank={rank}&world_size={size}"}
+    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # -W, -O, -X, ...
     return subprocess.Popen(
-        [sys.executable, *sys.argv], env={**defaults, **os.environ, **place},
+        [*interpreter, *sys.argv], env={**defaults, **os.environ, **place},
         # The terminal sends Ctrl-C to its foreground process group. A rank with a session of its
         # own is in another group, and gets it once: from the launcher, which passes it on.
         start_new_session=True)
@@ -73,24 +73,31 @@ def launch(size, grace=10):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
     highest exit code. Once a rank has failed, the others have `grace` seconds to end."""
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store").as_uri()  # a file through which the ranks find one another
-        # A signal that comes while ranks are being started is kept until all of them can get it
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
-        ranks = [start_rank(rank, size, store) for rank in range(size)]
+        store = f"file://{folder}/store"  # a file through which the ranks find one another
+        ranks = []
 
         def pass_on(number, frame):
             for rank in ranks:
                 rank.send_signal(number)
 
-        signals.on_stop(pass_on)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-        codes = wait_for_ranks(ranks, grace)
-        for rank, code in enumerate(codes):
-            if code is not None and code < 0:  # -9: ended by signal 9, SIGKILL
-                command = Path(sys.argv[0]).name
-                print(f"{command}: rank {rank} was ended by {signal.Signals(-code).name}",
-                      file=sys.stderr)
-        for rank in ranks:
-            rank.kill()  # does nothing to a rank that has ended
-        codes = [rank.wait() for rank in ranks]
+        def reader_has_gone(number, frame):  # a rank says so: end_without_traceback in signals.py
+            sys.exit(128 + number)
+
+        try:
+            # A signal that comes while ranks are being started is kept until all can get it
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
+            for rank in range(size):
+                ranks.append(start_rank(rank, size, store))
+            signals.on_stop(pass_on)
+            signal.signal(signal.SIGPIPE, reader_has_gone)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+            codes = wait_for_ranks(ranks, grace)
+            for rank, code in enumerate(codes):
+                if code is not None and code < 0:  # -9: ended by signal 9, SIGKILL
+                    signals.note(f"{signals.program()}: rank {rank} was ended by "
+                                 f"{signals.name_of(-code)}")
+        finally:
+            for rank in ranks:
+                rank.kill()  # does nothing to a rank that has ended
+            codes = [rank.wait() for rank in ranks]
     return max(1, *codes) if any(codes) else 0

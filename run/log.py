@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -17,8 +18,10 @@ from statistics import median
 import torch
 
 from mesh import grid
-from run.config import as_text
+from run.config import MARKS, as_text
+from run.files import refuse_foreign
 from run.processes import all_gather_text
+from run.signals import in_words, program
 
 
 def is_before(line, step):
@@ -33,6 +36,7 @@ def open_metrics(path, start):
     file at the first line that this run will write again (step >= start) or that a crash has left
     incomplete."""
     if Path(path).is_file():
+        refuse_foreign("--metrics", path, MARKS["metrics"])  # again: it may be another file by now
         with open(path, "r+", encoding="latin-1") as file:  # one character per byte
             kept = takewhile(lambda line: is_before(line, start), file.readlines())
             file.truncate(sum(map(len, kept)))
@@ -63,7 +67,10 @@ class Log:
         self.silent = trainer.mesh.rank != 0
         self.metrics = None  # the open file of --metrics
         if self.cfg.metrics and not self.silent:
-            self.metrics = open_metrics(self.cfg.metrics, start)
+            try:
+                self.metrics = open_metrics(self.cfg.metrics, start)
+            except (OSError, ValueError) as error:
+                self.lose_metrics(error)
         self.since = time.perf_counter()  # when the current step, validation or save began
         self.recent = deque(maxlen=50)  # seconds of the last steps
         self.batch_seconds = 0.0  # seconds of one batch of validation; 0: none has been run
@@ -103,10 +110,17 @@ class Log:
             elif clear:
                 fits = shutil.get_terminal_size().columns - 1
                 print(clear + text[:fits], file=file, end="", flush=True)
-        except OSError:  # the terminal or pipe is closed: the run goes on, and prints into nothing
-            if file is sys.stdout:
-                self.silent = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # from now on: into nothing
+            if file is not sys.stdout:
+                return
+            if isinstance(error, BrokenPipeError):  # the reader has gone, like a closed terminal
+                signal.raise_signal(signal.SIGHUP)
+            else:
+                self.complain(f"standard output: {in_words(error)}; the run goes on without")
+
+    def complain(self, text):
+        self.say(f"{program()}: {text}", file=sys.stderr)
 
     def write(self, **record):
         """Append a line to the file of --metrics."""
@@ -117,9 +131,12 @@ class Log:
         try:
             print(json.dumps(record), file=self.metrics, flush=True)
         except OSError as error:
-            self.metrics = None
-            self.say(f"train.py: --metrics {self.cfg.metrics}: {error.strerror}; the run goes "
-                     "on without", file=sys.stderr)
+            self.lose_metrics(error)
+
+    def lose_metrics(self, error):
+        self.metrics = None
+        reason = error.strerror if isinstance(error, OSError) else in_words(error)
+        self.complain(f"--metrics {self.cfg.metrics}: {reason}; the run goes on without")
 
     def clock(self):
         """A step begins now."""
@@ -135,8 +152,8 @@ class Log:
             what = f"loss or gradient norm was not finite for {skipped} steps up to"
         else:
             what = "weights or moments are not finite after"
-        self.say(f"train.py: {what} step {step}; last good checkpoint: {saved or 'none'}; "
-                 "a lower --lr may help", file=sys.stderr)
+        self.complain(f"{what} step {step}; last good checkpoint: {saved or 'none'}; a lower --lr "
+                      "may help")
 
     def checkpoint(self, step, folder):
         self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
@@ -224,6 +241,8 @@ class Log:
         peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)
         highest = peaks.index(max(peaks))  # a rank
         fullest = measured.index(max(measured))  # a rank
+        if self.metrics:
+            self.metrics.close()
         self.saved = saved
         self.ending = (f"model states: {measured[fullest] / 1e6:.2f} MB on rank {fullest}, the "
                        f"fullest, {predicted[fullest] / 1e6:.2f} predicted; peak of the "

@@ -46,12 +46,14 @@ last_words = store
 
 def all_gather_text(text, world):
     """Collective: the list of every rank's text, on every rank. White space at the end is lost."""
-    data = bytearray(text.encode() + b" ")  # not empty
+    # surrogateescape: a path may hold bytes that are no characters
+    data = bytearray(text.encode(errors="surrogateescape") + b" ")  # not empty
     length = torch.tensor([len(data)], device=world.device)
     longest, = world.read(all_reduce(length, world, "max"))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
     texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)  # with spaces
-    return [bytes(row).decode().rstrip() for row in world.read(all_gather(texts, world))]
+    return [bytes(row).decode(errors="surrogateescape").rstrip()
+            for row in world.read(all_gather(texts, world))]
 
 
 # ---- a failure ends all ranks, with one line ----

@@ -1,20 +1,26 @@
-"""Saves or ends a run on SIGTERM, Ctrl-C or a closed terminal; ends ranks whose parent has died.
+"""How a process ends: by a signal, by a failure, by output that nobody takes, with its parent.
 
     process          SIGINT, SIGTERM, SIGHUP                  set up by
     launcher         passes the signal on to all ranks        launch
     rank, starting   one line, exit                           before_training
     rank, training   saves after the step; again: exit        save_on_stop
+    rank, at the end leaves out the sample of text            skip_on_stop
     other commands   exit without a traceback (SIGINT)        end_quietly
+
+    printed line     its reader has gone (| head)             the disk is full
+    any process      exit without a word (141 = 128 + 13)     one line, exit
+    rank, training   like a closed terminal: SIGHUP           one line, goes on (Log.say)
 
 A rank's parent is the process that started it: our launcher (run/launch.py) or torchrun's agent.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Environment variables of a rank that run/launch.py started
@@ -32,12 +38,49 @@ def local_rank():
     return int(rank) if rank.isdecimal() and not alone else 0
 
 
+# ---- the last line ----
+
+
+def program():
+    """The name with which this program's lines begin, such as train.py."""
+    return os.path.basename(sys.argv[0])
+
+
+def in_words(error):
+    """An error, or a text, in one line; an OSError without its number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return text.replace("\n", "\\n")
+
+
+def note(line):
+    """Print a line on stderr, which may be closed or full."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def tell_torchrun(line):
+    """Leave the line where torchrun's agent looks for it: the agent then ends its own report with
+    this line. (Without, it ends with the address of a page on how to get a traceback.)"""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": line, "extraInfo": more}}, file)
+
+
 def end(code, line, speaks):
     """End this process at once, whatever its threads wait for; print the line if it `speaks`."""
-    with suppress(OSError):  # the terminal may be closed
-        if speaks:
-            os.write(2, f"train.py: {line}\n".encode(errors="replace"))
+    if speaks:
+        line = f"{program()}: {in_words(line)}"
+        tell_torchrun(line)
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"{line}\n".encode(errors="replace"))
     os._exit(code)
+
+
+# ---- output ----
 
 
 def reopen():
@@ -54,20 +97,38 @@ def reopen():
         sys.stderr = open(os.devnull, "w")
 
 
+def end_without_traceback(kind, error, trace):
+    """sys.excepthook of all programs: an OSError that no one has caught ends this process without a
+    traceback, and a broken pipe without a word."""
+    if isinstance(error, BrokenPipeError):
+        if parent and PARENT in os.environ:  # the launcher ends all ranks, this one, too
+            os.kill(parent, signal.SIGPIPE)
+            time.sleep(60)
+        end(128 + signal.SIGPIPE, "", speaks=False)
+    if isinstance(error, OSError):
+        end(1, error, speaks=True)
+    sys.__excepthook__(kind, error, trace)
+
+
+def prepare_output():
+    """Let no printed line end this process with a traceback."""
+    reopen()
+    sys.excepthook = end_without_traceback
+    # Flush at each line, so that a full disk raises at once and not when Python exits. Print "?"
+    # for characters that the terminal lacks, such as those of a sample of text
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+
+
 def end_quietly():
     """Let `| head`, Ctrl-C and a full disk end this process without a traceback."""
-    def one_line(kind, error, trace):
-        if not isinstance(error, OSError):
-            return sys.__excepthook__(kind, error, trace)
-        os.write(2, f"{os.path.basename(sys.argv[0])}: {error.strerror or error}\n".encode())
-        os._exit(1)
-
-    reopen()
-    sys.excepthook = one_line
-    # Flush at each line, so that a full disk raises at once and not when Python exits
-    sys.stdout.reconfigure(line_buffering=True)
+    prepare_output()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # run/launch.py blocked them before it started this process, if this is a rank
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
+# ---- signals ----
 
 
 def on_stop(handler):
@@ -86,18 +147,25 @@ def watch_parent():
     end(1, "the process that started the ranks has gone, so they end", local_rank() == 0)
 
 
-def before_training():
-    """Until save_on_stop, a signal ends the process with one line. Ranks end with their parent."""
-    global parent
-    reopen()
-    # A sample of text may have characters that the terminal lacks: print "?" for them
-    sys.stdout.reconfigure(errors="replace")
+def name_of(number):
+    """SIGKILL for 9; some have no name."""
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(number, f"signal {number}")
 
+
+def end_on_stop(when):
+    """From now on a signal ends the process with one line: stopped by its name, and `when`."""
     def stop(number, frame):
-        line = f"stopped by {signal.Signals(number).name} before the first step"
-        end(128 + number, line, local_rank() == 0)
+        end(128 + number, f"stopped by {name_of(number)} {when}", local_rank() == 0)
 
     on_stop(stop)
+
+
+def before_training(when="before the first step"):
+    """Until save_on_stop, a signal ends the process with one line. Ranks end with their parent."""
+    global parent
+    prepare_output()
+    end_on_stop(when)
     # run/launch.py blocked STOPS before it started this process: a signal that came since comes now
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if PARENT in os.environ:
@@ -117,3 +185,13 @@ def save_on_stop(ask_to_stop):
         signal.signal(number, signal.SIG_DFL)
 
     on_stop(ask)
+
+
+@contextmanager
+def skip_on_stop():
+    """A signal ends this block, the process goes on behind it, and further signals are ignored. For
+    the last that a run does, when nothing is left to save."""
+    on_stop(signal.default_int_handler)  # raises KeyboardInterrupt
+    with suppress(KeyboardInterrupt):
+        yield
+    on_stop(signal.SIG_IGN)

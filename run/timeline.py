@@ -26,6 +26,8 @@ import torch
 
 from engine.schedules import simulate
 from mesh import lay_out
+from run.config import MARKS
+from run.files import refuse_foreign
 from run.processes import all_gather_text
 
 ACTIONS = ("F", "B", "I", "W")
@@ -123,6 +125,7 @@ def write_chrome(path, every):
             label = f"{name} {args['microbatch']}" if name in ACTIONS else name
             records.append({"name": label, "cat": name, "ph": "X", "pid": rank, "tid": lane,
                             "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args})
+    refuse_foreign("--trace", path, MARKS["trace"])  # again: it may be another file by now
     Path(path).write_text(json.dumps({"traceEvents": records}))
 
 
@@ -216,8 +219,9 @@ def report(path, tracer, mesh, lists, where):
     every = [json.loads(text) for text in texts]
     try:
         write_chrome(path, every)
-    except OSError as error:
-        path = f"{path}: LOST, {error.strerror}"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        path = f"{path}: LOST, {reason}"
     pipeline = {}  # rank -> the ranks of its pipeline
     for ranks in lay_out(mesh.sizes, ["pp"]):
         for rank in ranks:

@@ -165,9 +165,27 @@ def read_weights(path, shapes, config):
     return get
 
 
+def refuse_sizes(path, config):
+    """CheckpointError if the file has not the sizes of this configuration, which comes from a
+    manifest: to build a model of forged sizes could take hours, or all memory."""
+    C = config.n_embd
+    wanted = {EMBEDDING: (config.vocab_size, C),
+              f"transformer.h.{config.n_layer - 1}.ln_1.weight": (C,)}
+    if isinstance(config, LlamaConfig):
+        wanted["transformer.h.0.attn.c_attn.weight"] = (C + 2 * config.kv_width, C)
+    else:
+        wanted["transformer.wpe.weight"] = (config.block_size, C)
+    if config.n_experts:
+        wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, C)
+    elif isinstance(config, LlamaConfig):
+        wanted["transformer.h.0.mlp.c_fc.weight"] = (2 * config.n_hidden, C)
+    tensorfile.expect(path, tensorfile.read_header(path), wanted, DTYPES)
+
+
 def load_model(folder, device="cpu"):
     """The whole model of a checkpoint, in float32. CheckpointError if damaged or not finite."""
     config = config_from(read_manifest(folder)["model"])
+    refuse_sizes(Path(folder, MODEL), config)
     model = kind_of(config)(config)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
     get = read_weights(Path(folder, MODEL), shapes, config)

@@ -5,7 +5,6 @@ command line that shows schedules.
     python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl
 """
 
-import argparse
 import json
 import math
 import shutil
@@ -15,6 +14,8 @@ from pathlib import Path
 import schedules
 from engine.schedules import make_schedule, simulate, validate
 from planner.costs import closed_form
+from run.command import Parser
+from run.files import refuse_foreign
 from run.signals import end_quietly
 
 # Colors of actions
@@ -206,6 +207,7 @@ def shown(args):
     timeline = time_schedule(name, P, m, v, args.costs)
     if args.svg:
         title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
+        refuse_foreign("--svg", args.svg, "<svg ")
         Path(args.svg).write_text(schedule_svg(timeline.times, title))
     if args.json:
         numbers = timeline._asdict()
@@ -218,9 +220,7 @@ def shown(args):
 
 def schedules_command():
     end_quietly()
-    parser = argparse.ArgumentParser(description=schedules.__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser = Parser(schedules.__doc__)
     parser.add_argument("schedule", nargs="?", default="1f1b", help=", ".join(schedules.SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
     parser.add_argument("m", type=int, help="microbatches")

@@ -6,16 +6,17 @@ large-batches.svg by experiments/large_batches.py; all other pictures are live, 
     python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
 from statistics import fmean
 
+from run.command import Parser
 from run.config import MARKS
+from run.files import write_new
 from run.signals import end_quietly
 from show.chapters import DRAWINGS
-from show.draw import curves_svg
+from show.draw import LINES, curves_svg
 
 
 def running_mean(points):
@@ -24,15 +25,34 @@ def running_mean(points):
             for i, (x, _) in enumerate(points)]
 
 
+def is_drawable(value):
+    """Is it a number that a chart can show?"""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def read_metrics(path):
+    """The records of a file of --metrics. ValueError if it is none."""
+    try:
+        lines = path.read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        ours = all(line.startswith(MARKS["metrics"]) for line in lines)
+        drawable = all(is_drawable(record["step"]) and record["step"] >= 0 and
+                       all(is_drawable(record.get(key, 0) or 0) for key in ("loss", "busiest"))
+                       for record in records)
+    except (ValueError, TypeError, RecursionError):
+        ours = False
+    if not ours or not drawable:
+        raise ValueError(f"{path}: not a file that train.py --metrics wrote")
+    return records
+
+
 def metrics_svg(paths):
     """(file name, SVG) of the losses in files of --metrics or, if the runs have experts, of the
-    busiest expert's load. ValueError if a file is not one of --metrics."""
-    runs = {}
-    for path in map(Path, paths):
-        lines = path.read_text().splitlines()
-        if not all(line.startswith(MARKS["metrics"]) for line in lines):
-            raise ValueError(f"{path}: not a file that train.py --metrics wrote")
-        runs[path.stem] = [json.loads(line) for line in lines]
+    busiest expert's load. ValueError if a file is not one of --metrics, or if there are too many to
+    tell apart."""
+    runs = {path.stem: read_metrics(path) for path in map(Path, paths)}
+    if len(runs) < len(paths) or len(runs) > len(LINES):
+        raise ValueError(f"--metrics takes up to {len(LINES)} files, of different names")
     experts = any(record.get("busiest") for records in runs.values() for record in records)
     key = "busiest" if experts else "loss"
     raw = {}
@@ -43,7 +63,8 @@ def metrics_svg(paths):
     steps = 1 + max(x for points in raw.values() for x, _ in points)
     values = [y for points in raw.values() for _, y in points]
     low = math.floor(min(values))
-    high = max(low + 1, math.ceil(max(values)))
+    between = max(1, math.ceil((max(values) - low) / 20))  # nats between two of at most 21 ticks
+    high = low + between * max(1, math.ceil((max(values) - low) / between))
     means = {name: running_mean(points) for name, points in raw.items()}
     file = "balance.svg" if experts else "loss.svg"
     title = ("Load of the busiest expert of any block" if experts
@@ -51,13 +72,11 @@ def metrics_svg(paths):
     y_name = "times the mean" if experts else "loss, nats per token"
     x_ticks = [round(steps * i / 4) for i in range(5)]
     return file, curves_svg(means, f"{title} (pale: each step; thick: mean of 25)", "step", y_name,
-                            x_ticks, range(low, high + 1), raw=raw)
+                            x_ticks, range(low, high + 1, between), raw=raw)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"pictures.py: {message}\n")
+    parser = Parser(__doc__)
     parser.add_argument("--svg", metavar="FOLDER", required=True, help="write the pictures there")
     parser.add_argument("--metrics", nargs="+", metavar="FILE",
                         help="draw loss.svg or, of runs with experts, balance.svg. Without this "
@@ -69,8 +88,7 @@ def main():
             pictures = dict([metrics_svg(args.metrics)])
         else:
             pictures = {file: draw() for file, draw in DRAWINGS.items()}
-        for file, svg in pictures.items():
-            Path(args.svg, file).write_text(svg)
+        write_new("--svg", {Path(args.svg, file): svg for file, svg in pictures.items()})
     except (ValueError, OSError) as error:
         parser.error(error)
 

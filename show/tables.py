@@ -1,23 +1,22 @@
 """The tables that `python mesh.py`, `python sizes.py` and `python context_parallel.py` print."""
 
-import argparse
 import sys
 
 import sizes
+from run.command import Parser
 from run.signals import end_quietly
 
 
 def mesh_command():
     """python mesh.py 2 1 2 1 2: the ranks in rows; then all groups along each axis longer than 1,
     along dp, ep and cp (replicas), and along pp and tp (one replica)."""
-    # Imported here, because mesh.py imports torch, and `python sizes.py` does without torch
-    from mesh import grid, lay_out
-
     end_quietly()
     given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
-    if len(given) != 5 or not all(size.isdigit() and int(size) for size in given):
+    if len(given) != 5 or not all(size.isdecimal() and int(size) for size in given):
         print("mesh.py: give the sizes of dp, ep, pp, cp and tp, like 2 1 2 1 2", file=sys.stderr)
         sys.exit(2)
+    # Imported here, because mesh.py imports torch, and a wrong command line does without torch
+    from mesh import grid, lay_out
     ranks = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
     print(grid(ranks))
     single = [[axis] for axis in ranks if ranks[axis] > 1]
@@ -29,9 +28,7 @@ def mesh_command():
 def sizes_command():
     """python sizes.py 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
     end_quietly()
-    parser = argparse.ArgumentParser(description=sizes.__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"sizes.py: {message}\n")
+    parser = Parser(sizes.__doc__)
     parser.add_argument("parameters", nargs="?", type=float, default=7e9)
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
     parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")

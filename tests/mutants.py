@@ -397,6 +397,7 @@ def killer(file, old, new, tests, limit):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", default="", help="part of `FILE: OLD -> NEW`")
+    parser.error = lambda message: parser.exit(2, f"mutants.py: {message}\n")
     parser.add_argument("--all", action="store_true", help="the suite, where those notice nothing")
     args = parser.parse_args()
     verdicts = {}
@@ -415,4 +416,6 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

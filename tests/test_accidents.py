@@ -5,20 +5,32 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import bench
+import plain
 import sample
 import train
+from data import prepare
+from data.batches import Data
 from model import GPT
-from run import checkpoint, export, tensorfile
-from show import pictures
+from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
+from show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import HERE
+from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.runs import Run, _main, command, flags, one_line
 
@@ -29,6 +41,253 @@ from tests.runs import Run, _main, command, flags, one_line
 def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
     done = command("-X", "importtime", "train.py", *argv.split())
     assert done.returncode in (0, 2) and "torch" not in re.findall(r"\| +(\S+)", done.stderr)
+
+
+PROGRAMS = ["sample.py", "bench.py", "mesh.py", "plan.py", "schedules.py", "sizes.py",
+            "-m run.export", "-m show.pictures", "-m experiments.large_batches", "data/prepare.py",
+            "tests/mutants.py"]
+
+
+def run_all(commands, **more):
+    """Run these command lines, two at a time. Returns {command line: its CompletedProcess}."""
+    def run(line):
+        return subprocess.run([sys.executable, *line.split()], text=True, cwd=HERE, timeout=HANG,
+                              stdin=subprocess.DEVNULL, **more)
+
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(commands, threads.map(run, commands), strict=True))
+
+
+def test_an_unknown_flag_of_any_program_is_one_line_before_torch_is_imported():
+    done = run_all([f"-X importtime {program} --bogus" for program in PROGRAMS],
+                   capture_output=True)
+    for line, run in done.items():
+        imported = re.findall(r"^import time:.*\| +(\S+)$", run.stderr, re.MULTILINE)
+        said = [text for text in run.stderr.splitlines() if not text.startswith("import time:")]
+        assert run.returncode == 2 and len(said) == 1 and not run.stdout, (line, said, run.stdout)
+        assert "argparse" in imported and "torch" not in imported, line
+
+
+def test_an_unknown_or_wrong_flag_of_plain_is_one_line(capsys, monkeypatch):
+    for argv, says in (("--bogus", "unrecognized arguments: --bogus; --help lists the flags"),
+                       ("--dp 0 --tp 0", "--tp 0 must be from 1 to 1,000,000"),
+                       ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
+                       ("--dtype int7", "invalid choice: 'int7'"), ("--lr nan", "--lr nan must be"),
+                       ("--schedule zb-h1", "try gpipe or 1f1b")):
+        line = one_line(plain.main, ["plain.py", *argv.split()], capsys, monkeypatch)
+        assert line.startswith("plain.py: ") and says in line
+
+
+def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
+    for main, argv in ((train.main, ["train.py", "--data", "a\nb"]),
+                       (train.main, ["train.py", "--a\nb"]),
+                       (sample.main, ["sample.py", "--out", "a\nb"]),
+                       (export.main, ["export.py", "--out", "a\nb", "--to", "c"]),
+                       (prepare.main, ["prepare.py", "a\nb"])):
+        assert "a\\nb" in one_line(main, argv, capsys, monkeypatch)
+
+
+def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full():
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "train.py", "--bogus"], cwd=HERE, stderr=full,
+                              timeout=HANG).returncode == 2
+
+
+def test_torchrun_gets_the_line_and_its_later_attempts_do_not_repeat_it(
+        tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    line = one_line(train.main, ["train.py", "--bogus"], capsys, monkeypatch)
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == told["extraInfo"]["py_callstack"] == line.rstrip()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--bogus"])
+    with as_it_was(), pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_ranks_get_the_interpreters_flags(monkeypatch):
+    started = []
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda args, **more: started.extend(args))
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    monkeypatch.setattr(sys, "_xoptions", {"utf8": True})
+    monkeypatch.setattr(sys, "argv", ["train.py", "--tp", "2"])
+    launch.start_rank(0, 2, "file:///store")
+    assert started[0] == sys.executable and started[-3:] == ["train.py", "--tp", "2"]
+    assert "-Werror" in started[1:-3] and "utf8" in started[1:-3]
+
+
+def test_checking_the_flags_leaves_no_file_open(corpus, tmp_path):
+    cfg = config.Config(data=corpus, out=str(tmp_path), metrics=str(tmp_path / "m"), device="cpu",
+                        block_size=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config.check(cfg, 1)
+    assert not [warning for warning in said if warning.category is ResourceWarning]
+
+
+def _start_one_of_two(rank, size, store, started):
+    if rank == 1:
+        raise OSError(24, "Too many open files")
+    started.append(subprocess.Popen(["sleep", "600"]))
+    return started[0]
+
+
+def test_a_rank_that_cannot_be_started_ends_those_that_were(monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "start_rank", partial(_start_one_of_two, started=started))
+    with as_it_was(), pytest.raises(OSError, match="Too many open files"):
+        launch.launch(2)
+    assert started[0].poll() == -signal.SIGKILL
+
+
+def _main_with_few_files(rank, *args):
+    """Rank 1 may open no more files once the ranks have met."""
+    digest = checkpoint.digest
+
+    def digest_if_files_are_left(*path):
+        if rank == 1:
+            raise OSError(24, "Too many open files", str(Path(*path)))
+        return digest(*path)
+
+    checkpoint.digest = digest_if_files_are_left
+    _main(rank, *args)
+
+
+def test_too_few_open_files_are_one_line(corpus, tmp_path):
+    run = Run(2, flags(corpus, tmp_path / "out", dp=2), tmp_path, fn=_main_with_few_files)
+    assert run.wait() == [1, 1]
+    assert run.read() == f"train.py: {tmp_path}/out/.lock: Too many open files\n"
+
+
+# ---- nobody reads what is printed, or the disk is full ----
+
+
+def closed_pipe():
+    """The writing end of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "plan.py --help", "sample.py --help",
+          "bench.py --help", "-m run.export --help", "-m show.pictures --help",
+          "-m experiments.large_batches --help", "schedules.py 1f1b 2 4", "sizes.py",
+          "plan.py --model gpt2 --gpus 2"]
+
+
+def test_a_reader_that_has_gone_ends_any_program_without_a_word():
+    pipe = closed_pipe()
+    for line, run in run_all([*PRINTS, "data/prepare.py --help", "tests/mutants.py --help"],
+                             stdout=pipe, stderr=subprocess.PIPE).items():
+        assert run.returncode in (-signal.SIGPIPE, 128 + signal.SIGPIPE) and not run.stderr, (
+            line, run.returncode, run.stderr)
+    os.close(pipe)
+
+
+def test_a_full_disk_ends_any_program_with_one_line():
+    with open("/dev/full", "w") as full:
+        done = run_all(PRINTS, stdout=full, stderr=subprocess.PIPE)
+    for line, run in done.items():
+        assert run.returncode == 1 and re.fullmatch(
+            r"\w+\.py: No space left on device\n", run.stderr), (line, run.stderr)
+
+
+def _main_into_a_fifo(rank, size, port, argv, folder, limit):
+    """stdout is a pipe, whose reader goes."""
+    pipe = Path(folder, "stdout")  # _main opens it
+    if rank == 0:
+        os.mkfifo(pipe)
+    while not pipe.exists():
+        time.sleep(0.01)
+    _main(rank, size, port, argv, folder, limit)
+
+
+def test_a_run_whose_reader_has_gone_saves_and_ends(corpus, tmp_path):
+    """... like a run whose terminal is closed: | head."""
+    run = Run(2, flags(corpus, tmp_path / "out", dp=2, steps=10**6), tmp_path,
+              fn=_main_into_a_fifo)
+    run.until((run.folder / "stdout").exists)
+    with open(run.folder / "stdout") as pipe:
+        for line in pipe:
+            if line.startswith("step      2"):
+                break
+    assert run.wait() == [0, 0] and run.read() == ""
+    assert checkpoint.newest(tmp_path / "out")
+
+
+def say(monkeypatch, path):
+    """What becomes of two lines that a run's Log prints into `path`."""
+    lines = object.__new__(log.Log)
+    lines.silent = False
+    with open(path, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        lines.say("one")
+        lines.say("two")
+        monkeypatch.undo()
+
+
+def test_a_run_goes_on_where_the_disk_of_its_lines_is_full_and_says_so(monkeypatch, capsys):
+    say(monkeypatch, "/dev/full")
+    assert capsys.readouterr().err.endswith(
+        ": standard output: No space left on device; the run goes on without\n")
+
+
+def test_a_program_ends_quietly_also_under_other_names_of_a_signal():
+    assert signals.name_of(9) == "SIGKILL" and signals.name_of(40) == "signal 40"
+
+
+# ---- a signal when all is done ----
+
+
+def _main_with_ctrl_c(rank, *args, at):
+    """Rank 1 gets Ctrl-C while it validates: `at` is how many batches the validation may have, None
+    for the last one. Rank 0 prints each batch."""
+    def validation(self, cfg, mesh, batches=None, real=Data.validation):
+        windows, each = real(self, cfg, mesh, batches)
+
+        def watched():
+            for i, batch in enumerate(each):
+                if batches == at and rank == 1 and i == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                if batches == at and rank == 0:
+                    print("batch", i, flush=True)
+                yield batch
+
+        return windows, watched()
+
+    Data.validation = validation
+    _main(rank, *args)
+
+
+@pytest.mark.parametrize("at,last", [(8, 2), (None, 4)], ids=["midway", "at the end"])
+def test_ctrl_c_during_a_validation_ends_the_run_with_its_checkpoint(corpus, tmp_path, at, last):
+    argv = flags(corpus, tmp_path / "out", dp=2, eval_interval=2, eval_batches=8, save_interval=2)
+    run = Run(2, argv, tmp_path, fn=partial(_main_with_ctrl_c, at=at))
+    assert run.wait() == [0, 0] and run.read() == ""
+    said = run.read("stdout")
+    assert re.findall(r"batch \d+", said) == ["batch 0", "batch 1"]
+    newest = checkpoint.newest(tmp_path / "out")
+    assert said.endswith(f"stopped by a signal; --resume auto goes on from {newest}\n")
+    assert int(newest.name[5:]) == last + (at is not None)  # midway: after one more step
+
+
+def test_ctrl_c_during_the_sample_leaves_it_out():
+    with as_it_was():
+        with signals.skip_on_stop():
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("went on")
+        signal.raise_signal(signal.SIGTERM)  # nothing is left to do: ignored
+
+
+def test_a_signal_in_plain_says_that_nothing_is_saved(corpus, tmp_path):
+    plain_flags = [str(word) for word in flags(corpus, tmp_path / "out", steps=10**6)]
+    del plain_flags[2:4]  # --out
+    run = Run(1, [*plain_flags, "--plain"], tmp_path)
+    run.until(lambda: "step      1" in run.read("stdout"))
+    run.signal(0, signal.SIGINT)
+    assert run.wait() == [128 + signal.SIGINT]
+    assert run.read() == "train.py: stopped by SIGINT in --plain, which saves nothing\n"
 
 
 # ---- nothing is destroyed ----
@@ -50,6 +309,109 @@ def test_metrics_and_trace_need_two_files(corpus, tmp_path, capsys, monkeypatch)
     argv = ["train.py", *flags(corpus, tmp_path / "out", metrics=tmp_path / "x"), "--trace",
             tmp_path / "x"]
     assert "take two files" in one_line(train.main, argv, capsys, monkeypatch)
+
+
+def tree(folder):
+    """{path: content} of all files in a folder, and None for each folder in it."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+ONE_FILE = {  # flags (here D is the folder of --data, O that of --out) -> what the line says
+    "--metrics m --trace m": "--trace m would write over --metrics m",
+    "--metrics m --trace sub/../m": "--trace sub/../m would write over --metrics m",
+    "--metrics m --trace ./m": "would write over",
+    "--metrics m --trace link-to-m": "--trace link-to-m would write over --metrics m",
+    "--metrics old --trace hard-link-of-old": "would write over",
+    "--metrics m --trace linked-folder/m": "would write over",
+    "--metrics D/meta.pkl": "--metrics D/meta.pkl would write over --data D",
+    "--trace D/vocab.tiktoken": "--trace D/vocab.tiktoken would write over --data D",
+    "--metrics D/train.bin": "would write over",
+    "--trace link-to-val": "--trace link-to-val would write over --data D",
+    "--metrics O/.lock": "--metrics O/.lock would write over --out O",
+    "--trace O/step-00000004/model.safetensors": "would be in the checkpoint",
+    "--trace O/step-00000009.tmp/trace": "would be in the checkpoint",
+    "--metrics other/step-00000004/log": "would be in the checkpoint",
+    "--metrics sub/config.json --init-from sub/w": "would write over --init-from sub/w",
+    "--trace sub/w --init-from sub/w": "would write over --init-from sub/w",
+    "--init-from O/step-00000004/model.safetensors": "which this run may replace; name another",
+    "--init-from O/step-00000004.old.tmp/model.safetensors": "which this run may replace"}
+
+
+@pytest.mark.parametrize("words,says", ONE_FILE.items())
+def test_no_output_is_an_input_another_output_or_in_a_checkpoint(
+        corpus, trained, tmp_path, words, says, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(corpus, "D")
+    shutil.copytree(trained / "step-00000004", "other/step-00000004")
+    Path("sub").mkdir()
+    Path("linked-folder").symlink_to(".")
+    Path("link-to-m").symlink_to("m")
+    Path("link-to-val").symlink_to("D/val.bin")
+    Path("old").write_text('{"step": 0}\n')
+    os.link("old", "hard-link-of-old")
+    before = tree(tmp_path)
+    argv = ["train.py", *flags("D", "O"), *words.split()]
+    line = one_line(train.main, argv, capsys, monkeypatch)
+    assert says in line and line.rstrip().endswith(("two files", "another file", "another --out"))
+    assert tree(tmp_path) == before
+
+
+def _main_with_swapped_files(rank, size, port, argv, folder, limit):
+    """After the flags were checked, other files take the places of --metrics and --trace."""
+    def agree(*args, real=checkpoint.agree):
+        for name in ("m", "t"):
+            Path(folder).with_name(name).write_text("three years of work\n")
+        return real(*args)
+
+    checkpoint.agree = agree
+    _main(rank, size, port, argv, folder, limit)
+
+
+def test_whose_a_file_is_is_asked_again_when_it_is_written(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "m", trace=tmp_path / "t")
+    run = Run(1, argv, tmp_path, fn=_main_with_swapped_files)
+    assert run.wait() == [0], run.read()
+    assert run.read().startswith(f"train.py: --metrics {tmp_path}/m: ")
+    assert run.read().endswith("; the run goes on without\n") and run.read().count("\n") == 1
+    assert "LOST, --trace" in run.read("stdout")
+    for name in "mt":
+        assert (tmp_path / name).read_text() == "three years of work\n"
+
+
+def test_a_metrics_file_that_cannot_be_opened_does_not_end_the_run(tmp_path, capsys):
+    lines = object.__new__(log.Log)
+    lines.silent, lines.cfg = False, SimpleNamespace(metrics="m")
+    lines.lose_metrics(OSError(28, "No space left on device", "m"))
+    assert "--metrics m: No space left on device; the run goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main,argv,says", [
+    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg mine", "holds something else than --svg"),
+    (bench.main, "bench.py --quick --only ddp --json mine", "holds something else than --json"),
+    (bench.main, "bench.py --quick --only ddp --json no/x", "no/x: No such file or directory"),
+    (pictures.main, "pictures.py --svg .", "way.svg exists, and is another file; --svg takes"),
+    (prepare.main, "prepare.py train.bin --out .", "--out . has the source train.bin, which would"),
+    (export.main, "export.py --out run --to run/step-00000010", "has a checkpoint's name; name"),
+    (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory"),
+    (pictures.main, "pictures.py --svg /proc/x", "/proc/x: No such file or directory"),
+    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg no/x", "no/x: No such file or dir")])
+def test_what_other_commands_would_write_over_stays(
+        trained, tmp_path, main, argv, says, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "run")
+    for name in ("mine", "way.svg", "train.bin"):
+        Path(name).write_text("three years of work\n" * 100)
+    before = tree(tmp_path)
+    line = one_line(main, argv.split(), capsys, monkeypatch)
+    assert says in line and "[Errno" not in line and tree(tmp_path) == before
+
+
+def test_a_picture_that_is_the_same_is_written_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--svg", str(tmp_path)])
+    pictures.main()
+    before = tree(tmp_path)
+    pictures.main()
+    assert before == tree(tmp_path) and len(before) == len(pictures.DRAWINGS)
 
 
 def test_export_overwrites_nothing(trained, tmp_path, capsys, monkeypatch):
@@ -78,6 +440,133 @@ def test_a_users_file_in_a_checkpoints_folder_stays(trained, tmp_path):
     assert all(path.read_text() == "mine" for path in mine)
     assert len([*elsewhere.iterdir()]) == 3 and not (out / "step-00000007.tmp").exists()
     assert [folder.name for _, folder in checkpoint.complete(out)] == ["step-00000004"]
+
+
+# ---- manifests that are forged, with a right seal ----
+
+
+def forge(folder, change):
+    """change(manifest), then seal it and write it again."""
+    path = folder / checkpoint.MANIFEST
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps({**manifest, "seal": checkpoint.seal(manifest)}))
+
+
+@pytest.mark.parametrize("config", ["gone", [], None, "x", 7, {"optimizer": ["adamw"]},
+                                    {"optimizer": "x"}], ids=str)
+def test_a_manifest_whose_config_is_no_config_is_one_line(
+        corpus, trained, tmp_path, config, capsys, monkeypatch):
+    last = tmp_path / "last"
+    shutil.copytree(trained / "step-00000004", last)
+    forge(last, lambda manifest: manifest.pop("config") if config == "gone" else
+          manifest.update(config=config))
+    argv = ["train.py", *flags(corpus, tmp_path / "out", resume=last)]
+    line = one_line(train.main, argv, capsys, monkeypatch)
+    assert line == f"train.py: {last}/manifest.json: damaged; take another checkpoint\n"
+
+
+HOSTILE = (0, 1, -1, 3, 10**7, 10**9, 2**31, 2**53, 2**64, 10**400, 1.0, 1e300, float("inf"),
+           float("nan"), True, None, "4", "", [], [4], {}, {"a": 1})
+LEFT_OUT = object()
+
+
+def test_every_value_of_a_manifest_is_checked_before_a_model_is_built(
+        trained, tmp_path, capsys, monkeypatch):
+    """Each is replaced by each of HOSTILE, and left out: a sample, or one line, at once."""
+    folder = tmp_path / "last"
+    shutil.copytree(trained / "step-00000004", folder)
+    path = folder / checkpoint.MANIFEST
+    sound = path.read_text()
+    sizes = GPTConfig(**json.loads(sound)["model"])
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--out", str(folder), "--max-tokens", "1"])
+    built = []
+    kind_of = weights.kind_of
+    monkeypatch.setattr(weights, "kind_of", lambda config: built.append(config) or kind_of(config))
+    places = [(name,) for name in json.loads(sound)]
+    places += [("model", name) for name in json.loads(sound)["model"]]
+    places += [("checksums", checkpoint.MODEL), ("config", "optimizer")]
+    for *above, name in places:
+        for value in (*HOSTILE, LEFT_OUT):
+            path.write_text(sound)
+
+            def change(manifest, above=above, name=name, value=value):
+                for key in above:
+                    manifest = manifest[key]
+                if value is LEFT_OUT:
+                    del manifest[name]
+                else:
+                    manifest[name] = value
+
+            forge(folder, change)
+            try:
+                sample.main()
+            except SystemExit as stop:
+                line = capsys.readouterr().err
+                assert stop.code == 2 and line.count("\n") == 1, (above, name, value, line)
+            assert all(replace(config, n_head=2, top_k=2) == sizes for config in built), (
+                above, name, value)
+
+
+@pytest.mark.parametrize("name,value", [("n_layer", 10**7), ("n_embd", 10**9), ("n_experts", 10**9),
+                                        ("vocab_size", 2**31), ("block_size", 2**31)])
+def test_no_model_is_built_that_is_larger_than_its_file(
+        trained, tmp_path, name, value, capsys, monkeypatch):
+    shutil.copytree(trained / "step-00000004", tmp_path / "last")
+    forge(tmp_path / "last", lambda manifest: manifest["model"].update({name: value}))
+    monkeypatch.setattr(weights, "kind_of", lambda config: pytest.fail("builds it"))
+    for main, argv in ((sample.main, ["sample.py", "--out", tmp_path / "last"]),
+                       (export.main, ["export.py", "--out", tmp_path / "last", "--to", "x"])):
+        line = one_line(main, argv, capsys, monkeypatch)
+        assert f"{tmp_path}/last/model.safetensors, tensor transformer." in line
+
+
+# ---- a checkpoint that a run prunes while another program reads it ----
+
+
+def save_another_and_prune(out):
+    """What a run with --keep 1 does: step 6 is saved, steps 2 and 4 are deleted."""
+    six = out / "step-00000006"
+    if not six.exists():
+        shutil.copytree(out / "step-00000004", six)
+        forge(six, lambda manifest: manifest.update(number=manifest["number"] + 1))
+        for step in (2, 4):
+            checkpoint.remove(out / f"step-{step:08d}")
+
+
+@pytest.mark.parametrize("when", ["while its header is read", "while its weights are read"])
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_looked_up_again(
+        trained, tmp_path, when, capsys, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(trained, out)
+    if when == "while its header is read":
+        read = tensorfile.read_header
+        monkeypatch.setattr(tensorfile, "read_header",
+                            lambda path: save_another_and_prune(out) or read(path))
+    else:
+        read = weights.read_weights
+        monkeypatch.setattr(weights, "read_weights",
+                            lambda *args: save_another_and_prune(out) or read(*args))
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--out", str(out), "--max-tokens", "2"])
+    sample.main()
+    printed = capsys.readouterr()
+    assert printed.out.endswith("\n---\n") and not printed.err
+    monkeypatch.undo()
+    assert [folder.name for _, folder in checkpoint.complete(out)] == ["step-00000006"]
+
+
+def _main_as_a_program(*args):
+    signals.prepare_output()
+    _main(*args)
+
+
+def test_a_run_in_a_folder_of_any_name_resumes(corpus, tmp_path):
+    """A name may hold bytes that are no characters."""
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    for _ in range(2):
+        run = Run(2, flags(corpus, out, dp=2, resume="auto"), tmp_path, fn=_main_as_a_program)
+        assert run.wait() == [0, 0], run.read()
+    assert "nothing left to do" in run.read("stdout")
 
 
 # ---- a run that diverges, a world that is broken ----
@@ -146,11 +635,35 @@ def test_a_full_disk_is_one_line(argv):
     assert done.stderr == f"{argv.split()[0]}: No space left on device\n"
 
 
-def test_pictures_refuse_what_is_not_their_file(tmp_path, capsys, monkeypatch):
-    (tmp_path / "x").write_text("[1]\n")
+@pytest.mark.parametrize("text", [
+    "[1]", "\\x00", '{"step": "a", "loss": 1}', '{"step": 0, "loss": "x"}',
+    '{"step": 0, "loss": NaN}', '{"step": 0, "loss": 1e999}', f'{{"step": {10**400}, "loss": 1}}',
+    '{"step": -1, "loss": 1}', '{"step": 0, "loss": ' + "[" * 100_000,
+    '{"step": 0, "busiest": [1]}', '{"step": true}'], ids=lambda text: text[:30])
+def test_pictures_refuse_what_is_not_their_file(tmp_path, text, capsys, monkeypatch):
+    (tmp_path / "x").write_text(text + "\n")
     argv = ["pictures.py", "--svg", tmp_path, "--metrics", tmp_path / "x"]
     assert "not a file that train.py --metrics wrote" in one_line(
         pictures.main, argv, capsys, monkeypatch)
+
+
+def test_a_run_that_diverged_is_drawn(tmp_path):
+    """... with some ticks, not with one for each of 10^30 nats."""
+    lines = [{"step": step, "loss": 10.0**step} for step in range(31)]
+    (tmp_path / "x").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, svg = pictures.metrics_svg([str(tmp_path / "x")])
+    assert svg.count("<text") < 50
+
+
+def test_pictures_of_more_runs_than_colors_are_refused(tmp_path, capsys, monkeypatch):
+    for folder in range(7):
+        (tmp_path / str(folder)).mkdir()
+        for name in ("same", f"own{folder}"):
+            (tmp_path / str(folder) / name).write_text('{"step": 0, "loss": 1}\n')
+    for name in ("same", "own*"):
+        argv = ["pictures.py", "--svg", tmp_path, "--metrics", *tmp_path.glob(f"*/{name}")]
+        assert "takes up to 6 files, of different names" in one_line(
+            pictures.main, argv, capsys, monkeypatch)
 
 
 def test_too_many_microbatches_are_refused_at_once():

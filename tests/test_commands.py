@@ -280,18 +280,20 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
         return flags(corpus, tmp_path / name, metrics=tmp_path / f"{name}.log", **more)
 
     def train_py(name, **more):
-        """What it prints, and the modules that its first process imports."""
-        run = command("-X", "importtime", "train.py", *argv(name, **more))
+        """What it prints, and the modules that its processes import (ranks get -X, too)."""
+        run = command("-X", "importtime", "train.py", *argv(name, **more),
+                      env={"TMPDIR": str(tmp_path / "a name with spaces")})
         assert run.returncode == 0 and run.stdout.endswith("replicas agree\n"), run.stderr
-        return run.stdout, {*re.findall(r"\| +(\S+)", run.stderr)}
+        return run.stdout, Counter(re.findall(r"\| +(\S+)", run.stderr))
 
     more = dict(steps=12, log_interval=5, eval_interval=6, eval_batches=2)
+    (tmp_path / "a name with spaces").mkdir()
     with ThreadPoolExecutor(2) as threads:
         runs = (threads.submit(train_py, "alone", eval_interval=9),
                 threads.submit(train_py, "four", tp=2, pp=2, **more))
-    (_, rank), (said, launcher) = (run.result() for run in runs)
-    assert "torch" not in launcher
-    assert "torch" in rank and not rank & {"torch._dynamo", "sympy"}
+    (_, rank), (said, four_and_launcher) = (run.result() for run in runs)
+    assert four_and_launcher["argparse"] == 5 and four_and_launcher["torch"] == 4
+    assert rank["torch"] == 1 and not rank.keys() & {"torch._dynamo", "sympy"}
     assert said.startswith("GPT of 2 layers, 8 wide, on 4 ranks: 2 pipeline x 2 tensor; "
                            "loading torch\n")
     assert [int(n) for n in re.findall(r"^step +(\d+)  loss", said, re.MULTILINE)] == [

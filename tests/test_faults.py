@@ -441,7 +441,7 @@ def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
 
 
 def test_a_library_that_never_comes_back_is_one_line(tmp_path):
-    late = command("-c", "from run import processes\nimport time\n"
+    late = command("-c", "from run import processes\nimport sys, time\nsys.argv = ['train.py']\n"
                          "processes.dist.init_process_group = lambda *_, **more: time.sleep(999)\n"
                          f"processes.init('cpu', 0.2, 'file://{tmp_path}/store', 0, 1)")
     assert (late.returncode, late.stderr) == (

@@ -1,0 +1,63 @@
+"""The command line of every program but train.py's (run/config.py): a wrong one is one line.
+
+The flags of programs that import torch stand here and not beside their main(), so that they can be
+read before that import, which takes 2 s: --help and a wrong flag take 0.1 s.
+"""
+
+import argparse
+
+from run.signals import in_words, program
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's. A wrong command line is one line and exit code 2; a flag is spelled in full."""
+
+    def __init__(self, description):
+        super().__init__(prog=program(), description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        """argparse calls it. message: a text or an exception, such as an OSError."""
+        self.exit(2, f"{self.prog}: {in_words(message)}\n")
+
+    def print_help(self, file=None):
+        """argparse's own hides that the output cannot be written."""
+        print(self.format_help(), file=file, end="")
+
+
+def sample_flags():
+    parser = Parser("Text from a checkpoint.")
+    parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
+    parser.add_argument("--samples", type=int, default=1, help="number of continuations (1)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="length of each (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
+    parser.add_argument("--top-k", type=int, default=50,
+                        help="draw from the K likeliest tokens; 0: from all (50)")
+    parser.add_argument("--seed", type=int, default=1337, help="decides all draws (1337)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    return parser
+
+
+def export_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--to", required=True, help="the folder to write")
+    return parser
+
+
+def bench_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--quick", action="store_true", help="two steps of each row, a small model")
+    parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--gpu", action="store_true", help="rows for one GPU, by themselves")
+    return parser
+
+
+def large_batches_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")
+    parser.add_argument("--svg", metavar="FOLDER", help="write large-batches.svg there")
+    return parser

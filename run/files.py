@@ -1,0 +1,67 @@
+"""Which file does a path name, and whose is it? Asked of a command's flags before it writes.
+
+    refuse_same     no output is an input, another output, or in a checkpoint's folder
+    refuse_foreign  a file that is to be written is new, empty, or begins like ours
+    write_new       writes files that are not there yet, or have that content already
+
+All raise a ValueError of one line: flag, path, fix. No torch here.
+"""
+
+import os
+import re
+from pathlib import Path
+
+MANIFEST = "manifest.json"  # makes the folder of a checkpoint complete (run/checkpoint.py)
+FOLDER = re.compile(r"step-\d{8,}")  # the name of that folder, less .tmp or .old.tmp
+
+
+def is_same(path, other):
+    """Do two paths lead to one file? Also through links and `..`, and as hard links of it."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def checkpoint_around(path, out):
+    """The folder around this path that is a checkpoint's, or that a run with this --out may make
+    one; None if there is none."""
+    for folder in Path(os.path.realpath(path)).parents:
+        name = folder.name.lower().removesuffix(".tmp").removesuffix(".old")
+        is_a_runs = is_same(folder.parent, out) or os.path.exists(Path(folder, MANIFEST))
+        if FOLDER.fullmatch(name) and is_a_runs:
+            return folder
+    return None
+
+
+def refuse_same(outputs, inputs, out):
+    """outputs and inputs: [(flag with its value, path of a file)]. out: the folder of --out."""
+    for i, (flag, path) in enumerate(outputs):
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue  # a device holds nothing
+        folder = checkpoint_around(path, out)
+        if folder:
+            raise ValueError(f"{flag} would be in the checkpoint {folder}; name another file")
+        for other, taken in [*outputs[:i], *inputs]:
+            if is_same(path, taken):
+                raise ValueError(f"{flag} would write over {other}; take two files")
+
+
+def refuse_foreign(flag, path, mark):
+    """Refuse a file with content that does not begin with `mark`. (A file that a crash has cut off
+    within the mark is ours, too.) OSError if it cannot be read."""
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            begin = file.read(len(mark))
+        if not mark.encode().startswith(begin):
+            raise ValueError(f"{flag} {path} holds something else than {flag} writes; name another "
+                             "file")
+
+
+def write_new(flag, texts):
+    """Write {path: text}: files whose names the command has chosen, so that the user may not know
+    of them. All or, if one is there with other content, none. OSError if it cannot be written."""
+    for path, text in texts.items():
+        if path.exists() and not (path.is_file() and path.read_text(errors="replace") == text):
+            raise ValueError(f"{path} exists, and is another file; {flag} takes another folder")
+    for path, text in texts.items():
+        path.write_text(text)
