@@ -3,11 +3,12 @@
 Each row is a race of two step functions that take turns, step by step, each after a barrier; a step
 takes as long as on its slowest rank. ratio = the peer's time / ours in neighbouring steps, its
 median and quartiles: 1.2 means that we do 1.2 steps while the peer does one. The first losses are
-compared, so what is timed is the same training. A rank is a process with one thread. Peak memory:
-how much a process grows while it builds one side and takes two steps (Linux; resident bytes).
+compared, so both sides do the same training. A rank is a process with one thread. Peak memory: how
+much a process grows while it builds one side and takes two steps (Linux; resident bytes).
 
-    python bench.py                  every row, in half an hour on two cores
-    python bench.py --quick          does it run? two steps each of a smaller model: no figures
+    python bench.py                  every row but growth's (what it takes: docs/measured.md)
+    python bench.py --quick          does it run? two turns each of a smaller model: its figures
+                                     mean nothing
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
     python bench.py --only without   what each trick of the engine earns: its peer is the engine
                                      with that one trick switched off
@@ -50,8 +51,10 @@ from run.signals import end_quietly
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # ---- the rows ----
+# A Row (races/job.py) races two sides on n ranks, for one layout and one size of model. Here `ours`
+# is the trainer of train.py, or a collective of the engine. Goals are ratios.
 
-# ranks and flags of the layouts that several rows have
+# (ranks, flags) of the layouts that several rows have
 ONE = (1, {})
 D2 = (2, {"dp": 2})
 D4 = (4, {"dp": 4})
@@ -61,128 +64,140 @@ ZERO3_OF_4 = (4, {"dp": 4, "zero": 3})
 P2 = (2, {"pp": 2, "microbatches": 8})
 T2 = (2, {"tp": 2})
 T2_SP = (2, {"tp": 2, "sp": True})
-C2 = (2, {"cp": 2})
+N2 = (2, {"cp": 2})
 
-# sizes of the rows of one technique
-WIDE_AND_SENT = ("compute", "communication")
-WIDE_AND_TINY = ("compute", "tiny")
+# Names of SIZES (races/job.py). Data parallelism is raced where computing takes most of a step, and
+# where messages do; pipeline and tensor parallelism also where each message is tiny
+COMPUTE_AND_COMMUNICATION = ("compute", "communication")
+COMPUTE_AND_TINY = ("compute", "tiny")
 
 
-def rows_of_training(name, peer, goal, layouts, sizes, **more):
+def rows_of_training(name, peer, layouts, sizes, goal=None, **more):
+    """A Row for each layout and size. more: further fields of Row."""
     return [Row(name, n, size, trainer, peer, goal, flags, **more)
             for n, flags in layouts for size in sizes]
 
 
 def rows_of_collectives(name, peer, kilobytes, goal=None):
+    """A Row for each size of tensor, on 2 and on 4 ranks."""
     return [Row(name, n, kb, collective, peer, goal) for n in (2, 4) for kb in kilobytes]
 
 
 def against_torch():
-    """The rows with goals."""
+    """The engine against torch's own."""
     return [
-        *rows_of_collectives("all_reduce", torch_side.library, (4, 64, 256), 1.25),
-        *rows_of_collectives("all_reduce", torch_side.library, (1024, 4096, 16384, 65536), 0.85),
-        *rows_of_collectives("reduce_scatter", torch_side.library, [65536], 1.5),
-        *rows_of_collectives("all_gather", torch_side.library, [65536], 1.0),
-        *rows_of_training("DDP", torch_side.ddp, 1.0, [D2, D4], WIDE_AND_SENT),
+        *rows_of_collectives("all_reduce", torch_side.library, (4, 64, 256), goal=1.25),
+        *rows_of_collectives("all_reduce", torch_side.library, (1024, 4096, 16384, 65536),
+                             goal=0.85),
+        *rows_of_collectives("reduce_scatter", torch_side.library, [65536], goal=1.5),
+        *rows_of_collectives("all_gather", torch_side.library, [65536], goal=1.0),
+        *rows_of_training("DDP", torch_side.ddp, [D2, D4], COMPUTE_AND_COMMUNICATION, goal=1.0),
         # 4 steps in a turn: ZeRO-1's weights travel during the next step, and at the end of a turn
         # they are waited for
-        *rows_of_training("ZeRO-1", torch_side.ddp_zero1, 1.0, [ZERO1], WIDE_AND_SENT, steps=4),
-        *rows_of_training("ZeRO-3", torch_side.fsdp, 1.15, [ZERO3, ZERO3_OF_4], WIDE_AND_SENT),
-        *rows_of_training("1F1B", torch_side.pipelining, 1.0, [P2], WIDE_AND_TINY),
-        *rows_of_training("tensor parallel", torch_side.dtensor, 1.05, [T2], WIDE_AND_TINY),
-        *rows_of_training("sequence parallel", torch_side.dtensor_sp, 1.1, [T2_SP], WIDE_AND_TINY),
+        *rows_of_training("ZeRO-1", torch_side.ddp_zero1, [ZERO1], COMPUTE_AND_COMMUNICATION,
+                          goal=1.0, steps=4),
+        *rows_of_training("ZeRO-3", torch_side.fsdp, [ZERO3, ZERO3_OF_4],
+                          COMPUTE_AND_COMMUNICATION, goal=1.15),
+        *rows_of_training("1F1B", torch_side.pipelining, [P2], COMPUTE_AND_TINY, goal=1.0),
+        *rows_of_training("tensor parallel", torch_side.dtensor, [T2], COMPUTE_AND_TINY,
+                          goal=1.05),
+        *rows_of_training("sequence parallel", torch_side.dtensor_sp, [T2_SP], COMPUTE_AND_TINY,
+                          goal=1.1),
         Row("checkpoint", 2, "compute", save_and_load, torch_side.dcp, 1.0, {"dp": 2}),
     ]
 
 
 def against_limits():
-    one_process = plain_side.one_process
-    experts = {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0}
+    """The engine against the best that these cores could do, from the time of one process."""
+    threads = plain_side.one_process  # with as many threads as the row has ranks
+    experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
     rows = [
-        *rows_of_training("D = 2, to 2 threads", one_process, 0.95, [D2], ["compute"]),
+        *rows_of_training("D = 2, to 2 threads", threads, [D2], ["compute"], goal=0.95),
         # 9/8: the bubble of 2 stages and 8 microbatches
-        *rows_of_training("P = 2, to that + bubble", one_process, 0.95, [P2], ["compute"],
+        *rows_of_training("P = 2, to 2 threads + bubble", threads, [P2], ["compute"], goal=0.95,
                           limit=9 / 8),
-        *rows_of_training("C = 2, to 2 threads", one_process, 0.95, [C2], ["long"]),
-        *rows_of_training("E = 2, to 2 threads", one_process, None, [(2, experts)], ["compute"]),
-        *rows_of_training("one rank, to a plain loop", one_process, 0.95, [ONE], ["compute"]),
+        *rows_of_training("N = 2, to 2 threads", threads, [N2], ["long"], goal=0.95),
+        *rows_of_training("E = 2, to 2 threads", threads, [experts], ["compute"]),
+        *rows_of_training("one rank, to a plain loop", threads, [ONE], ["compute"], goal=0.95),
     ]
-    for n in (1, 2, 4, 8):  # the limit is one rank's time, the work shared evenly by the cores
+    # "scaling": the peer is one rank. The limit is its time if the cores share all work evenly:
+    #     2 sequences a rank    n ranks have n times its work: as long on n cores, longer on fewer
+    #     8 sequences in all    n ranks have its work: 1 / n of its time, but no less than 1 / CORES
+    for n in (1, 2, 4, 8):
         layout = [(n, {"dp": n})]
-        rows += rows_of_training("scaling", plain_side.one_rank, None, layout,
-                                 ["2 sequences a rank"], limit=max(1, n / CORES))
-        rows += rows_of_training("scaling", plain_side.one_rank, None, layout,
-                                 ["8 sequences in all"], limit=1 / min(n, CORES))
+        rows += rows_of_training("scaling", plain_side.one_rank, layout, ["2 sequences a rank"],
+                                 limit=max(1, n / CORES))
+        rows += rows_of_training("scaling", plain_side.one_rank, layout, ["8 sequences in all"],
+                                 limit=1 / min(n, CORES))
     lengths = [size for size in SIZES if size.startswith("S =")]
-    rows += rows_of_training("growth", one_process, None, [(n, {"cp": n}) for n in (1, 2, 4)],
-                             lengths)
+    context = [(n, {"cp": n}) for n in (1, 2, 4)]
+    rows += rows_of_training("growth", threads, context, lengths)
     return rows
 
 
 def against_ourselves():
-    """The root's plain forms, and the same layout in another way."""
+    """The engine against the root's plain forms, and against the same layout in another way."""
     reducer = plain_side.plain_reducer
-    return [
+    rows = [
         *rows_of_collectives("all_reduce, to plain", plain_side.plain_ring, (4096, 65536)),
-        *rows_of_training("DDP, to plain", reducer, None, [D2], WIDE_AND_SENT),
-        *rows_of_training("ZeRO-1, to plain", reducer, None, [ZERO1], WIDE_AND_SENT, steps=4),
-        *rows_of_training("ZeRO-3, to plain", reducer, None, [ZERO3], WIDE_AND_SENT),
-        *rows_of_training("tensor parallel, to plain", plain_side.plain_tensor_parallel, None,
-                          [T2], WIDE_AND_TINY),
-        *rows_of_training("1F1B, to plain", plain_side.plain_pipeline, None, [P2], WIDE_AND_TINY),
-        *rows_of_training("attention, to plain", plain_side.plain_attention, None, [C2], ["long"]),
-        *[row for name, layout in (("one rank", ONE), ("DDP", D2), ("ZeRO-3", ZERO3),
-                                   ("1F1B", P2), ("tensor parallel", T2))
-          for row in rows_of_training(f"train.py, to plain.py: {name}", plain_side.all_of_plain,
-                                      None, [layout], ["compute"])],
-        *rows_of_training("--sp, to --tp alone", plain_side.other_flags(sp=False), None, [T2_SP],
-                          WIDE_AND_TINY),
-        *rows_of_training("attention, to naive split", plain_side.naive_split, None, [C2],
-                          ["long"]),
-        *rows_of_training("attention, to all-to-all",
-                          plain_side.other_flags(cp_attention="all-to-all"), None, [C2], ["long"]),
+        *rows_of_training("DDP, to plain", reducer, [D2], COMPUTE_AND_COMMUNICATION),
+        *rows_of_training("ZeRO-1, to plain", reducer, [ZERO1], COMPUTE_AND_COMMUNICATION, steps=4),
+        *rows_of_training("ZeRO-3, to plain", reducer, [ZERO3], COMPUTE_AND_COMMUNICATION),
+        *rows_of_training("tensor parallel, to plain", plain_side.plain_tensor_parallel, [T2],
+                          COMPUTE_AND_TINY),
+        *rows_of_training("1F1B, to plain", plain_side.plain_pipeline, [P2], COMPUTE_AND_TINY),
+        *rows_of_training("attention, to plain", plain_side.plain_attention, [N2], ["long"]),
+    ]
+    layouts = {"one rank": ONE, "DDP": D2, "ZeRO-3": ZERO3, "1F1B": P2, "tensor parallel": T2}
+    for name, layout in layouts.items():
+        rows += rows_of_training(f"train.py, to plain.py: {name}", plain_side.all_of_plain,
+                                 [layout], ["compute"])
+    no_sp = plain_side.other_flags(sp=False)
+    all_to_all = plain_side.other_flags(cp_attention="all-to-all")
+    return [
+        *rows,
+        *rows_of_training("--sp, to --tp alone", no_sp, [T2_SP], COMPUTE_AND_TINY),
+        *rows_of_training("attention, to naive split", plain_side.naive_split, [N2], ["long"]),
+        *rows_of_training("attention, to all-to-all", all_to_all, [N2], ["long"]),
     ]
 
 
 def against_the_engine_without():
     """A row, or more, for each trick of engine/: the ratio is what the trick earns."""
     def training(name, peer, layouts, sizes, **more):
-        return rows_of_training(f"{name}, without", peer, None, layouts, sizes, **more)
+        return rows_of_training(f"{name}, without", peer, layouts, sizes, **more)
 
     def collectives(name, peer, kilobytes):
         return rows_of_collectives(f"{name}, without", peer, kilobytes)
 
     one_parameter_each = plain_side.other_flags(bucket_mb=1e-6)
     recompute = (2, {"pp": 2, "microbatches": 8, "schedule": "gpipe", "recompute": True})
-    four = (2, {"pp": 2, "microbatches": 4})
+    P2_M4 = (2, {"pp": 2, "microbatches": 4})
     return [
         *collectives("ring: pieces", without.pieces, [16384, 65536]),
         *collectives("ring: early receives", without.early_receives, [16384, 65536]),
         *collectives("butterfly", without.butterfly, [4, 256, 1024, 4096]),
-        *training("butterfly", without.butterfly_in_training, [T2], WIDE_AND_TINY),
-        *training("DDP: buckets", one_parameter_each, [D2], WIDE_AND_SENT),
-        *training("DDP: overlap", without.overlap_of_buckets, [D2], WIDE_AND_SENT),
+        *training("butterfly", without.butterfly_in_training, [T2], COMPUTE_AND_TINY),
+        *training("DDP: buckets", one_parameter_each, [D2], COMPUTE_AND_COMMUNICATION),
+        *training("DDP: overlap", without.overlap_of_buckets, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: gradient copied", without.first_gradient_copied, [D2], ["communication"]),
-        *training("loss summed meanwhile", without.loss_meanwhile, [D2, D4], ["communication"]),
         *training("ZeRO-1: weights sent late", without.weights_in_background, [ZERO1],
-                  WIDE_AND_SENT, steps=4),
-        *training("ZeRO-3: prefetch", without.prefetch, [ZERO3], WIDE_AND_SENT),
+                  COMPUTE_AND_COMMUNICATION, steps=4),
+        *training("ZeRO-3: prefetch", without.prefetch, [ZERO3], COMPUTE_AND_COMMUNICATION),
         *training("ZeRO-3: gathers what is read", without.gathered_where_read, [ZERO3],
                   ["50257 words"]),
-        *training("tensor parallel: overlap", without.overlap_of_leaving, [T2],
-                  WIDE_AND_TINY),
+        *training("tensor parallel: overlap", without.overlap_of_leaving, [T2], COMPUTE_AND_TINY),
         *training("--sp: overlap of the gather", without.overlap_of_entering, [T2_SP],
-                  WIDE_AND_TINY),
+                  COMPUTE_AND_TINY),
         *training("--sp: saves 1/T, gathers again", without.input_gathered_again, [T2_SP],
                   ["compute"]),
         *training("one rank: torch's layers", without.own_linear_layers, [ONE], ["tiny"]),
-        *training("pipeline: early receives", without.receive_early, [P2], WIDE_AND_TINY),
+        *training("pipeline: early receives", without.receive_early, [P2], COMPUTE_AND_TINY),
         *training("pipeline: freed outputs", without.freed_outputs, [recompute],
                   ["8 x 2048 tokens"]),
-        *training("ring attention: overlap", without.overlap_of_hops, [C2], ["long"]),
-        *training("ring attention: skip", without.hidden_skipped, [C2], ["long"]),
-        *training("head in chunks", without.head_in_chunks, [ONE, four], ["50257 words"]),
+        *training("ring attention: overlap", without.overlap_of_hops, [N2], ["long"]),
+        *training("ring attention: skip", without.hidden_skipped, [N2], ["long"]),
+        *training("head in chunks", without.head_in_chunks, [ONE, P2_M4], ["50257 words"]),
         *training("fused AdamW", without.fused_adamw, [ONE], ["compute", "2 sequences a rank"]),
     ]
 
@@ -205,34 +220,39 @@ def race(row, rank, communicators, folder, seconds, least):
         return values
 
     def take_turn(job, step, num_steps):
-        """Returns the loss of the last step. Leaves no message on its way: both sides may use the
-        same communicator."""
+        """Take so many steps of a side, and return the loss of the last one. Leaves no message on
+        its way, because both sides may use the same communicator."""
         for _ in range(num_steps):
             loss = step()
         job.drain()
         return loss
 
     def clock(job, step):
+        """Seconds of a turn, on this rank."""
         dist.barrier(barrier_group)
         start = time.perf_counter()
         take_turn(job, step, row.steps)
         return time.perf_counter() - start
 
+    # Side 0 is ours, side 1 the peer's. Two steps of each, to warm up: their losses are compared
     jobs = [Job(row, rank, communicators, folder) for _ in range(2)]
-    steps = row.ours(jobs[0]), row.peer(jobs[1])
-    losses = torch.tensor([[take_turn(job, step, 1) for job, step in zip(jobs, steps, strict=True)]
+    steps = [row.ours(jobs[0]), row.peer(jobs[1])]
+    losses = torch.tensor([[take_turn(jobs[side], steps[side], 1) for side in (0, 1)]
                            for _ in range(2)])
-    dist.all_reduce(losses, group=barrier_group)
-    assert row.name == "scaling" or torch.allclose(*losses.unbind(1), rtol=1e-3), (row, losses)
+    dist.all_reduce(losses, group=barrier_group)  # [step, side]: the sum of the ranks' shares
+    if row.name != "scaling":  # there the peer, one rank, may have fewer sequences
+        ours, peers = losses.unbind(1)
+        assert torch.allclose(ours, peers, rtol=1e-3), (row, losses)
+    # The race: pairs of turns
     before = jobs[0].made.bytes_sent()
-    times = []  # (ours, the peer's) of each pair of turns
-    pairs = 1
+    times = []  # (ours, the peer's) of each pair
+    pairs = 1  # the first pair tells how many there is time for
     while len(times) < pairs:
-        first = len(times) % 2  # the side that goes first changes
+        first = len(times) % 2  # the sides take turns in going first
         pair = {side: clock(jobs[side], steps[side]) for side in (first, 1 - first)}
         times.append([pair[0], pair[1] * row.limit])
         if len(times) == 1:
-            sent = jobs[0].made.bytes_sent() - before
+            sent = jobs[0].made.bytes_sent() - before  # by our turn: the peer has its own mesh
             (longest,) = highest([sum(pair.values())]).tolist()
             pairs = min(max(seconds / longest, least), 200)
     calls = row.steps * repeats(row)  # steps, or calls of a collective, in a turn
@@ -241,7 +261,8 @@ def race(row, rank, communicators, folder, seconds, least):
     low, ratio, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
     ms, peer_ms = (1e3 * times).median(0).values.tolist()
     (sent,) = highest([sent]).tolist()
-    del steps, jobs  # their memory is not to be counted below
+    # Peak memory: each side is built once more, alone
+    del steps, jobs
     peaks = []
     for side in (row.ours, row.peer):
         job = Job(row, rank, communicators, folder)
@@ -252,17 +273,20 @@ def race(row, rank, communicators, folder, seconds, least):
 
 
 def peak(job, side):
-    """MB by which this process grows at most while it builds a side and takes two steps."""
+    """MB (10^6 bytes) by which this process grows at most while it builds a side and takes two
+    steps; nan where that cannot be measured."""
     def status(field):
+        """A size of this process in MB: VmRSS, now; VmHWM, its high-water mark."""
         with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
+            kib = next(int(line.split()[1]) for line in file if line.startswith(field))
+        return kib * 1024 / 1e6
 
     try:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed goes back to the system
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the high-water mark starts anew
-    except (OSError, AttributeError):  # not Linux, and so on every rank
+    except (OSError, AttributeError):  # not Linux: then every rank returns here
         return float("nan")
     before = status("VmRSS")
     step = side(job)
@@ -273,23 +297,24 @@ def peak(job, side):
 
 
 def worker(rank, world, chosen, quick, path, folder):
-    """Race the chosen rows (indices into ROWS); rank 0 prints them."""
-    end_quietly()  # with the process that started this one
+    """One of the processes: race the chosen rows (indices into ROWS). Rank 0 prints them, and
+    writes them to `path` (--json). folder: for checkpoints, and for the ranks to meet."""
+    end_quietly()  # no traceback at Ctrl-C
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the peers'
+    warnings.simplefilter("ignore")  # torch's side warns
     init(timeout=1800, url=f"file://{folder}/rendezvous", rank=rank, size=world)
     rows = [ROWS[i] for i in chosen]
     communicators = {}  # {n: {name of a group: torch's ProcessGroup of the first n ranks}}
-    for n in sorted({1, *(row.n for row in rows)}):
+    for n in sorted({1, *(row.n for row in rows)}):  # 1: plain_side.one_rank has a mesh of one rank
         named = {name: dist.new_group(range(n)) for name in JOINED}
-        named.update(dict.fromkeys(AXES, dist.new_group(range(n))))
+        named.update(dict.fromkeys(AXES, dist.new_group(range(n))))  # one for all axes
         communicators[n] = named
     if quick:
         for size in SIZES.values():
             size.update(n_layer=2, block_size=32)
     results = []
     for row in rows:
-        seconds = 5 if row.size in SIZES else 2
+        seconds = 5 if row.size in SIZES else 2  # for a row of training, or of collectives
         least = 5
         if quick:
             seconds, least = 0, 2
@@ -322,7 +347,7 @@ def report(row, figures):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two steps of each row, a small model")
+    parser.add_argument("--quick", action="store_true", help="two turns of each row, a small model")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--gpu", action="store_true", help="rows for one GPU, by themselves")
@@ -331,8 +356,11 @@ def main():
         if not torch.cuda.is_available() and not args.quick:
             parser.exit(2, "bench.py: --gpu: there is no GPU here, and no figure without one\n")
         return on_gpu(args.quick)
-    chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()
-              and not (args.quick and row.n > 4) and (args.only or row.name != "growth")]
+    chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()]
+    if args.quick:
+        chosen = [i for i in chosen if ROWS[i].n <= 4]
+    if not args.only:
+        chosen = [i for i in chosen if ROWS[i].name != "growth"]
     if not chosen:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
         parser.exit(2, f"bench.py: --only {args.only} is in no row's name; try {names}\n")

@@ -9,7 +9,8 @@ Elements that each of N ranks sends per block and microbatch:
     all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
                 backward; N must divide the number of heads. Ulysses,       arXiv 2309.14509
 
-Held: 1/N of what a block saves for backward; the ring here also saves every hop's scores.
+Held: 1/N of what a block saves for backward. The ring here saves more, from its N hops together:
+B nh S^2/N scores, and 2 B S C elements of keys and values.
 
     python context_parallel.py        who meets whom, on 4 ranks
 """
@@ -29,8 +30,8 @@ def zigzag(S, size, rank):
     segments 0 and 3 to rank 0, segments 1 and 2 to rank 1.
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
-    and a late segment has as much to compute as any other. With one segment per rank, the last of 4
-    ranks would meet 3.5 segments of keys, where the mean of all ranks is 2."""
+    and a late segment has as much to compute as any other. If rank r of 4 had the r-th quarter of
+    the sequence instead, the last rank would meet 3.5 quarters of the keys, the mean rank 2."""
     segments = torch.arange(S).tensor_split(2 * size)
     return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 
@@ -142,9 +143,9 @@ def split_sequences(model, group, attention=ring_attention):
     return positions
 
 
-# train.py --cp trains with engine/context_parallel.py: torch's fused kernel computes each hop, the
-# next keys travel meanwhile, and keys that the mask hides are skipped: 1.6 to 2.4 times the speed
-# of this ring, in less than a quarter of the memory.
+# plain.py leaves this technique out. train.py --cp trains with engine/context_parallel.py: torch's
+# fused kernel computes each hop, the next keys travel meanwhile, and keys that the mask hides are
+# skipped: 1.6 to 2.4 times the speed of this ring, in less than a quarter of the memory.
 
 
 def demo(mesh):

@@ -25,9 +25,10 @@ class DDP:
     In: a list of layers whose parameters are tagged (shard.py); replicas hold the same weights.
     ZeRO (zero.py) shards what is replicated here. All four classes have the same members:
 
-        params         the parameters of the layers, each once
-        weights        the tensors that this rank's optimizer steps, in place; weights[i] is of
-                       params[i]. Here: whole parameters
+        params         a tagged tensor for each parameter of the layers: the parameter itself; in
+                       ZeRO-3 this rank's chunk of it
+        weights        the tensors that this rank's optimizer steps, in place, in the order of
+                       params. Here: whole parameters
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
                        over the replicas. Clears the gradients for the next step
         publish()      after the optimizer's step: every rank has the new weights

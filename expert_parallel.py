@@ -24,7 +24,7 @@ def send_rows(x, sent, received, group, all_to_all=all_to_all):
     Returns (sum(received), C): received[0] rows from rank 0, then received[1] from rank 1, ...
     In backward the gradients of the rows take the way back. all_to_all: engine/expert_parallel.py
     gives its own."""
-    def move(x, out, into):  # out[j]: number of rows for rank j; into[j]: of rows from rank j
+    def move(x, out, into):  # out[j] rows go to rank j, into[j] rows come from rank j
         rows = x.new_empty((sum(into), x.size(1)))
         all_to_all(rows.split(into), x.contiguous().split(out), group)
         return rows
@@ -34,9 +34,9 @@ def send_rows(x, sent, received, group, all_to_all=all_to_all):
 
 
 def run_by_expert(experts, rows, counts):
-    """Run rows that came from E ranks on this rank's n experts. counts (E, n): how many rows came
-    from each rank for each expert; the rows are sorted by rank, then by expert. Returns the
-    outputs, in the order of the rows."""
+    """Run rows that came from E ranks on this rank's n experts. counts (E, n), on the CPU: how many
+    rows came from each rank for each expert (the rows may be on a GPU). The rows are sorted by
+    rank, then by expert. Returns the outputs, in the order of the rows."""
     E, n = counts.shape
     # E = 2, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
     expert = torch.arange(n).repeat(E).repeat_interleave(counts.flatten())
@@ -76,7 +76,8 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
 def spread_experts(model, group, same_experts):
     """Give each rank its experts: the ranks of the group share those of each block.
 
-    In: a whole, tagged MixtureGPT; same_experts: the group of ranks that hold the same experts.
+    In: a whole MixtureGPT, tagged by tag_whole(model, mesh.group("dp", "ep")): all D data ranks
+    see other tokens. same_experts: mesh.group("dp"), the D/E ranks that hold the same experts.
     After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
     to be summed over same_experts. E must divide n_experts."""
     for block in model.layers[1:-1]:
@@ -90,8 +91,9 @@ def spread_experts(model, group, same_experts):
         layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
 
 
-# train.py --experts 8 --ep 2 runs engine/expert_parallel.py, where tensor ranks share the experts
-# too: all T hold the same tokens, and each sends those for 1/T of the experts.
+# plain.py leaves experts out. train.py --experts 8 --ep 2 runs engine/expert_parallel.py, where
+# tensor ranks share the experts too: all T hold the same tokens, and each sends those for 1/T of
+# the experts.
 
 
 def demo(mesh):

@@ -1,10 +1,12 @@
 """Ranks and groups: which process talks to which.
 
-N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T):
+N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D, P, T). Launchers
+number ranks machine by machine: neighbours in number share the fast links of a machine, ranks far
+apart talk over the network. So the axis that talks most comes last (innermost):
 
-    dp  data parallel      talks once per step (ZeRO-2, 3: more): outermost, on the slowest links
+    dp  data parallel      talks once per step (ZeRO-2, 3: once or more per microbatch)
     pp  pipeline           talks twice per microbatch and boundary of stages: forward, backward
-    tp  tensor parallel    talks several times per layer: innermost, on the fastest links
+    tp  tensor parallel    talks several times per layer
 
 Further axes: cp, context parallel, before tp; ep, expert parallel, after dp. With ep the D data
 ranks are two axes, dp of D/E and ep of E ranks.
@@ -77,7 +79,7 @@ class Mesh:
         makes the communicators of all rows, also of those it is not in, because torch demands
         that."""
         if name not in self.groups:
-            mine = self.group_class(self, name, [self.rank], 0)  # alone, unless a row has it
+            mine = self.group_class(self, name, [self.rank], 0)  # this rank alone, if no row has it
             for ranks in rows:
                 communicator = self.communicator(name, ranks) if len(ranks) > 1 else None
                 if self.rank in ranks:
@@ -86,7 +88,8 @@ class Mesh:
         return self.groups[name]
 
     def communicator(self, name, ranks):
-        """A new ProcessGroup of torch, which all ranks of the world call for, in one order."""
+        """Returns a new ProcessGroup of torch. All ranks of the world call this, in the same order.
+        """
         return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
 
 

@@ -146,10 +146,11 @@ ALIASES = {"transformer.wte.weight": ["lm_head.weight"]}
 
 
 def initial_value(name, shape, config, seed):
-    """The full initial value of a parameter, float32 on CPU. A pure function of seed and canonical
-    name: each layout draws the same full tensor, then slices it. GPT-2 draws matrices from N(0,
-    0.02) at width 768; here the deviation is 0.02 sqrt(768 / C) at width C. Projections into the
-    residual stream are divided by sqrt(2 L); biases are 0, LayerNorm weights 1."""
+    """The full initial value of a parameter, float32 on CPU. It depends on the seed, the canonical
+    name and the model's sizes, never on the layout: each layout draws the same full tensor, then
+    slices it. GPT-2 draws matrices from N(0, 0.02) at width 768; here the deviation is 0.02
+    sqrt(768 / C) at width C. Projections into the residual stream are divided by sqrt(2 L); biases
+    are 0, LayerNorm weights 1."""
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:

@@ -1,8 +1,8 @@
 """AdamW (arXiv 1711.05101), the global gradient norm, and the learning rate of a step.
 
 Held for each weight that this rank steps: two moments (exponential means of the gradients and of
-their squares) and, if weights have 16 bits, a master copy of 32 bits. Sent: one number per step,
-this rank's part of the squared norm.
+their squares) and, if weights have 16 bits, a master copy of 32 bits. All-reduced: one number per
+step, this rank's part of the squared norm.
 """
 
 import math
@@ -28,8 +28,8 @@ def decays(shard):
 
 
 def clip_coefficient(norm, grad_clip):
-    """What to multiply gradients by so that their norm, now `norm` (a tensor), is at most
-    grad_clip. grad_clip 0: never clip."""
+    """The factor that brings gradients of norm `norm` (a tensor) down to the norm grad_clip; 1 if
+    their norm is smaller, or if grad_clip is 0 (never clip)."""
     return (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
 
 
@@ -38,8 +38,9 @@ def global_norm(grads, tags, group):
 
     group: the ranks that together hold every gradient. Without ZeRO, one replica: the other
     replicas hold the same. Under ZeRO all ranks: each data rank holds other chunks.
-    A LayerNorm weight is held by all T tensor ranks, and must count once: so each of its `copies`
-    holders adds 1/copies of its square."""
+    Some gradients are on several ranks of a replica: a LayerNorm weight's on all T tensor ranks,
+    the tied matrix's on two stages. Each must count once: so each of the `copies` ranks that hold
+    the gradient adds 1/copies of the gradient's square."""
     square = torch.zeros((), dtype=torch.double)
     for grad, tag in zip(grads, tags, strict=True):
         square += grad.double().square().sum() / tag.copies

@@ -4,7 +4,8 @@ microbatches, which flow through the stages as on an assembly line.
 Split: the layers; all ranks work at once, each on another microbatch. Sent, per microbatch and
 boundary between two ranks: the activation forward, its gradient backward, B S C elements each.
 Held: 1/P of the layers, and the saved activations of microbatches in flight (forward done, backward
-not yet): all m under GPipe, P - rank at most under 1F1B.
+not yet): all m under GPipe, at most P - rank under 1F1B. (Here also the gradients that were sent,
+until the step ends.)
 
 The price is the bubble: while the pipeline fills and drains, ranks idle, (P-1)/(m+P-1) of the time
 for P ranks and m microbatches. GPipe, arXiv 1811.06965; 1F1B, PipeDream 1806.03377.
@@ -45,8 +46,10 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
     rank = group.rank
     last = group.size - 1
     to_forward = deque(batches)
-    in_flight = deque()  # (input, output) of each microbatch between its forward and its backward
-    sends = []  # pending; torch keeps each tensor alive until it has been sent
+    in_flight = deque()  # (input, output, send) of microbatches whose backward has not run
+    # Pending sends of gradients, waited for after the last receive. A pending send keeps its tensor
+    # alive, so these gradients take memory until the step ends
+    grad_sends = []
     total_loss = 0.0
 
     def receive(src):
@@ -61,28 +64,33 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
             x = ids if rank == 0 else receive(rank - 1).requires_grad_()
             if rank < last:
                 output = run_layers(layers, x)  # (B, S, C)
-                sends.append(group.send(output.detach().contiguous(), rank + 1))
+                send = group.send(output.detach().contiguous(), rank + 1)
             else:
                 output = run_layers(layers, x, targets) / tokens
+                send = None
                 total_loss += output.item()
-            in_flight.append((x, output))
+            in_flight.append((x, output, send))
         else:
-            x, output = in_flight.popleft()  # of the oldest microbatch in flight
-            grad_output = receive(rank + 1) if rank < last else None  # None: d(loss)/d(loss) = 1
-            output.backward(grad_output)
+            x, output, send = in_flight.popleft()  # the oldest microbatch in flight
+            if rank < last:
+                output.backward(receive(rank + 1))
+                send.wait()  # returns at once: the output has arrived, for its gradient came back
+            else:
+                output.backward()
             if rank > 0:
-                sends.append(group.send(x.grad, rank - 1))
+                grad_sends.append(group.send(x.grad, rank - 1))
     # A send of gloo completes only when its receive is posted. If each rank waited for each send at
     # once, two ranks that send to each other would deadlock: wait here, after all receives.
-    wait_all(sends)
+    wait_all(grad_sends)
     return total_loss
 
 
-def tie_ends(layers, group):
+def tie_ends(all_layers, group):
     """Tag the tied embedding, which the first and the last stage both hold: its gradient is the sum
-    of two terms, the embedding's on the first stage and the head's on the last. group: the ranks of
-    those two stages (Mesh.ends); any other rank is alone in its group, and has nothing to tag."""
-    weight = layers[0].wte.weight  # the same object as the head's lm_head.weight
+    of two terms, the embedding's on the first stage and the head's on the last. all_layers: the
+    whole model's, before they are cut into stages. group: the ranks of those two stages
+    (Mesh.ends); any other rank is alone in its group, and has nothing to tag."""
+    weight = all_layers[0].wte.weight  # the same object as the head's lm_head.weight
     if group.size > 1:
         weight.shard.shared_by += (group,)
         weight.shard.sum_over += (group,)

@@ -3,8 +3,9 @@
 A rank is one process; there are D x P x T. D replicas of the model each train on 1/D of the batch.
 A replica is cut into P stages of consecutive layers, and each matrix of a stage into T slices, one
 for each of the stage's T ranks. A replica's batch goes through the stages in microbatches. ZeRO
-shards over the replicas what they would all hold: optimizer states (stage 1), gradients too (2),
-weights too (3).
+shards over the replicas what each of them would hold whole: ZeRO-1 the optimizer states, ZeRO-2 the
+gradients too, ZeRO-3 the weights too. Left out: split sequences, experts, schedules with several
+stages per rank or with a backward in two parts.
 
     python plain.py                                          one process
     torchrun plain.py --dp 2 --tp 2 --pp 2 --zero 3          one process, which starts all eight
@@ -36,14 +37,17 @@ from sizes import GPTConfig
 from tensor_parallel import tensor_parallel
 from zero import REDUCERS
 
-# The ranks form a grid D x P x T. mesh.group("pp") is this rank with the ranks that differ from it
-# in the stage only, mesh.group("dp") the ranks with its slice of its stage in all replicas.
-
 FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
     "dp": 1, "pp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", "microbatches": 4, "steps": 3,
     "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128, "dtype": "float32",
     "batch_size": 32, "lr": 4e-3, "min_lr": 0.0, "warmup_steps": 150, "weight_decay": 0.1,
     "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib"}
+
+
+# The ranks form a grid D x P x T. A group has the ranks that differ in one place of the grid only:
+#     mesh.group("dp")    same stage, same slice, all replicas
+#     mesh.group("pp")    same replica, same slice, all stages
+#     mesh.group("tp")    same replica, same stage, all slices
 
 
 def part_of_model(cfg, mesh, vocab_size):
@@ -88,7 +92,8 @@ def training_steps(cfg, mesh, data):
         # forward and backward: stages pass on activations and gradients, T ranks sum partial sums
         loss = run_pipeline(layers, pipeline, order, batches, shape, tokens, dtype)
 
-        # sum of the gradients: over the replicas; then of the tied matrix, over its two stages
+        # sum each gradient over the replicas; the tied matrix's also over the two stages that
+        # hold it
         grads = reducer.gradients()
         for grad, tag in zip(grads, tags, strict=True):
             for group in tag.sum_over[1:]:  # sum_over[0] is the replicas

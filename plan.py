@@ -46,10 +46,10 @@ def figures(job, layout, device):
     costs = Costs(job, device)
     seconds = costs.step_time(layout)
     breakdown = costs.breakdown(layout)
-    per_gpu = 1e12 * layout.ranks * seconds  # FLOPs of a step / per_gpu = TFLOP/s of each GPU
+    per_gpu = 1e12 * layout.ranks * seconds  # FLOPs of a step, divided by it: TFLOP/s of each GPU
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
-        cfg.chunks = 0  # follows from the schedule
+        cfg.chunks = 0  # the schedule has its own number: the command need not name it
     return {**layout._asdict(), "step_s": seconds,
             "tflops_per_gpu": step_flops(job, layout.recompute) / per_gpu,
             "mfu": step_flops(job) / per_gpu / device.tflops,
@@ -60,13 +60,14 @@ def figures(job, layout, device):
 
 # ---- the command line ----
 
-LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model; the rest is in run/config.py
+LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model. Others: run/config.py
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network", (0, 1): "unhidden"}
 BAND = 0.14  # the planner's median error on the third hold-out: python plan.py --published
-ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")  # columns; others only if some row needs them
+# Columns of every table. Other fields of Layout have a column if a row differs from one process
+ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")
 
 
 def summary(rows, job, tokens, title):
@@ -91,7 +92,7 @@ def listed(values, digits):
 
 
 def described_layout(layout):
-    """The fields of a layout that differ from those of one process, as text."""
+    """The fields of a layout that differ from those of one process: "dp 16 tp 4 zero 1"."""
     return " ".join(f"{name} {value}" for name, value in departures(layout).items())
 
 
@@ -145,15 +146,17 @@ def named_in(given, start):
 
 
 def described(args):
-    """(job, device, {field of Layout: value}) of the flags; the search leaves the fields alone."""
+    """(job, device, {field of Layout: value}) of the flags. The search keeps these values."""
     given = vars(args)
-    model = named_in({**given, "n_experts": given.get("experts", 0)}, MODELS[args.model])
+    n_experts = given.get("experts", 0)  # the flag has another name than the model's field
+    model = named_in({**given, "n_experts": n_experts}, MODELS[args.model])
     device = named_in(given, DEVICES[args.gpu])
     gpus = args.gpus
     config.check_limits(argparse.Namespace(**{**given, **vars(model), **vars(device)}), LIMITS)
     config.require(gpus <= device.node or gpus % device.node == 0, f"--gpus {gpus} must be a "
                    f"multiple of --node {device.node}")
-    open_if_0 = ("dp", "chunks", "microbatches")  # train.py chooses, here the search does
+    # With the value 0 these flags leave the choice to train.py: here to the search
+    open_if_0 = ("dp", "chunks", "microbatches")
     fixed = {name: given[name] for name in Layout._fields
              if name in given and (given[name] or name not in open_if_0)}
     actions = fixed.get("pp", 1) * fixed.get("microbatches", 1) * fixed.get("chunks", 1)
@@ -188,30 +191,40 @@ def searched(args):
 
 
 def print_plan(args, job, device, search, rows):
-    """The table; where the first row's bytes and seconds go, and its command; what is not shown."""
-    print(summary(rows, job, args.tokens, f"{n_parameters(job.model) / 1e9:.4g} billion parameters,"
-                  f" {job.batch_size} sequences of {job.model.block_size} tokens a step, on "
-                  f"{args.gpus} x {args.gpu}; days for {args.tokens:g} tokens"))
+    """Print the table; where the first row's bytes and seconds go; its command; what is not shown.
+    """
+    title = (f"{n_parameters(job.model) / 1e9:.4g} billion parameters, {job.batch_size} sequences "
+             f"of {job.model.block_size} tokens a step, on {args.gpus} x {args.gpu}; days for "
+             f"{args.tokens:g} tokens")
+    print(summary(rows, job, args.tokens, title))
     if not args.layout:
         seconds, fastest = search.fastest
         near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
         print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; the "
-              f"simplest first\nthe fastest, {seconds:.4g} s: {described_layout(fastest)}")
-    print("\nit DOES NOT FIT:" if rows[0]["memory_gb"]["total"] > device.gb else "")
-    print(f"GB on the fullest rank, of {device.gb:g}: {listed(rows[0]['memory_gb'], 1)}\n"
-          f"seconds: {listed(rows[0]['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
-          f"axis)\n{rows[0]['command']}")
+              "simplest first")
+        print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
+    first = rows[0]
+    print()
+    if first["memory_gb"]["total"] > device.gb:
+        print("the layout of the first row DOES NOT FIT:")
+    print(f"GB on the fullest rank, of {device.gb:g}: {listed(first['memory_gb'], 1)}")
+    print(f"seconds: {listed(first['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
+          "axis)")
+    print(first["command"])
+    print(f"(train.py takes the vocabulary of its --data, not the planned {job.model.vocab_size})")
     if args.layout and len(rows) > 1:
-        slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
-        print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}\n"
-              f"{slower:.1%} slower: {'within' if slower <= BAND else 'outside'} the band of "
-              f"{BAND:.0%}, the planner's own median error")
-    print("", "not shown:", *fell_out(search), f"not searched unless named: {NOT_SEARCHED}",
-          f"left out: {LEFT_OUT}", sep="\n")
+        slower = first["step_s"] / rows[1]["step_s"] - 1
+        band = "within" if slower <= BAND else "outside"
+        print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}")
+        print(f"{slower:.1%} slower: {band} the band of {BAND:.0%}, the planner's own median error")
+    print("\nnot shown:")
+    print(*fell_out(search), sep="\n")
+    print(f"not searched unless named: {NOT_SEARCHED}")
+    print(f"left out: {LEFT_OUT}")
 
 
 def main():
-    gc.disable()  # a plan makes many objects, no reference cycles: collecting would only take time
+    gc.disable()  # a plan makes many objects but no reference cycles: collecting only takes time
     parser = flags()
     args = parser.parse_args()
     try:
@@ -225,8 +238,10 @@ def main():
     except (ValueError, OSError) as error:
         parser.error(error)
     if args.json:
-        best = {"best": rows.pop()} if args.layout and len(rows) > 1 else {}
-        print(json.dumps({"layouts": rows, **best}))
+        shown = {"layouts": rows}
+        if args.layout and len(rows) > 1:  # searched() puts the fastest behind the asked one
+            shown = {"layouts": rows[:1], "best": rows[1]}
+        print(json.dumps(shown))
         return
     print_plan(args, job, device, search, rows)
 

@@ -1,7 +1,7 @@
 """Text from the last complete checkpoint, on one process, whatever layout trained it.
 
 A token's key and value do not change when others follow, so they are kept (cached): 2 L C numbers
-per token and sample, for L layers of width C; a new token then costs one row of attention and
+per token and sample, for L blocks of width C; a new token then costs one row of attention and
 2 FLOPs per parameter. The model sees the last block_size tokens, the window. Positions count from
 the window's beginning: once it is full, each new token shifts all others by one position, so all
 keys and values change, and each further token is computed from the whole window.
@@ -82,8 +82,10 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
             positions = torch.tensor([length - 1], device=out.device)
         logits = next_logits(model.layers, tokens, positions)
         out = torch.cat([out, pick_tokens(logits, temperature, top_k, rng)], dim=1)
-    for module, method in [(embedding, "positions"), *((block.attn, "attend") for block in blocks)]:
-        vars(module).pop(method, None)  # the model has its own methods again
+    # Remove what replaced the model's own methods
+    vars(embedding).pop("positions", None)
+    for block in blocks:
+        vars(block.attn).pop("attend", None)
     return out.tolist()
 
 

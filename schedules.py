@@ -1,11 +1,11 @@
 """Pipeline schedules: which rank runs which microbatch of which stage, in which order.
 
 The model is cut into stages, P ranks have v stages each (a rank's chunks), and the batch is cut
-into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of its
-input, W for those of its weights. The two columns hold for F = I = W and m >= 2P - 1. "Bubble" is
-the idle share of the longest rank's time, from its own first action to its last. "In flight" are
-the microbatches on the fullest rank whose forward is done and whose backward is not: their
-activations are held.
+into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of the
+stage's input, W for the gradients of its weights. The two columns hold for F = I = W and
+m >= 2P - 1. "Bubble": take the rank that needs the longest from its first action to its last; the
+bubble is the share of that time in which the rank idles. "In flight": microbatches whose forward
+is done and whose backward is not, on the rank with the most of them, which holds their activations.
 
                  bubble                             in flight
     gpipe        (P-1) / (m+P-1)                    m                 arXiv 1811.06965
@@ -13,7 +13,7 @@ activations are held.
     interleaved  (P-1) / (vm+P-1)                   P + (P-1)/v (1)   arXiv 2104.04473
     zb-h1        (P-1) / (3m+P-1)                   P                 arXiv 2401.10241
     zb-h2        0                                  2P - 1            arXiv 2401.10241
-    zb-v         0                                  P (1)             arXiv 2405.15362
+    zb-v         0                                  P (1)             arXiv 2401.10241
     (1) a microbatch in one of v chunks counts 1/v
 
     python schedules.py 1f1b 4 8        python schedules.py 4 8 --compare
@@ -79,8 +79,8 @@ def interleaved(P, m, v, rank):
         return weave(forwards, backwards, P - 1 - rank)
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
     num_warmup = (v - 1) * P
-    # ... then twice 1F1B's warm-up, which hides the latency of v times the messages. It makes the
-    # step 4 to 8% shorter if the latency is 0.1 F, and no shorter if it is 0
+    # ... then twice 1F1B's warm-up. Once would do if messages took no time; if a message takes
+    # 0.1 F, twice makes the step 4 to 8% shorter than once
     num_warmup += 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
@@ -133,8 +133,9 @@ def zb_v_lists(P, m):
         after its last forward         "I1" "I0", for which other ranks wait; "W1" "W0"
 
     A forward can run if there is memory: a rank holds at most 2P pairs of chunk and microbatch,
-    from their F to their W, as much as P whole microbatches. (The paper counts out a fixed pattern.
-    This order and this limit come to the same bubble and the same memory.)"""
+    from their F to their W, as much as P whole microbatches. (The paper, in its
+    section 6, counts out a fixed pattern. This order and this limit come to the same bubble and the
+    same memory.)"""
     last = 2 * P - 1  # the last stage
     done = Counter()  # done["F", s]: number of microbatches that have run F of stage s
 
@@ -209,9 +210,9 @@ SCHEDULES = {
 
 
 def chunks_of(name, asked=0):
-    """Stages per rank, v. asked: the value of --chunks, 0 if it is not given. (1 counts as not
-    given, too, if the schedule has a fixed number.) ValueError, in one line, if there is no such
-    schedule, or if it has another number of chunks."""
+    """Stages per rank, v. asked: the value of --chunks; 0: not given. A schedule with a fixed
+    number of chunks takes that number, and refuses any other but 1, which a layout has where no
+    schedule asks for chunks. ValueError, a line: no such schedule, or a number that it refuses."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:

@@ -8,9 +8,11 @@ place them between the two halves, on 1/T of the tokens per rank:
     without    row -> all-reduce     -> LayerNorm of S tokens                 -> column
     with       row -> reduce-scatter -> LayerNorm of S/T tokens -> all-gather -> column
 
-Sent: activations as much as without, and the gradients of replicated parameters (LayerNorm, wpe,
-biases of rows): each rank sees 1/T of the tokens, so they are summed over the T ranks. Held: 1/T of
-what is between row and column; here the gathered input of a column is held whole. arXiv 2205.05198.
+Sent: as many elements of activations as tensor parallelism alone sends. In addition, once per step,
+an all-reduce of the gradients of replicated parameters (LayerNorm, wpe, biases of rows), because
+each of the T ranks computes these gradients from 1/T of the tokens. Held: 1/T of
+the activations from a row's output to the next all-gather. What the all-gather returns, a column's
+input, is saved whole for backward. arXiv 2205.05198.
 
     python sequence_parallel.py        a GPT on 4 ranks
 """
@@ -51,9 +53,9 @@ def scatter_tokens(x, group):
 
 
 def sequence_parallel(model, group):
-    """tensor_parallel() with another f and g. In: a whole, tagged model. After: as there, and the
-    gradients of replicated parameters are to be summed over the group. T must divide S
-    (with context parallelism over N ranks: S/N)."""
+    """tensor_parallel() with another f and g. In: a whole, tagged model. After: the slices and tags
+    of tensor_parallel(), and the gradients of replicated parameters are to be summed over the
+    group. T must divide S (with context parallelism over N ranks: S/N)."""
     split_layers(model, group, f=gather_tokens, g=scatter_tokens)
     tag_replicated(model, group, sum_gradients=True)
     embedding = model.layers[0]
@@ -62,8 +64,8 @@ def sequence_parallel(model, group):
     embedding.positions = lambda idx: own_chunk(positions(idx), group)
 
 
-# train.py --sp runs engine/sequence_parallel.py and engine/tensor_parallel.py, which saves only 1/T
-# of a column's input for backward (here autograd saves all of it).
+# plain.py leaves this technique out. train.py --sp runs engine/sequence_parallel.py and
+# engine/tensor_parallel.py, which saves only 1/T of a column's input for backward.
 
 
 def demo(mesh):

@@ -35,7 +35,8 @@ class Shard:
 
     @property
     def first(self):
-        """Is this rank the first of the ranks in its replica that hold this slice?"""
+        """Is this rank the first of the ranks in its replica that hold this slice? (Asked by
+        run/checkpoint.py: one of these ranks writes the slice.)"""
         return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):
@@ -51,6 +52,7 @@ class Shard:
     def runs(self, start, stop):
         """Where elements [start, stop) of this slice, flattened, lie in the flattened full tensor:
         yields (index in the full tensor, index counted from `start`, length) of contiguous runs.
+        (Asked by run/checkpoint.py: a file has the full tensor, and a rank writes its slice there.)
 
         Full shape (2, 6), dim 1, ranges [1, 3): the slice holds elements 1 2 7 8 of the full
         tensor, so runs(1, 4) yields (2, 0, 1), then (7, 1, 2)."""

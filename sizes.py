@@ -21,7 +21,8 @@ class GPTConfig:
         schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
         # 2 FLOPs for each of 12 C^2 weights (with experts, too: a token runs through k of them,
-        # each 1/k as wide as the MLP); 4 C S for scores and values, masked ones too; the router
+        # each 1/k as wide as the MLP); 4 C S for scores and values, masked ones too; 2 C n_experts
+        # for the router
         block = 24 * C * C + 4 * C * self.block_size + 2 * C * self.n_experts
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 

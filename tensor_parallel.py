@@ -7,7 +7,8 @@
     LayerNorm, wpe and the biases of c_proj are replicated.
 
 Sent per rank, block and microbatch: four all-reduces of the activation (two forward, two backward),
-4 * 2 (T-1)/T B S C elements; embedding and head send one each, the loss three numbers per token.
+4 * 2 (T-1)/T B S C elements. Embedding and head all-reduce one activation each, the loss three
+numbers per token.
 Held: 1/T of the matrices, and of the activations inside of attention and MLP (between c_attn or
 c_fc and the c_proj that follows). Megatron-LM, arXiv 1909.08053.
 
@@ -115,7 +116,7 @@ def maximum(into, received):
 def vocabulary_loss(logits, targets, words, group):
     """cross_entropy. In: logits (B, S, V/T), for this rank's words [start, stop); targets (B, S).
     Returns the sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks.
-    The ranks send three numbers per token, never the logits of all words."""
+    The ranks all-reduce three numbers per token, never the logits of all words."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float))  # exp and sum in fp32
     # The largest logit is subtracted, because exp could overflow. It cancels, so its gradient is 0.
     largest = all_reduce(logits.detach().amax(-1), group, maximum)  # (B, S)

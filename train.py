@@ -169,18 +169,16 @@ class Trainer:
         # forward and backward; the reducer sums gradients while backward goes on
         self.reducer.zero_grad()
         loss = self.run_microbatches(self.actions, batches, self.scale)
+        self.reducer.finish()
 
-        # meanwhile one all-reduce for three things: the loss, of which each of the T ranks that
-        # have it adds 1/T; requests to stop; the experts' statistics
+        # one all-reduce for three things: the loss, of which each of the T ranks that have it adds
+        # 1/T; requests to stop; the experts' statistics
         asked = torch.full_like(loss, self.stop_asked)
         sums = torch.cat([torch.stack([loss / self.mesh.sizes["tp"], asked]),
                           self.routing.sums.flatten()])
-        work = all_reduce(sums, self.mesh.world, async_op=True)
+        all_reduce(sums, self.mesh.world)
 
-        # the end of the sum, and the norm
-        self.reducer.finish()
         square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)
-        work.wait()
         norm = torch.where(sums[0].isfinite(), square.sqrt() / self.scale, math.nan)
         numbers = torch.cat([torch.stack([norm, self.scale]), sums])
         return norm, partial(self.finish_read, self.mesh.world.start_read(numbers))

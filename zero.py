@@ -11,7 +11,8 @@ microbatches:
     3 weights too                16/D                                  3 m Psi (D-1)/D
 
 ZeRO-2 and 3 reduce the gradients of every microbatch, because keeping their sum until the last one
-would keep a full gradient. arXiv 1910.02054.
+would keep a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
+is this rank's slice.) arXiv 1910.02054.
 
     python zero.py              each stage, on 4 ranks
     python sizes.py 7e9         the bytes of a rank, for 7e9 parameters
@@ -75,13 +76,13 @@ def gather(chunk, shape, replicas):
     has computed the gradient of the whole from its own tokens, so reduce-scatter: the sum, of which
     each rank gets its own chunk."""
     def forward(chunk):
-        full = chunk.new_empty(shape)
-        own_chunk(full, replicas).copy_(chunk)
-        return all_gather(full, replicas)
+        whole = chunk.new_empty(shape)
+        own_chunk(whole, replicas).copy_(chunk)
+        return all_gather(whole, replicas)
 
     def backward(grad):
-        full = grad.clone(memory_format=torch.contiguous_format)
-        return own_chunk(reduce_scatter(full, replicas), replicas).clone()
+        whole = grad.clone(memory_format=torch.contiguous_format)
+        return own_chunk(reduce_scatter(whole, replicas), replicas).clone()
 
     return WithBackward.apply(chunk, forward, backward)
 
@@ -92,7 +93,7 @@ class Gathered(torch.nn.Module):
     layer again, which gathers them again."""
 
     def __init__(self, layer, chunks):
-        """chunks: {name of a parameter in the layer: (this rank's chunk, the full shape)}."""
+        """chunks: {name of a parameter in the layer: (this rank's chunk, shape of the whole)}."""
         super().__init__()
         self.layer = layer
         self.chunks = chunks
@@ -107,14 +108,14 @@ class Gathered(torch.nn.Module):
 
 
 class ZeRO3:
-    """Shards weights too: at most one layer's full weights exist at a time.
+    """Shards weights too: at most one layer's whole weights exist at a time.
 
     Replaces each entry of the list `layers`, in place, by a Gathered one. Sends 3 m Psi (D-1)/D:
     two gathers and one reduce-scatter for each microbatch. (A weight that two layers of the list
     share, the tied matrix, is sent for each of them.)"""
 
     def __init__(self, layers):
-        chunk_of = {}  # full parameter -> this rank's chunk
+        chunk_of = {}  # whole parameter -> this rank's chunk
         for param in parameters_of(layers):
             chunk = torch.nn.Parameter(own_chunk(param.data, param.shard.sum_over[0]).clone())
             chunk.shard = param.shard
@@ -123,7 +124,7 @@ class ZeRO3:
             layers[i] = Gathered(layer, {name: (chunk_of[param], param.shape)
                                          for name, param in layer.named_parameters()})
         for param in chunk_of:
-            param.data = param.data.new_empty(0)  # free the full weights
+            param.data = param.data.new_empty(0)  # free the whole weights
         self.params = list(chunk_of.values())
         self.weights = [chunk.data for chunk in self.params]
 

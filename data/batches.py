@@ -1,8 +1,9 @@
 """Batches from train.bin and val.bin, the same in every layout.
 
-The batch of step i, over all ranks, is a pure function of (seed, i): B sequences, each a window of
-block_size + 1 tokens that begins at a random place. Data rank d takes the d-th of D equal slices of
-the batch, and microbatch k the k-th part of the slice. So no rank has to tell another what it read.
+The batch of step i, over all ranks, is a pure function of (seed, i): batch_size sequences, each a
+window of block_size + 1 tokens that begins at a random place. Data rank d takes the d-th of D equal
+slices of the batch, and microbatch k the k-th part of the slice. So no rank has to tell another
+what it read.
 
 Each file holds tokens only, in little-endian uint16, the texts one after the other; a folder's
 meta.json says how many tokens and which vocabulary (data/prepare.py writes all of them).
@@ -19,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import BYTES, PATTERN, make_encoding, prepare, regular
+from data.prepare import BYTES, PATTERN, make_encoding, prepare, require_file
 from model import ABSENT
 
-META = {  # {name: type} of the values in meta.json that are used here; others may be there
+META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
 TOKEN = "<u2"  # numpy's name for a little-endian uint16
@@ -32,7 +33,8 @@ MAX_PREPARING = 300  # seconds to wait for another process that prepares the cor
 
 
 class DataError(ValueError):
-    """One line about a file of tokens."""
+    """A file of tokens is damaged. One line. Unlike other ValueErrors it may come during the run,
+    because batches are read then, too: train.py catches it there, and ends all ranks."""
 
 
 # ---- a prepared folder ----
@@ -49,25 +51,26 @@ def is_usable(value, kind):
     """Is a value of meta.json of its type, not empty, and above 0?"""
     if kind is str:
         return type(value) is str and value != ""
-    is_number = type(value) is kind or (kind is float and type(value) is int)  # (True is no int)
+    is_number = type(value) is kind or (kind is float and type(value) is int)  # (True is a bool)
     return is_number and 0 < value < math.inf
 
 
 def read_meta(path):
     """The values in meta.json. ValueError if a value cannot be used."""
     try:
-        meta = json.loads(regular(path).read_bytes(), object_pairs_hook=no_duplicates)
+        # require_file: ValueError for a pipe or a device, whose read may never end
+        meta = json.loads(require_file(path).read_bytes(), object_pairs_hook=no_duplicates)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if type(meta) is not dict or "vocab_size" not in meta:
-        raise ValueError("it has no vocab_size")
+        raise ValueError("meta.json has no vocab_size")
     for name, kind in META.items():
         if name in meta and not is_usable(meta[name], kind):
-            raise ValueError(f"its {name} is {str(meta[name])[:40]}")
+            raise ValueError(f"meta.json's {name} is {str(meta[name])[:40]}")
     if meta["vocab_size"] > 2**16:
-        raise ValueError(f"its vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
+        raise ValueError(f"meta.json's vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
     if meta.get("tokenizer", "gpt2") not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"its tokenizer is {meta['tokenizer'][:40]}")
+        raise ValueError(f"meta.json's tokenizer is {meta['tokenizer'][:40]}")
     return meta
 
 
@@ -86,14 +89,15 @@ def load_tokenizer(folder):
     ranks = read_ranks(Path(folder, "vocab.tiktoken")) if kind == "bpe" else BYTES
     encoding = make_encoding(kind, ranks, meta.get("pattern", PATTERN))
     if meta.get("vocab_size", 0) > encoding.n_vocab:
-        raise ValueError(f"its vocab_size is {meta['vocab_size']}, for {encoding.n_vocab} tokens")
+        raise ValueError(f"meta.json's vocab_size is {meta['vocab_size']}, for "
+                         f"{encoding.n_vocab} tokens")
     return encoding
 
 
 def read_ranks(path):
     """{token: rank} of vocab.tiktoken, which has a line "TOKEN_IN_BASE64 RANK" for each token."""
     ranks = {}
-    lines = regular(path).read_text().splitlines()
+    lines = require_file(path).read_text().splitlines()
     for line in lines:
         token, rank = line.split()
         ranks[base64.b64decode(token)] = int(rank)
@@ -102,7 +106,7 @@ def read_ranks(path):
     return ranks
 
 
-# ---- its batches ----
+# ---- the batches of a prepared folder ----
 
 
 class Data:
@@ -134,13 +138,13 @@ class Data:
             time.sleep(0.2)
 
     def find_meta(self):
-        """The values of meta.json. nanoGPT's own folders have none: theirs is GPT-2's vocabulary
-        or, where a meta.pkl lies, one of characters, which are counted here."""
+        """The values of meta.json. A folder that nanoGPT made has no meta.json: its vocabulary is
+        GPT-2's or, where a meta.pkl lies, characters, as many as the largest token id + 1."""
         path = self.folder / "meta.json"
         if not path.exists():
             if not (self.folder / "meta.pkl").exists():
                 return {"vocab_size": 50257}
-            files = [np.fromfile(regular(file), TOKEN) for file in self.folder.glob("*.bin")]
+            files = [np.fromfile(require_file(file), TOKEN) for file in self.folder.glob("*.bin")]
             largest = max((int(ids.max()) for ids in files if len(ids)), default=0)
             return {"vocab_size": largest + 1}
         try:
@@ -157,7 +161,7 @@ class Data:
         if not path.exists():
             raise ValueError(f"--data {self.folder}: {path.name} is missing; "
                              f"python data/prepare.py PATH --out {self.folder} makes it")
-        size = regular(path).stat().st_size
+        size = require_file(path).stat().st_size
         tokens_of_meta = self.meta.get(f"{split}_tokens")
         if tokens_of_meta and size != 2 * tokens_of_meta:
             raise ValueError(f"{path} is truncated: {size} bytes for {tokens_of_meta} tokens; make "
@@ -178,8 +182,8 @@ class Data:
     def check_ids(self, ids, path):
         """DataError if a token is not in the vocabulary."""
         if ids.max() >= self.vocab_size:
-            raise DataError(f"{path} holds token id {ids.max()}, beyond the vocabulary of "
-                             f"{self.vocab_size} in {self.folder}/meta.json; make it anew")
+            raise DataError(f"{path} holds token id {ids.max()}, but the vocabulary of "
+                            f"{self.folder} has {self.vocab_size} tokens; make it anew")
 
     def training(self, cfg, step, mesh):
         """This data rank's microbatches of a step: [(ids, targets)], each (B, S)."""
@@ -208,8 +212,9 @@ class Data:
         return batches
 
     def fingerprint(self):
-        """Some bytes that differ if the data do: meta.json's content, the files' sizes, and 64
-        pieces of each."""
+        """A hash of meta.json's values, of the files' lengths, and of 64 pieces of each file. Other
+        data have another hash, unless they differ only between the pieces of a file of more than 2
+        million tokens."""
         digest = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode())
         length = 1 << 15  # tokens of a piece
         for tokens in (self.train, self.val):

@@ -1,8 +1,9 @@
 """Text to tokens: writes train.bin, val.bin, meta.json and, for bpe, vocab.tiktoken.
 
 The default corpus is the source of the Python standard library, which lies beside the interpreter.
-Files go whole to train (90% of the bytes) or to val. The .bin files are like nanoGPT's:
-little-endian uint16, opened with np.memmap. The bpe vocabulary is learned here (arXiv 1508.07909,
+Files go whole to train (90% of the bytes) or to val; where they are too few and too large for that,
+the joined text is cut at a line. The .bin files are like nanoGPT's: little-endian uint16, opened
+with np.memmap. The bpe vocabulary is learned here (arXiv 1508.07909,
 over bytes like in GPT-2) and applied by tiktoken. A loss in nats per token, divided by ln 2 and by
 bytes_per_token, is in bits per byte: so losses of different tokenizers can be compared with one
 another, and with the bits that gzip -9 needs per byte of val.bin's text.
@@ -51,10 +52,11 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-LEARN_CHARS = 8_000_000  # learn from no more of train. (Its files are in random order.)
+# The vocabulary is learned from this many characters, the first of train; its files are shuffled
+LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
-# beyond 100,000 characters where a line break follows a letter or digit, because no token joins
-# these two; the last piece is the rest (.+).
+# beyond 100,000 characters where a line break follows a letter, a digit or "_" (\w),
+# because no token joins these two; the last piece is the rest (.+).
 PIECES = re.compile(r"(?s).{100000,}?\w(?=\n)|.+")
 
 
@@ -70,7 +72,7 @@ def show(doing, progress=""):
 # ---- read the texts ----
 
 
-def regular(path):
+def require_file(path):
     """Returns the path. ValueError if it is a pipe or a device, of which a read may never end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
@@ -115,7 +117,7 @@ def read_source(source):
     docs = []
     for path in paths:
         try:
-            text = regular(path).read_bytes().decode()
+            text = require_file(path).read_bytes().decode()
         except (OSError, ValueError) as error:
             if path == root:  # the user has named this file; in a folder, skip what is not text
                 raise ValueError(f"{source}: not readable as UTF-8 text ({error}); give the path "
@@ -268,7 +270,8 @@ def encode(enc, texts, name, pool):
 
 
 def write_whole(out, files):
-    """Write {name: bytes} into the folder `out`, each file whole or not at all, meta.json last.
+    """Write {name: bytes} into the folder `out` in the order of the dict, whose last name has to be
+    meta.json; each file whole or not at all.
 
     A meta.json marks a folder as complete. One that is there already for other data is deleted
     before any other file is replaced, so that a run that is stopped half-way leaves an unmarked

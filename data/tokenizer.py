@@ -1,5 +1,5 @@
-"""Writes the tokenizer of a prepared folder as files that Hugging Face's AutoTokenizer opens. Both
-libraries, theirs and tiktoken, then give a text the same tokens."""
+"""The tokenizer of a folder that data/prepare.py made, in the format of Hugging Face: run/export.py
+writes the files. AutoTokenizer and tiktoken then give a text the same tokens."""
 
 from data.batches import load_tokenizer
 
@@ -17,7 +17,8 @@ def byte_characters():
 
 def merges_of(ranks):
     """[(left, right)]: all pairs of tokens that spell a token of {token: rank}, in the order of its
-    rank. The two libraries say the same in two ways: tiktoken merges any two neighbours that spell
+    rank. (tiktoken calls a token's id its rank: tokens that were learned first have the lowest.)
+    The two libraries say the same in two ways: tiktoken merges any two neighbours that spell
     a token, the token of lowest rank first; tokenizer.json lists the pairs to merge, the first in
     the list first. ranks = {..., ab: 256, bc: 257, abc: 258} gives a b, b c, a bc, ab c."""
     merges = []
@@ -56,9 +57,10 @@ def tokenizer_files(data, config):
     ValueError if there is no tokenizer to write."""
     encoding = load_tokenizer(data)
     if encoding.name == "gpt2":
-        raise ValueError("it is GPT-2's own; AutoTokenizer.from_pretrained('gpt2') has it")
+        raise ValueError(f"the tokenizer of {data} is GPT-2's own; "
+                         "AutoTokenizer.from_pretrained('gpt2') has it")
     if encoding.n_vocab != config.vocab_size:
-        raise ValueError(f"that of {data} has {encoding.n_vocab} tokens, the model "
+        raise ValueError(f"the tokenizer of {data} has {encoding.n_vocab} tokens, the model "
                          f"{config.vocab_size}")
     return {"tokenizer.json": tokenizer_json(encoding),
             "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast",

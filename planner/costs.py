@@ -10,7 +10,7 @@
                messages and the optimizer
 
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
-But f, i, w together are seconds of F, I, W.
+But where f, i and w stand together, they are seconds of F, I and W.
 """
 
 import math
@@ -25,8 +25,7 @@ from schedules import placement, splits_backward
 
 LEFT_OUT = """\
 stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
-kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation; the
-vocabulary is that of --data in train.py"""
+kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation"""
 
 
 def step_flops(job, recompute=False):
@@ -93,7 +92,7 @@ class Time(NamedTuple):
 
 
 def idle_of_1f1b(P, m, f, i, w):
-    """A rank idles for the time of an F and a B of each other rank."""
+    """A rank idles for the time of an F and a B of each other rank. (GPipe's, too.)"""
     return (P - 1) * (f + i + w)
 
 
@@ -105,6 +104,7 @@ def idle_of_zero_bubble(depth, P, m, f, i, w):
 
 
 def idle_of_zb_v(P, m, f, i, w):
+    """No rank idles, if F = I = W and the microbatches fill the pipeline."""
     return 0 if f == i == w and m >= 2 * P - 1 else None
 
 
@@ -126,9 +126,12 @@ def closed_form(name, P, m, v, costs):
 
 
 # ---- the makespan, by the clock ----
-# engine/schedules.py's simulate() again, 40 times faster, because a search plays many costs on the
-# same lists: in_order() sorts the actions once, played() then needs one pass over them, and
-# makespan() plays short runs only. A test compares.
+# engine/schedules.py's simulate() once more, but fast, because a search plays the same lists with
+# many costs:
+#     in_order()    sorts the actions of a schedule, once for all costs
+#     played()      needs one pass over the sorted actions
+#     makespan()    plays short runs only, and predicts long ones
+# A test compares with simulate().
 
 
 @cache
@@ -147,16 +150,17 @@ def in_order(schedule, P, m, v):
                 kind, stage, k = queue[0]
                 needed = None
                 if kind != "W":  # W needs its own rank's I only
-                    # The action needs the result of the stage `source`, from the same `computed`
+                    # F needs the F of the stage before, B and I the B or I of the stage after.
+                    # known: the dict that has what this action needs, and that records this action
                     if kind == "F":
-                        computed, source = forward, stage - 1
+                        known, source = forward, stage - 1
                     else:
-                        computed, source = backward, stage + 1
+                        known, source = backward, stage + 1
                     if 0 <= source < len(where) and where[source] != rank:
-                        if (source, k) not in computed:
-                            break  # not there yet: the next rank goes on
-                        needed = computed[source, k]
-                    computed[stage, k] = len(rows)
+                        if (source, k) not in known:
+                            break  # not computed yet: the next rank goes on
+                        needed = known[source, k]
+                    known[stage, k] = len(rows)
                 rows.append((rank, kind, needed))
                 queue.popleft()
     return rows
@@ -202,11 +206,12 @@ def stages_behind_rank_0(schedule, P, v):
 
 # ---- a step ----
 
-# Kernels that are launched: about so many in a block's forward and in the two halves of its
-# backward; in the head; and in the optimizer, for each block
+# Roughly how many kernels are launched: in a block's forward, in the two halves of its backward, in
+# the head, and in the optimizer for each block
 KERNELS = {"F": 20, "I": 25, "W": 12, "head": 20, "optimizer": 8}
-NORMS = 4  # numbers moved per element of an activation: two norms, each reads it and writes it
-RESIDUALS = 6  # the same: two additions, each reads two elements and writes one
+# In a block's forward, numbers read or written for each element of an activation
+NORMS = 4  # two norms: each reads the element and writes it
+RESIDUALS = 6  # two additions: each reads two elements and writes one
 
 
 class Costs:
@@ -216,12 +221,12 @@ class Costs:
         self.job = job
         self.device = device
         self.known = {}  # what layers() returns, by the numbers that it depends on
-        self.different_parts = cache(
+        self.different_parts = cache(  # (schedule, P, v) -> what parts() returns
             lambda schedule, P, v: set(parts_of(job.model, schedule, P, v)))
         shape, h = shape_of(job.model), job.model.n_embd
-        # Numbers that a block's forward moves per token, that is, reads from memory or writes to
-        # it, without its matrix products. moved_by_norms is split by --sp only, moved_inside always
-        # by T
+        # Numbers per token that the kernels of a block's forward move, that is, read from memory or
+        # write to it. Matrix products are not among these kernels. Tensor ranks share
+        # moved_by_norms under --sp only, moved_inside always
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         in_mlp = shape.up * shape.inner + shape.inner  # the activation function reads, and writes
         in_attention = h + 2 * shape.kv + h  # reads queries, keys and values, writes the result
@@ -256,9 +261,9 @@ class Costs:
 
     def tensor_messages(self, n, layout, split, products):
         """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. A block has two pairs
-        of a column and a row. Each pair all-reduces its output forward, and the gradient of its
-        input backward; --sp has a gather and a scatter, half an all-reduce each, in their place,
-        and gathers the column's input x once more for its weights' gradient.
+        of a column and a row. Each pair all-reduces its output in forward, and the gradient of its
+        input in backward. --sp has a gather and a scatter, half an all-reduce each, in place of an
+        all-reduce, and gathers the column's input x once more for its weights' gradient.
 
                               F waits for       I waits for                  W waits for
             --sp off          2 all-reduces     -                            2 all-reduces, beside W
@@ -269,16 +274,18 @@ class Costs:
                               2 scatters        2 gathers of x, beside I
 
         split: I and W are separate (zero bubble), and W comes too late to hide I's messages.
-        products: FLOPs of the block's forward."""
+        products: FLOPs of the block's forward. Experts take the place of the second pair, and are
+        counted like it. (In fact their messages in backward overlap with nothing, and they gather
+        no x once more.)"""
         model = self.job.model
         all_reduce = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
-        # Two of them, beside no compute. Through exposed(), which published.py overrides: here it
-        # returns all_reduce
+        # Two all-reduces beside no compute: all of their time, unless published.py's exposed() has
+        # another share
         two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")
-        # A message beside I or W travels beside the I, or the W, of one column. A block has two
-        # columns, and they make up this share of its products:
+        # A message beside I (or W) travels during the I (or W) of one column. A block has two
+        # columns, whose share of the block's products is:
         share_of_columns = matrices(model)[0] / sum(matrices(model))
-        product = self.compute(share_of_columns / 2 * products)
+        product = self.compute(share_of_columns / 2 * products)  # seconds of one column's I, or W
         halves_beside = 2 * self.exposed(all_reduce / 2, product, "tp") if layout.sp else 0.0
         if split:
             return two_alone, two_alone + halves_beside, 0.0
@@ -287,18 +294,21 @@ class Costs:
         return two_alone, 0.0, 2 * self.exposed(all_reduce, product, "tp")
 
     def context_messages(self, n, layout, attention, attention_back):
-        """(forward, backward) seconds that attention waits for context-parallel ranks. Its compute,
-        attention and attention_back, hides the ring's messages."""
+        """(forward, backward) seconds that attention waits for context-parallel ranks. attention,
+        attention_back: seconds of its compute, beside which the ring's messages travel."""
         T, ranks, w, device = layout.tp, layout.cp, self.job.width, self.device
         h, kv = self.job.model.n_embd, shape_of(self.job.model).kv
         members = on_node(device, T, ranks)
         if ranks > 1 and layout.cp_attention == "all-to-all":
-            # queries and the result, 2 h; keys and values, 2 kv. In backward their gradients
+            # Queries and the result, 2 h; keys and values, 2 kv. Backward swaps their gradients
             swap = swap_time(device, members, ranks, 2 * n * (h + kv) / T * w)
             return swap, swap
-        # A hop passes on 2 kv numbers per token, keys and values; from node to node through one
-        # port. Seconds of a hop, if a number had one byte:
-        per_byte = 2 * n * kv / T / link(device, ranks if members == ranks else 1, ranks)
+        # A hop passes on keys and values, 2 kv numbers per token. A hop from node to node has one
+        # port, because one rank of a node sends to the next node. Seconds of a hop, if a number had
+        # one byte:
+        senders = ranks if members == ranks else 1  # a ring on one node has no such border
+        per_byte = 2 * n * kv / T / link(device, senders, ranks)
+        # Attention's compute is spread evenly over `ranks` hops, the first without a message
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
         # In backward also their gradients, in at least 32 bits
         hop_back = per_byte * (w + max(4, w))
@@ -332,9 +342,12 @@ class Costs:
         # W reads the columns' and rows' inputs and the gradients of their outputs, as large as the
         # operands, and adds to the weights' gradients: reads and writes them
         W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
-        if split and n_experts:  # weight gradients of experts are not deferred: from W to I
-            of_one = experts * E / n_experts  # 1/T of an expert's parameters
-            at_once = self.compute(2 * n * model.top_k * of_one, moved=2 * w * experts)
+        if split and n_experts:
+            # Experts do not defer their weight gradients: move their seconds from W to I. The n
+            # tokens have chosen n top_k times, and T ranks share the work. So for each choice this
+            # rank has the work of 1/T of an expert
+            share_of_expert = experts * E / n_experts  # parameters of an expert, divided by T
+            at_once = self.compute(2 * n * model.top_k * share_of_expert, moved=2 * w * experts)
             I += at_once  # noqa: E741
             W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
@@ -348,22 +361,26 @@ class Costs:
         return forward, backward.plus(again), Time(W, tp_W)
 
     def recomputed(self, layout, forward, attention):
-        """The Time that recompute adds to a block's backward. forward: the Time of its forward;
-        attention: the seconds of attention in it (published.py has programs that recompute only
-        that)."""
+        """The Time that recompute adds to a block's backward. forward: the Time of its forward.
+        attention: how many of these seconds are attention (published.py has programs that recompute
+        attention only)."""
         return forward if layout.recompute else Time()
 
     def ends(self, n, T):
         """(F, I, W) of the embedding, and of the head. The head computes its gradients in its
         forward, chunk by chunk of the logits. Its softmax is in at least 32 bits."""
         h, w = self.job.model.n_embd, self.job.width
-        words = self.job.model.vocab_size / T  # of the vocabulary, on this rank
-        # An all-reduce: of the embedded tokens; of the gradient of the head's input
+        words = self.job.model.vocab_size / T  # tokens of the vocabulary on this rank
+        # One all-reduce in either end: of the embedded tokens, and of the gradient of the head's
+        # input
         reduce = self.ring(1, T, n * h * w, rounds=2)
-        # Bytes moved, if four tensors are written once and read once: the logits, in w bytes each,
-        # and in at least 32 bits their copy, their log-softmax and their gradient
+        # Bytes moved, if four tensors are written once and read once: in w bytes the logits; in at
+        # least 32 bits their copy, their log-softmax and their gradient. Most published programs,
+        # to which the fractions of hardware.py are fitted, have these four. (train.py writes the
+        # gradient over the logits, in w bytes)
         logits = 2 * n * words * (w + 3 * max(w, 4))
-        matrix = 3 * w * h * words  # read for the logits and for grad_x; its gradient written
+        # Bytes of the matrix: read for the logits and for grad_x, and its gradient written
+        matrix = 3 * w * h * words
         products = 3 * 2 * n * h * words  # FLOPs of logits, grad_x, and the matrix's gradient
         head = self.compute(products, moved=logits + matrix, kernels=KERNELS["head"])
         look_up = self.compute(moved=2 * n * h * w)  # reads a row per token, and writes it
@@ -375,7 +392,7 @@ class Costs:
         """(F, I, W) of the embedding, of a block, of the head; each a Time."""
         n = tokens_of(self.job, layout)
         split = splits_backward(layout.schedule)
-        # block() reads pp only for the distance of ranks that share experts
+        # block() reads pp only for the distance of ranks that share experts. 0: does not matter
         pp = layout.pp if layout.ep > 1 else 0
         key = (n, split, layout.tp, layout.cp, layout.ep, pp, layout.sp, layout.recompute,
                layout.cp_attention)
@@ -422,9 +439,10 @@ class Costs:
                         (*actions, comm))
 
     def lower_bound(self, layout):
-        """Seconds of the schedule at least: messages between stages take none, and the bubble is
-        the formula's. Without a formula: rank 0 runs no I (or B) before the first microbatch has
-        gone forward through all stages, and back through those behind rank 0's last."""
+        """Seconds of the schedule at least: messages between stages take no time, and the bubble is
+        the formula's. Without a formula, rank 0's time at least: all its m F, I and W; moreover it
+        runs no I (or B) before a microbatch has gone forward through all stages, and back through
+        those behind rank 0's last (`trip`)."""
         actions, _ = self.busiest_rank(layout)
         P, m, v = layout.pp, layout.microbatches, layout.chunks
         bubble = closed_form(layout.schedule, P, m, v, (*actions, 0.0))
@@ -440,16 +458,17 @@ class Costs:
         """Seconds in which the data-parallel ranks all-gather numel weights, and those of the
         part's experts. A reduce-scatter of as many numbers takes as long."""
         w, device = self.job.width, self.device
-        replica = layout.tp * layout.cp * layout.pp  # its number of ranks: the data axis' stride
+        replica = layout.tp * layout.cp * layout.pp  # ranks of a replica: the data axis' stride
         ranks = layout.dp * layout.cp  # data and context ranks are one group
+        # How many ranks of this group are on one node
         members = on_node(device, layout.tp, layout.cp) * on_node(device, replica, layout.dp)
         seconds = ring_time(device, members, ranks, numel * w)
         experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
         # Each of E neighbours on the data axis has other experts, so every E-th rank is in a group
         if experts:
             seconds += self.ring(replica * layout.ep, ranks // layout.ep, experts * w)
-        # One collective for each layer or, in DDP, for each bucket of 25 MiB. ring_time has the
-        # latency of one
+        # One collective for each layer (ZeRO) or for each bucket of 25 MiB (DDP). The ring_time
+        # above has the latency of one: add that of the others
         collectives = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
         return seconds + (collectives - 1) * (ranks - 1) * device.latency
 
@@ -458,15 +477,17 @@ class Costs:
         microbatch, beside which they travel."""
         model, m, T = self.job.model, layout.microbatches, layout.tp
         dense, _ = block_parameters(model, T, layout.ep)
-        vocabulary, _ = end_parameters(model, part, T)  # without positions, and the head's norm
+        vocabulary, _ = end_parameters(model, part, T)  # left out: positions and the head's norm
         weights = self.gather_time(layout, part, part.blocks * dense + vocabulary)
         grads = self.job.grad_width / self.job.width * weights
         if layout.zero == 0:  # an all-reduce beside the last backward
             return self.exposed(2 * grads, backward, "dp")
-        if layout.zero == 1:  # a reduce-scatter beside it; new weights beside the next forward
-            return self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
+        # ZeRO-1 and 2: new weights are all-gathered beside the next step's first forward
+        new_weights = self.exposed(weights, forward, "dp")
+        if layout.zero == 1:  # a reduce-scatter beside the last backward
+            return self.exposed(grads, backward, "dp") + new_weights
         if layout.zero == 2:  # a reduce-scatter beside every backward
-            return m * self.exposed(grads, backward, "dp") + self.exposed(weights, forward, "dp")
+            return m * self.exposed(grads, backward, "dp") + new_weights
         # ZeRO-3 gathers weights beside every forward: the blocks', and a matrix for each end that
         # the part has. And beside every backward the blocks' only: a backward reads neither end's
         # matrix
@@ -482,8 +503,9 @@ class Costs:
         where = placement(layout.schedule, layout.pp, layout.chunks)  # where[stage]: its rank
         if where[0] == where[-1] or isinstance(model, Llama):  # on one rank; or not tied
             return 0.0
-        replica = T * layout.cp * layout.pp  # its number of ranks
+        replica = T * layout.cp * layout.pp  # ranks of a replica
         members = 2 if device.node % replica == 0 else 1  # is the whole pipeline on a node?
+        # Under ZeRO the data ranks have summed before, and each has a shard
         shards = layout.dp * layout.cp if layout.zero else 1
         nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
         return ring_time(device, members, 2, nbytes, rounds=2)
@@ -497,9 +519,11 @@ class Costs:
         vocabulary, _ = end_parameters(model, part, layout.tp)
         numel = dense + vocabulary
         owned = numel / ranks + experts * layout.ep / ranks if layout.zero else numel + experts
-        # Bytes per parameter. 16-bit training: master and two moments read and written, 3 * 2 * 4;
-        # gradient read and weight written, 2 * 2. Wider weights are their own masters
-        per_parameter = 3 * 2 * 4 + 2 * 2 if w == 2 else 3 * 2 * w + w
+        # Bytes moved per parameter:
+        #                                     read and written           read         written
+        #     16-bit weights                  master, two moments (4)    gradient     weight
+        #     wider ones, their own master    weight, two moments        gradient     -
+        per_parameter = 3 * 2 * 4 + 2 + 2 if w == 2 else 3 * 2 * w + w
         return self.compute(moved=owned * per_parameter,
                             kernels=KERNELS["optimizer"] * part.blocks)
 

@@ -1,6 +1,6 @@
 """Devices, links and models by name, with the sources of their figures. A program reaches only
-fractions of a data sheet's figures; the fractions are fitted to published runs:
-python plan.py --published
+fractions of a data sheet's figures. The fractions are fitted to published runs, which
+`python plan.py --published` prints.
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,25 @@ from sizes import GPTConfig
 class Device:
     tflops: float  # dense 16-bit matrix products, 10^12 FLOPs per second
     gb: float  # memory, 10^9 bytes. CUDA and NCCL take 5% to 7% of it, which are not counted
-    hbm: float  # its bandwidth, 10^9 bytes per second
+    hbm: float  # bandwidth of that memory, 10^9 bytes per second
     nvlink: float  # to another device of the node, each way, 10^9 bytes per second
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices of a node
-    # Fractions of the figures above that programs reach: fitted, except f_attention of A100s
-    f_products: float = 0.81  # of tflops, in matrix products once their operands are there
-    f_attention: float = 0.6  # of tflops, in a fused attention kernel (arXiv 2307.08691, figure 4)
-    f_hbm: float = 0.66  # of hbm
-    f_nvlink: float = 0.52  # of nvlink, in a ring in which each rank waits for the one before
-    f_network: float = 0.65  # of network
+    # Fractions of the figures above that programs reach. All are fitted, except A100s' f_attention
+    # (arXiv 2307.08691, figure 4), which V100s have, too
+    f_products: float = 0.81  # fraction of tflops, in matrix products once their operands are there
+    f_attention: float = 0.6  # fraction of tflops, in a fused attention kernel
+    f_hbm: float = 0.66  # fraction of hbm
+    f_nvlink: float = 0.52  # fraction of nvlink, in a ring (each rank waits for the one before)
+    f_network: float = 0.65  # fraction of network
     # A message beside compute slows the compute down, by this fraction of the message's own time
     unhidden: float = 0.27
     latency: float = 5e-6  # seconds until a message starts to flow (NCCL's tuning.cc)
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
 
 
-HOPPER = {"f_products": 0.78, "f_attention": 0.24}
-# tflops, gb, hbm, nvlink: NVIDIA's data sheets; network: a port of the node for each device
+HOPPER = {"f_products": 0.78, "f_attention": 0.24}  # H100 and H200
+# tflops, gb, hbm, nvlink: NVIDIA's data sheets; network: one port for each device of a node
 DEVICES = {
     "v100": Device(125, 32, 900, 150, 12.5),  # SXM, NVLink 2, EDR InfiniBand
     "a100-40": Device(312, 40, 1555, 300, 25),  # SXM, NVLink 3, HDR
@@ -41,9 +42,11 @@ DEVICES = {
 
 def peak_flops(gpu):
     """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
-    known = {"h100 pcie": 756, "nvl": 835}  # cards that are slower than SXM: their own data sheets
+    # Cards that are slower than SXM, with tflops from their own data sheets. They come first,
+    # because "NVIDIA H100 PCIe" has "h100" in it, too
+    known = {"h100 pcie": 756, "nvl": 835, "v100-pcie": 112}
     known.update((name.split("-")[0], device.tflops) for name, device in DEVICES.items())
-    for name, tflops in known.items():  # "NVIDIA H100 PCIe" has "h100", too: the slower come first
+    for name, tflops in known.items():
         if name in gpu.lower():
             return 1e12 * tflops
     return 0.0
@@ -51,10 +54,10 @@ def peak_flops(gpu):
 
 @dataclass(frozen=True)
 class Llama(GPTConfig):
-    """SwiGLU, grouped heads of keys and values (arXiv 2305.13245), RMSNorm, rotary positions, no
-    biases, a head with a matrix of its own. (train.py trains GPT-2's architecture.)"""
+    """SwiGLU, grouped keys and values (arXiv 2305.13245), RMSNorm, rotary positions, no biases,
+    lm_head not tied to the embedding. (train.py trains GPT-2's architecture.)"""
     mlp_width: int = 11008
-    n_kv_head: int = 32
+    n_kv_head: int = 32  # heads of keys and values; several heads of queries share one
 
 
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
@@ -65,7 +68,9 @@ MODELS = {  # gpt(layers, heads, width, ...), Llama(vocabulary, tokens, layers, 
     # Radford et al. 2019, as released
     "gpt2": gpt(12, 12, 768, 50257, 1024), "gpt2-medium": gpt(24, 16, 1024, 50257, 1024),
     "gpt2-large": gpt(36, 20, 1280, 50257, 1024), "gpt2-xl": gpt(48, 25, 1600, 50257, 1024),
-    # GPT-3, arXiv 2005.14165, table 2.1; the vocabulary padded as in arXiv 2104.04473
+    # GPT-3, arXiv 2005.14165, table 2.1, with two corrections, because the heads' widths must add
+    # up to the model's: 1.3B has 16 heads (there 24), 13B is 5120 wide (there 5140). The vocabulary
+    # is padded as in arXiv 2104.04473
     "gpt3-1.3b": gpt(24, 16, 2048), "gpt3-2.7b": gpt(32, 32, 2560), "gpt3-6.7b": gpt(32, 32, 4096),
     "gpt3-13b": gpt(40, 40, 5120), "gpt3-175b": gpt(96, 96, 12288),
     # Megatron, arXiv 2104.04473, table 1

@@ -3,12 +3,13 @@
     tflops         a square matrix product, in bfloat16 on GPUs and float32 on processors
     f_attention    fused attention, forward and backward
     hbm            a sum of two long tensors
-    latency        a short all-reduce
-    nvlink         a long all-reduce, less the short one
+    latency        a short all-reduce, divided by the number of its hops
+    nvlink         a long all-reduce, less the latency of its hops
     launch         a tiny product, on processors; a GPU hides it behind the kernel before
 
 All ranks measure at the same time, like in training."""
 
+import math
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from engine.collectives import all_reduce, barrier
+from engine.collectives import all_reduce, barrier, takes_butterfly
 from engine.mesh import Mesh
 from run import signals
 from run.launch import launch
@@ -24,7 +25,8 @@ from run.processes import choose_device, init, shutdown
 
 
 def seconds(mesh, work, times=1):
-    """Seconds of work() on the slowest rank, the least of five rounds. times: calls in a round."""
+    """Seconds of work() in the fastest of five rounds; the largest over the ranks. work() returns a
+    tensor. times: calls in a round."""
     rounds = []
     for _ in range(6):  # the first warms up
         barrier(mesh.world)
@@ -36,6 +38,12 @@ def seconds(mesh, work, times=1):
         rounds.append((time.perf_counter() - start) / times)
     least = torch.tensor([min(rounds[1:])], device=mesh.device)
     return mesh.world.read(all_reduce(least, mesh.world, "max"))[0]
+
+
+def hops(tensor, group):
+    """How many messages follow one another in an all-reduce (engine/collectives.py)."""
+    n = group.size
+    return 2 * int(math.log2(n)) - 1 if takes_butterfly(tensor, group) else 2 * (n - 1)
 
 
 def measure(mesh):
@@ -68,11 +76,12 @@ def measure(mesh):
         "launch": 0 if cuda else seconds(mesh, lambda: tiny @ tiny, 200), "node": n,
         "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}
     if n > 1:
-        # An all-reduce has 2 (n-1) hops, of 1/n of the tensor each (planner/costs.py, ring_time)
-        short = seconds(mesh, lambda: all_reduce(tiny, world), 10)
-        more = max(1e-9, seconds(mesh, lambda: all_reduce(long, world)) - short)
-        flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / more / 1e9, "f-nvlink": 1,
-                  "latency": short / (2 * (n - 1))}
+        latency = seconds(mesh, lambda: all_reduce(tiny, world), 10) / hops(tiny, world)
+        # The long one is a ring: 2 (n-1) hops, each with 1/n of the tensor (ring_time in costs.py)
+        of_hops = hops(long, world) * latency
+        of_bytes = max(1e-9, seconds(mesh, lambda: all_reduce(long, world)) - of_hops)
+        flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / of_bytes / 1e9, "f-nvlink": 1,
+                  "latency": latency}
     return flags
 
 
@@ -80,7 +89,7 @@ def main():
     """Starts this command again as all ranks of the node; rank 0 prints."""
     gpus = torch.cuda.device_count()
     n = gpus or min(8, os.cpu_count() or 1)
-    if signals.STORE not in os.environ:
+    if signals.STORE not in os.environ:  # no rank yet: launch() sets STORE for the ranks it starts
         print(f"plan with these flags, measured on {n} {'GPUs' if gpus else 'processors'}"
               f"{'' if n > 1 else '; one sends no messages'}; for several nodes add --network:",
               flush=True)

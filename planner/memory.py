@@ -1,15 +1,18 @@
 """Bytes that each rank holds in a layout.
 
     weights, gradients, optimizer    sizes.bytes_per_parameter, which train.py prints too
-    activations    what the blocks and heads in flight save for backward, at the peak along the
-                   rank's list of actions. A block of GPT-2 saves per token: whole, 4 h + 4 numbers
-                   (1/T with --sp); split over T ranks, 12 h numbers and, for each head, a 32-bit
-                   logsumexp. With --recompute it saves its input, h, and the rest is held only for
-                   the block whose backward runs. (arXiv 2205.05198; a test measures what autograd
-                   saves)
+    activations    saved for backward by the blocks and heads in flight, at the peak along the
+                   rank's list of actions (arXiv 2205.05198; a test measures what autograd saves)
     buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
                    pipeline messages; whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In
                    the optimizer's step, if larger: the scaled gradients of a bucket
+
+What a block of GPT-2 saves per token:
+
+    whole on each of T ranks (1/T with --sp)     4 h + 4 numbers
+    split over T ranks                           12 h numbers; for each head a 32-bit logsumexp
+    with --recompute instead                     its input, h; the rest is held only for the block
+                                                 whose backward runs
 
 Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
@@ -87,8 +90,8 @@ def shape_of(model):
 
 
 def matrices(model):
-    """Elements of a block's matrices: (column-parallel, row-parallel). With experts: of those that
-    one token runs through, which are together as large as an MLP."""
+    """Elements of a block's matrices: (column-parallel, row-parallel). With experts: of the
+    matrices of the top_k experts that a token runs through, together as large as an MLP's."""
     h = model.n_embd
     kv, inner, up, _, _ = shape_of(model)
     columns = h * (h + 2 * kv) + up * h * inner  # to queries, keys and values; into the MLP
@@ -97,12 +100,13 @@ def matrices(model):
 
 
 def block_parameters(model, T=1, E=1):
-    """Parameters of a block on one rank: (all but the experts', the experts'). T tensor ranks split
-    the matrices; the experts are spread, each whole, over E x T ranks."""
+    """Parameters of a block on one rank: (all but the experts', the experts'). The T tensor ranks
+    split attention's and the MLP's matrices. Experts are not split but spread, each whole on one of
+    E x T ranks."""
     h, n_experts = model.n_embd, model.n_experts
     kv, inner, up, norm, bias = shape_of(model)
-    # The bias of a column-parallel layer is split like its outputs; a row-parallel one's, h, is
-    # whole on every rank
+    # The bias of a column is split like its outputs. The bias of a row, h, is whole on every rank.
+    # (Column, row: a column-parallel and a row-parallel layer)
     attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + bias * h
     norms = 2 * norm * h
     if not n_experts:
@@ -115,8 +119,9 @@ def block_parameters(model, T=1, E=1):
 
 
 def end_parameters(model, part, T):
-    """Parameters of the first and last layer on one of T ranks: (vocabulary, others). Llama's two
-    ends have a matrix each; GPT-2's share one, if both are on one rank."""
+    """Parameters of the model's two ends, embedding and head, on one of T ranks: (vocabulary,
+    others). Each of Llama's ends has a matrix of its own. GPT-2's have the same one, so a rank with
+    both ends holds it once."""
     h = model.n_embd
     vocabulary = model.vocab_size * h / T
     if isinstance(model, Llama):
@@ -153,7 +158,8 @@ def parts_of(model, schedule, P, v):
 
 
 def saved_by_block(job, layout, recompute):
-    """Bytes that a block saves for backward, per token of the rank."""
+    """Bytes that a block saves for backward, per token of the rank. recompute: is the block to be
+    recomputed in backward?"""
     model, w, T = job.model, job.width, layout.tp
     h = model.n_embd
     wide = max(w, 4)  # bytes of numbers that have at least 32 bits
@@ -161,20 +167,24 @@ def saved_by_block(job, layout, recompute):
     T_sp = T if layout.sp else 1  # tensor ranks that share what only --sp splits
     if recompute:
         return h * w / T_sp
-    # Split by --sp only: inputs and outputs of the two norms (their outputs are what the columns
-    # read), and the norms' statistics
+    # Split by --sp only: inputs and outputs of the two norms (the columns read these outputs), and
+    # the norms' statistics
     whole = (4 * h + 2 * norm) * w
-    # Always split by T: queries and attention's result, 2 h; keys and values; in the MLP GELU's
-    # input and output, or SwiGLU's gate, its activation, the other factor and the product. And the
-    # logsumexp of each head
+    # Always split by T, numbers in attention and in the MLP:
+    #     queries, and attention's result      2 h
+    #     keys and values                      2 kv
+    #     GELU's input and output              2 inner
+    #     or SwiGLU's gate, its activation,
+    #     the other factor and the product     4 inner
+    # And for each head the logsumexp of each token
     split = (2 * h + 2 * kv + 2 * up * inner) * w + model.n_head * wide
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
         split += h * w  # attention's result once more, before the swap back
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # The router saves the norm's output in at least 32 bits, in place of the w bytes counted
-        # above
+        # The router saves the norm's output in at least 32 bits: more than the w bytes per number
+        # that are counted above
         whole += h * (wide - w)
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
@@ -183,27 +193,31 @@ def saved_by_block(job, layout, recompute):
 
 
 class Held(NamedTuple):
-    """Numbers of blocks and heads whose tensors a rank holds at one moment, by what it holds."""
-    blocks: int = 0  # between F and B, or F and I: what they save for backward
+    """How many tensors of four kinds a rank holds at one moment. A pair is a block (or a head) and
+    a microbatch: a block that has run F for three microbatches counts three."""
+    blocks: int = 0  # pairs between F and B (or I): each holds what the block saves for backward
     heads: int = 0  # the same of heads
-    deferred: int = 0  # blocks between I and W: what their weight gradients need. (A head: nothing)
+    deferred: int = 0  # pairs between I and W: each holds what the block's weight gradients need
     recomputed: int = 0  # 1 while a block's activations are computed again, else 0
 
 
 @cache
 def occupancy(model, schedule, P, m, v, rank):
-    """The set of Held of a rank: after each action, and at its fullest inside of a backward, where
-    blocks are recomputed."""
+    """The set of Held of a rank: after each action, and at its fullest inside of each backward."""
     stages = stages_of(model, schedule, P, v)[rank]
     now = Held()
     found = set()
     for kind, stage, _ in actions_of(schedule, P, m, v, rank):
         part = stages[stage]
         if kind in ("B", "I") and part.blocks:
-            # --recompute: the head's backward is over when the first block is recomputed. During B
-            # memory falls block by block, so the peak is at the first block. During I it rises: a
-            # block's saved input is freed, but more is kept for W. So the peak is at the last block
-            done = part.blocks - 1 if kind == "I" else 0  # blocks of this stage whose I is over
+            # A backward with --recompute: the head's, which frees the head's tensors; then for each
+            # block of the stage, the last block first: recompute it, run its backward.
+            #     B    a block's backward frees its input: memory is fullest at the block that
+            #          comes first
+            #     I    it frees the input, but keeps more, for W: memory is fullest at the block
+            #          that comes last, when the others are `done`
+            # (Without --recompute `recomputed` costs 0 bytes: see activations)
+            done = part.blocks - 1 if kind == "I" else 0
             found.add(Held(now.blocks - done, now.heads - part.head, now.deferred + done, 1))
         if kind == "F":
             now = now._replace(blocks=now.blocks + part.blocks, heads=now.heads + part.head)
@@ -225,18 +239,21 @@ def activations(job, layout, rank):
     T_sp = T if layout.sp else 1
     saved = saved_by_block(job, layout, layout.recompute)
     recomputed = saved_by_block(job, layout, recompute=False) - saved
-    # Between I and W: inputs of the matrices, and gradients of their outputs. In attention:
-    #     column    input h, whole; gradient of the output, h + 2 kv, over T
-    #     row       input h, over T; gradient of the output, h, whole
-    # The same for the MLP, with its own sizes. Experts do not wait for W. --sp splits none of it
+    # Between I and W: inputs of the matrices, and gradients of their outputs.
+    #                          input             gradient of the output
+    #     attention's column    h, whole          h + 2 kv, split by T
+    #     attention's row       h, split by T     h, whole
+    #     the MLP's column      h, whole          up * inner, split by T
+    #     the MLP's row         inner, split      h, whole
+    # Experts do not wait for W. --sp splits none of it
     deferred = (2 * h + (2 * h + 2 * kv) / T) * w
     if not model.n_experts:
         deferred += (2 * h + (up + 1) * inner / T) * w
-    # A head saves its norm's input, h, and statistics and, because it computes gradients in its
-    # forward, the gradient of the norm's output, h, and that of its matrix
+    # A head saves its norm's input, h, and statistics. It computes gradients in its forward, so it
+    # also saves the gradient of the norm's output, h, and the gradient of its matrix
     head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
     m = layout.microbatches
-    if not SCHEDULES[layout.schedule].grows:  # more than 2P microbatches hold no more than 2P
+    if not SCHEDULES[layout.schedule].grows:  # the peak with m > 2P is that with m = 2P
         m = min(m, 2 * layout.pp)
     return max(n * (held.blocks * saved + held.deferred * deferred + held.recomputed * recomputed)
                + held.heads * head
@@ -249,47 +266,50 @@ def model_states(job, layout, part):
     others = part.blocks * dense + sum(end_parameters(job.model, part, layout.tp))
 
     def bytes_each(replicas):
-        """(weights, gradients, optimizer): bytes on a rank, per parameter that so many share."""
+        """(weights, gradients, optimizer): bytes on a rank for each parameter that has this number
+        of replicas."""
         return bytes_per_parameter(layout.zero, replicas, job.width, job.grad_width, job.moments)
 
     replicas = layout.dp * layout.cp
-    of_others, of_experts = bytes_each(replicas), bytes_each(replicas / layout.ep)
-    return [others * of_other + part.blocks * experts * of_expert
-            for of_other, of_expert in zip(of_others, of_experts, strict=True)]
+    per_other = bytes_each(replicas)
+    per_expert = bytes_each(replicas / layout.ep)
+    return [others * other + part.blocks * experts * expert
+            for other, expert in zip(per_other, per_expert, strict=True)]
 
 
 def work_buffers(job, layout, part):
     """Bytes of buffers in forward and backward."""
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h, shape = tokens_of(job, layout), model.n_embd, shape_of(model)
-    # The head, a chunk of tokens at a time: logits, their log-softmax, and between the two a copy
-    # of 16-bit logits in 32 bits
+    # The head, a chunk of tokens at a time: logits and their log-softmax. The log-softmax of 16-bit
+    # logits makes a copy of them in 32 bits
     chunk = min(n, max(h, 256)) * part.head
     wide = max(w, 4)
-    per_logit = w + (wide if w == 2 else 0) + wide
+    copy = wide if w == 2 else 0
+    per_logit = w + copy + wide
     logits = chunk * per_logit * model.vocab_size / T
-    # In a block's backward, gradients: in the MLP of what its columns returned, up * inner, and of
-    # what its row read, inner; of the MLP's input and output, 2 h
+    # Gradients in the backward of a block's MLP: of the columns' outputs, up * inner; of the row's
+    # input, inner; of the MLP's own input and output, h each
     gradients = n * ((shape.up + 1) * shape.inner / T + 2 * h) * w
     # An activation and a gradient that arrive, and one of each that leaves
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     # engine/zero.py holds one layer's whole gradient at a time; a test measures that on a CPU. On a
-    # GPU, where the host does not wait, count two. ZeRO-3: also two layers' whole weights
+    # GPU, where the host does not wait, count two. ZeRO-3: two layers' whole weights, too
     per_parameter = {0: 0, 1: 0, 2: 2 * gw, 3: 2 * gw + 2 * w}[layout.zero]
     whole_layers = per_parameter * largest_layer(job, layout, part)
     return max(logits, gradients) + messages + whole_layers
 
 
 def largest_layer(job, layout, part):
-    """Parameters of a block or, if larger, of an end's matrix, if the Part has one."""
+    """Parameters of a block or, if the Part has an end whose matrix is larger, of that matrix."""
     vocabulary, _ = end_parameters(job.model, part, layout.tp)
     matrix = job.model.vocab_size * job.model.n_embd / layout.tp if vocabulary else 0
     return max(sum(block_parameters(job.model, layout.tp, layout.ep)), matrix)
 
 
 def optimizer_buffer(job, layout, part):
-    """Bytes of the optimizer's scaled copy of one bucket's gradients, made when the activations are
-    freed."""
+    """Bytes of the optimizer's scaled copy of one bucket's gradients. (When the optimizer steps,
+    activations are freed already.)"""
     model, w, T, E = job.model, job.width, layout.tp, layout.ep
     dense, experts = block_parameters(model, T, E)
     vocabulary, others = end_parameters(model, part, T)
@@ -298,9 +318,11 @@ def optimizer_buffer(job, layout, part):
         replicas = layout.dp * layout.cp
         bucket = max(dense, experts * E, matrix) / replicas
     else:  # DDP's 25 MiB of weights or, if larger, the largest tensor; at most all parameters
-        # The experts of a rank are one tensor. top_k experts together are as wide as an MLP
+        # The largest tensor of a block is attention's column, or a matrix of the MLP. The experts
+        # of a rank have their matrices in one tensor; top_k experts are as wide as an MLP
+        h, shape = model.n_embd, shape_of(model)
         mlps = model.n_experts / E / model.top_k if model.n_experts else 1
-        tensor = mlps * model.n_embd * shape_of(model).inner / T
+        tensor = max(h * (h + 2 * shape.kv), mlps * h * shape.inner) / T
         everything = part.blocks * (dense + experts) + vocabulary + others
         bucket = min(max(25 * 2**20 / w, tensor, matrix), everything)
     return bucket * max(w, 4)
@@ -312,7 +334,7 @@ def memory_of_rank(job, layout, rank):
     weights, gradients, optimizer = model_states(job, layout, part)
     # zero=0: activations do not depend on the stage of ZeRO, so all stages share one cached value
     saved = activations(job, layout._replace(zero=0), rank)
-    # The optimizer's buffer takes the place of the activations, so only its excess counts
+    # The optimizer's buffer exists when the activations do not, so only its excess over them counts
     buffers = max(work_buffers(job, layout, part), optimizer_buffer(job, layout, part) - saved)
     held = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
             "activations": saved, "buffers": buffers}

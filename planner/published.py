@@ -4,7 +4,7 @@ published.txt has the runs, their sources and what their software does ("traits"
 hardware.py are fitted to all runs but those held out. Beside each prediction stands a baseline: one
 constant MFU for each kind of GPU, the median of the fitted runs. Where a source leaves a value open
 (?), published.txt has a chosen one, and says how it was chosen: mostly by the fastest prediction
-that fits into memory. What these programs do and train.py does not is in this file.
+that fits into memory. This file has what these programs do otherwise than train.py.
 """
 
 import math
@@ -32,7 +32,8 @@ class Run(NamedTuple):
     device: str
     job: Job
     layout: Layout
-    recompute: str  # "full", "none" or, which Layout does not know, "selective": S x S scores only
+    # "full", "none", or "selective": the S x S scores only, which Layout cannot say
+    recompute: str
     value: float  # the published speed, or seconds of a step
     unit: str  # its unit: s, t/s, MFU, TF or mTF; see `seconds`
     reason: str  # why the prediction is off by more than 15%; empty if it is not
@@ -40,9 +41,9 @@ class Run(NamedTuple):
     @property
     def machine(self):
         """The Device, with the source's own network: "a100-80@6.25" has 6.25 GB/s for a GPU."""
-        # Without an @ `network` is empty, and so is the dict of fields to replace: nothing changes
         name, _, network = self.device.partition("@")
-        return replace(DEVICES[name], **{"network": float(network)} if network else {})
+        device = DEVICES[name]
+        return replace(device, network=float(network)) if network else device
 
     @property
     def seconds(self):
@@ -52,11 +53,12 @@ class Run(NamedTuple):
             return self.value
         if self.unit == "t/s":  # tokens per second and GPU
             return self.job.batch_size * self.job.model.block_size / self.value / ranks
+        # rate: FLOPs per second and GPU
         if self.unit == "MFU":  # percent
-            rate = self.value * 1e12 * (self.machine.tflops / 100)  # FLOPs per second and GPU
-        else:  # TF, with the FLOPs that are computed again; mTF, without
+            rate = self.value * 1e12 * (self.machine.tflops / 100)
+        else:  # TF or mTF
             rate = self.value * 1e12
-        again = self.unit == "TF" and self.layout.recompute
+        again = self.unit == "TF" and self.layout.recompute  # TF counts recomputed FLOPs, too
         return step_flops(self.job, again) / ranks / rate
 
     @property
@@ -67,8 +69,9 @@ class Run(NamedTuple):
 
 
 def model_of(words, S):
-    """The model of a name, of gpt:layers,heads,width,vocabulary, or of
-    llama:layers,heads,width,vocabulary,MLP,key-value heads."""
+    """The model that a cell of published.txt describes, with S tokens in a sequence: a name of
+    hardware.py, gpt:layers,heads,width,vocabulary, or llama:layers,heads,width,vocabulary,MLP
+    width,key-value heads."""
     if words in MODELS:
         return replace(MODELS[words], block_size=S)
     kind, _, sizes = words.partition(":")
@@ -81,16 +84,16 @@ def model_of(words, S):
 
 
 def read(lines):
-    """The Runs of the table."""
+    """Yields the Runs of published.txt."""
     for line in lines:
-        if line.startswith("="):
+        if line.startswith("="):  # a source, whose runs follow
             source, status, traits = line.strip("= ").rsplit(" | ", 2)
         elif line.strip() and not line.startswith("#"):
             row, _, reason = line.partition("|")
             # The columns of published.txt. The five in the middle may have a ? behind the number
             model, gpus, device, batch, S, tp, *middle, recompute, grads, value, unit = row.split()
             pp, cp, zero, chunks, b = (int(number.rstrip("?")) for number in middle)
-            T = int(tp.rstrip("s"))
+            T = int(tp.rstrip("s"))  # 8s: 8 ranks with --sp
             dp = int(gpus) // (T * pp * cp)
             layout = Layout(dp=dp, tp=T, pp=pp, cp=cp, sp="s" in tp, zero=zero,
                             schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks,
@@ -110,38 +113,44 @@ class PublishedCosts(Costs):
     def __init__(self, run):
         self.run = run
         device, traits = run.machine, run.traits
-        # "4ports": the GPUs of a node share 4 ports. A data-parallel ring uses one port per rank
-        # that it has on the node. NCCL chooses each ring's ports by itself, so all rings choose the
-        # same ones, and with fewer than 4 ranks on the node the other ports are idle. (Else each
-        # GPU has its own port, and ports = 1 means no limit: ring / ports is at least 1)
-        ports = 4 if "4ports" in traits else 1
-        ring = on_node(device, run.layout.tp, run.layout.dp)  # its ranks on a node
-        network = device.network * min(1.0, ring / ports)
+        # "4ports": the GPUs of a node share 4 ports. A data-parallel ring uses one port for each
+        # rank that it has on the node. NCCL chooses the ports of each ring by itself, so all rings
+        # choose the same ones, and with fewer than 4 ranks on the node the other ports are idle.
+        # (Without "4ports" each GPU has its own port)
+        network = device.network
+        if "4ports" in traits:
+            # Stride tp: these programs number their ranks along tp first, then dp, then pp, like
+            # Megatron. (gather_time, which is inherited, keeps train.py's order, where pp comes
+            # before dp. The fractions were fitted with that)
+            ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)
+            network *= min(1.0, ranks_on_node / 4)
         speed = math.prod(ATTENTION[trait] for trait in traits if trait in ATTENTION)  # 1 if none
         device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
         if "eager" in traits:
-            # Counted in PyTorch's own operations. For each element an RMSNorm in 32 bits moves 18
-            # numbers of 16 bits, SwiGLU 5; rotary positions move 10 for each of queries and keys
+            # Numbers of 16 bits that PyTorch's own operations move for each element: an RMSNorm in
+            # 32 bits 18; SwiGLU 5; rotary positions 10, of queries and of keys
             h, shape = run.job.model.n_embd, shape_of(run.job.model)
             self.moved_by_norms = (2 * 18 + RESIDUALS) * h
             in_attention = h + 2 * shape.kv + h  # the same as in Costs
             self.moved_inside = 5 * shape.inner + 10 * (h + shape.kv) + in_attention
 
     def exposed(self, messages, computing, axis):
+        """Costs.exposed, for programs that overlap more or less than train.py."""
         traits = self.run.traits
-        if axis == "tp" and "overlapped" in traits:  # in pieces, beside their own product
+        # These messages travel ...
+        if axis == "tp" and "overlapped" in traits:  # ... in pieces, beside their own product
             return self.device.unhidden * messages
-        if axis == "tp" and "alone" in traits:  # beside no product
+        if axis == "tp" and "alone" in traits:  # ... beside no product
             return messages
-        if axis == "dp" and "after" in traits:  # when backward is over
+        if axis == "dp" and "after" in traits:  # ... when backward is over
             return messages
         return super().exposed(messages, computing, axis)
 
     def parts(self, layout):
-        """"even": all pipeline ranks have equally many blocks. "counted": embedding and head count
-        as a block each, so that their ranks have one block less. Else train.py's cut. (Numbers of
-        blocks may be fractions here.)"""
+        """The Parts of the pipeline ranks, by trait. "even": all ranks have equally many blocks.
+        "counted": embedding and head count as a block each, so their ranks have one block less.
+        Else train.py's cut. (Numbers of blocks may be fractions here.)"""
         traits, L, P = self.run.traits, self.job.model.n_layer, layout.pp
         if P > 1 and "counted" in traits:
             each = (L + 2) / P
@@ -151,25 +160,32 @@ class PublishedCosts(Costs):
         return super().parts(layout)
 
     def boundary(self, layout):
-        """Each tensor-parallel rank sends 1/T of a message; without --sp the receivers then gather
-        the whole (arXiv 2104.04473, section 4.1)."""
-        sent = super().boundary(layout._replace(sp=True))
-        nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
-        return sent if layout.sp else sent + self.ring(1, layout.tp, nbytes)
+        """Costs.boundary, but each tensor-parallel rank sends 1/T of a message; without --sp the
+        receivers then gather the whole (arXiv 2104.04473, section 4.1)."""
+        seconds = super().boundary(layout._replace(sp=True))
+        if not layout.sp:
+            nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
+            seconds += self.ring(1, layout.tp, nbytes)
+        return seconds
 
     def attention(self, n, T):
+        """Costs.attention, also for programs ("naive") with S x S scores in memory."""
         if "naive" not in self.run.traits:
             return super().attention(n, T)
         model = self.job.model
         flops = 2 * 2 * n * model.block_size * model.n_embd / T  # two products, nothing masked
-        # S x S scores in memory: products, softmax and dropout, whose mask has one byte per score,
-        # move about 5.5 times their bytes in forward, and 9 times in backward
+        # Bytes of the scores. Products, softmax and dropout (whose mask has one byte per score)
+        # move about 5.5 times as many in forward, and 9 times as many in backward
         scores = n * model.block_size * model.n_head / T * self.job.width
-        return self.compute(flops, moved=5.5 * scores), self.compute(2 * flops, moved=9 * scores)
+        forward = self.compute(flops, moved=5.5 * scores)
+        backward = self.compute(2 * flops, moved=9 * scores)
+        return forward, backward
 
     def recomputed(self, layout, forward, attention):
-        selective = self.run.recompute == "selective"
-        return Time(attention) if selective else super().recomputed(layout, forward, attention)
+        """Costs.recomputed, also for programs that recompute attention only."""
+        if self.run.recompute == "selective":
+            return Time(attention)
+        return super().recomputed(layout, forward, attention)
 
 
 def errors(runs):
@@ -179,7 +195,7 @@ def errors(runs):
     fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     rows = []
     for run in runs:
-        # The same kind of GPU: one that computes equally fast
+        # GPUs of one kind are those that compute equally fast
         same_gpu = [mfu for tflops, mfu in fitted if tflops == run.machine.tflops]
         usual = median(same_gpu or [mfu for _, mfu in fitted])
         seconds = PublishedCosts(run).step_time(run.layout)
@@ -194,7 +210,7 @@ HEAD = ("model GPUs device S dp tp pp cp zero chunks b recompute published predi
 def row_of(run, error, baseline):
     """A run's cells of the table."""
     layout = run.layout
-    # error is a speed's: 1 + error multiplies a speed, and divides a time
+    # 1 + error = predicted speed / published speed, and so published seconds / predicted seconds
     predicted = run.value / (1 + error) if run.unit == "s" else run.value * (1 + error)
     b = run.job.batch_size // layout.dp // layout.microbatches
     cells = (run.model, layout.ranks, run.device, run.job.model.block_size, layout.dp, layout.tp,
@@ -204,6 +220,7 @@ def row_of(run, error, baseline):
 
 
 def main():
+    """Print a table for each source; then, for each status, how large the errors are."""
     found = errors(RUNS)
     for (source, status), group in groupby(found, lambda row: (row[0].source, row[0].status)):
         group = list(group)
@@ -211,7 +228,7 @@ def main():
         for run, error, _ in group:
             if run.reason:
                 print(f"  {error:+.1%}: {run.reason}")
-    for status in dict.fromkeys(run.status for run in RUNS):
+    for status in dict.fromkeys(run.status for run in RUNS):  # each once, in the file's order
         rows = [row for row in found if row[0].status == status]
         sources = {run.source for run, _, _ in rows}
         sizes = [abs(error) for _, error, _ in rows]

@@ -1,10 +1,11 @@
 """Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
 
-Candidates are all layouts that train.py takes, without NOT_SEARCHED (unless flags ask for them).
-Each gets a lower bound of its time: messages between stages take none, the bubble is the formula's.
-The layout of the lowest bound is refined: by its ZeRO stage, then by memory, then by the simulated
-schedule. So none is overlooked, and few are simulated. For other models than rows of equal blocks
-the problem is open (Alpa, arXiv 2201.12023)."""
+Candidates are all layouts that train.py takes, without NOT_SEARCHED (unless flags ask for them) and
+without those that are another one under a second name (schedules of one rank, interleaved with one
+chunk). Each gets a lower bound of its time: messages between stages take no time, the bubble is the
+formula's. The layout with the lowest bound is refined: by its ZeRO stage, then by memory, then by
+the simulated schedule. So no layout is overlooked, and few are simulated. For models that are no
+row of equal blocks the problem is open (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -18,7 +19,8 @@ from schedules import SCHEDULES
 
 NOT_SEARCHED = """\
 tp beyond a node, cp with fewer than 512 tokens on a rank,
-gpipe, more than 16 chunks, more than 16 sequences in a microbatch"""
+gpipe, more than 8 chunks unless all stages get equally many blocks, more than 16 chunks,
+more than 16 sequences in a microbatch"""
 
 
 def as_config(job, named):
@@ -43,7 +45,7 @@ def departures(layout):
 
 def effort(layout):
     """How much of a layout has to be set up and can go wrong: the number of its departures from one
-    process. Not counted: dp, which splits no model, chunks and microbatches."""
+    process. Not counted: dp, because it splits no model; chunks and microbatches."""
     return len(departures(layout).keys() - {"dp", "chunks", "microbatches"})
 
 
@@ -55,9 +57,10 @@ def split_of(layout):
 def order(limit):
     """A function that makes the entries of a heap of layouts, sorted by time. With a limit, in
     seconds, the layouts within it come first, sorted by effort, then by time."""
-    def entry(seconds, kind, layout):
+    def entry(seconds, kind, layout):  # the heap's smallest entry comes first
         within = limit is not None and seconds <= limit
-        return effort(layout) if within else math.inf, seconds, kind, layout  # the smallest first
+        difficulty = effort(layout) if within else math.inf
+        return difficulty, seconds, kind, layout
 
     return entry
 
@@ -73,8 +76,9 @@ class Search:
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
-        self.misfits = 0  # number of layouts that do not fit
-        self.slower = 0  # number of layouts that were pruned, or are slower than another
+        # Numbers of layouts that best() does not return; each ZeRO stage is a layout of its own
+        self.misfits = 0  # do not fit
+        self.slower = 0  # all others: pruned by a lower bound, or slower (in the band: less simple)
 
     def options(self, **options):
         """[{field: value}], all combinations. options: {field: its values}; a fixed field has only
@@ -84,8 +88,8 @@ class Search:
         return [dict(zip(options, values, strict=True)) for values in product(*lists)]
 
     def axes(self):
-        """Yields {field: value} of dp, tp, pp, cp, ep, sp and cp_attention, for all combinations
-        that train.py takes."""
+        """Yields {field: value} of dp, tp, pp, cp, ep, sp and cp_attention: all combinations that
+        train.py takes, without NOT_SEARCHED."""
         divisors = [d for d in range(1, self.gpus + 1) if self.gpus % d == 0]
         experts, S = self.job.model.n_experts, self.job.model.block_size
         for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
@@ -99,19 +103,21 @@ class Search:
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
                 split = {**axes, **more}
-                with suppress(ValueError):  # from check_layout: train.py does not take it
+                with suppress(ValueError):  # of check_layout: train.py takes no such layout
                     cfg = as_config(self.job, {**split, "microbatches": 1})
                     if check_layout(cfg, self.gpus) == self.gpus:
                         yield split
 
     def chunk_counts(self, schedule, pp):
-        """The numbers of chunks to try: those up to 8 and, from 9 to 16, those that give all
-        stages equally many blocks."""
+        """The numbers of chunks to try: the schedule's own number, or the value of --chunks. With
+        neither those from 2 to 8 and, from 9 to 16, those that give all stages equally many blocks.
+        """
         declared = SCHEDULES[schedule].chunks
-        if declared:
-            return [declared]
-        if "chunks" in self.fixed:
-            return [self.fixed["chunks"]]
+        asked = self.fixed.get("chunks")
+        if declared:  # --chunks leaves out the schedules whose own number is another
+            return [declared] if asked in (None, declared) else []
+        if asked:
+            return [asked]
         if pp == 1:
             return [1]
         L = self.job.model.n_layer
@@ -130,34 +136,47 @@ class Search:
             for more in self.options(microbatches=counts, schedule=schedules,
                                      recompute=[False, True]):
                 m, schedule = more["microbatches"], more["schedule"]
-                if share % m:  # m is fixed
+                if share % m:  # --microbatches m does not divide this share
                     continue
                 if SCHEDULES[schedule].in_rounds and m % pp:
                     continue
-                for v in self.chunk_counts(schedule, pp):  # a flag may ask for others
-                    if v * pp <= self.job.model.n_layer + 2 and v == self.fixed.get("chunks", v):
+                for v in self.chunk_counts(schedule, pp):
+                    if v * pp <= self.job.model.n_layer + 2:  # each stage has a layer at least
                         yield Layout(**axes, **more, chunks=v)
 
     def fits(self, layout, ranks=None):
-        """Do these pipeline ranks (None: all) have enough memory?"""
+        """Do these pipeline ranks (None: all) have enough memory? If not, counts the layout."""
         need = memory(self.job, layout, ranks)["total"]
         if need <= self.device.gb * 1e9:
             return True
         self.misfits += 1
-        self.smallest = min(self.smallest or (need, layout), (need, layout))
+        if self.smallest is None or (need, layout) < self.smallest:
+            self.smallest = need, layout
         return False
 
     def with_zero(self, layout):
-        """The layout in each ZeRO stage."""
+        """The layout in each ZeRO stage; without replicas only stage 0 is of use."""
         stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
-        if activations(self.job, layout, 0) > self.device.gb * 1e9:
-            stages = stages[-1:]  # no stage will fit: try only the one that holds least
         return [layout._replace(**zero) for zero in self.options(zero=stages)]
+
+    def worth_trying(self, layout):
+        """The layout in its ZeRO stages; [] if its activations alone do not fit."""
+        staged = self.with_zero(layout)
+        if activations(self.job, layout, 0) <= self.device.gb * 1e9:
+            return staged
+        self.misfits += len(staged) - 1
+        self.fits(staged[-1], [0, layout.pp - 1])  # counts it too; it holds least: for `smallest`
+        return []
+
+    def count_slower(self, kind, layout):
+        """Count the layouts of an entry that is dropped from the queue of next_fit."""
+        self.slower += len(self.with_zero(layout)) if kind == "bound" else 1
 
     def next_fit(self, queue, entry, found):
         """(seconds, layout) of the first layout of the queue that fits, with its exact time; None
         if none is left. found: splits of the GPUs to skip. The queue is a heap of entry(seconds,
-        kind, layout). What leaves the queue returns to it with better seconds, until it is exact:
+        kind, layout). A layout that leaves the queue returns to it with better seconds, until they
+        are exact:
 
             kind           seconds                                 what becomes of it
             "bound"        lower bound of the pipeline             one "with update" per ZeRO stage
@@ -167,9 +186,9 @@ class Search:
         while queue:
             _, seconds, kind, layout = heapq.heappop(queue)
             if split_of(layout) in found:
-                self.slower += 1
+                self.count_slower(kind, layout)
             elif kind == "bound":
-                for staged in self.with_zero(layout):
+                for staged in self.worth_trying(layout):
                     least = seconds + sum(self.costs.update_time(staged))
                     heapq.heappush(queue, entry(least, "with update", staged))
             elif kind == "with update":
@@ -191,7 +210,8 @@ class Search:
         self.fastest = self.next_fit(queue, entry, found={})
         if self.fastest is None:
             return []
-        # List the best. The fastest left the queue: put it back. With a band sort all entries anew
+        # List the best. The band changes the order of the queue, so make its entries once more.
+        # The fastest has left the queue: put it back
         seconds, layout = self.fastest
         entry = order(limit=seconds * (1 + band) if band else None)
         queue = [entry(*each) for _, *each in queue]  # each: seconds, kind, layout
@@ -203,5 +223,6 @@ class Search:
             if following is None:
                 break
             found[split_of(following[1])] = following
-        self.slower += len(queue)
+        for _, _, kind, layout in queue:
+            self.count_slower(kind, layout)
         return list(found.values())

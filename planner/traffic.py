@@ -1,8 +1,16 @@
 """Bytes that a rank sends in a step, message by message: the table of docs/costs.md for one layout.
 
-A reduce-scatter or an all-gather of b bytes over R ranks sends (R-1)/R b from each, an all-reduce
-twice that. Left out: loss, norm and stop flag, a few numbers for all ranks; the routers'
-statistics; padding. It counts on evenly chosen experts. A test counts what train.py sends."""
+A reduce-scatter or an all-gather of b bytes over R ranks sends (R-1)/R b from each rank, an
+all-reduce twice that. Experts are taken as chosen evenly. A test counts what train.py sends.
+
+Left out, because they are small:
+
+    all ranks            loss, norm and stop flag: a few numbers
+    experts              the routers' statistics; how many tokens each rank will send
+    experts and --tp     gates and chosen experts: k numbers each per token
+    LARS and LAMB        two numbers per tensor of the model
+    vocabulary, ZeRO     padding
+"""
 
 from typing import NamedTuple
 
@@ -18,8 +26,12 @@ class Message(NamedTuple):
     nbytes: float  # that the rank sends each time
 
 
-# Each function returns rows with the fields of a Message. n is the tokens of a microbatch, h the
-# model's width, w the bytes of a weight, T = layout.tp; part: the rank's layers.
+# Each function *_messages returns rows with the fields of a Message. In these functions:
+#     n       tokens of a microbatch on this rank
+#     h       the model's width
+#     w       bytes of a weight, and of an activation
+#     T       layout.tp
+#     part    the rank's layers
 
 
 def forwards_and_backwards(layout, part):
@@ -29,40 +41,48 @@ def forwards_and_backwards(layout, part):
 
 
 def tp_messages(job, layout, part):
+    """Tensor parallelism: in blocks and in both ends of the model."""
     model, w, T, m = job.model, job.width, layout.tp, layout.microbatches
     n, h = tokens_of(job, layout), model.n_embd
     forwards, backwards = forwards_and_backwards(layout, part)
-    first, last = m * part.embedding, m * part.head  # times that the ends run
-    # The embedding's output is all-reduced, and the gradient of the head's input. --sp scatters the
-    # embedding's output and gathers the head's input instead; in backward the other way round
-    half = (T - 1) / T * n * h * w  # half of an all-reduce of activations
-    # An all-gather of one number per token from each rank, and an all-reduce of the loss
+    embeddings = m * part.embedding  # how often this rank runs the embedding in a step
+    heads = m * part.head  # ... and the head
+    half = (T - 1) / T * n * h * w  # bytes of half an all-reduce of activations
+    # The loss: an all-gather of one number per token from each rank, and an all-reduce of one
+    # number
     loss = (T - 1) * n * max(w, 4) + 2 * (T - 1) / T * max(w, 4)
-    loss_row = ("tp", "a number for each token, and the loss", last, loss)
-    # Recomputing stops once all saved tensors exist. After the experts only the block's last
-    # all-reduce is left (--sp: its last half), and is skipped: once for each recomputed forward, of
-    # which there are forwards - backwards. Without experts none is skipped
-    skipped = forwards - backwards if model.n_experts else 0
+    loss_row = ("tp", "a number for each token, and the loss", heads, loss)
+    # Recomputing a block stops as soon as all tensors that backward needs exist. Of a block with
+    # experts the last all-reduce (--sp: its second half) comes after that point, so each recomputed
+    # forward skips it. Of a block with an MLP none is skipped: the MLP's row is one autograd
+    # function, and its input counts as saved only when the function has returned, its all-reduce
+    # included
+    recomputed = forwards - backwards
+    skipped = recomputed if model.n_experts else 0
     if not layout.sp:
-        return [("tp", "all-reduces of activations", 2 * forwards - skipped + first, 2 * half),
-                ("tp", "all-reduces of gradients", 2 * backwards + last, 2 * half), loss_row]
+        # Besides those of the blocks: the embedding's output, and the gradient of the head's input
+        return [("tp", "all-reduces of activations", 2 * forwards - skipped + embeddings, 2 * half),
+                ("tp", "all-reduces of gradients", 2 * backwards + heads, 2 * half), loss_row]
+    # --sp: a block's forward gathers before each of two columns and scatters after each of two
+    # rows; its backward scatters and gathers. The embedding's output is scattered, and the head's
+    # input gathered; in backward the other way round
+    ends = embeddings + heads
+    # Moreover a block's backward gathers its columns' inputs once more: of attention and of the
+    # MLP. (Experts have no column)
+    gathered_again = 1 if model.n_experts else 2
     # Each rank sees other tokens, so parameters that all tp ranks hold sum their gradients over tp.
-    # Per block, in units of h: two norms, and the biases of two rows; with experts a router,
-    # n_experts, in the place of the bias of the MLP's row, 1
+    # Per block, in units of h: two norms, and the biases of two rows. With experts the router
+    # (n_experts units) replaces the bias of the MLP's row
     shape = shape_of(model)
     per_block = 2 * shape.norm + 2 * shape.bias
     if model.n_experts:
-        per_block += model.n_experts - 1
+        per_block += model.n_experts - shape.bias
     replicated = part.blocks * per_block * h
     replicated += part.embedding * n_positions(model) + part.head * shape.norm * h
-    shards = layout.dp * layout.cp if layout.zero else 1
-    # Columns of a block whose input backward gathers again: attention's, and the MLP's
-    gathered_again = 1 if model.n_experts else 2
-    return [("tp", "halves of all-reduces of activations", 4 * forwards - skipped + first + last,
-             half),
-            ("tp", "the same of gradients", (4 + gathered_again) * backwards + first + last, half),
-            ("tp", "all-reduce of gradients of norms, biases and positions", 1,
-             2 * (T - 1) / T * replicated / shards * job.grad_width), loss_row]
+    nbytes = 2 * (T - 1) / T * replicated / data_shards(layout) * job.grad_width
+    return [("tp", "halves of all-reduces of activations", 4 * forwards - skipped + ends, half),
+            ("tp", "the same of gradients", (4 + gathered_again) * backwards + ends, half),
+            ("tp", "all-reduce of gradients of norms, biases and positions", 1, nbytes), loss_row]
 
 
 def n_positions(model):
@@ -70,7 +90,14 @@ def n_positions(model):
     return 0 if isinstance(model, Llama) else model.block_size * model.n_embd
 
 
+def data_shards(layout):
+    """How many shards a gradient has when it is summed over ranks of other axes. The sum over the
+    data ranks comes first, and under ZeRO it leaves each data rank a shard."""
+    return layout.dp * layout.cp if layout.zero else 1
+
+
 def cp_messages(job, layout, part):
+    """Context parallelism: ring attention or all-to-all."""
     model, w, T, ranks = job.model, job.width, layout.tp, layout.cp
     n, kv = tokens_of(job, layout), shape_of(model).kv
     forwards, backwards = forwards_and_backwards(layout, part)
@@ -83,6 +110,7 @@ def cp_messages(job, layout, part):
 
 
 def ep_messages(job, layout, part):
+    """Expert parallelism: each token goes to top_k experts, and their outputs come back."""
     model, E = job.model, layout.ep
     nbytes = model.top_k * tokens_of(job, layout) * model.n_embd / layout.tp * job.width
     times = 2 * sum(forwards_and_backwards(layout, part))  # there and back
@@ -90,10 +118,10 @@ def ep_messages(job, layout, part):
 
 
 def pp_messages(job, layout, rank):
+    """Pipeline parallelism, for one pipeline rank."""
     model, m = job.model, layout.microbatches
     h = model.n_embd
-    shards = layout.dp * layout.cp if layout.zero else 1
-    where = placement(layout.schedule, layout.pp, layout.chunks)
+    where = placement(layout.schedule, layout.pp, layout.chunks)  # where[stage]: its rank
     # (rank of a stage, rank of the next stage) where the two differ
     borders = [(a, b) for a, b in zip(where, where[1:], strict=False) if a != b]
     nbytes = tokens_of(job, layout) * h * job.width / (layout.tp if layout.sp else 1)
@@ -104,15 +132,16 @@ def pp_messages(job, layout, rank):
     if first != last and rank in (first, last) and not isinstance(model, Llama):
         # An all-reduce over two ranks: each sends as many bytes as the tensor has
         rows.append(("pp", "gradient of the tied embedding, between its two ends", 1,
-                     model.vocab_size * h / layout.tp / shards * job.grad_width))
+                     model.vocab_size * h / layout.tp / data_shards(layout) * job.grad_width))
     return rows
 
 
 def dp_messages(job, layout, numel, ranks, gathered, of=""):
-    """Messages of `numel` parameters that `ranks` ranks share. gathered: number of weights that
-    ZeRO-3 gathers for a forward and a backward together. of: ends the rows' names."""
+    """Messages of `numel` parameters that `ranks` ranks share. gathered: how many weights ZeRO-3
+    gathers for a forward and a backward together. of: ends the rows' names."""
     m = layout.microbatches
-    share = (ranks - 1) / ranks  # of a tensor, that a reduce-scatter or an all-gather sends
+    # The share of a tensor that each rank sends in a reduce-scatter, or in an all-gather
+    share = (ranks - 1) / ranks
     gradients, weights = share * numel * job.grad_width, share * numel * job.width
     if layout.zero == 0:
         return [("dp", f"all-reduce of gradients{of}", 1, 2 * gradients)]

@@ -1,7 +1,7 @@
-"""What a row of bench.py is, and our side of it: what train.py and its parts run.
+"""Rows of bench.py, and our side of them: the trainer of train.py, its checkpoint, its collectives.
 
-A row names two sides. A side is a function that takes a Job and returns a step function, which
-returns this rank's share of the loss.
+A row names two sides. A side is a function that takes a Job and returns a step function. Each call
+of the step function runs one step and returns this rank's share of the loss.
 """
 
 import math
@@ -20,8 +20,8 @@ from run import checkpoint
 from run.config import Config
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384)
-# name -> model, tokens per sequence, and batch_size: sequences in all or, where negative, on each
-# data rank
+# name -> model, tokens per sequence, and batch_size: sequences in all or, if negative, sequences of
+# each data rank
 SIZES = {
     "compute": dict(SMALL, block_size=128, batch_size=16),
     "communication": dict(SMALL, block_size=32, batch_size=-1),
@@ -43,12 +43,12 @@ class Row(NamedTuple):
     peer: object  # likewise
     goal: float | None  # the ratio aimed at
     layout: dict = {}  # flags of Config
-    limit: float = 1.0  # the peer's time is multiplied by it: rows whose peer is a limit
+    limit: float = 1.0  # the peer's time is multiplied by this factor (bench.against_limits)
     steps: int = 1  # steps in a turn
 
 
 class Job:
-    """What one rank builds a side of a row from."""
+    """All that a side of a row needs on one rank: flags, batches, communicators."""
 
     def __init__(self, row, rank, communicators, folder):
         """communicators: {n: {name: torch's ProcessGroup of the first n ranks}}."""
@@ -60,7 +60,8 @@ class Job:
         self.library_group = communicators[row.n]["peer"]  # for torch's side
         self.vocabulary = 50257 if row.size == "50257 words" else 256
         self.made = None  # the mesh that mesh() made last
-        self.drain = lambda: None  # waits for what steps have left on its way; set by trainer()
+        # Waits for messages that still travel after a step. Replaced in trainer()
+        self.drain = lambda: None
         if row.size in SIZES:
             self.plan(row.layout)
 
@@ -68,7 +69,7 @@ class Job:
         """Make cfg and this rank's batches for a layout, which may be another one than the row's:
         the data is the same in each."""
         cfg = Config(**{"dp": 1, "microbatches": 1, "chunks": 1, **SIZES[self.row.size], **layout})
-        if cfg.batch_size < 0:
+        if cfg.batch_size < 0:  # sequences of each data rank
             cfg.batch_size *= -cfg.dp
         generator = torch.Generator().manual_seed(0)
         shape = (cfg.batch_size, cfg.block_size + 1)
@@ -79,9 +80,10 @@ class Job:
 
     def mesh(self, group_class=Group):
         """The row's ranks along the one axis that its layout has."""
-        axes = ("ep", "dp", "pp", "cp", "tp")  # ep first: experts are shared by all data ranks
         layout = self.row.layout or {"dp": self.n}
-        axis = max(axes, key=lambda axis: layout.get(axis, 1))
+        # max() takes the first of equal sizes. ep comes first, because where dp and ep are equal
+        # the experts are shared by all data ranks
+        axis = max(("ep", "dp", "pp", "cp", "tp"), key=lambda axis: layout.get(axis, 1))
         sizes = {"dp": 1, "ep": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
         self.made = RowMesh(self.rank, self.communicators[self.n], sizes, group_class)
         return self.made
@@ -92,7 +94,9 @@ class RowMesh(Mesh):
     ones for each row."""
 
     def __init__(self, rank, communicators, sizes, group_class):
-        """communicators: {name of a group: torch's ProcessGroup}."""
+        """Sets the attributes that the two Mesh classes set (mesh.py, engine/mesh.py; without
+        timeout, which only their communicator() reads), but makes no communicators. communicators:
+        {name of a group: torch's ProcessGroup}."""
         self.rank = rank
         self.communicators = communicators
         self.sizes = sizes
@@ -122,6 +126,7 @@ JOINED = ("dp_ep", "dp_cp", "dp_ep_cp", "dp_pp", "pp_tp", "ep_pp_tp", "pp_ends",
 
 
 def trainer(job):
+    """The trainer of train.py."""
     mesh = job.mesh()
     t = train.Trainer(job.cfg, mesh, job.vocabulary)
     job.drain = mesh.drain
@@ -136,7 +141,7 @@ def trainer(job):
 
 
 def save_and_load(job):
-    """A checkpoint, with the moments that a first step makes."""
+    """Save a checkpoint and load it. It has moments, because a first step has made them."""
     cfg = replace(job.cfg, out=f"{job.folder}/ours")
     os.makedirs(cfg.out, exist_ok=True)
     t = train.Trainer(cfg, job.mesh(), job.vocabulary)
@@ -151,7 +156,7 @@ def save_and_load(job):
 
 
 def repeats(row):
-    """Small messages are timed several at once."""
+    """How many calls of a collective are one step: several, if the tensor has less than 256 KB."""
     return 1 if row.size in SIZES else max(1, 256 // row.size)
 
 
@@ -168,7 +173,7 @@ def repeated(job, call):
 def collective(job):
     """The engine's collective of the row's name; all_reduce for any other name."""
     function = getattr(engine.collectives, job.row.name, engine.collectives.all_reduce)
-    tensor = torch.zeros(256 * job.row.size)
+    tensor = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
     group = job.mesh().group("dp")
     assert group.size == job.n  # or nothing would be sent, very fast
     return repeated(job, lambda: function(tensor, group))

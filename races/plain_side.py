@@ -1,4 +1,5 @@
-"""Our other sides of a row: the root's plain forms, the same layout in another way, and limits."""
+"""Peers of the engine that are ours, too: the root's plain forms, the same layout in another way,
+and one process or rank as a limit."""
 
 from types import SimpleNamespace
 
@@ -22,30 +23,36 @@ from schedules import SCHEDULES, cut
 from shard import tag_whole
 from zero import REDUCERS
 
-# ---- the root's plain forms. Each is beside the engine's techniques wherever it can be, and steps
-# with torch's fused AdamW, so that the row compares one technique and not all of them ----
+# ---- the root's plain forms ----
+# A row compares one technique. So where a plain form fits into the engine's trainer, the engine
+# does all else. Where it does not fit, a plain loop does all else, with torch's fused AdamW.
+# (all_of_plain compares all techniques together.)
 
 
 def plain_ring(job):
-    tensor = torch.zeros(256 * job.row.size)
+    """The root's all_reduce."""
+    tensor = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
     group = job.mesh(Group).group("dp")
     return repeated(job, lambda: collectives.all_reduce(tensor, group))
 
 
 def plain_reducer(job):
-    """A plain loop with the root's DDP, ZeRO-1, 2 or 3. All work on their messages is behind
-    backward, or in ZeRO-2 and 3 between its operations."""
+    """A plain loop with the root's DDP, ZeRO-1, 2 or 3. Nothing overlaps: messages travel after
+    backward or, in ZeRO-2 and 3, between the operations of forward and backward."""
     cfg = job.cfg
     model = whole_model(job)
     group = job.mesh(Group).group("dp")
     tag_whole(model, data=group)
     layers = list(model.layers)
     reducer = REDUCERS[cfg.zero](layers)
-    pairs = list(zip(reducer.weights, reducer.params, strict=True))
-    optimizer = torch.optim.AdamW(
-        [{"params": [weight for weight, param in pairs if decays(param.shard) == matrices],
-          "weight_decay": cfg.weight_decay if matrices else 0.0} for matrices in (True, False)],
-        lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=True)
+    # Not torch_side.adamw, because ZeRO's weights are flat chunks: their tags tell the matrices
+    matrices = []
+    others = []
+    for weight, param in zip(reducer.weights, reducer.params, strict=True):
+        (matrices if decays(param.shard) else others).append(weight)
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay},
+              {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=True)
     ((ids, targets),) = job.batches
 
     def step():
@@ -53,7 +60,7 @@ def plain_reducer(job):
         loss.backward()
         grads = reducer.gradients()
         square = nn.utils.get_total_norm(grads).square()
-        if cfg.zero > 0:  # each rank has other chunks
+        if cfg.zero > 0:  # each rank has other chunks of the gradients
             all_reduce(square, group)
         torch._foreach_mul_(grads, clip_coefficient(square.sqrt(), cfg.grad_clip))
         for weight, grad in zip(reducer.weights, grads, strict=True):
@@ -67,7 +74,8 @@ def plain_reducer(job):
 
 
 def plain_tensor_parallel(job):
-    """The trainer with the root's columns and rows, which wait for their messages, and its head."""
+    """The trainer with the root's columns and rows, which wait for their messages, and with the
+    root's head."""
     def parallelize(model, group, sp, defer):
         tensor_parallel.tensor_parallel(model, group)
 
@@ -76,7 +84,7 @@ def plain_tensor_parallel(job):
 
 
 def plain_pipeline(job):
-    """The root's 1F1B."""
+    """A plain loop with the root's 1F1B."""
     cfg = job.cfg
     last = job.rank == job.n - 1
     group = job.mesh(Group).group("pp")
@@ -92,8 +100,8 @@ def plain_pipeline(job):
 
     def step():
         loss = run_pipeline(layers, group, order, job.batches, shape, tokens, torch.float32)
-        all_reduce(tied.grad, group)  # two ranks: both are ends
-        grads = [p.grad for p in params if last or p is not tied]
+        all_reduce(tied.grad, group)  # these rows have two ranks: both are ends, and hold `tied`
+        grads = [p.grad for p in params if last or p is not tied]  # `tied` counts once in the norm
         square = all_reduce(nn.utils.get_total_norm(grads).square(), group)
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, square.sqrt())
         optimizer.step()
@@ -110,9 +118,9 @@ def plain_attention(job):
 
 
 def all_of_plain(job):
-    """plain.py, all of it, AdamW too."""
-    constant = {"warmup_steps": 0, "steps": 10**6, "min_lr": job.cfg.lr}  # the learning rate
-    job.plan({**job.row.layout, **constant})
+    """All of plain.py, AdamW too."""
+    constant_rate = {"warmup_steps": 0, "steps": 10**6, "min_lr": job.cfg.lr}
+    job.plan({**job.row.layout, **constant_rate})
     data = SimpleNamespace(vocab_size=job.vocabulary,
                            training=lambda cfg, step, mesh: job.batches)
     steps = plain.training_steps(job.cfg, job.mesh(Group), data)
@@ -137,7 +145,8 @@ def other_flags(**flags):
 
 
 def naive_split(job):
-    """Rank c has segment c of N: it meets all of those before it, and none of those behind it."""
+    """Ring attention without zigzag: rank r has segment r of N. Its queries attend to all segments
+    before, and to none behind."""
     def in_order(S, size, rank):
         return torch.arange(S).chunk(size)[rank]
 
@@ -148,11 +157,18 @@ def naive_split(job):
     compute = engine.context_parallel.kernel
     compute_backward = engine.context_parallel.kernel_backward
 
+    # In a hop in which nothing is visible q, k and v are empty: return empty results, and do not
+    # call torch's kernels
+
     def kernel(q, k, v, causal):
-        return compute(q, k, v, causal) if q.size(2) else (q, q[..., 0], ())
+        if q.size(2) == 0:
+            return q, q[..., 0], ()  # out, logsumexp, the rest
+        return compute(q, k, v, causal)
 
     def kernel_backward(grad, q, k, v, *args):
-        return compute_backward(grad, q, k, v, *args) if q.size(2) else (q, k, v)
+        if q.size(2) == 0:
+            return q, k, v  # their gradients
+        return compute_backward(grad, q, k, v, *args)
 
     with swapped(context_parallel, zigzag=in_order):
         step = trainer(job)
@@ -165,13 +181,13 @@ def naive_split(job):
     return naive_step
 
 
-# ---- limits: one process does the work while the other ranks look on ----
+# ---- limits: rank 0 does the work, and the other ranks wait ----
 
 
 def one_process(job):
     """A plain loop with as many threads as there are ranks."""
-    same = ("microbatches", "experts", "balance")
-    job.plan({name: getattr(job.cfg, name) for name in same})
+    kept = ("microbatches", "experts", "balance")  # flags of the row; all others are one process's
+    job.plan({name: getattr(job.cfg, name) for name in kept})
     if job.rank > 0:
         return lambda: 0.0
     model = whole_model(job)
@@ -187,8 +203,8 @@ def one_process(job):
 
 
 def one_rank(job):
-    """The trainer on one rank: the whole batch, or one rank's share if the batch grows with the
-    ranks."""
+    """The trainer on one rank. Its batch: the row's or, if the row's grows with the number of
+    ranks, one rank's share."""
     job.n = 1
     job.plan({})
     return trainer(job) if job.rank == 0 else lambda: 0.0

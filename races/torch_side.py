@@ -1,4 +1,5 @@
-"""torch's side of a row, like in torch's tutorials. The loss is a mean over the rank's own tokens.
+"""torch's side of a row, like in torch's tutorials. DDP and FSDP2 average gradients over the ranks,
+so in loop() a loss is divided by the tokens of this rank, not by those of all ranks.
 """
 
 import torch
@@ -35,9 +36,9 @@ def adamw(params, cfg, kind=torch.optim.AdamW, **more):
 
 
 def loop(job, model, optimizer, share=1.0):
-    """The usual training step, for models that hide their parallelism. share: this rank's part of
-    the loss."""
-    tokens = sum(ids.numel() for ids, _ in job.batches)
+    """The usual training step, for models that hide their parallelism. share: the part of this
+    rank's loss in the mean over all ranks."""
+    tokens = sum(ids.numel() for ids, _ in job.batches)  # tokens of a step on this rank
 
     def step():
         total = 0.0
@@ -54,6 +55,7 @@ def loop(job, model, optimizer, share=1.0):
 
 
 def ddp(job, zero=False):
+    """DistributedDataParallel; zero: with ZeroRedundancyOptimizer, which is ZeRO-1."""
     model = whole_model(job)
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=job.library_group,
                                                   gradient_as_bucket_view=True)
@@ -72,6 +74,7 @@ def ddp_zero1(job):
 
 
 def fsdp(job):
+    """FSDP2, which is ZeRO-3."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     mesh = DeviceMesh.from_group(job.library_group, "cpu")
@@ -83,6 +86,7 @@ def fsdp(job):
 
 
 def dtensor(job, sp=False):
+    """Tensor parallelism by DTensor; sp: with sequence parallelism."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel as Col
@@ -114,6 +118,7 @@ def dtensor(job, sp=False):
                                              layer.named_children() if name.startswith("ln_")})
         own_positions = torch.arange(job.cfg.block_size).chunk(job.n)[job.rank]
         first.positions = lambda idx: own_positions
+        # wpe is no DTensor, and this rank has the gradients of its own positions only: sum them
         first.wpe.weight.register_post_accumulate_grad_hook(
             lambda param: dist.all_reduce(param.grad, group=job.library_group))
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -124,6 +129,7 @@ def dtensor(job, sp=False):
         with loss_parallel():
             loss = model(ids, targets) / targets.numel()
             loss.backward()
+        # The global norm: of DTensors and of other tensors apart, then of both
         norm_of_split = nn.utils.get_total_norm([p.grad for p in split]).full_tensor()
         norm = torch.hypot(norm_of_split, nn.utils.get_total_norm([p.grad for p in whole]))
         for params, optimizer in optimizers:
@@ -140,6 +146,7 @@ def dtensor_sp(job):
 
 
 def pipelining(job):
+    """1F1B of torch.distributed.pipelining."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     cfg = job.cfg
     last = job.rank == job.n - 1
@@ -154,7 +161,11 @@ def pipelining(job):
     del model
     ids, targets = (torch.cat(parts) for parts in zip(*job.batches, strict=True))
     params = list(part.parameters())
-    tied = part[-1].lm_head.weight if last else part[0].wte.weight if job.rank == 0 else None
+    tied = None  # the matrix of embedding and head, on the ranks that have one of them
+    if last:
+        tied = part[-1].lm_head.weight
+    elif job.rank == 0:
+        tied = part[0].wte.weight
     optimizer = adamw(params, cfg)
 
     def step():
@@ -163,9 +174,9 @@ def pipelining(job):
             schedule.step(target=targets, losses=losses)
         else:
             schedule.step(*([ids] if job.rank == 0 else []))
-        if tied is not None:  # two ranks, as these rows have: the ends are the whole group
+        if tied is not None:  # these rows have two ranks, so both ends are the whole group
             dist.all_reduce(tied.grad, group=job.library_group)
-        grads = [p.grad for p in params if last or p is not tied]
+        grads = [p.grad for p in params if last or p is not tied]  # `tied` counts once in the norm
         square = nn.utils.get_total_norm(grads).square()
         dist.all_reduce(square, group=job.library_group)
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, square.sqrt())
@@ -178,11 +189,12 @@ def pipelining(job):
 
 def library(job):
     """torch's own collective of the row's name."""
-    whole = torch.zeros(256 * job.row.size)
+    whole = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
     own = torch.zeros(256 * job.row.size // job.n)
-    function, tensors = {"all_reduce": (dist.all_reduce, [whole]),
-                         "reduce_scatter": (dist.reduce_scatter_tensor, [own, whole]),
-                         "all_gather": (dist.all_gather_into_tensor, [whole, own])}[job.row.name]
+    known = {"all_reduce": (dist.all_reduce, [whole]),
+             "reduce_scatter": (dist.reduce_scatter_tensor, [own, whole]),
+             "all_gather": (dist.all_gather_into_tensor, [whole, own])}
+    function, tensors = known[job.row.name]
     return repeated(job, lambda: function(*tensors, group=job.library_group))
 
 
@@ -192,7 +204,7 @@ def dcp(job):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     model = whole_model(job)
     optimizer = adamw(model.parameters(), job.cfg)
-    first_step = loop(job, model, optimizer)  # makes the moments
+    first_step = loop(job, model, optimizer)  # makes the moments, which a checkpoint has
     first_step()
 
     def step():

@@ -76,14 +76,6 @@ def clear_gradients(self):
 
 first_gradient_copied = without(engine.ddp.DDP, zero_grad=clear_gradients)
 
-
-def reduce_and_wait(tensor, group, op="sum", async_op=False):
-    engine.collectives.all_reduce(tensor, group, op)
-    return Work() if async_op else tensor
-
-
-loss_meanwhile = without(train, all_reduce=reduce_and_wait)
-
 # ---- ZeRO ----
 
 

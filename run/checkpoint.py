@@ -198,11 +198,11 @@ def contents_of_files(trainer, folder):
 
 def slices(trainer):
     """Yields each piece of a parameter that this rank's optimizer steps, with its states: (bucket,
-    the parameter's tag, first, {tensor: the elements of its piece}).
+    the parameter's tag, start, {tensor: the elements of its piece}).
 
-    first: index of the piece's first element in the slice that the tag describes. A bucket may cut
-    a parameter: if its slice is elements 100 to 159 of the bucket, and this rank's shard of the
-    bucket begins at element 120, the piece begins at element 20 of the slice."""
+    start: index of the piece's first element in the slice that the tag describes. ZeRO's shard of a
+    bucket may cut a parameter: if this rank's slice of it is elements 100 to 159 of the bucket, and
+    this rank's shard begins at element 120, the piece begins at element 20 of the slice."""
     for bucket in trainer.reducer.buckets:
         flat = dict(bucket.moments)  # {kind: tensor that lies like bucket.weight_shard}
         if bucket.master is not bucket.weight_shard:
@@ -215,29 +215,27 @@ def slices(trainer):
                 tensors[alias] = weight
             for kind in flat:
                 tensors[f"{name}.{kind}"] = pieces[kind][param]
-            first = max(0, bucket.offset - bucket.starts[param])
-            yield bucket, param.shard, first, tensors
+            start = max(0, bucket.offset - bucket.starts[param])
+            yield bucket, param.shard, start, tensors
 
 
 def transfer(trainer, entries, saving):
     """Write this rank's slices into the files {tensor: Entry}, or read them from there. Of the
     ranks that hold the same element, one writes it and all read it."""
-    for bucket, shard, first, tensors in slices(trainer):
+    for bucket, shard, start, tensors in slices(trainer):
         if saving and not shard.first:
             continue  # another rank of this replica writes this slice
         for name, values in tensors.items():
-            part = values
-            start = first
-            if saving and bucket.num_shards == 1:  # all replicas hold these values: each writes 1/D
-                part_start, part_stop = bounds(len(values), bucket.group)
-                part = values[part_start:part_stop]
-                start = first + part_start
-            transfer_runs(entries[name], shard, start, part, saving)
+            part = 0, len(values)
+            if saving and bucket.num_shards == 1:  # all replicas hold them: each writes a part
+                part = bounds(len(values), bucket.group)
+            transfer_runs(entries[name], shard, start + part[0], values[slice(*part)], saving)
 
 
 def transfer_runs(entry, shard, start, values, saving):
     """Write `values`, the elements from index `start` on of the slice that the tag describes, to
-    their places in the file of the full tensor; or read them from there.
+    their places in the file of the full tensor; or read them from there. (Rows of --pad-vocab at
+    the end of `values` lie beyond the slice, so runs() leaves them out.)
 
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
     start = 1 three values go to elements 2 7 8. They are two runs (in_full, in_values, length):
@@ -319,7 +317,7 @@ def save(trainer, step, data_folder=""):
     with together(world), about(folder):
         if world.rank == 0:
             put_in_place(folder, final, {
-                # counts the checkpoints in the order they were written, which is not that of steps
+                # counts checkpoints in the order of writing; a run may go back to an earlier step
                 "number": 1 + max(complete(cfg.out), default=(0,))[0],
                 "step": step,
                 "updates": int(trainer.optimizer.updates),  # steps less those that were skipped
@@ -363,10 +361,13 @@ def load(trainer, folder):
         for path, code, shapes in contents_of_files(trainer, folder):
             entries |= tensorfile.expect(path, tensorfile.read_header(path), shapes, [code])
         for entry in list(entries.values())[world.rank :: world.size]:
+            # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][entry.path.name].get(entry.name, -1))
     with together(world):
         transfer(trainer, entries, saving=False)
     trainer.optimizer.updates.fill_(manifest["updates"])
+    # ZeRO-1 and 2: each rank has read its shard of the weights: all-gather them. (publish() does
+    # nothing under DDP and ZeRO-3)
     for bucket in trainer.reducer.buckets:
         trainer.reducer.publish(bucket)
     trainer.scale.fill_(manifest["scale"])
@@ -374,7 +375,8 @@ def load(trainer, folder):
     return manifest["step"]
 
 
-# ---- before the first step: do all ranks have the same, and --out for this run alone? ----
+# ---- before the first step: do all ranks have the same flags, data, files and code? Does no other
+# ---- run write to --out?
 
 
 def claim(out, patience):

@@ -181,10 +181,11 @@ def require_divides(cfg, *names, whole):
 def require_multiple(cfg, name, part, *of):
     """ValueError unless the flag `name` is a multiple of `part`, which follows from the flags `of`.
     """
+    flags = ", ".join(given(cfg, other) for other in of)
     value = getattr(cfg, name)
     next_multiple = math.ceil(value / part) * part
     require(value % part == 0, f"{given(cfg, name)} must be a multiple of {part}, for "
-            f"{given(cfg, *of)}; try {next_multiple}")
+            f"{flags}; try {next_multiple}")
 
 
 def check_limits(cfg, limits=LIMITS):
@@ -226,8 +227,9 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose. A choice that is impossible (such as microbatches
-    for a batch that --dp does not divide) is left to refuse_wrong_layout."""
+    """Fill in the flags that are left to choose; turn --scale-lr into rates, and --warmup-tokens
+    into steps. Checks nothing: where no choice fits (microbatches for a batch that --dp does not
+    divide) refuse_wrong_layout refuses the one that was made here."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -301,8 +303,8 @@ def refuse_wrong_sizes(cfg):
     require_divides(cfg, "tp", whole="n_head")
     if cfg.cp_attention == "all-to-all":  # gives each context rank 1/cp of the heads
         require_divides(cfg, "tp", "cp", whole="n_head")
-    # Under --cp each rank has two chunks of a sequence; under --sp each of the cp x tp ranks that
-    # share a sequence has one slice of it
+    # Under --cp a sequence is cut into 2 cp segments, two per rank; under --sp each of the cp x tp
+    # ranks that share a sequence has one slice of it
     zigzag = 2 * cfg.cp if cfg.cp > 1 else 1
     slices = cfg.cp * cfg.tp if cfg.sp else 1
     require_multiple(cfg, "block_size", math.lcm(zigzag, slices), "cp", "tp", "sp")
@@ -328,7 +330,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Flags about files that exclude one another."""
+    """Refuse two sources of weights, a trace of too few steps, and two outputs in one file. (With
+    --resume auto the weights of --init-from count until --out has a checkpoint.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -394,9 +397,9 @@ def check_ring_kernels(cfg):
     fits = {8: False,  # bytes of a number: do the kernels take such heads?
             4: size % 4 == 0,
             2: size % 8 == 0 and size <= 256}
-    require(fits[WIDTHS[cfg.dtype]], f"{given(cfg, 'cp', 'dtype')} with heads of {size}: the "
-            "ring's GPU kernels take 16 bits and 8, 16, .. 256, or 32 and 4, 8, ..; try "
-            "--cp-attention all-to-all")
+    require(fits[WIDTHS[cfg.dtype]], f"{given(cfg, 'cp')}, {given(cfg, 'dtype')}: heads have "
+            f"{size} numbers, but the ring's GPU kernels take 8, 16, .. 256 numbers of 16 bits, or "
+            "4, 8, 12, .. of 32 bits; try --cp-attention all-to-all")
 
 
 def check(cfg, world):
@@ -427,7 +430,8 @@ def check(cfg, world):
 
 
 def read_command_line(description):
-    """(Config, number of processes, number of ranks) of this command line, or exit in one line."""
+    """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
+    the process with one line (fail)."""
     cfg = parse(sys.argv[1:], description)
     try:
         world = world_size()

@@ -51,8 +51,8 @@ def start_rank(rank, size, store):
              signals.STORE: f"{store}?rank={rank}&world_size={size}"}
     return subprocess.Popen(
         [sys.executable, *sys.argv], env={**defaults, **os.environ, **place},
-        # The terminal sends Ctrl-C to all processes of its session. In a session of its own the
-        # rank gets it once: from the launcher, which passes it on.
+        # The terminal sends Ctrl-C to its foreground process group. A rank with a session of its
+        # own is in another group, and gets it once: from the launcher, which passes it on.
         start_new_session=True)
 
 

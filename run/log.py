@@ -1,4 +1,5 @@
-"""Prints the lines of a run, and writes one JSON line per step to the file of --metrics."""
+"""Prints the lines of a run, and writes JSON lines to the file of --metrics: one per step, and one
+per validation."""
 
 import json
 import math
@@ -185,8 +186,10 @@ class Log:
         return (cfg.steps - 1 - step) * step_seconds + batches * batch_seconds
 
     def validating(self, done, batches):
-        """`done` of a validation's batches are done. On a terminal each call shows; in a file only
-        the quarters of a validation of more than --eval-batches (the last one) do."""
+        """Print a validation's progress: `done` of its `batches` batches are computed. On a
+        terminal each call prints a line, which the next line replaces. A file gets a line at each
+        quarter, and only in the validation after the last step, which has more than --eval-batches
+        batches."""
         self.batch_seconds = (time.perf_counter() - self.since) / done
         left = round((batches - done) * self.batch_seconds)
         quarters = [math.ceil(batches * quarter / 4) for quarter in (1, 2, 3)]
@@ -217,7 +220,8 @@ class Log:
         peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
         by_formula, live = self.trainer.optimizer.state_bytes()  # bytes of the model states
         texts = all_gather_text(json.dumps([peak, by_formula, live]), world)
-        peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)  # of each rank
+        # Three tuples: peak, by_formula and live of each rank, in the order of ranks
+        peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)
         highest = peaks.index(max(peaks))  # a rank
         fullest = measured.index(max(measured))  # a rank
         self.saved = saved

@@ -1,11 +1,12 @@
 """Lets the ranks meet at a store, and ends them together when one of them fails.
 
-The store is a server of keys and values. Through it torch connects the ranks, and the ranks that
+The store holds keys and values that all ranks read and write: a file if run/launch.py started them,
+else a server of torchrun's agent. Through the store torch connects the ranks, and the ranks that
 fail agree which one of them prints the reason. A rank's life:
 
     init        find the store, wait there until all ranks have started, join the process group
     give_up     after a failure: print one line on one rank, end this process at once
-    shutdown    after a good end: leave the process group
+    shutdown    after a good end, or an error of all ranks: leave the process group
 
 An attempt: the ranks from their start to the end or failure of the run. torchrun --max-restarts
 makes another attempt after a failure, with new processes at the same store.
@@ -138,19 +139,23 @@ def name_attempt(server, size):
     """A prefix for the keys of this attempt, the same on all ranks. It is needed because torchrun's
     store outlives the ranks: after a restart it still has the addresses of the dead ranks.
 
-    The count of restarts is not enough: when a node joins or leaves, torchrun restarts all ranks
-    without counting it. So add() counts the ranks that join under one count of restarts: under 0
-    the first `size` of them are attempt 0.0, the next `size` attempt 0.1."""
-    joined = server.add(f"joined after {restarts()} restarts", 1)
-    return f"attempt {restarts()}.{(joined - 1) // size}"
+    The count of restarts is not enough: when a node joins or leaves, torchrun restarts all ranks,
+    which may be more or fewer then, without counting it. So add() counts the ranks that join under
+    one count of restarts and one size: under 0 restarts the first 8 of 8 ranks are attempt 0.8.0,
+    the next 8 attempt 0.8.1. (If only some ranks of an attempt joined before the restart, the next
+    attempt's ranks get two prefixes, and fail after --timeout.)"""
+    server.set(f"restarted {restarts()} times", "")
+    joined = server.add(f"joined after {restarts()} restarts, {size} ranks", 1)
+    return f"attempt {restarts()}.{size}.{(joined - 1) // size}"
 
 
 def wait_for_start(server, timeout):
-    """Wait until all ranks have started; the error names a rank that has not. If another node
-    restarts its ranks meanwhile, fail at once: torchrun then restarts this rank, too, and the new
-    ranks of both nodes meet.
+    """Wait until all ranks have started: each rank sets a key; rank 0 waits for all keys, then sets
+    one for which the others wait.
 
-    Each rank sets a key. Rank 0 waits for all keys, then sets one for which the others wait."""
+    After --timeout rank 0's error names a rank that has not started. The others' errors name rank
+    0, so that speaks_for_all() lets rank 0 print. If another node restarts its ranks meanwhile,
+    fail at once: torchrun then restarts this rank, too, and the new ranks of both nodes meet."""
     rank, size = place
     deadline = time.monotonic() + timeout
     store.set(f"rank {rank} to start", "")
@@ -158,7 +163,7 @@ def wait_for_start(server, timeout):
     if rank == 0:
         awaited = [f"rank {other} to start" for other in range(size)]
     while not store.check(awaited):
-        if server.check([f"joined after {restarts() + 1} restarts"]):
+        if server.check([f"restarted {restarts() + 1} times"]):
             raise CommunicationError(f"rank {rank}: another node has restarted its ranks")
         if time.monotonic() > deadline:
             missing = [key for key in awaited if not store.check([key])]
@@ -209,7 +214,8 @@ def choose_device(name):
 
 def shutdown(together=True):
     """Leave the process group. together: only after all ranks have called (a barrier), because
-    another rank may still be joining a group or reading this rank's messages."""
+    another rank may still be joining a group or reading this rank's messages. False: after an error
+    that all ranks have raised (a CheckpointError), which ends them."""
     if not dist.is_initialized():
         return
     if together:

@@ -1,5 +1,5 @@
-"""The routers of a run's experts: sets the weight of their balance loss, knows its part of this
-rank's loss, and gathers statistics for the log."""
+"""Watches the routers of a run with experts: sets the weight of the balance loss, says how much of
+this rank's loss is balance loss, and gathers statistics for the log."""
 
 from functools import partial
 
@@ -11,13 +11,16 @@ class Routing:
 
     def __init__(self, stages, cuts, cfg, mesh):
         """stages: {stage: its layers}, on this rank; cuts[stage]: (start, stop) of these layers."""
-        # Per block: sum over tokens of the balance term, then each expert's number of tokens
+        # (L, 1 + n_experts). Row i: block i of the whole model; 0 if another rank has the block.
+        # Column 0: the balance term, summed over tokens. The others: an expert's number of tokens.
+        # train.py sums over all ranks. `copies` ranks have the same tokens, and each of them adds
+        # 1/copies, so that a token counts once
         self.sums = torch.zeros(cfg.n_layer if cfg.experts else 0, 1 + cfg.experts,
                                 dtype=torch.double, device=mesh.device)
         self.weight = cfg.balance
         self.copies = 1 if cfg.sp else cfg.tp  # ranks that hold the same tokens
-        self.balance = None  # of the last step, per token: 1 if the experts were even
-        self.busiest = None  # of the last step: the largest load over the mean load
+        self.balance = None  # balance term per token in the last step: 1 if the experts were even
+        self.busiest = None  # largest load / mean load in the last step, of the worst block
         for stage, layers in stages.items():
             start, _ = cuts[stage]
             for i, layer in enumerate(layers, start - 1):  # block i of the model is layer i + 1
@@ -45,6 +48,6 @@ class Routing:
         their number in the step."""
         if sums:
             sums = torch.tensor(sums, dtype=torch.double).view(self.sums.shape)
-            balance, loads = sums[:, 0], sums[:, 1:]  # (L,), (L, N)
+            balance, loads = sums[:, 0], sums[:, 1:]  # (L,), (L, n_experts)
             self.balance = balance.mean().item() / tokens
             self.busiest = (loads.amax(1) / loads.mean(1)).max().item()

@@ -3,7 +3,7 @@
     process          SIGINT, SIGTERM, SIGHUP                  set up by
     launcher         passes the signal on to all ranks        launch
     rank, starting   one line, exit                           before_training
-    rank, training   saves after the step; a second: exit     save_on_stop
+    rank, training   saves after the step; again: exit        save_on_stop
     other commands   exit without a traceback (SIGINT)        end_quietly
 
 A rank's parent is the process that started it: our launcher (run/launch.py) or torchrun's agent.
@@ -98,11 +98,11 @@ def before_training():
         end(128 + number, line, local_rank() == 0)
 
     on_stop(stop)
-    # run/launch.py blocked them before it started this process: a blocked signal comes now
+    # run/launch.py blocked STOPS before it started this process: a signal that came since comes now
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if PARENT in os.environ:
         parent = int(os.environ[PARENT])
-    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this process
         parent = os.getppid()
     else:
         parent = 0
@@ -111,7 +111,7 @@ def before_training():
 
 
 def save_on_stop(ask_to_stop):
-    """A signal calls ask_to_stop(); a second signal ends this process."""
+    """A signal calls ask_to_stop(); a second signal of the same kind ends this process."""
     def ask(number, frame):
         ask_to_stop()
         signal.signal(number, signal.SIG_DFL)

@@ -31,7 +31,8 @@ Entry = namedtuple("Entry", "path name dtype shape begin end")
 
 
 class CheckpointError(ValueError):
-    """A file cannot be used. One line that names the file and, if one is at fault, the tensor."""
+    """A file cannot be used or, in run/checkpoint.py, the ranks differ or --out is taken. One line,
+    which names the file and the tensor if they are at fault."""
 
     def __init__(self, message):
         super().__init__(message.replace("\n", "\\n"))  # a tensor's name may have line breaks
@@ -91,8 +92,8 @@ def make_header(shapes, code, path=None):
 
 
 def read_header(path):
-    """{name: Entry} of a safetensors file that is as long as its header says. CheckpointError if it
-    is damaged."""
+    """{name: Entry} of a safetensors file. CheckpointError if it is damaged, or shorter than its
+    header says."""
     if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for ever
         raise CheckpointError(f"{path}: not a file")
     with about(path), open(path, "rb") as file:

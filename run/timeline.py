@@ -2,8 +2,8 @@
 
 A Tracer records spans (name, start, end): F, B, I, W of each stage and microbatch, sends, waits,
 collectives, the optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for
-ui.perfetto.dev, and sums them up per rank, beside simulate() of engine/schedules.py with the
-measured F, B and W.
+ui.perfetto.dev. It also prints each rank's sums, and the pipeline's time next to the time that
+simulate() (engine/schedules.py) computes from the measured F, B and W.
 
     compute   inside F, B, I, W and the optimizer, less their waits
     exposed   waits for collectives, for sends, and for data that had been sent
@@ -67,7 +67,8 @@ class Tracer:
         self.mesh = mesh
         self.events = []  # [name, lane, start, end, args] in seconds of rank 0's clock, by start
         self.step = None  # the step that is being traced
-        self.ahead = ahead_of_rank_0(mesh.world)  # of this rank's clock, in seconds
+        # Seconds by which this rank's clock is ahead of rank 0's
+        self.ahead = ahead_of_rank_0(mesh.world)
 
     @contextmanager
     def span(self, name, **args):
@@ -162,6 +163,7 @@ def shares(every, rank_of_stage):
             return 0.0
         sender_rank = rank_of_stage(rank, args["sender"])
         key = sender_rank, args["sender"], args["stage"], args["microbatch"], args["step"]
+        # A stage of the same rank sends no message: nothing to wait for
         sent_at = sent.get(key, wait.start)
         return min(max(sent_at - wait.start, 0.0), wait.seconds)
 

@@ -79,6 +79,7 @@ def read_weights(path, shapes, config):
         manifest = read_manifest(path.parent)
         refuse_other(path, manifest, config)
         for name in shapes:
+            # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entries[name], manifest["checksums"][MODEL].get(name, -1))
 
     def get(name):

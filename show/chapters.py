@@ -9,11 +9,12 @@
 
 from engine.schedules import make_schedule, simulate
 from schedules import cut
-from show.draw import COLORS, INK, LINES, Picture
+from show.draw import COLORS, CURVES, INK, Picture
 from sizes import GPTConfig, bytes_per_parameter
 
 BLUE, GREEN, YELLOW = COLORS["F"], COLORS["B"], COLORS["W"]
-ORANGE = LINES[1]
+ORANGE = CURVES[1]
+TO_NEXT, BACK = CURVES[0], CURVES[2]  # arrows of activations, and of gradients
 DARK = "#222"  # words in a coloured box
 HELD = f'stroke="{INK}" stroke-width="0.8"'
 ELSEWHERE = f'stroke="{INK}" stroke-width="0.8" stroke-dasharray="2 3"'  # held by another rank
@@ -31,7 +32,7 @@ def held_by_rank(picture, x, y, width, rank, ranks, stage):
     whole = bytes_per_parameter(0, ranks)
     held = bytes_per_parameter(stage, ranks)
     for color, bytes_of_all, bytes_here in zip(PARTS.values(), whole, held, strict=True):
-        height = 4.5 * bytes_of_all
+        height = 4.5 * bytes_of_all  # pixels
         if bytes_here == bytes_of_all:
             picture.box(x, y, width, height, color, HELD)
         else:  # the rank holds its own chunk
@@ -162,14 +163,14 @@ def way_svg(P=4, m=4, followed=1):
         upper = 48 + row_height * stage + 31  # the space between two rows
         lower = upper + row_height - 32
         picture.arrow((spans["F", stage][1] - 3, upper), (spans["F", stage + 1][0] + 4, lower),
-                      LINES[0])
+                      TO_NEXT)
         picture.arrow((spans["B", stage + 1][1] - 3, lower), (spans["B", stage][0] + 4, upper),
-                      LINES[2])
+                      BACK)
     picture.text(left, bottom + 6,
                  "Time goes right. A backward takes two forwards; gaps are the bubble.")
-    picture.arrow((left, bottom + 26), (left + 30, bottom + 26), LINES[0])
+    picture.arrow((left, bottom + 26), (left + 30, bottom + 26), TO_NEXT)
     picture.text(left + 38, bottom + 30, "activation (B, S, C), to the next stage")
-    picture.arrow((left + 290, bottom + 26), (left + 320, bottom + 26), LINES[2])
+    picture.arrow((left + 290, bottom + 26), (left + 320, bottom + 26), BACK)
     picture.text(left + 328, bottom + 30, "its gradient, back")
     return str(picture)
 

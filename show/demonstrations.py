@@ -39,7 +39,7 @@ def engine_mesh(sizes):
 
 
 def _demonstrate(rank, fn, make_mesh, sizes, folder):
-    """One of the processes: fn(mesh), with print() to a file."""
+    """Run fn(mesh) in this process, one of several; print() writes to the folder's file."""
     signals.end_quietly()
     sys.stdout = open(f"{folder}/printed", "a", buffering=1)
     init(url=f"file://{folder}/rendezvous", rank=rank, size=math.prod(sizes.values()))
@@ -100,9 +100,10 @@ def show_difference(name, mesh, model, summed=False):
     alone(SEQUENCES, SEQUENCES).backward()
     whole = {name: param.grad for name, param in alone.canonical_parameters()}
     held = [param for param in model.parameters() if param.grad is not None]
-    for param in held:
-        for group in param.shard.sum_over if not summed else ():
-            all_reduce(param.grad, group)
+    if not summed:
+        for param in held:
+            for group in param.shard.sum_over:
+                all_reduce(param.grad, group)
     report_difference(name, mesh.rank, [
         (param.grad, param.shard.slice(whole[param.shard.name])) for param in held])
 
@@ -111,8 +112,8 @@ def show_difference(name, mesh, model, summed=False):
 
 
 def compare_reducer(name, mesh, reducer):
-    """Two microbatches under DDP or a stage of ZeRO, against one process; and what rank 0 keeps.
-    reducer: the class."""
+    """Run two microbatches under DDP or a stage of ZeRO. Print how far the gradients differ from
+    one process's, and how many parameters rank 0 keeps. reducer: the class."""
     model, mine = small_gpt(mesh)
     replicas = mesh.group("dp")
     psi = sum(param.numel() for param in model.parameters())
@@ -146,7 +147,8 @@ def compare_reducer(name, mesh, reducer):
 
 
 def compare_attention(name, attention, group):
-    """Gradients of attention(q, k, v), over tokens split by zigzag, against one process."""
+    """Print how far the gradients of attention(q, k, v), over tokens split by zigzag, differ from
+    one process's."""
     from context_parallel import zigzag
     S = 8 * group.size
     generator = torch.Generator().manual_seed(0)
@@ -167,14 +169,16 @@ def compare_attention(name, attention, group):
 
 
 def show_routes(load, group):
-    """Print how many tokens each rank of the group has for each expert. load: this rank's."""
+    """Print how often the tokens of each rank of the group chose each expert. load (n_experts,):
+    how often this rank's tokens did."""
     load = load.view(group.size, -1).long()  # [rank][its expert]
     loads = [torch.empty_like(load) for _ in range(group.size)]
     all_to_all(loads, [load] * group.size, group)
     if group.rank == 0:
-        tokens = int(load.sum())
-        print("tokens of each rank (rows) for each expert; | parts the experts' ranks")
+        choices = int(load.sum())  # a token counts once for each of its k experts
+        print("how often the tokens of each rank (rows) chose each expert; | parts the experts' "
+              "ranks")
         for rank, row in enumerate(loads):
             away = int(row.sum() - row[rank].sum())
             table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())
-            print(f"rank {rank}  {table}    {away} of {tokens} go elsewhere")
+            print(f"rank {rank}  {table}    {away} of {choices} choices go elsewhere")

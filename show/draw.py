@@ -17,11 +17,13 @@ from engine.schedules import make_schedule, simulate, validate
 from planner.costs import closed_form
 from run.signals import end_quietly
 
-COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}  # of actions
+# Colors of actions
+COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}
 LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of the input",
           "W": "yellow: gradient of the weights"}
-LINES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")  # of curves
-INK, GRID = "#7d7d7d", "#80808050"  # to be read on a white page and on a dark one
+# Colors of curves, and of arrows
+CURVES = ("#2f6fd0", "#d9822b", "#2f9e5f", "#b0408f", "#1aa3b5", "#777777")
+INK, GRID = "#7d7d7d", "#80808050"  # visible on a white page and on a dark one
 LEFT, RIGHT, TOP, BOTTOM = 60, 570, 70, 310  # the edges of a chart's plot, in pixels
 
 
@@ -91,7 +93,7 @@ def schedule_text(times, width=160):
 
 
 def schedule_svg(times, title):
-    """The same as SVG; later chunks are paler."""
+    """The timelines of schedule_text as SVG; later chunks are paler."""
     left, right, row_height = 60, 940, 26
     makespan = max(row[-1][2] for row in times)
     pixels_per_time = (right - left) / makespan
@@ -124,11 +126,11 @@ def scale(ticks, low, high):
 
 
 def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
-    """curves: {name: [(x, y)]}. A curve that coincides with an earlier one is dashed. raw: {name:
-    [(x, y)]}, pale curves behind them."""
+    """A chart as SVG. curves: {name: [(x, y)]}; a curve that coincides with an earlier one is
+    dashed. raw: pale curves behind the others, likewise."""
     picture = Picture(title)
     across, down = scale(x_ticks, LEFT, RIGHT), scale(y_ticks, BOTTOM, TOP)
-    colors = dict(zip(curves, LINES, strict=False))
+    colors = dict(zip(curves, CURVES, strict=False))
     picture.text(12, 52, y_name)
     for tick in y_ticks:
         picture.line([(LEFT, down(tick)), (RIGHT, down(tick))], GRID)
@@ -143,9 +145,9 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
     names = []  # (y of the curve's right end, name)
     for name, points in curves.items():
         pixels = [(across(x), down(y)) for x, y in points]
-        hides = any(all(math.dist(a, b) < 1 for a, b in zip(pixels, other, strict=False))
-                    for other in drawn)
-        dashes = ' stroke-dasharray="7 7"' if hides else ""
+        coincides = any(all(math.dist(a, b) < 1 for a, b in zip(pixels, other, strict=False))
+                        for other in drawn)
+        dashes = ' stroke-dasharray="7 7"' if coincides else ""
         picture.line(pixels, colors[name], 'stroke-width="2"' + dashes)
         drawn.append(pixels)
         names.append((pixels[-1][1], name))
@@ -161,7 +163,8 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
 
 
 def time_schedule(name, P, m, v, costs):
-    """The Timeline of a valid schedule. ValueError, in one line, if there is none."""
+    """The Timeline of a schedule. Raises ValueError, one line, if there is no such schedule, or if
+    its lists are not valid."""
     lists = make_schedule(name, P, m, v)
     where = schedules.placement(name, P, v)
     validate(lists, where)
@@ -172,14 +175,16 @@ def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line."""
     bubble = closed_form(name, P, m, v, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
-    of_rank = f" of 1/{v} rank each" if v > 1 else ""
+    # A microbatch is in flight in each chunk by itself, and then holds 1/v of the rank's layers
+    in_chunks = f", each in 1 of {v} chunks" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
-            f"formula {formula}  in flight {timeline.peak_in_flight}{of_rank}")
+            f"formula {formula}  in flight {timeline.peak_in_flight}{in_chunks}")
 
 
 def compare(P, m, asked, costs):
-    """Lines of text: the figures of every schedule. asked: --chunks, for those that leave it open.
-    ValueError."""
+    """Yields lines of text: the figures of every schedule. asked: the value of --chunks, for
+    schedules without a number of their own. Raises ValueError for wrong arguments; but a schedule
+    in rounds that m does not fit is skipped, and its line says why."""
     for name, declared in schedules.SCHEDULES.items():
         try:
             v = schedules.chunks_of(name, 0 if declared.chunks else asked)
@@ -187,11 +192,12 @@ def compare(P, m, asked, costs):
         except ValueError as error:
             if not declared.in_rounds:
                 raise
-            yield f"{name:11}  skipped: {error}"  # m does not fit this schedule; others take it
+            yield f"{name:11}  skipped: {error}"
 
 
 def shown(args):
-    """The lines that the command asks for. Writes --svg, too. ValueError, OSError."""
+    """The lines to print for these flags; also writes the file of --svg. Raises ValueError for
+    wrong arguments, OSError for a file that cannot be written."""
     if args.compare:
         return list(compare(args.P, args.m, args.chunks, args.costs))
     name, P, m = args.schedule, args.P, args.m

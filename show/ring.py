@@ -19,8 +19,8 @@ def pass_to(tensor, group, src, dst, add=False):
 
 
 def sequential_all_reduce(tensor, group):
-    """Add from rank to rank, then copy from rank to rank. For a tensor of n bytes, the busiest rank
-    sends 2 n."""
+    """Add from rank to rank, then copy from rank to rank. For a tensor of n bytes the busiest rank
+    sends 2 n: once in each phase. (Of two ranks each sends once, n.)"""
     for r in range(1, group.size):
         pass_to(tensor, group, r - 1, r, add=True)
     for r in range(group.size - 1):
@@ -37,24 +37,29 @@ def parameter_server_all_reduce(tensor, group):
     return tensor
 
 
+def in_bits(row):
+    """A row of N numbers as text, each in N bits."""
+    # % 2**64: int64 is negative where bit 63 is set, of the last of 64 ranks
+    return " ".join(f"{int(value) % 2**64:0{len(row)}b}" for value in row)
+
+
 def demo(mesh):
     """One ring all-reduce, hop by hop; then bytes against the formulas."""
     group = mesh.group("dp")
     N = group.size
-    # Rank r's terms are 10^r. So digit r of a number, from the right, says whether the number
-    # contains rank r's term: with N = 4, 0110 is the sum of the terms of ranks 1 and 2
-    x = torch.full((N,), 10.0 ** group.rank)
+    # Rank r's terms are 2^r. So bit r of a number, from the right, says whether the number contains
+    # rank r's term: with N = 4, 0110 is the sum of the terms of ranks 1 and 2
+    x = torch.ones(N, dtype=torch.long) << group.rank
     phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
 
     def show():
-        """Print x of all ranks, on rank 0. It travels by mesh.world, another Group of the same
-        ranks, whose exchanges are not shown."""
-        rows = [torch.zeros(N) for _ in range(N)]
+        """Print x of all ranks, on rank 0. They send their x by mesh.world, another Group of the
+        same ranks, whose exchanges are not shown."""
+        rows = [torch.empty_like(x) for _ in range(N)]
         all_to_all(rows, [x.clone() for _ in range(N)], mesh.world)
         phase = next(phases)
         if group.rank == 0:
-            chunks = [" ".join(f"{int(value):0{N}d}" for value in row) for row in rows]
-            print(f"{phase:14}", *(f"  rank {r}: {row}" for r, row in enumerate(chunks)))
+            print(f"{phase:14}", *(f"  rank {r}: {in_bits(row)}" for r, row in enumerate(rows)))
 
     exchange = group.exchange
 
@@ -66,10 +71,11 @@ def demo(mesh):
     all_reduce(x, group)
     show()
     group.exchange = exchange
-    n = 3360  # bytes of the tensor
-    once = (N - 1) * n // N  # bytes that a rank sends in a reduce-scatter, or in an all-gather
-    for fn, formula in ((all_reduce, 2 * once), (reduce_scatter, once), (all_gather, once),
-                        (sequential_all_reduce, 2 * n), (parameter_server_all_reduce, N * once)):
+    n = 840 * N  # bytes of the tensor: 210 numbers in each of N chunks
+    once = 840 * (N - 1)  # bytes that a rank sends in a reduce-scatter, or in an all-gather
+    formulas = {all_reduce: 2 * once, reduce_scatter: once, all_gather: once,
+                sequential_all_reduce: n * min(2, N - 1), parameter_server_all_reduce: n * (N - 1)}
+    for fn, formula in formulas.items():
         before = group.bytes_sent
         fn(torch.ones(n // 4), group)
         busiest = all_reduce(torch.tensor([group.bytes_sent - before]), group, maximum).item()

@@ -8,7 +8,8 @@ from run.signals import end_quietly
 
 
 def mesh_command():
-    """python mesh.py 2 1 2 1 2: the ranks in rows, and every group of the mesh."""
+    """python mesh.py 2 1 2 1 2: the ranks in rows; the groups along each axis longer than 1, and
+    two groups along several axes."""
     # Imported here, because mesh.py imports torch, and `python sizes.py` does without torch
     from mesh import grid, lay_out
 
@@ -19,8 +20,9 @@ def mesh_command():
         sys.exit(2)
     ranks = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
     print(grid(ranks))
-    split = [[axis] for axis in ranks if ranks[axis] > 1]
-    for axes in (*split, ["dp", "ep", "cp"], ["pp", "tp"]):
+    single = [[axis] for axis in ranks if ranks[axis] > 1]
+    replicas, one_replica = ["dp", "ep", "cp"], ["pp", "tp"]
+    for axes in (*single, replicas, one_replica):
         print(f"group({', '.join(axes)}):", *lay_out(ranks, axes))
 
 
@@ -48,7 +50,7 @@ def sizes_command():
 
 
 def visible_pairs(queries, keys):
-    """The number of pairs of a query and a key it attends to, given the positions of both."""
+    """The number of pairs of a query and a key that it attends to. queries, keys: positions."""
     return int((queries.unsqueeze(1) >= keys).sum())
 
 
@@ -70,7 +72,7 @@ def zigzag_table(S, ranks):
     firsts = range(0, S, S // segments)
     for segment, query in enumerate(firsts):
         row = " ".join(str(int(hops[query, key])) if key <= query else "." for key in firsts)
-        owner = min(segment, segments - 1 - segment)
+        owner = min(segment, segments - 1 - segment)  # rank r has segments r and 2N-1-r
         lines.append(f"  segment {segment:2d} of rank {owner}   {row}")
     whole = torch.arange(S)
     naive = list(whole.chunk(ranks))

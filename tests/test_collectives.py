@@ -1,6 +1,9 @@
 """Collectives against their definition, bytes against the formulas; groups of the mesh."""
 
+import contextlib
+import io
 import itertools
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +15,8 @@ import torch
 import collectives as plain
 import engine.collectives as c
 import engine.mesh as mesh_file
+import group as plain_group
+import mesh as plain_mesh
 from engine.group import CommunicationError, Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
@@ -149,6 +154,28 @@ def _behind_a_ring_of_two(rank):
 
 def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
     pool(2, _behind_a_ring_of_two)
+
+
+def _shown(rank, world):
+    """What the ring's demonstration prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        ring.demo(plain_mesh.Mesh(plain_group.Group, dp=world))
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_the_demonstration_of_the_ring_sends_what_its_formulas_say(world):
+    lines = pool(world, _shown, world)[0].splitlines()
+    figures = [re.findall(r"sent +(\d+) bytes, formula +(\d+)", line) for line in lines[-5:]]
+    assert all(sent == formula for ((sent, formula),) in figures)
+    hops = lines[:-5]  # in the end every chunk has the terms of all ranks
+    assert len(hops) == 1 + 2 * (world - 1) and hops[-1].count("1" * world) == world**2
+
+
+def test_the_terms_of_64_ranks_are_told_apart():
+    terms = torch.ones(64, dtype=torch.long) << torch.arange(64)
+    assert ring.in_bits(terms).split() == [f"{1 << rank:064b}" for rank in range(64)]
+    assert ring.in_bits(terms.sum().expand(64)).split() == ["1" * 64] * 64
 
 
 @queued

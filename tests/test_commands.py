@@ -1,6 +1,7 @@
 """Commands: bad flags, bad data and bad environments are one line and exit code 2."""
 
 import gzip
+import io
 import json
 import math
 import os
@@ -13,12 +14,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import regex
 import torch
 
+import bench
 import train
 from data.batches import Data, DataError, load_tokenizer
 from data.prepare import (
@@ -89,7 +92,7 @@ def damaged(corpus, tmp_path, how):
     ("--data truncated", "is truncated"),
     ("--data pipe", "train.bin is not a regular file"),
     ("--data device", "meta.json is not a regular file"),
-    ("--data beyond", "beyond the vocabulary"),
+    ("--data beyond", "but the vocabulary of"),
     ("--out /proc/nowhere", "cannot be written"),
     ("--device cuda", "--device cuda"),
     *((f"--lr {value}", f"--lr {value} must be from 0 to 1e+308")
@@ -107,18 +110,18 @@ def damaged(corpus, tmp_path, how):
     ("--trace /tmp", "--trace /tmp cannot be written"),
     *((f"--data {how}", "meta.json is damaged (") for how in FORGED),
     ("--data vocabulary", "meta.json is damaged ("),
-    ("--cp 3", "--block-size 8 must be a multiple of 6, for --cp 3 x --tp 1 x --sp False; try "
+    ("--cp 3", "--block-size 8 must be a multiple of 6, for --cp 3, --tp 1, --sp False; try "
                "12"),
-    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --cp 1 x --tp "
-                                   "4 x --sp True; try 8"),
-    ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for --cp 2 x --tp 4 x "
+    ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --cp 1, --tp "
+                                   "4, --sp True; try 8"),
+    ("--cp 2 --tp 4 --sp --block-size 12", "12 must be a multiple of 8, for --cp 2, --tp 4, "
                                            "--sp True; try 16"),
     ("--cp 4 --tp 2 --cp-attention all-to-all", "--tp 2 x --cp 4 must divide --n-head 4; "
      "try 1 or 2 or 4"),
     ("--cp 0", "--cp 0 must be from 1 to 1,000,000"),
     ("--ep 2 --dp 2", "--ep 2 is for --experts"),
     ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1; try 1"),
-    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2 x --tp 1; "
+    ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2, --tp 1; "
                                   "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
     ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
@@ -238,7 +241,7 @@ def test_heads_that_the_rings_gpu_kernels_refuse_are_refused(corpus, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     shape = {"device": "cuda", "cp": 2, "n_head": 4}
     for dtype, size in (("float64", 8), ("bfloat16", 4), ("float16", 264), ("float32", 6)):
-        with pytest.raises(ValueError, match=f"^--cp 2 x --dtype {dtype} with heads of {size}: "):
+        with pytest.raises(ValueError, match=f"^--cp 2, --dtype {dtype}: heads have {size} "):
             check(config(corpus, dtype=dtype, n_embd=4 * size, **shape), 1)
         check(config(corpus, dtype=dtype, n_embd=4 * size, cp_attention="all-to-all", **shape), 1)
     for dtype, size in (("bfloat16", 256), ("float16", 8), ("float32", 260)):
@@ -247,9 +250,18 @@ def test_heads_that_the_rings_gpu_kernels_refuse_are_refused(corpus, monkeypatch
 
 @pytest.mark.parametrize("gpu,tflops", [
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
-    ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312), ("Quadro P400", 0)])
+    ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312), ("Quadro P400", 0),
+    ("Tesla V100-PCIE-16GB", 112), ("Tesla V100-SXM2-32GB", 125)])
 def test_each_card_has_its_own_peak(gpu, tflops):
     assert peak_flops(gpu) == 1e12 * tflops
+
+
+def test_the_benchs_mb_are_millions_of_bytes(monkeypatch):
+    """Of a process that /proc says has grown by 2,000,000 kB, which are KiB."""
+    monkeypatch.setattr(bench, "open", lambda *args: io.StringIO(
+        "VmHWM:\t 2001000 kB\nVmRSS:\t 1000 kB\n"), raising=False)
+    job = SimpleNamespace(drain=lambda: None)
+    assert bench.peak(job, lambda job: lambda: None) == 2048
 
 
 @needs_minutes

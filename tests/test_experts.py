@@ -13,11 +13,8 @@ from experts import MixtureGPT
 from model import GPT, build
 from run.config import check
 from sizes import GPTConfig
-from tests import test_layouts as layouts
-from tests.cover import covering, named
 from tests.harness import (
     BATCH,
-    FULL,
     SHAPE,
     VOCAB,
     close,
@@ -28,36 +25,6 @@ from tests.harness import (
     reference,
     train_with,
 )
-
-# ---- experts ----
-
-EXPERTS = [
-    {"dp": 2, "ep": 2, "experts": 4}, {"dp": 4, "ep": 4, "experts": 8, "zero": 2},
-    {"dp": 4, "ep": 2, "experts": 4, "zero": 3, "microbatches": 3},
-    {"dp": 6, "ep": 2, "experts": 4, "zero": 1}, {"dp": 3, "ep": 3, "experts": 3, "top_k": 1},
-    {"dp": 3, "experts": 3, "top_k": 3, "microbatches": 2},  # k = E
-    {"tp": 2, "experts": 4, "microbatches": 2}, {"dp": 4, "ep": 2, "tp": 2, "experts": 4},
-    {"dp": 2, "ep": 2, "tp": 2, "sp": True, "experts": 4, "zero": 2, "recompute": True},
-    {"dp": 2, "ep": 2, "cp": 2, "tp": 2, "sp": True, "experts": 4, "zero": 3},
-    {"dp": 2, "ep": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
-    {"dp": 2, "ep": 2, "pp": 4, "experts": 4, "microbatches": 3},
-    {"dp": 2, "ep": 2, "pp": 2, "experts": 4, "schedule": "interleaved", "chunks": 2,
-     "microbatches": 2, "zero": 1},
-    {"dp": 2, "ep": 2, "pp": 2, "tp": 2, "sp": True, "experts": 4, "schedule": "zb-v", "chunks": 2,
-     "microbatches": 3, "zero": 2},
-    {"dp": 2, "ep": 2, "experts": 4, "collectives": "native", "recompute": True},
-    {"cp": 2, "experts": 4, "cp_attention": "all-to-all", "zero": 1},
-    {"experts": 4, "microbatches": 3, "balance": 0.5}, {"tp": 3, "experts": 3, "top_k": 3},
-    {"dp": 2, "ep": 2, "tp": 2, "cp": 2, "experts": 4, "top_k": 4},
-    *[{"dp": 2, "ep": 2, "tp": 2, "pp": 2, "experts": 4, "schedule": "zb-h1", "microbatches": 3},
-      {"dp": 4, "ep": 4, "pp": 2, "experts": 4, "microbatches": 3}] * FULL,
-]
-CHOSEN = covering(EXPERTS, besides=layouts.CHOSEN)
-
-
-@pytest.mark.parametrize("flags", CHOSEN, ids=named)
-def test_experts_equal_one_process(corpus, flags):
-    equals_one_process(corpus, **{"microbatches": 1, **flags})
 
 
 def lopsided(name, shape, config, seed, usual=model_file.initial_value):

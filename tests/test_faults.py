@@ -415,6 +415,17 @@ def test_ranks_that_meet_are_those_of_this_attempt(monkeypatch):
     assert len({*met}) == 6
 
 
+def test_ranks_meet_when_torchrun_goes_on_with_more_or_fewer_of_them():
+    """It does not count that as a restart."""
+    store = torch.distributed.HashStore()
+    met = []
+    for size in (8, 16, 8, 3):
+        names = {processes.name_attempt(store, size) for _ in range(size)}
+        assert len(names) == 1
+        met.extend(names)
+    assert len({*met}) == 4
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_starts_is_named(rank, monkeypatch):
     server = torch.distributed.HashStore()

@@ -1,4 +1,4 @@
-"""Layouts of data, tensor and pipeline ranks, schedules and ZeRO stages equal one process."""
+"""Every layout equals one process: a table of flags, and one function (tests/harness.py)."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from engine.optimizer import Optimizer
 from model import initial_value
 from run.config import check
 from sizes import GPTConfig
-from tests.cover import covering, named
+from tests.cover import covering, layouts, named
 from tests.harness import (
     BATCH,
     FULL,
@@ -40,71 +40,155 @@ def test_initial_values_do_not_depend_on_torchs_default_dtype(name):
     assert single.dtype == double.dtype == torch.float and torch.equal(single, double)
 
 
-LAYOUTS = [  # dp, tp, pp, schedule, m
-    (1, 1, 1, "gpipe", 1), (1, 1, 1, "1f1b", 4), (3, 1, 1, "1f1b", 2), (2, 1, 1, "gpipe", 1),
-    (2, 2, 1, "1f1b", 3), (1, 2, 1, "gpipe", 1), (1, 3, 1, "1f1b", 1), (1, 4, 1, "1f1b", 2),
-    (1, 1, 2, "1f1b", 1), (1, 3, 2, "1f1b", 4), (1, 3, 2, "gpipe", 2), (1, 1, 4, "1f1b", 2),
-    (1, 1, 4, "1f1b", 4), (1, 1, 4, "1f1b", 9), (1, 1, 4, "gpipe", 3), (2, 2, 2, "1f1b", 3),
-    (2, 2, 2, "gpipe", 2), (1, 2, 4, "1f1b", 6), (1, 2, 4, "gpipe", 9), (2, 1, 4, "1f1b", 2),
-    (4, 1, 2, "1f1b", 9), (8, 1, 1, "1f1b", 1) if BATCH % 8 == 0 else (6, 1, 1, "1f1b", 2),
-]
+# A layout per line: train.py's flags, without the dashes. tests/cover.py chooses the lines that are
+# trained, so that every pair of features occurs; with FULL=1 all are. A fork adds lines.
+EVERY = layouts("""
+    schedule gpipe
+    microbatches 4
+    dp 3 microbatches 2
+    dp 2 schedule gpipe
+    dp 2 tp 2 microbatches 3
+    tp 2 schedule gpipe
+    tp 3
+    tp 4 microbatches 2
+    pp 2
+    tp 3 pp 2 microbatches 4
+    tp 3 pp 2 schedule gpipe microbatches 2
+    pp 4 microbatches 2
+    pp 4 microbatches 4
+    pp 4 microbatches 9
+    pp 4 schedule gpipe microbatches 3
+    dp 2 tp 2 pp 2 microbatches 3
+    dp 2 tp 2 pp 2 schedule gpipe microbatches 2
+    tp 2 pp 4 microbatches 6
+    tp 2 pp 4 schedule gpipe microbatches 9
+    dp 2 pp 4 microbatches 2
+    dp 4 pp 2 microbatches 9
+    dp 6 microbatches 2
 
+    # schedules
+    pp 2 schedule interleaved chunks 2 microbatches 4
+    pp 2 schedule interleaved chunks 3 microbatches 2
+    pp 3 schedule interleaved chunks 2 microbatches 9
+    pp 4 schedule interleaved chunks 3 microbatches 4
+    dp 2 tp 2 pp 2 schedule interleaved chunks 2 microbatches 6 zero 1
+    dp 2 pp 2 schedule interleaved chunks 2 microbatches 2 zero 3
+    schedule interleaved chunks 2 microbatches 3 zero 2
+    pp 2 schedule zb-h1
+    pp 3 schedule zb-h1 microbatches 3
+    pp 4 schedule zb-h1 microbatches 9
+    pp 2 schedule zb-h2
+    pp 3 schedule zb-h2 microbatches 3
+    pp 4 schedule zb-h2 microbatches 9
+    dp 2 tp 2 pp 2 schedule zb-h1 microbatches 3
+    dp 2 tp 2 pp 2 schedule zb-h1 microbatches 3 zero 2
+    dp 2 tp 2 pp 2 schedule zb-h2 microbatches 3 zero 3
+    dp 3 pp 2 schedule zb-h1 microbatches 4 zero 1
+    schedule zb-h1 microbatches 4
+    pp 2 schedule zb-v chunks 2
+    pp 2 schedule zb-v chunks 2 microbatches 4
+    pp 3 schedule zb-v chunks 2 microbatches 6
+    pp 4 schedule zb-v chunks 2 microbatches 9
+    dp 2 tp 2 pp 2 schedule zb-v chunks 2 microbatches 3
+    dp 2 tp 2 pp 2 schedule zb-v chunks 2 microbatches 3 zero 2
+    dp 2 pp 2 schedule zb-v chunks 2 microbatches 3 zero 1
+    dp 2 pp 2 schedule zb-v chunks 2 microbatches 3 zero 3
+    schedule zb-v chunks 2 microbatches 2 zero 3
+    dp 2 schedule zb-v chunks 2 microbatches 2
 
-SCHEDULE_LAYOUTS = [  # schedule, chunks, dp, tp, pp, m, zero
-    ("interleaved", 2, 1, 1, 2, 4, 0), ("interleaved", 3, 1, 1, 2, 2, 0),
-    ("interleaved", 2, 1, 1, 3, 9, 0), ("interleaved", 3, 1, 1, 4, 4, 0),
-    ("interleaved", 2, 2, 2, 2, 6, 1), ("interleaved", 2, 2, 1, 2, 2, 3),
-    ("interleaved", 2, 1, 1, 1, 3, 2),
-    *((name, 1, 1, 1, P, m, 0) for name in ("zb-h1", "zb-h2")
-      for P, m in ((2, 1), (3, 3), (4, 9))),
-    *((name, 1, 2, 2, 2, 3, zero)
-      for name, zero in (("zb-h1", 2), ("zb-h2", 3), *[("zb-h1", 0)] * FULL)),
-    ("zb-h1", 1, 3, 1, 2, 4, 1), ("zb-h1", 1, 1, 1, 1, 4, 0),
-    *(("zb-v", 2, 1, 1, P, m, 0) for P, m in ((2, 1), (2, 4), (3, 6), (4, 9))),
-    *(("zb-v", 2, 2, T, 2, 3, zero) for T, zero in ((2, 2), (1, 3), *[(2, 0), (1, 1)] * FULL)),
-    ("zb-v", 2, 1, 1, 1, 2, 3), ("zb-v", 2, 2, 1, 1, 2, 0),  # a rank has both ends of the model
-]
+    # ZeRO; n_embd 25: D divides few of these layers' sizes
+    zero 1 microbatches 4 recompute n_embd 25 n_head 5
+    zero 2 microbatches 4 recompute n_embd 25 n_head 5
+    zero 3 microbatches 4 recompute n_embd 25 n_head 5
+    dp 2 zero 1 n_embd 25 n_head 5
+    dp 2 zero 2 n_embd 25 n_head 5
+    dp 2 zero 3 n_embd 25 n_head 5
+    dp 3 zero 1 microbatches 4 recompute n_embd 25 n_head 5
+    dp 3 zero 2 microbatches 4 recompute n_embd 25 n_head 5
+    dp 3 zero 3 microbatches 4 recompute n_embd 25 n_head 5
+    dp 4 zero 1 microbatches 3 n_embd 25 n_head 5
+    dp 4 zero 2 microbatches 3 n_embd 25 n_head 5
+    dp 4 zero 3 microbatches 3 n_embd 25 n_head 5
+    dp 2 tp 2 zero 1 microbatches 3
+    dp 2 tp 2 zero 2 microbatches 3
+    dp 2 tp 2 zero 3 microbatches 3
+    dp 2 pp 2 zero 1 microbatches 3 n_embd 25 n_head 5
+    dp 2 pp 2 zero 2 microbatches 3 n_embd 25 n_head 5
+    dp 2 pp 2 zero 3 microbatches 3 n_embd 25 n_head 5
+    dp 2 tp 2 pp 2 zero 1 microbatches 3 recompute
+    dp 2 tp 2 pp 2 zero 2 microbatches 3 recompute
+    dp 2 tp 2 pp 2 zero 3 microbatches 3 recompute
+    tp 2 pp 2 microbatches 4 recompute
 
+    # split sequences
+    dp 4 tp 2 sp microbatches 9
+    dp 4 tp 2 sp microbatches 3
+    tp 3 sp block_size 24 microbatches 2
+    cp 2
+    cp 3 block_size 24 microbatches 3
+    cp 4
+    cp 2 cp_attention all-to-all recompute
+    cp 4 cp_attention all-to-all microbatches 2
+    cp 2 tp 2 pp 2 sp microbatches 3
+    cp 2 tp 2 pp 2 sp cp_attention all-to-all schedule zb-v chunks 2 microbatches 3
+    cp 2 tp 2 pp 2 sp schedule interleaved chunks 2 microbatches 4 recompute
+    dp 2 cp 3 block_size 24 zero 1
+    dp 2 cp 3 block_size 24 zero 3 recompute
+    dp 2 cp 3 block_size 24 zero 2 cp_attention all-to-all microbatches 3
+    tp 2 cp 3 block_size 24 sp zero 3 cp_attention all-to-all
+    dp 2 tp 2 pp 2 sp schedule zb-v chunks 2 zero 2 microbatches 3
+    tp 4 cp 2 sp zero 1
+    tp 3 pp 2 sp block_size 24 schedule zb-h1 microbatches 4
+    dp 2 pp 2 cp 2 schedule zb-h2 zero 1 microbatches 3
+    pp 4 cp 2 schedule interleaved chunks 1 microbatches 4
+    dp 2 tp 2 sp zero 3 recompute microbatches 3
 
-ZERO_LAYOUTS = [  # zero, dp, tp, pp, microbatches, recompute
-    *((zero, dp, 1, 1, m, m == 4) for zero in (1, 2, 3)
-      for dp, m in ((1, 4), (2, 1), (3, 4), (4, 3))),
-    *((zero, 2, 2, 1, 3, False) for zero in (1, 2, 3)),
-    *((zero, 2, 1, 2, 3, False) for zero in (1, 2, 3)),
-    *((zero, 2, 2, 2, 3, True) for zero in (1, 2, 3)),
-    (0, 1, 2, 2, 4, True),
-]
+    # experts
+    dp 2 ep 2 experts 4
+    dp 4 ep 4 experts 8 zero 2
+    dp 4 ep 2 experts 4 zero 3 microbatches 3
+    dp 6 ep 2 experts 4 zero 1
+    dp 3 ep 3 experts 3 top_k 1
+    dp 3 experts 3 top_k 3 microbatches 2
+    tp 2 experts 4 microbatches 2
+    dp 4 ep 2 tp 2 experts 4
+    dp 2 ep 2 tp 2 sp experts 4 zero 2 recompute
+    dp 2 ep 2 cp 2 tp 2 sp experts 4 zero 3
+    dp 2 ep 2 pp 2 experts 4 schedule zb-h1 microbatches 3
+    dp 2 ep 2 pp 4 experts 4 microbatches 3
+    dp 4 ep 4 pp 2 experts 4 microbatches 3
+    dp 2 ep 2 pp 2 experts 4 schedule interleaved chunks 2 microbatches 2 zero 1
+    dp 2 ep 2 pp 2 tp 2 sp experts 4 schedule zb-v chunks 2 microbatches 3 zero 2
+    dp 2 ep 2 tp 2 pp 2 experts 4 schedule zb-h1 microbatches 3
+    cp 2 experts 4 cp_attention all-to-all zero 1
+    experts 4 microbatches 3 balance 0.5
+    tp 3 experts 3 top_k 3
+    dp 2 ep 2 tp 2 cp 2 experts 4 top_k 4
 
+    # torch's own collectives
+    dp 3 collectives native microbatches 2
+    dp 2 tp 2 zero 3 collectives native microbatches 2
+    cp 2 tp 2 sp collectives native
+    dp 2 ep 2 experts 4 collectives native recompute
 
-def dicts(names, rows):
-    return [dict(zip(names.split(), row, strict=True)) for row in rows]
-
-
-EVERY = [*dicts("dp tp pp schedule microbatches", LAYOUTS),
-         *dicts("schedule chunks dp tp pp microbatches zero", SCHEDULE_LAYOUTS),
-         *dicts("zero dp tp pp microbatches recompute", ZERO_LAYOUTS)]
+    # rows that pad the vocabulary are not there. 67 tokens: 80 rows, or 2 x 40, or 3 x 32
+    pad_vocab 16 microbatches 3
+    dp 2 tp 2 zero 3 recompute pad_vocab 8 microbatches 3
+    tp 3 pp 2 schedule zb-h1 pad_vocab 8 microbatches 3
+    dp 2 tp 2 pp 2 sp schedule zb-v chunks 2 zero 2 pad_vocab 8 microbatches 3
+""")
 CHOSEN = covering(EVERY)
-# Three features at a time: replicas, no ZeRO, and a rank with both ends, one ready before the other
-CHOSEN.append({"schedule": "zb-v", "chunks": 2, "dp": 2, "tp": 1, "pp": 2, "microbatches": 3})
+# Three features at a time: replicas, no ZeRO, and a rank with both ends, one ready before the
+# other; experts, several T ranks, and the same tokens on all of them
+CHOSEN += layouts("""
+    dp 2 pp 2 schedule zb-v chunks 2 microbatches 3
+    tp 2 experts 4 microbatches 2
+""")
 
 
 @pytest.mark.parametrize("flags", CHOSEN, ids=named)
 def test_layout_equals_one_process(corpus, flags):
-    odd = {"n_embd": 25, "n_head": 5}  # D divides few of these layers' sizes
-    equals_one_process(corpus, **flags, **odd if "recompute" in flags and flags["tp"] == 1 else {})
-
-
-@pytest.mark.parametrize("flags", [{"dp": 3}, {"dp": 2, "zero": 3, "tp": 2}], ids=str)
-def test_the_librarys_collectives_give_the_same(corpus, flags):
-    equals_one_process(corpus, collectives="native", microbatches=2, **flags)
-
-
-@pytest.mark.parametrize("flags", [
-    {}, {"dp": 2, "tp": 2, "zero": 3, "recompute": True}, {"tp": 3, "pp": 2, "schedule": "zb-h1"},
-    {"tp": 2, "pp": 2, "sp": True, "schedule": "zb-v", "dp": 2, "zero": 2}], ids=str)
-def test_rows_that_pad_the_vocabulary_are_not_there(corpus, tmp_path, flags):
-    """67 tokens: 80, or 2 x 40, or 3 x 32 rows."""
-    equals_one_process(corpus, pad_vocab=8 if "tp" in flags else 16, microbatches=3, **flags)
+    equals_one_process(corpus, **{"microbatches": 1, **flags})
 
 
 def _in_order(rank, cfg):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from statistics import median
 from types import SimpleNamespace
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
@@ -476,6 +477,29 @@ def test_bytes_sent_are_predicted_exactly(corpus, flags):
         assert sum(sent[axis] for sent in got) == round(predicted * len(got) / cfg.pp), axis
 
 
+def test_what_tensor_ranks_hold_whole_is_summed_under_sp():
+    """Two norms, the biases of two rows, and the final norm; with experts a router in the place of
+    the MLP's row. Llama has one vector per norm and no bias, so no bias leaves for its router."""
+    gpt, llama = hardware.MODELS["gpt2"], replace(hardware.MODELS["llama-7b"], n_layer=1)
+    for model, per_block, ends in ((gpt, 4 + 2, gpt.block_size + 2), (llama, 2, 1),
+                                   (replace(gpt, n_experts=8), 4 + 1 + 8, gpt.block_size + 2),
+                                   (replace(llama, n_experts=8), 2 + 8, 1)):
+        sent = traffic.messages(memory.Job(model, 1), memory.Layout(tp=2, sp=True))
+        nbytes = next(message.nbytes for message in sent if "positions" in message.name)
+        assert nbytes == 2 * (model.n_layer * per_block + ends) * model.n_embd
+
+
+def test_a_bucket_holds_its_largest_tensor():
+    """Under DDP a tensor above 25 MiB has a bucket of its own: attention's column, if the rank's
+    experts are few, or those of Llama."""
+    few = GPTConfig(256, 128, 2, 32, 4096, n_experts=8, top_k=8)
+    llama = replace(hardware.MODELS["llama-7b"], vocab_size=256)
+    for model, layout in ((few, memory.Layout(dp=8, ep=8)), (llama, memory.Layout(dp=8))):
+        part, = memory.parts_of(model, "1f1b", 1, 1)
+        copied = memory.optimizer_buffer(memory.Job(model, 8), layout, part)
+        assert copied == 3 * 4096**2 * 4
+
+
 def test_llamas_have_their_published_sizes():
     for name, size in (("llama-7b", 6738415616), ("llama-13b", 13015864320),
                        ("llama-70b", 68976648192), ("llama-405b", 405853388800)):
@@ -564,6 +588,8 @@ def test_the_search_finds_the_fastest_that_fits():
     found = search.best(8)
     assert len(fit) < len(every) / 2 and len(every) > 1000
     assert [seconds for seconds, _ in found] == sorted(best.values())[:8]
+    of_use = [layout for layout in every if layout.dp * layout.cp > 1 or layout.zero == 0]
+    assert len(found) + search.slower + search.misfits == len(of_use)  # each is counted once
     banded = search_file.Search(job, 12, device, {}).best(4, 0.1)
     near = {}
     for seconds, layout in fit:
@@ -702,11 +728,38 @@ def test_measured_links_are_those_of_a_ring(monkeypatch):
 
     monkeypatch.setattr(measure, "all_reduce", all_reduce)
     monkeypatch.setattr(measure, "seconds", seconds)
+    world = SimpleNamespace(size=4, native=True, in_order=False)  # a ring, also of a few bytes
     flags = measure.measure(SimpleNamespace(device=torch.device("cpu"),
-                                            world=SimpleNamespace(size=4)))
+                                            world=world))
     assert flags["node"] == 4
     for name, value in (("nvlink", 2), ("latency", 1e-4)):  # the short sum has some bytes, too
         assert math.isclose(flags[name], value, rel_tol=1e-3)
+def _latency(rank, world):
+    """The measured latency of a node where each message that a rank sends takes one second. (So
+    does all work that sends none.)"""
+    mesh = Mesh(dp=world)
+    sent = 0
+
+    class Counting(Group):
+        def exchange(self, send=None, *args, **more):
+            nonlocal sent
+            sent += send is not None
+            return super().exchange(send, *args, **more)
+
+    def seconds(mesh, work, times=1):
+        before = sent
+        work()
+        return sent - before or 1
+
+    mesh.world.__class__ = Counting
+    with patch.object(measure, "seconds", seconds):
+        return measure.measure(mesh)["latency"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_measured_latency_is_that_of_one_message(world):
+    """A short all-reduce is a butterfly on 2 and 4 ranks, a ring on 3."""
+    assert pool(world, _latency, world) == [1] * world
 
 
 class Silent:
@@ -772,3 +825,12 @@ def test_the_planner_explains_a_layout(capsys, monkeypatch):
     plan.main()
     said = capsys.readouterr().out
     assert "torchrun train.py --dp 2 --pp 4" in said and "seconds of the fastest: compute" in said
+    assert "(train.py takes the vocabulary of its --data, not the planned 51200)" in said
+    assert "DOES NOT FIT" not in said
+
+
+def test_a_layout_that_does_not_fit_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", "plan.py --model gpt3-13b --gpus 8 --layout".split())
+    plan.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "the layout of the first row DOES NOT FIT:" in lines

@@ -22,12 +22,8 @@ from model import build, causal_attention
 from planner import memory
 from run.config import check
 from sizes import GPTConfig
-from tests import test_experts as experts
-from tests import test_layouts as layouts
-from tests.cover import covering, named
 from tests.harness import (
     BATCH,
-    FULL,
     SHAPE,
     VOCAB,
     close,
@@ -38,41 +34,9 @@ from tests.harness import (
     train_with,
 )
 from tests.pool import Pool
+from tests.test_layouts import _bytes
 from tests.test_schedules import _live
 from tests.test_zero import _overlap, _under_limit
-
-# ---- split sequences ----
-
-SEQUENCES = [
-    {"dp": 4, "tp": 2, "sp": True, "microbatches": 9 if FULL else 3},  # 9: one sequence
-    {"tp": 3, "sp": True, "block_size": 24, "microbatches": 2},
-    {"cp": 2}, {"cp": 3, "block_size": 24, "microbatches": 3}, {"cp": 4},  # chunks of one token
-    {"cp": 2, "cp_attention": "all-to-all", "recompute": True},
-    {"cp": 4, "cp_attention": "all-to-all", "microbatches": 2},
-    {"cp": 2, "tp": 2, "pp": 2, "sp": True, "microbatches": 3},
-    {"cp": 2, "tp": 2, "pp": 2, "cp_attention": "all-to-all", "schedule": "zb-v", "chunks": 2,
-     "microbatches": 3, "sp": True},
-    {"cp": 2, "tp": 2, "pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4,
-     "sp": True, "recompute": True},
-    {"dp": 2, "cp": 3, "block_size": 24, "zero": 1}, {"dp": 2, "cp": 3, "block_size": 24,
-                                                      "zero": 3, "recompute": True},
-    {"dp": 2, "cp": 3, "block_size": 24, "zero": 2, "cp_attention": "all-to-all",
-     "microbatches": 3},
-    {"tp": 2, "cp": 3, "block_size": 24, "sp": True, "zero": 3, "cp_attention": "all-to-all"},
-    {"dp": 2, "tp": 2, "pp": 2, "sp": True, "schedule": "zb-v", "chunks": 2, "zero": 2,
-     "microbatches": 3}, {"tp": 4, "cp": 2, "sp": True, "zero": 1},
-    {"tp": 3, "pp": 2, "sp": True, "block_size": 24, "schedule": "zb-h1", "microbatches": 4},
-    {"dp": 2, "pp": 2, "cp": 2, "schedule": "zb-h2", "zero": 1, "microbatches": 3},
-    {"pp": 4, "cp": 2, "schedule": "interleaved", "chunks": 1, "microbatches": 4},
-    {"dp": 2, "tp": 2, "sp": True, "zero": 3, "recompute": True, "microbatches": 3},
-    {"cp": 2, "tp": 2, "sp": True, "collectives": "native"},
-]
-
-
-@pytest.mark.parametrize("flags", covering(
-    SEQUENCES, besides=[*layouts.CHOSEN, *experts.CHOSEN]), ids=named)
-def test_split_sequences_equal_one_process(corpus, flags):
-    equals_one_process(corpus, **{"microbatches": 1, **flags})
 
 
 def _plain_attention(rank, cfg):
@@ -282,7 +246,7 @@ def test_bugs_of_split_sequences_are_noticed(corpus, bug, flags):
     {"cp": 2, "recompute": True}, {"pp": 2, "tp": 2, "sp": True, "microbatches": 3}], ids=str)
 def test_split_sequences_send_the_formulas(corpus, flags):
     cfg = config(corpus, **{"microbatches": 1, **flags})
-    got, width = pool(check(cfg, 1), layouts._bytes, cfg), 8
+    got, width = pool(check(cfg, 1), _bytes, cfg), 8
     C, T, m, S, L = cfg.cp, cfg.tp, cfg.microbatches, cfg.block_size, cfg.n_layer
     bSC = BATCH // m * S // C * cfg.n_embd  # elements of a microbatch's activation, on all of T
     h = cfg.n_embd // T  # the width of this rank's heads

@@ -137,7 +137,7 @@ def test_weights_of_others_are_taken_or_refused_in_one_line(corpus, trained, tmp
 def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
     new = tmp_path / "new"
     said = export_file.export(trained / "step-00000004", new)
-    assert "without a tokenizer: that of" in said and "256 tokens, the model 67" in said
+    assert "without a tokenizer: the tokenizer of" in said and "256 tokens, the model 67" in said
     model = load_model(trained / "step-00000004")
     shapes = {name: p.shape for name, p in model.canonical_parameters()}
     get = read_weights(new / "model.safetensors", shapes, model.config)

@@ -159,19 +159,16 @@ def _overlap(rank, cfg):
             time.sleep(0.001)
 
     trainer.reducer.launch = launch_and_look
-    loss_under_way, finish = [], trainer.reducer.finish
-    trainer.reducer.finish = lambda: (loss_under_way.append(bool(mesh.world.last.waits)), finish())
     with tracer.at(0):
         trainer.gradients(data.training(cfg, 0, mesh))
-    return tracer.events, launched, ahead, loss_under_way
+    return tracer.events, launched, ahead
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(corpus, zero):
     cfg = config(corpus, dp=3, zero=zero, microbatches=2, bucket_mb=0.02)
     got = pool(3, _overlap, cfg)  # two ranks would start reductions this small from the main lane
-    for events, launched, ahead, loss_under_way in got:
-        assert loss_under_way == [True]  # while the gradients are waited for
+    for events, launched, ahead in got:
         start, end = [e for e in events if e[0] == "B"][-1][2:4]
         launched = [t for t in launched if t > start]
         assert len(launched) >= 6 and sum(t < end for t in launched) >= len(launched) - 1
