@@ -16,7 +16,7 @@ from run.config import MARKS
 from run.files import write_new
 from run.signals import end_quietly
 from show.chapters import DRAWINGS
-from show.draw import LINES, curves_svg
+from show.draw import CURVES, curves_svg
 
 
 def running_mean(points):
@@ -51,8 +51,8 @@ def metrics_svg(paths):
     busiest expert's load. ValueError if a file is not one of --metrics, or if there are too many to
     tell apart."""
     runs = {path.stem: read_metrics(path) for path in map(Path, paths)}
-    if len(runs) < len(paths) or len(runs) > len(LINES):
-        raise ValueError(f"--metrics takes up to {len(LINES)} files, of different names")
+    if len(runs) < len(paths) or len(runs) > len(CURVES):
+        raise ValueError(f"--metrics takes up to {len(CURVES)} files, of different names")
     experts = any(record.get("busiest") for records in runs.values() for record in records)
     key = "busiest" if experts else "loss"
     raw = {}
