@@ -16,7 +16,7 @@ how much a process grows while it builds one side and takes two steps (Linux; re
                                      with that one trick switched off
     python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)
     python bench.py --json out.json  the figures for a program
-    python bench.py --gpu            one GPU, bfloat16: against a loop like nanoGPT's, and the peak
+    python bench.py --gpu            one GPU, bfloat16: against a loop like nanoGPT's, and its MFU
 
 The sides of the rows: races/.
 """

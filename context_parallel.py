@@ -124,11 +124,15 @@ def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
     """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
     there = partial(to_whole_sequences, group=group, all_to_all=all_to_all)
     back = partial(to_own_tokens, group=group, all_to_all=all_to_all)
-    # One message for the three: to each rank its part of the heads of q, of k, of v
-    parts = [x.chunk(group.size, dim=1) for x in (q, k, v)]
-    qkv = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank], dim=1)
-    qkv = WithBackward.apply(qkv, there, back)  # (B, 3 nh/N, S, hs)
-    q, k, v = qkv.split([x[0].size(1) for x in parts], dim=1)  # (B, nh/N, S, hs) each
+    # One message for the three. Heads in the order of the ranks that get them, for two ranks
+    # q0 k0 v0 q1 k1 v1: q0 are the heads of q that rank 0 gets
+    N = group.size
+    q_parts, k_parts, v_parts = (x.chunk(N, dim=1) for x in (q, k, v))
+    to_send = []
+    for rank in range(N):
+        to_send += [q_parts[rank], k_parts[rank], v_parts[rank]]
+    qkv = WithBackward.apply(torch.cat(to_send, dim=1), there, back)  # (B, 3 nh/N, S, hs)
+    q, k, v = qkv.split([x.size(1) // N for x in (q, k, v)], dim=1)  # (B, nh/N, S, hs) each
     y = causal_attention(q, k, v)
     return WithBackward.apply(y, back, there)
 

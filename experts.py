@@ -26,7 +26,7 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n, n_out)) if bias else None
 
     def each(self):
-        """[(weight, bias)] of the n layers."""
+        """Yields (weight, bias) of each of the n layers."""
         weights = self.weight.unbind()
         biases = [None] * len(weights) if self.bias is None else self.bias.unbind()
         return zip(weights, biases, strict=True)

@@ -8,8 +8,10 @@
     biases          in each linear layer           none
     lm_head         tied to wte                    tied, or a matrix of its own
 
-Attention, MLP and head take a token's vector as in GPT-2, so whoever splits a GPT splits this one.
-One method more may be replaced where a rank has some of the tokens only: Attention.positions.
+Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` gives the sizes of
+those that lie in one tensor: so a technique that splits a GPT splits a Llama, unchanged. Where a
+rank has only some of the tokens, LlamaAttention.positions is replaced, in the place of
+Embedding.positions.
 Letters in shapes are model.py's; n_kv heads of keys and values. Touvron et al., arXiv 2302.13971,
 2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245.
 
@@ -48,9 +50,10 @@ def frequencies(config, dtype):
 
 
 def stretch(frequency, scaling):
-    """Llama 3.1's change for sequences longer than those it was trained on first, of `original`
-    tokens. Slow pairs, which turn less than `low` times in `original` tokens, are slowed down by
-    `factor`; fast ones, which turn more than `high` times, stay; between them a straight line."""
+    """Llama 3.1's change of the frequencies. That model was first trained on sequences of
+    `original` tokens, then on longer ones. Slow pairs, which turn less than `low` times in
+    `original` tokens, are slowed down by `factor`; fast ones, which turn more than `high` times,
+    stay; between them a straight line."""
     factor, low, high, original = (float(number) for number in scaling.split(","))
     turns = original * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slowed down, 1: as before
@@ -62,7 +65,9 @@ def rotate(x, angles):
     first, second = x.chunk(2, dim=-1)
     cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.contiguous()  # torch's attention is slow unless a head's numbers are neighbours
+    # torch.cat may return other strides (it does for heads of 2 numbers), with which torch's
+    # attention takes its slow way
+    return turned.contiguous()
 
 
 class LlamaAttention(Attention):

@@ -43,10 +43,11 @@ FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
     "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib"}
 
 
-# The ranks form a grid D x P x T. A group has the ranks that differ in one place of the grid only:
-#     mesh.group("dp")    same stage, same slice, all replicas
-#     mesh.group("pp")    same replica, same slice, all stages
-#     mesh.group("tp")    same replica, same stage, all slices
+# The ranks form a grid D x P x T. A group has the ranks that differ in the named places only:
+#     mesh.group("dp")          same stage, same slice, all replicas
+#     mesh.group("pp")          same replica, same slice, all stages
+#     mesh.group("tp")          same replica, same stage, all slices
+#     mesh.group("pp", "tp")    same replica, all its stages and slices
 
 
 def part_of_model(cfg, mesh, vocab_size):
@@ -109,11 +110,12 @@ def training_steps(cfg, mesh, data):
 
 
 def main():
-    before_training("without a checkpoint")  # how a signal ends this process
-    cfg, world, ranks = read_command_line(__doc__, FLAGS)  # or one line that says what is wrong
-    if world == 1 and ranks > 1:  # started as one process: start all ranks, and wait for them
+    before_training("without a checkpoint")  # Ctrl-C: "stopped by SIGINT without a checkpoint"
+    # A wrong flag prints one line and ends the process. running: number of processes
+    cfg, running, ranks = read_command_line(__doc__, FLAGS)
+    if running == 1 and ranks > 1:  # start all ranks, and wait for them
         sys.exit(launch(ranks))
-    if world > 1:
+    if running > 1:
         init()
     mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
     # The process with local rank 0 prepares the corpus of its machine; the others wait

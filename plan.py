@@ -99,7 +99,7 @@ def described_layout(layout):
 
 def fell_out(search):
     """Lines of text: how many layouts are not shown, and why."""
-    yield f"{search.slower:9,d}  slower, or pruned by a lower bound"
+    yield f"{search.slower:9,d}  slower, less simple, or pruned by a lower bound"
     if search.smallest:
         size, layout = search.smallest
         yield (f"{search.misfits:9,d}  do not fit into {search.device.gb:g} GB; the smallest tried "

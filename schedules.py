@@ -211,8 +211,9 @@ SCHEDULES = {
 
 def chunks_of(name, asked=0):
     """Stages per rank, v. asked: the value of --chunks; 0: not given. A schedule with a fixed
-    number of chunks takes that number, and refuses any other but 1, which a layout has where no
-    schedule asks for chunks. ValueError, a line: no such schedule, or a number that it refuses."""
+    number returns that number, also if asked is 1: the default of a Layout (planner/memory.py),
+    which then says nothing of chunks. ValueError, one line: an unknown schedule, any other number.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:

@@ -62,8 +62,8 @@ def sequence_parallel(model, group):
 
 
 def positions_of_own_tokens(model, group):
-    """wte now returns this rank's S/T tokens: where the embedding adds positions (GPT-2), give it
-    the positions of the same tokens."""
+    """wte, whose g is scatter_tokens, returns this rank's S/T tokens: where the embedding adds
+    positions (GPT-2), give it the positions of the same tokens."""
     embedding = model.layers[0]
     if embedding in model.positioned():
         positions = embedding.positions  # gives the positions of all tokens
@@ -75,8 +75,8 @@ def positions_of_own_tokens(model, group):
 
 
 def demo(mesh):
-    """Gradients of a small GPT, compared with one process's; and the bytes beside tensor
-    parallelism's."""
+    """Gradients of a small GPT under tensor and under sequence parallelism, compared with one
+    process's; and the bytes that each of the two sends."""
     from show.demonstrations import show_difference, small_gpt
     from tensor_parallel import tensor_parallel
     group = mesh.group("tp")

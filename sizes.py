@@ -28,8 +28,8 @@ class GPTConfig:
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
     def block_weights(self):
-        """Elements of the matrices of a block. With experts: of those that a token runs through, k
-        experts, each 1/k as wide as the MLP."""
+        """Elements of the matrices of a block that a token runs through. Experts do not change
+        this number: a token runs through k of them, each 1/k as wide as the MLP."""
         return 12 * self.n_embd**2
 
     def expert_parameters(self):
@@ -79,7 +79,7 @@ def config_of(cfg, vocab_size):
     if cfg.experts:
         given["n_experts"] = cfg.experts
     else:
-        given.pop("top_k")
+        given.pop("top_k")  # without experts the flag has no effect: keep the default
     if cfg.arch == "llama":
         given["tied"] = not cfg.untied
     return kind(**given)

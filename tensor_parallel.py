@@ -54,7 +54,8 @@ def sum_over_ranks(x, group):
 
 
 class Column(nn.Module):
-    """Whole x -> a slice of y: this rank's rows of W, the columns of W^T in y = x W^T + b."""
+    """Whole x -> a slice of y = x W^T + b. Holds this rank's rows of W, which are columns of W^T.
+    """
 
     def __init__(self, linear, group, f, parts=()):
         super().__init__()
@@ -132,7 +133,8 @@ def vocabulary_loss(logits, targets, words, group):
 
 def split_layers(model, group, f, g):
     """Replace the layers of a whole, tagged model by their parallel versions. f: what happens to
-    an activation before a column; g: after a row. T must divide n_head."""
+    an activation before a column; g: to a partial sum, after a row or after the embedding. T must
+    divide n_head (and a Llama's n_kv_head)."""
     embedding, *blocks, head = model.layers
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:

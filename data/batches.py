@@ -164,14 +164,14 @@ class Data:
         size = require_file(path).stat().st_size
         tokens_of_meta = self.meta.get(f"{split}_tokens")
         if tokens_of_meta and size != 2 * tokens_of_meta:
-            raise ValueError(f"{path} is truncated: {size} bytes for {tokens_of_meta} tokens; make "
-                             "it anew")
+            raise ValueError(f"{path} does not fit its meta.json: {size} bytes for "
+                             f"{tokens_of_meta} tokens of 2 bytes; make it anew")
         if size % 2:
             raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of uint16; "
                              "make it anew")
         if size // 2 <= self.block:
-            raise ValueError(f"--block-size {self.block} is longer than {path}, which has "
-                             f"{size // 2} tokens; take less than that")
+            raise ValueError(f"--block-size {self.block} is longer than {path} allows, which "
+                             f"has {size // 2} tokens; take less than that")
         try:
             tokens = np.memmap(path, dtype=TOKEN, mode="r")
         except OSError as error:

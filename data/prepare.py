@@ -208,8 +208,8 @@ def learn_bpe(text, vocab_size):
             count[left + right] += times[i]
             where[left + right].append(i)
 
-    # The most frequent pair is on top of the heap. Counts change: an entry may be out of date, but
-    # then it is too high, because whenever a count rises the pair gets a new entry.
+    # The most frequent pair is on top of the heap. Counts change, so an entry may be out of date. A
+    # pair's highest entry is never too low, because a pair whose count rises gets a new entry.
     heap = [(-n, pair) for pair, n in count.items()]
     heapq.heapify(heap)
     ranks = dict(BYTES)

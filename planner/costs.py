@@ -311,8 +311,8 @@ class Costs:
             # Queries and the result, 2 h; keys and values, 2 kv. Backward swaps their gradients
             swap = swap_time(device, members, ranks, 2 * n * (h + kv) / T * w)
             return swap, swap
-        # Ranks of a node that send at once: all over NVLink, if the whole ring is on one node. From
-        # node to node one, because only the last rank of a node sends to the next node
+        # How many ranks of a node share its way out. A ring on one node has no way out: all ranks
+        # send over NVLink. Else one, because only the last rank of a node sends to the next node
         senders = ranks if members == ranks else 1
         # A hop passes on keys and values, 2 kv numbers per token. Seconds of a hop, for each byte
         # that a number has:
@@ -449,10 +449,11 @@ class Costs:
                         (*actions, comm))
 
     def lower_bound(self, layout):
-        """Seconds of the schedule at least: messages between stages take no time, and the bubble is
-        the formula's. Without a formula, rank 0's time at least: all its m F, I and W; moreover it
-        runs no I (or B) before a microbatch has gone forward through all stages, and back through
-        those behind rank 0's last (`trip`)."""
+        """Seconds of the schedule at least: messages between stages take no time, and the bubble
+        is the formula's. Without a formula, what rank 0 takes at least. It runs m F; and its first
+        I (or B) starts after `trip`, when a microbatch has gone forward through all stages, and
+        back through the stages behind rank 0's last. All m I and W follow: max(m F, trip) +
+        m (I + W)."""
         actions, _ = self.busiest_rank(layout)
         P, m, v = layout.pp, layout.microbatches, layout.chunks
         bubble = closed_form(layout.schedule, P, m, v, (*actions, 0.0))

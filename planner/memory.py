@@ -29,8 +29,8 @@ cut_once = cache(cut)  # train.py's cut into stages
 
 
 class Layout(NamedTuple):
-    """train.py's flags of these names. Where 0 leaves the choice to train.py (dp, chunks,
-    microbatches), the chosen number."""
+    """The values of train.py's flags of these names. For dp, chunks and microbatches 0 leaves the
+    choice to train.py: here stands the number that train.py chose."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -190,8 +190,8 @@ def saved_by_block(job, layout, recompute):
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # The router saves the norm's output in at least 32 bits: more than the w bytes per number
-        # that are counted above
+        # The router saves the second norm's output in at least 32 bits, and nobody saves it in w
+        # bytes: put `wide` in the place of the w bytes per number that are counted above
         whole += h * (wide - w)
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
@@ -217,8 +217,8 @@ def occupancy(model, schedule, P, m, v, rank):
     for kind, stage, _ in actions_of(schedule, P, m, v, rank):
         part = stages[stage]
         if kind in ("B", "I") and part.blocks:
-            # A backward with --recompute: the head's, which frees the head's tensors; then for each
-            # block of the stage, the last block first: recompute it, run its backward.
+            # With --recompute a stage's backward begins with the head's, which frees the head's
+            # tensors. Then, from the last block to the first: recompute the block, run its backward
             #     B    a block's backward frees its input: memory is fullest at the block that
             #          comes first
             #     I    it frees the input, but keeps more, for W: memory is fullest at the block
@@ -315,9 +315,9 @@ def largest_layer(job, layout, part):
 
 
 def optimizer_buffer(job, layout, part):
-    """Bytes of AdamW's scaled copy, in 32 bits, of one bucket's 16-bit gradients. (When AdamW
-    steps, activations are freed already.)"""
-    if job.grad_width >= 4:  # gradients as wide as the factor are scaled in place
+    """Bytes of AdamW's 32-bit copy of one bucket's 16-bit gradients, multiplied by the clipping
+    factor. (When AdamW steps, activations are freed already.)"""
+    if job.grad_width >= 4:  # 32-bit gradients are multiplied in place
         return 0.0
     model, w, T, E = job.model, job.width, layout.tp, layout.ep
     dense, experts = block_parameters(model, T, E)
@@ -343,7 +343,8 @@ def memory_of_rank(job, layout, rank):
     weights, gradients, optimizer = model_states(job, layout, part)
     # zero=0: activations do not depend on the stage of ZeRO, so all stages share one cached value
     saved = activations(job, layout._replace(zero=0), rank)
-    # The optimizer's buffer exists when the activations do not, so only what it has more counts
+    # The optimizer's buffer exists once the activations are freed: count the bytes by which it
+    # exceeds them
     buffers = max(work_buffers(job, layout, part), optimizer_buffer(job, layout, part) - saved)
     held = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
             "activations": saved, "buffers": buffers}

@@ -113,8 +113,9 @@ class PublishedCosts(Costs):
         self.run = run
         device, traits = run.machine, run.traits
         # "4ports": the GPUs of a node share 4 ports. A data-parallel ring uses one port for each
-        # rank that it has on the node. NCCL chooses the ports of each ring by itself, so all rings
-        # choose the same ones, and with fewer than 4 ranks on the node the other ports are idle.
+        # rank that it has on the node. NCCL chooses each ring's ports by the same rule, without
+        # regard to other rings, so all rings get the same ports, and with fewer than 4 ranks on the
+        # node the other ports are idle.
         # (Without "4ports" each GPU has its own port)
         network = device.network
         if "4ports" in traits:

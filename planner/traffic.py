@@ -60,11 +60,11 @@ def tp_messages(job, layout, part):
     # number
     loss = (T - 1) * n * max(w, 4) + 2 * (T - 1) / T * max(w, 4)
     loss_row = ("tp", "a number for each token, and the loss", heads, loss)
-    # Recomputing a block stops as soon as all tensors that backward needs exist. Of a block with
+    # Recomputing a block stops as soon as all tensors that backward needs exist. In a block with
     # experts the last all-reduce (--sp: its second half) comes after that point, so each recomputed
-    # forward skips it. Of a block with an MLP none is skipped: the MLP's row is one autograd
-    # function, and its input counts as saved only when the function has returned, its all-reduce
-    # included
+    # forward skips that all-reduce. In a block with an MLP no all-reduce is skipped: the last one
+    # runs inside of the MLP's row, an autograd function, and torch saves the row's input only when
+    # the row returns
     recomputed = forwards - backwards
     skipped = recomputed if model.n_experts else 0
     if not layout.sp:

@@ -66,8 +66,8 @@ class Job:
             self.plan(row.layout)
 
     def plan(self, layout):
-        """Make cfg and this rank's batches for a layout, which may be another one than the row's:
-        the data is the same in each."""
+        """Make cfg and this rank's batches for a layout, which may be another one than the row's.
+        The data is the same in each, but for sizes that say sequences of each data rank."""
         cfg = Config(**{"dp": 1, "microbatches": 1, "chunks": 1, **SIZES[self.row.size], **layout})
         if cfg.batch_size < 0:  # sequences of each data rank
             cfg.batch_size *= -cfg.dp

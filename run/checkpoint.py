@@ -76,7 +76,8 @@ def seal(manifest):
 
 
 def refuse_unsound(manifest):
-    """Raise one of DAMAGED unless the seal is right and every value is of its type and range."""
+    """Raise one of DAMAGED unless the seal is right and every value that is read is of its type and
+    range."""
     require(manifest["seal"] == seal(manifest), "seal")
     for name in ("number", "step", "updates", "good_steps"):
         require(is_whole(manifest[name]), name)
@@ -87,7 +88,8 @@ def refuse_unsound(manifest):
         value = getattr(config, field.name)
         require(type(value) is field.type, field.name)
         if field.type is int:
-            require(is_whole(value, 2**31) and value >= (field.name != "n_experts"), field.name)
+            least = 0 if field.name == "n_experts" else 1
+            require(is_whole(value, 2**31) and value >= least, field.name)
     require(config.n_embd % config.n_head == 0, "n_head")
     require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
     scale = manifest["scale"]
@@ -111,9 +113,13 @@ def read_manifest(folder):
 
 
 def refuse_other(folder, manifest, config):
-    """CheckpointError unless the checkpoint is of this GPTConfig."""
-    for name, found in asdict(config_from(manifest["model"])).items():
-        wanted = getattr(config, name, "no such size")
+    """CheckpointError unless the checkpoint is of this GPTConfig or LlamaConfig."""
+    theirs = config_from(manifest["model"])
+    if type(theirs) is not type(config):
+        raise CheckpointError(f"{folder}: has a {type(theirs).__name__.removesuffix('Config')}, "
+                              f"this run a {type(config).__name__.removesuffix('Config')}")
+    for name, found in asdict(theirs).items():
+        wanted = getattr(config, name)
         if found != wanted:
             raise CheckpointError(f"{folder}: its {name} is {found}, this run's is {wanted}")
 
@@ -181,7 +187,7 @@ def read_newest(path, read):
             return read(folder)
         except CheckpointError:
             if (folder / MANIFEST).exists():
-                raise  # damaged; of what is pruned the manifest goes first
+                raise  # damaged, and not pruned: remove() deletes the manifest first
 
 
 def remove(folder):

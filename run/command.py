@@ -1,4 +1,5 @@
-"""The command line of every program but train.py's (run/config.py): a wrong one is one line.
+"""The parser of all command lines (a wrong one prints one line); and the flags of sample.py,
+run/export.py, bench.py and experiments/large_batches.py. Those of train.py: run/config.py.
 
 The flags of programs that import torch stand here and not beside their main(), so that they can be
 read before that import, which takes 2 s: --help and a wrong flag take 0.1 s.
@@ -10,7 +11,8 @@ from run.signals import in_words, program
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's. A wrong command line is one line and exit code 2; a flag is spelled in full."""
+    """ArgumentParser, but a wrong command line prints one line and exits with code 2, and flags
+    cannot be abbreviated."""
 
     def __init__(self, description):
         super().__init__(prog=program(), description=description, allow_abbrev=False,
@@ -21,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {in_words(message)}\n")
 
     def print_help(self, file=None):
-        """argparse's own hides that the output cannot be written."""
+        """Raises OSError if the output cannot be written; argparse's print_help() hides that."""
         print(self.format_help(), file=file, end="")
 
 

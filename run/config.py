@@ -56,8 +56,8 @@ class Config:
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
     n_kv_head: int = flag(0, "model", "llama: heads of keys and values; 0: as many as --n-head")
-    n_hidden: int = flag(0, "model", "llama: hidden units of an MLP; 0: 8/3 of the width, up to a "
-                         "multiple of 64")
+    n_hidden: int = flag(0, "model", "llama: hidden units of an MLP; 0: 8/3 of the width, rounded "
+                         "up to a multiple of 64")
     rope_theta: float = flag(10000.0, "model", "llama: base of the rotary frequencies")
     rope_scaling: str = flag("", "model", "llama: FACTOR,LOW,HIGH,TOKENS, Llama 3.1's change of "
                              "the frequencies for longer sequences")
@@ -154,7 +154,8 @@ def add_flags(parser, names, defaults=None, **options):
 def fail(error):
     """Print one line, on one rank of each machine, and exit with code 2. error: a text or an
     exception."""
-    if isinstance(error, BrokenPipeError):  # of a line that data/prepare.py prints: no failure
+    # data/prepare.py may have printed. If the reader of that line has gone (| head), nothing failed
+    if isinstance(error, BrokenPipeError):
         raise error
     if local_rank() == 0:
         line = f"{program()}: {in_words(error)}"
@@ -173,7 +174,7 @@ def refuse(error):
 
 
 def parse(args, description=None, plain=None):
-    """The Config of these command line arguments; a wrong one ends the process by fail(). plain:
+    """The Config of these command line arguments; a wrong one ends the process (refuse). plain:
     {flag: default} of plain.py, which has no others."""
     parser = Parser(description)
     parser.error = lambda message: refuse(f"{message}; --help lists the flags")
@@ -411,8 +412,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, a trace of too few steps, and two outputs in one file. (With
-    --resume auto the weights of --init-from count until --out has a checkpoint.)"""
+    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
+    of --init-from count until --out has a checkpoint.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -427,7 +428,8 @@ def refuse_same_files(cfg):
     inputs = [(given(cfg, "data"), data / name) for name in DATA]
     if cfg.init_from:
         path = Path(cfg.init_from)
-        for file in (path, path.parent / "config.json", path.parent / MANIFEST):
+        folder = path if path.is_dir() else path.parent
+        for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
             inputs.append((given(cfg, "init_from"), file))
         folder = checkpoint_around(cfg.init_from, cfg.out)
         require(not folder or not is_same(folder.parent, cfg.out), f"{given(cfg, 'init_from')} is "

@@ -23,12 +23,14 @@ def is_same(path, other):
 
 
 def checkpoint_around(path, out):
-    """The folder around this path that is a checkpoint's, or that a run with this --out may make
-    one; None if there is none."""
+    """The folder above this path that is a checkpoint, or has the name of one that a run with this
+    --out may write; None: there is no such folder."""
     for folder in Path(os.path.realpath(path)).parents:
+        # lower(): where a file system ignores case, STEP-00000001 is the same folder
         name = folder.name.lower().removesuffix(".tmp").removesuffix(".old")
-        is_a_runs = is_same(folder.parent, out) or os.path.exists(Path(folder, MANIFEST))
-        if FOLDER.fullmatch(name) and is_a_runs:
+        is_checkpoint = os.path.exists(Path(folder, MANIFEST))
+        may_become_one = is_same(folder.parent, out)
+        if FOLDER.fullmatch(name) and (is_checkpoint or may_become_one):
             return folder
     return None
 
@@ -62,6 +64,6 @@ def write_new(flag, texts):
     of them. All or, if one is there with other content, none. OSError if it cannot be written."""
     for path, text in texts.items():
         if path.exists() and not (path.is_file() and path.read_text(errors="replace") == text):
-            raise ValueError(f"{path} exists, and is another file; {flag} takes another folder")
+            raise ValueError(f"{path} exists, with other content; name another folder for {flag}")
     for path, text in texts.items():
         path.write_text(text)

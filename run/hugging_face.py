@@ -1,18 +1,21 @@
 """Hugging Face's folders, written by save_pretrained() of transformers: config.json, and tensors
 under other names.
 
-    ours (after transformer.)   GPT2LMHeadModel          LlamaForCausalLM (after model.)
-    wte.weight                  wte.weight               embed_tokens.weight
-    wpe.weight                  wpe.weight               -
-    h.0.ln_1                    h.0.ln_1                 layers.0.input_layernorm
-    h.0.attn.c_attn             h.0.attn.c_attn, (in,    layers.0.self_attn.q_proj, k_proj, v_proj,
-                                out) and not (out, in)   one below the other
-    h.0.attn.c_proj             the same, (in, out)      layers.0.self_attn.o_proj
-    h.0.ln_2                    h.0.ln_2                 layers.0.post_attention_layernorm
-    h.0.mlp.c_fc                the same, (in, out)      layers.0.mlp.gate_proj, up_proj
-    h.0.mlp.c_proj              the same, (in, out)      layers.0.mlp.down_proj
-    ln_f                        ln_f                     norm
+    ours                        GPT-2                    LlamaForCausalLM
+    transformer.wte.weight      wte.weight               model.embed_tokens.weight
+    transformer.wpe.weight      wpe.weight               -
+    transformer.ln_f            ln_f                     model.norm
     lm_head.weight              -                        lm_head.weight, if it is not tied
+    in transformer.h.0.         in h.0.                  in model.layers.0.
+        ln_1                        ln_1                     input_layernorm
+        attn.c_attn                 attn.c_attn, (in,        self_attn.q_proj, k_proj, v_proj, one
+                                    out) not (out, in)       below the other
+        attn.c_proj                 the same, (in, out)      self_attn.o_proj
+        ln_2                        ln_2                     post_attention_layernorm
+        mlp.c_fc                    the same, (in, out)      mlp.gate_proj, up_proj
+        mlp.c_proj                  the same, (in, out)      mlp.down_proj
+
+(GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.)
 
 Needs no torch, because run/config.py takes the sizes of --init-from from here.
 """
@@ -55,7 +58,7 @@ def llama_names(name, config):
 
 # ---- config.json -> flags ----
 
-# Values of config.json that would be another computation: the ones that this code computes
+# Settings of config.json that change the computation -> the one value that this code computes
 GPT2_ONLY = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
              "add_cross_attention": False, "tie_word_embeddings": True}
@@ -118,7 +121,8 @@ def gpt2_flags(given):
 
 
 def llama_flags(given):
-    """Left to --block-size: rotary positions have no size."""
+    """The flags of a Llama's config.json. block_size is not among them: rotary positions have no
+    table, so --block-size decides."""
     flags = {"arch": "llama", **{ours: given[theirs] for theirs, ours in LLAMA_SIZES.items()}}
     flags["n_kv_head"] = given.get("num_key_value_heads") or flags["n_head"]
     head_dim = given.get("head_dim") or flags["n_embd"] // flags["n_head"]

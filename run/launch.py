@@ -23,9 +23,10 @@ def start(description):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit."""
     signals.before_training()
     cfg, world, ranks = config.read_command_line(description)
-    first = os.environ.get("RANK", "0") == "0"
-    of_launcher = signals.STORE in os.environ  # then the launcher has printed the line
-    if first and not of_launcher:
+    # Print one line, once: the launcher prints it, or rank 0 of torchrun
+    is_first = os.environ.get("RANK", "0") == "0"
+    has_launcher = signals.STORE in os.environ
+    if is_first and not has_launcher:
         print(f"GPT of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
     if ranks > world:
@@ -56,12 +57,12 @@ def start_rank(rank, size, store):
         start_new_session=True)
 
 
-def wait_for_ranks(ranks, grace):
+def wait_for_ranks(processes, grace):
     """Wait until all ranks have ended or, once one has failed, for `grace` seconds more. Returns
     their exit codes; None: still running."""
     deadline = math.inf
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [process.poll() for process in processes]
         if None not in codes or time.monotonic() >= deadline:
             return codes
         if any(codes):  # neither 0 nor None: a rank has failed
@@ -71,14 +72,15 @@ def wait_for_ranks(ranks, grace):
 
 def launch(size, grace=10):
     """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
-    highest exit code. Once a rank has failed, the others have `grace` seconds to end."""
+    highest exit code, at least 1 (that of a rank that a signal has ended is below 0). Once a rank
+    has failed, the others have `grace` seconds to end."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"  # a file through which the ranks find one another
-        ranks = []
+        processes = []  # of the ranks
 
         def pass_on(number, frame):
-            for rank in ranks:
-                rank.send_signal(number)
+            for process in processes:
+                process.send_signal(number)
 
         def reader_has_gone(number, frame):  # a rank says so: end_without_traceback in signals.py
             sys.exit(128 + number)
@@ -87,17 +89,17 @@ def launch(size, grace=10):
             # A signal that comes while ranks are being started is kept until all can get it
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
             for rank in range(size):
-                ranks.append(start_rank(rank, size, store))
+                processes.append(start_rank(rank, size, store))
             signals.on_stop(pass_on)
             signal.signal(signal.SIGPIPE, reader_has_gone)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-            codes = wait_for_ranks(ranks, grace)
+            codes = wait_for_ranks(processes, grace)
             for rank, code in enumerate(codes):
                 if code is not None and code < 0:  # -9: ended by signal 9, SIGKILL
                     signals.note(f"{signals.program()}: rank {rank} was ended by "
                                  f"{signals.name_of(-code)}")
         finally:
-            for rank in ranks:
-                rank.kill()  # does nothing to a rank that has ended
-            codes = [rank.wait() for rank in ranks]
+            for process in processes:
+                process.kill()  # does nothing to a process that has ended
+            codes = [process.wait() for process in processes]
     return max(1, *codes) if any(codes) else 0

@@ -142,10 +142,11 @@ def name_attempt(server, size):
     store outlives the ranks: after a restart it still has the addresses of the dead ranks.
 
     The count of restarts is not enough: when a node joins or leaves, torchrun restarts all ranks,
-    which may be more or fewer then, without counting it. So add() counts the ranks that join under
-    one count of restarts and one size: under 0 restarts the first 8 of 8 ranks are attempt 0.8.0,
-    the next 8 attempt 0.8.1. (If only some ranks of an attempt joined before the restart, the next
+    which may be more or fewer then, without counting it. So add() numbers the joins under one count
+    of restarts and one size. With 0 restarts and 8 ranks: joins 1 to 8 are attempt 0.8.0, joins 9
+    to 16 attempt 0.8.1. (If only some ranks of an attempt joined before the restart, the next
     attempt's ranks get two prefixes, and fail after --timeout.)"""
+    # For the ranks of other nodes, which may still wait in wait_for_start
     server.set(f"restarted {restarts()} times", "")
     joined = server.add(f"joined after {restarts()} restarts, {size} ranks", 1)
     return f"attempt {restarts()}.{size}.{(joined - 1) // size}"

@@ -124,7 +124,7 @@ def end_quietly():
     prepare_output()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # run/launch.py blocked them before it started this process, if this is a rank
+    # If this is a rank (of a demonstration), run/launch.py blocked STOPS before it started it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
@@ -154,7 +154,8 @@ def name_of(number):
 
 
 def end_on_stop(when):
-    """From now on a signal ends the process with one line: stopped by its name, and `when`."""
+    """From now on a signal ends the process with one line, such as "stopped by SIGTERM before the
+    first step". when: the words after the signal's name."""
     def stop(number, frame):
         end(128 + number, f"stopped by {name_of(number)} {when}", local_rank() == 0)
 
@@ -166,7 +167,7 @@ def before_training(when="before the first step"):
     global parent
     prepare_output()
     end_on_stop(when)
-    # run/launch.py blocked STOPS before it started this process: a signal that came since comes now
+    # run/launch.py blocked STOPS before it started this process: deliver what has arrived meanwhile
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if PARENT in os.environ:
         parent = int(os.environ[PARENT])
@@ -189,8 +190,8 @@ def save_on_stop(ask_to_stop):
 
 @contextmanager
 def skip_on_stop():
-    """A signal ends this block, the process goes on behind it, and further signals are ignored. For
-    the last that a run does, when nothing is left to save."""
+    """A signal ends this block, and the process goes on after the block. After the block signals
+    are ignored. For the last thing that a run does, when nothing is left to save."""
     on_stop(signal.default_int_handler)  # raises KeyboardInterrupt
     with suppress(KeyboardInterrupt):
         yield

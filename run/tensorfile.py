@@ -119,13 +119,13 @@ def expect(path, entries, shapes, dtypes):
         if name not in entries:
             raise CheckpointError(f"{where}: missing")
         entry = entries[name]
-        fits = entry.shape == tuple(shape) and entry.dtype in dtypes
-        if fits:
-            n_bytes = torch.Size(shape).numel() * DTYPES[entry.dtype].itemsize
-            fits = entry.end - entry.begin == n_bytes
-        if not fits:
+        if entry.shape != tuple(shape) or entry.dtype not in dtypes:
             raise CheckpointError(f"{where}: {entry.dtype} {list(entry.shape)}, not "
                                   f"{' or '.join(dtypes)} {list(shape)}")
+        has = entry.end - entry.begin
+        n_bytes = torch.Size(shape).numel() * DTYPES[entry.dtype].itemsize
+        if has != n_bytes:
+            raise CheckpointError(f"{where}: {has} bytes, not {n_bytes}")
     return {name: entries[name] for name in shapes}
 
 

@@ -27,7 +27,8 @@ INDEX = "model.safetensors.index.json"  # says which file of a folder has which 
 
 
 def read_headers(path):
-    """{name: Entry} of a safetensors file, or of all safetensors files of a folder."""
+    """{name: Entry} of a safetensors file or of a folder: of the files that its index names or,
+    without an index, of model.safetensors."""
     if not path.is_dir():
         return tensorfile.read_header(path)
     if not (path / INDEX).exists():
@@ -100,6 +101,8 @@ def find_tensors(path, shapes, config):
 
 def find_llama(path, entries, shapes, config):
     """find_tensors() under LlamaForCausalLM's names."""
+    if config.n_experts:
+        raise CheckpointError(f"{path}: a LlamaForCausalLM has no experts; leave out --experts")
     require_one_tied(path, entries, shapes, LLAMA_ENDS[EMBEDDING])
     found = {}
     wanted = {}  # {name in the file: shape}
@@ -115,8 +118,8 @@ def find_llama(path, entries, shapes, config):
 
 
 def require_one_tied(path, entries, shapes, table):
-    """For a model that ties head and embedding: CheckpointError if the file has both, and they
-    differ; a file that has the head only has the embedding then, too."""
+    """For a model that ties head and embedding. If the file has the head alone, take it for the
+    embedding, too. CheckpointError if it has both, and they differ."""
     if UNTIED in entries and UNTIED not in shapes:
         entries.setdefault(table, entries[UNTIED])
         if checksum(entries[table]) != checksum(entries[UNTIED]):
@@ -151,7 +154,8 @@ def read_weights(path, shapes, config):
     if path.name == MODEL and path.with_name(MANIFEST).exists():
         manifest = read_manifest(path.parent)
         refuse_other(path, manifest, config)
-        for name, ((entry, _),) in found.items():
+        for name, places in found.items():
+            (entry, _), = places  # under our own names a tensor is in one place
             # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 

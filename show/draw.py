@@ -187,6 +187,8 @@ def compare(P, m, asked, costs):
     """Yields lines of text: the figures of every schedule. asked: the value of --chunks, for
     schedules without a number of their own. Raises ValueError for wrong arguments; but a schedule
     in rounds that m does not fit is skipped, and its line says why."""
+    if asked < 0:
+        raise ValueError(f"--chunks {asked} must be at least 1")
     for name, declared in schedules.SCHEDULES.items():
         try:
             v = schedules.chunks_of(name, 0 if declared.chunks else asked)

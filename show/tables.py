@@ -34,7 +34,7 @@ def sizes_command():
     parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
     args = parser.parse_args()
     if not (0 < args.parameters < 1e18 and 0 < args.gpu_gb < 1e18):
-        parser.error("parameters and --gpu-gb must be above 0")
+        parser.error("parameters and --gpu-gb must be above 0, and below 1e18")
     print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "
           f"Adam; * fits into {args.gpu_gb:g} GB")
     print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>14}" for stage in range(4)))
@@ -65,7 +65,7 @@ def zigzag_table(S, ranks):
     segments = 2 * ranks
     lines = [f"{S} tokens in {segments} segments; "
              "a digit is the hop in which queries (rows) meet keys"]
-    # The first token of each segment: all its tokens meet a segment in the same hop
+    # All tokens of a segment meet another segment in the same hop: its first token stands for all
     firsts = range(0, S, S // segments)
     for segment, query in enumerate(firsts):
         row = " ".join(str(int(hops[query, key])) if key <= query else "." for key in firsts)

@@ -263,6 +263,7 @@ def ends_well(monkeypatch, corpus, folder, late=0, first=0, until=math.inf, **fl
 def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, late, monkeypatch,
                                                              capsys):
     """... and names the fifth of them, also where losses are read one step late."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
     assert not ends_well(monkeypatch, corpus, tmp_path, late, first=3, steps=50, save_interval=5)
     said = capsys.readouterr()
     last = tmp_path / "step-00000005"
@@ -290,6 +291,7 @@ def test_float16_gives_up_only_once_its_loss_scale_is_down_to_1(corpus, tmp_path
 
 def test_the_last_good_checkpoint_is_named_after_a_save_that_was_refused(corpus, tmp_path,
                                                                          monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py"])
     answers = iter([True, False, False])
     monkeypatch.setattr(Optimizer, "finite", lambda self: next(answers))
     assert not ends_well(monkeypatch, corpus, tmp_path, first=99, steps=6, save_interval=2)
@@ -384,11 +386,11 @@ def test_a_file_shorter_than_meta_json_says_or_than_a_window_is_refused(tmp_path
     random_corpus(tmp_path, train=9, val=9)
     meta = json.loads((tmp_path / "meta.json").read_text())
     Data(config(str(tmp_path)))
-    with pytest.raises(ValueError, match="--block-size 9 is longer than .*/train.bin, which has 9"):
+    with pytest.raises(ValueError, match="--block-size 9 is longer than .*/train.bin allows, which has 9"):
         Data(config(str(tmp_path), block_size=9))
     for split in ("train", "val"):
         (tmp_path / "meta.json").write_text(json.dumps({**meta, f"{split}_tokens": 10}))
-        says = f"{split}.bin is truncated: 18 bytes for 10 tokens"
+        says = f"{split}.bin does not fit its meta.json: 18 bytes for 10 tokens"
         with pytest.raises(ValueError, match=says):
             Data(config(str(tmp_path)))
 
@@ -457,7 +459,7 @@ def test_the_last_lines_are_of_the_fullest_rank(monkeypatch):
     monkeypatch.setattr(log_file, "all_gather_text", lambda text, world: [*map(json.dumps, ranks)])
     mesh = SimpleNamespace(world=None, device=torch.device("cpu"))
     optimizer = SimpleNamespace(state_bytes=lambda: (1, 1))
-    log = SimpleNamespace(trainer=SimpleNamespace(mesh=mesh, optimizer=optimizer))
+    log = SimpleNamespace(trainer=SimpleNamespace(mesh=mesh, optimizer=optimizer), metrics=None)
     for agree, says in ((True, "agree"), (False, "DISAGREE")):
         Log.end(log, "step", agree)
         assert log.ending == (
