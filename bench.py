@@ -375,7 +375,7 @@ def main():
     if not chosen:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
         parser.error(f"--only {args.only} is in no row's name; try {names}")
-    if args.json:  # now, not after half an hour: can it be written?
+    if args.json:  # now, and not after all rows: can the file be written?
         try:
             refuse_foreign("--json", args.json, JSON)
             open(args.json, "a").close()

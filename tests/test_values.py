@@ -386,7 +386,8 @@ def test_a_file_shorter_than_meta_json_says_or_than_a_window_is_refused(tmp_path
     random_corpus(tmp_path, train=9, val=9)
     meta = json.loads((tmp_path / "meta.json").read_text())
     Data(config(str(tmp_path)))
-    with pytest.raises(ValueError, match="--block-size 9 is longer than .*/train.bin allows, which has 9"):
+    says = "--block-size 9 is longer than .*/train.bin allows, which has 9"
+    with pytest.raises(ValueError, match=says):
         Data(config(str(tmp_path), block_size=9))
     for split in ("train", "val"):
         (tmp_path / "meta.json").write_text(json.dumps({**meta, f"{split}_tokens": 10}))
