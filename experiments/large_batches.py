@@ -118,7 +118,7 @@ def main():
     args = parser.parse_args()
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
-        if args.svg:  # now, not after an hour: can it be written?
+        if args.svg:  # now, and not after the runs: can the file be written?
             picture = Path(args.svg, "large-batches.svg")
             picture.parent.mkdir(parents=True, exist_ok=True)
             write_new("--svg", {picture: ""})
