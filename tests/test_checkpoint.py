@@ -81,17 +81,26 @@ WALK_WITH_EXPERTS = [dict(dp=4, ep=4), dict(), dict(dp=2, ep=2, zero=3), dict(tp
                      dict(dp=4, ep=2, tp=2, sp=True, zero=1)]
 
 
-@pytest.mark.parametrize("dtype,experts,walk,optimizer", [
-    ("float64", 0, WALK if FULL else WALK[1::2], "adamw"),
-    ("bfloat16", 0, WALK if FULL else WALK[::2], "adamw"),
-    ("float64", 4, WALK_WITH_EXPERTS, "adamw"),
-    ("float64", 0, WALK[::4], "lamb"), ("float64", 4, WALK_WITH_EXPERTS[::2], "lars")],
-    ids=["float64", "bfloat16", "experts", "lamb", "lars"])
+WALK_OF_LLAMA = [dict(tp=3, pp=2), dict(), dict(dp=2, zero=3, cp=2), dict(tp=3, sp=True),
+                 dict(pp=2, schedule="zb-v", chunks=2, microbatches=3, pad_vocab=16)]
+
+
+@pytest.mark.parametrize("dtype,more,walk,optimizer", [
+    ("float64", {}, WALK if FULL else WALK[1::2], "adamw"),
+    ("bfloat16", {}, WALK if FULL else WALK[::2], "adamw"),
+    ("float64", {"experts": 4}, WALK_WITH_EXPERTS, "adamw"),
+    ("float64", {}, WALK[::4], "lamb"),
+    ("float64", {"experts": 4}, WALK_WITH_EXPERTS[::2], "lars"),
+    ("float64", {"arch": "llama", "n_kv_head": 3, "n_hidden": 37, "block_size": 24},
+     WALK_OF_LLAMA, "adamw"),
+    ("float64", {"arch": "llama", "n_kv_head": 6, "n_hidden": 37, "block_size": 24, "untied": True},
+     WALK_OF_LLAMA[::2], "adamw")],
+    ids=["float64", "bfloat16", "experts", "lamb", "lars", "llama", "untied"])
 def test_any_layout_reads_any_others_checkpoint_bit_for_bit(
-        corpus, tmp_path, dtype, experts, walk, optimizer):
+        corpus, tmp_path, dtype, more, walk, optimizer):
     """A walk in random order. Losses of float64: to 1e-10 those of the run that never stopped."""
     order = np.random.default_rng(0).permutation(len(walk))
-    flags = dict(dtype=dtype, out=str(tmp_path), n_layer=5, steps=len(walk), experts=experts,
+    flags = dict(dtype=dtype, out=str(tmp_path), n_layer=5, steps=len(walk), **more,
                  optimizer=optimizer, batch_size=12)
     if dtype == "float64":
         (want,) = pool(1, _losses, config(corpus, **flags, microbatches=1), len(walk))

@@ -240,6 +240,7 @@ def _compiled(rank, cfg):
 @pytest.mark.parametrize("flags", [
     {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},  # puts weight gradients off
     {"dp": 2, "zero": 3, "microbatches": 2, "ep": 2, "experts": 4},  # weights come and go
+    {"arch": "llama", "n_kv_head": 4, "tp": 2, "untied": True},
     *[{"cp": 2, "tp": 2, "sp": True}] * FULL], ids=str)
 def test_compiled_layers_give_the_same(corpus, flags):
     equals_one_process(corpus, _compiled, compile=True, **flags)
