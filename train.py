@@ -1,4 +1,4 @@
-"""Trains a GPT by data, pipeline, context, tensor and expert parallelism, composed.
+"""Trains a GPT or a Llama by data, pipeline, context, tensor and expert parallelism, composed.
 
     python train.py                          one process
     torchrun train.py --tp 2 --pp 2          starts four ranks, and waits for them

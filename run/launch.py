@@ -27,7 +27,8 @@ def start(description):
     is_first = os.environ.get("RANK", "0") == "0"
     has_launcher = signals.STORE in os.environ
     if is_first and not has_launcher:
-        print(f"GPT of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
+        model = "Llama" if cfg.arch == "llama" else "GPT"
+        print(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
     if ranks > world:
         sys.exit(launch(ranks, grace=min(10, cfg.timeout)))
