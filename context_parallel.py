@@ -9,8 +9,8 @@ Elements that each of N ranks sends per block and microbatch:
     all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
                 backward; N must divide the number of heads. Ulysses,       arXiv 2309.14509
 
-Held: 1/N of what a block saves for backward. The ring here saves more, from its N hops together:
-B nh S^2/N scores, and 2 B S C elements of keys and values.
+Held: 1/N of what a block saves for backward. The ring here saves more, for a rank's own keys and
+those of N - 1 hops: B nh S^2/N scores, and 2 B S C elements of keys and values.
 
     python context_parallel.py        who meets whom, on 4 ranks
 """
@@ -31,7 +31,8 @@ def zigzag(S, size, rank):
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
     and a late segment has as much to compute as any other. If rank r of 4 had the r-th quarter of
-    the sequence instead, the last rank would meet 3.5 quarters of the keys, the mean rank 2."""
+    the sequence instead, a query of the last rank would meet 3.5 quarters of the keys on average, a
+    query of any rank 2."""
     segments = torch.arange(S).tensor_split(2 * size)
     return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 
@@ -78,7 +79,7 @@ def ring_attention(q, k, v, group):
         is_later = key_positions > positions.unsqueeze(1)  # (S/N, S/N)
         scores = scores.masked_fill(is_later, -math.inf)
         # new_largest cancels in numerator / denominator, so its gradient is 0: detach() it. It is
-        # finite, because in hop 0 each token meets itself.
+        # finite, because each token meets itself first.
         new_largest = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
         weights = (scores - new_largest).exp()
         shrink = (largest - new_largest).exp()  # brings the sums so far to the new largest

@@ -5,7 +5,7 @@
     norm            LayerNorm, 2 C parameters      RMSNorm, C parameters
     attention       nh heads of q, k and v         nh heads of q, n_kv heads of k and v
     MLP             GELU(x W1) W2, 4 C wide        (SiLU(x Wg) * (x Wu)) W2, n_hidden wide
-    biases          in each linear layer           none
+    biases          in each matrix of a block      none
     lm_head         tied to wte                    tied, or a matrix of its own
 
 Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` gives the sizes of

@@ -11,7 +11,8 @@ C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
 
 A technique that splits the model replaces matrices inside of these layers or, where a rank holds
 only some of the tokens or words, one of three methods: Embedding.positions, Attention.attend,
-Head.loss. experts.py has the GPT whose blocks have experts, llama.py a Llama.
+Head.loss. `parts`: sizes of the matrices that lie in one tensor; tensor parallelism splits each of
+them. experts.py has the GPT whose blocks have experts, llama.py a Llama.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
-        self.parts = (config.n_embd,) * 3  # rows of c_attn for q, k, v
+        self.parts = (config.n_embd,) * 3  # rows of q, k and v in c_attn
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
@@ -70,7 +71,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.parts = (4 * config.n_embd,)  # rows of c_fc: one matrix
+        self.parts = (4 * config.n_embd,)  # c_fc is a single matrix
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 

@@ -119,7 +119,7 @@ def vocabulary_loss(logits, targets, words, group):
     """cross_entropy. In: logits (B, S, V/T), for this rank's words [start, stop); targets (B, S).
     Returns the sum over tokens of log(sum(exp(logits))) - logits[target], the same on all ranks.
     The ranks all-reduce three numbers per token, never the logits of all words."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float))  # exp and sum in fp32
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float))  # sums in fp32 at least
     # The largest logit is subtracted, because exp could overflow. It cancels, so its gradient is 0.
     largest = all_reduce(logits.detach().amax(-1), group, maximum)  # (B, S)
     sum_exp = (logits - largest.unsqueeze(-1)).exp().sum(-1)  # (B, S), partial over tp
