@@ -542,8 +542,8 @@ class Costs:
         return self.compute(moved=owned * moved, kernels=KERNELS["optimizer"] * part.blocks)
 
     def update_time(self, layout):
-        """(seconds that messages at a step's end add: data-parallel messages, and the sum of the
-        tied embedding's gradient over the pipeline's ends; seconds of the optimizer)."""
+        """(seconds that data-parallel messages and tied_ends_time add to a step, seconds of the
+        optimizer)."""
         (f, i, w), part = self.busiest_rank(layout)
         sent = self.exposed_data_messages(layout, part, f, i + w)
         return sent + self.tied_ends_time(layout), self.optimizer_time(layout, part)
