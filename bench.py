@@ -62,7 +62,16 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 # ---- the rows ----
 # A Row (races/job.py) races two sides on n ranks, for one layout and one size of model. Here `ours`
 # is the trainer of train.py, its checkpoint (one row), or a collective of the engine. Goals are
-# ratios.
+# ratios. Row(
+#     name,
+#     number of ranks,
+#     size: a model's name in SIZES, or the KB of a collective's tensor,
+#     our side,
+#     the peer's side,
+#     goal,
+#     flags of the layout,
+#     limit=factor on the peer's time, in ratio and "peer ms",
+#     steps=steps in a turn)
 
 # (ranks, flags) of the layouts that several rows have
 ONE = (1, {})
@@ -78,7 +87,8 @@ N2 = (2, {"cp": 2})
 LLAMA = {"arch": "llama", "n_kv_head": 2, "n_hidden": 1024}
 
 # Names of SIZES (races/job.py). Data parallelism is raced where computing takes most of a step, and
-# where messages do; pipeline and tensor parallelism also where each message is tiny
+# where messages do; pipeline and tensor parallelism where computing does, and where each message is
+# tiny
 COMPUTE_AND_COMMUNICATION = ("compute", "communication")
 COMPUTE_AND_TINY = ("compute", "tiny")
 
@@ -135,9 +145,10 @@ def against_limits():
         *rows_of_training("Llama, one rank, to a plain loop", threads, [(1, LLAMA)], ["compute"],
                           goal=0.95),
     ]
-    # "scaling": the peer is one rank. The limit is its time if the cores share all work evenly:
-    #     2 sequences a rank    n ranks have n times its work: as long on n cores, longer on fewer
-    #     8 sequences in all    n ranks have its work: 1 / n of its time, but no less than 1 / CORES
+    # "scaling": the peer is one rank. If the cores share all work evenly, n ranks have, on
+    # min(n, CORES) cores, and with this limit on their time:
+    #     2 sequences a rank    n times the peer's work: max(1, n / CORES) times the peer's time
+    #     8 sequences in all    the peer's work: 1 / min(n, CORES) times the peer's time
     for n in (1, 2, 4, 8):
         layout = [(n, {"dp": n})]
         rows += rows_of_training("scaling", plain_side.one_rank, layout, ["2 sequences a rank"],
@@ -265,6 +276,7 @@ def race(row, rank, communicators, folder, seconds, least):
     while len(times) < pairs:
         first = len(times) % 2  # the sides take turns in going first
         pair = {side: clock(jobs[side], steps[side]) for side in (first, 1 - first)}
+        # A row's limit counts in the ratio, and in the "peer ms" of the table
         times.append([pair[0], pair[1] * row.limit])
         if len(times) == 1:
             sent = jobs[0].made.bytes_sent() - before  # by our turn: the peer has its own mesh
@@ -368,7 +380,7 @@ def main():
             parser.error("--gpu: there is no GPU here, and no figure without one")
         return on_gpu(args.quick)
     chosen = [i for i, row in enumerate(ROWS) if args.only.lower() in row.name.lower()]
-    if args.quick:
+    if args.quick:  # without the rows of 8 ranks, which would start 8 processes
         chosen = [i for i in chosen if ROWS[i].n <= 4]
     if not args.only:
         chosen = [i for i in chosen if ROWS[i].name != "growth"]
@@ -389,7 +401,9 @@ def main():
             torch.multiprocessing.spawn(worker, (world, chosen, args.quick, args.json, folder),
                                         world)
         except torch.multiprocessing.ProcessExitedException as error:
-            sys.exit(abs(error.exit_code))  # it has said why, or nobody reads what it prints
+            # The process that failed has printed why (or its output has no reader). Only pass on
+            # its exit code
+            sys.exit(abs(error.exit_code))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def on_node(device, stride, size):
 
 def link(device, members, size):
     """Bytes per second between neighbours in a ring of `size` ranks, `members` on each node.
-    Between nodes all members send at once, each through its own port: `members` ports carry the
-    ring."""
+    Between nodes NCCL runs as many rings at once as the group has members on a node. Each ring
+    leaves the node at another member, through that member's port: `members` ports carry the
+    collective."""
     inside = device.nvlink * device.f_nvlink
     if members >= size:
         return 1e9 * inside
@@ -106,7 +107,8 @@ def idle_of_1f1b(P, m, f, i, w):
 
 def idle_of_zero_bubble(depth, P, m, f, i, w):
     """A rank would idle for the time of an F and an I of each other rank: zb-h1 (depth 1) puts one
-    W there, zb-h2 (depth 2) two. Assumes W <= F, and microbatches that fill the pipeline."""
+    W there, zb-h2 (depth 2) two. Assumes W <= F, depth W <= F + I, and microbatches that fill the
+    pipeline."""
     idle = (P - 1) * (f + i - depth * w)
     return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
 
@@ -234,7 +236,7 @@ class Costs:
         shape, h = shape_of(job.model), job.model.n_embd
         # Numbers per token that the kernels of a block's forward move, that is, read from memory or
         # write to it. Matrix products are not among these kernels. Tensor ranks share
-        # moved_by_norms under --sp only, moved_inside always
+        # moved_by_norms (by norms and residual additions) under --sp only, moved_inside always
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         in_mlp = shape.up * shape.inner + shape.inner  # the activation function reads, and writes
         in_attention = h + 2 * shape.kv + h  # reads queries, keys and values, writes the result
@@ -270,21 +272,21 @@ class Costs:
     def tensor_messages(self, n, layout, split, products):
         """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. A block has two pairs
         of a column and a row. Each pair all-reduces its output in forward, and the gradient of its
-        input in backward. --sp has a gather and a scatter, half an all-reduce each, in place of an
-        all-reduce, and gathers the column's input x once more for its weights' gradient.
+        input in backward. --sp has an all-gather (AG) and a reduce-scatter (RS), half an all-reduce
+        each, in place of an all-reduce, and all-gathers the column's input x once more for its
+        weights' gradient.
 
                               F waits for       I waits for                  W waits for
             --sp off          2 all-reduces     -                            2 all-reduces, beside W
-            --sp on           2 gathers,        2 gathers                    2 scatters, beside W
-                              2 scatters        2 gathers of x, beside I
+            --sp on           2 AG, 2 RS        2 AG; 2 AG of x, beside I    2 RS, beside W
             `split`, sp off   2 all-reduces     2 all-reduces                -
-            `split`, sp on    2 gathers,        2 gathers, 2 scatters        -
-                              2 scatters        2 gathers of x, beside I
+            `split`, sp on    2 AG, 2 RS        2 AG, 2 RS;                  -
+                                                2 AG of x, beside I
 
         split: I and W are separate (zero bubble), and W comes too late to hide I's messages.
         products: FLOPs of the block's forward. Experts take the place of the second pair, and are
-        counted like it. (In fact their messages in backward overlap with nothing, and they gather
-        no x once more.)"""
+        counted like it. (In fact their messages in backward overlap with nothing, and they
+        all-gather no x once more.)"""
         model = self.job.model
         all_reduce = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
         # Two all-reduces beside no compute: all of their time, unless published.py's exposed() has
@@ -306,17 +308,17 @@ class Costs:
         attention_back: seconds of its compute, beside which the ring's messages travel."""
         T, ranks, w, device = layout.tp, layout.cp, self.job.width, self.device
         h, kv = self.job.model.n_embd, shape_of(self.job.model).kv
-        members = on_node(device, T, ranks)
+        on_one_node = on_node(device, T, ranks)
         if ranks > 1 and layout.cp_attention == "all-to-all":
             # Queries and the result, 2 h; keys and values, 2 kv. Backward swaps their gradients
-            swap = swap_time(device, members, ranks, 2 * n * (h + kv) / T * w)
+            swap = swap_time(device, on_one_node, ranks, 2 * n * (h + kv) / T * w)
             return swap, swap
-        # How many ranks of a node share its way out. A ring on one node has no way out: all ranks
-        # send over NVLink. Else one, because only the last rank of a node sends to the next node
-        senders = ranks if members == ranks else 1
+        # link()'s members. On one node: all ranks. On several nodes: 1, because keys and values go
+        # around one ring, in which only the last rank of a node sends to the next node
+        members = ranks if on_one_node == ranks else 1
         # A hop passes on keys and values, 2 kv numbers per token. Seconds of a hop, for each byte
         # that a number has:
-        per_byte = 2 * n * kv / T / link(device, senders, ranks)
+        per_byte = 2 * n * kv / T / link(device, members, ranks)
         # A rank attends to the keys and values of one rank after another, its own first. Each takes
         # 1/ranks of the compute, and beside each but the last a hop brings the next
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
@@ -419,7 +421,7 @@ class Costs:
         """([F, I, W], Part) of the slowest pipeline rank: seconds of a microbatch through all its
         stages, and their layers."""
         # Seconds of F, I and W of each kind of layer: [embedding, block, head]
-        layers = [[sum(time) for time in actions] for actions in self.layers(layout)]
+        layers = [[sum(time) for time in times] for times in self.layers(layout)]
 
         def seconds_of(part):
             """Seconds of [F, I, W] of a Part, which has part[0] embeddings, part[1] blocks, ..."""
@@ -443,10 +445,10 @@ class Costs:
     def pipeline_time(self, layout, messages=True):
         """Seconds of the schedule: the longest time from a rank's first action to its last.
         messages: do those between stages take time?"""
-        actions, _ = self.busiest_rank(layout)
+        seconds, _ = self.busiest_rank(layout)
         comm = self.boundary(layout) if messages and layout.pp > 1 else 0.0
         return makespan(layout.schedule, layout.pp, layout.microbatches, layout.chunks,
-                        (*actions, comm))
+                        (*seconds, comm))
 
     def lower_bound(self, layout):
         """Seconds of the schedule at least: messages between stages take no time, and the bubble
@@ -454,12 +456,12 @@ class Costs:
         I (or B) starts after `trip`, when a microbatch has gone forward through all stages, and
         back through the stages behind rank 0's last. All m I and W follow: max(m F, trip) +
         m (I + W)."""
-        actions, _ = self.busiest_rank(layout)
+        seconds, _ = self.busiest_rank(layout)
         P, m, v = layout.pp, layout.microbatches, layout.chunks
-        bubble = closed_form(layout.schedule, P, m, v, (*actions, 0.0))
+        bubble = closed_form(layout.schedule, P, m, v, (*seconds, 0.0))
         if bubble is not None:
-            return m * sum(actions) / (1 - bubble)
-        f, i, w = actions
+            return m * sum(seconds) / (1 - bubble)
+        f, i, w = seconds
         trip = P * f + stages_behind_rank_0(layout.schedule, P, v) * i / v
         return max(m * f, trip) + m * (i + w)
 
@@ -540,7 +542,8 @@ class Costs:
         return self.compute(moved=owned * moved, kernels=KERNELS["optimizer"] * part.blocks)
 
     def update_time(self, layout):
-        """(seconds that data-parallel messages add to a step, seconds of the optimizer)."""
+        """(seconds that data-parallel messages and tied_ends_time add to a step, seconds of the
+        optimizer)."""
         (f, i, w), part = self.busiest_rank(layout)
         sent = self.exposed_data_messages(layout, part, f, i + w)
         return sent + self.tied_ends_time(layout), self.optimizer_time(layout, part)
@@ -551,7 +554,8 @@ class Costs:
 
     def breakdown(self, layout):
         """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's.
-        tp, cp, ep, pp, dp: exposed messages of that axis."""
+        tp, cp, ep, pp, dp: exposed messages of that axis. (dp has tied_ends_time, too, although its
+        messages travel along pp.)"""
         _, part = self.busiest_rank(layout)
         busy = Time()
         for number, layer in zip(part, self.layers(layout), strict=True):

@@ -44,6 +44,7 @@ def hops(tensor, group):
     """How many messages follow one another in an all-reduce of engine/collectives.py. GPUs use
     NCCL's all-reduce, which chooses its own way: taken for a ring."""
     n = group.size
+    # Butterfly: log2(n) - 1 halvings, a swap, as many doublings. Ring: twice n - 1 hops
     return 2 * int(math.log2(n)) - 1 if takes_butterfly(tensor, group) else 2 * (n - 1)
 
 
@@ -79,9 +80,10 @@ def measure(mesh):
     if n > 1:
         latency = seconds(mesh, lambda: all_reduce(tiny, world), 10) / hops(tiny, world)
         # The long one is a ring: 2 (n-1) hops, each with 1/n of the tensor (ring_time in costs.py)
-        of_hops = hops(long, world) * latency
-        of_bytes = max(1e-9, seconds(mesh, lambda: all_reduce(long, world)) - of_hops)
-        flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / of_bytes / 1e9, "f-nvlink": 1,
+        latency_seconds = hops(long, world) * latency
+        transfer_seconds = max(
+            1e-9, seconds(mesh, lambda: all_reduce(long, world)) - latency_seconds)
+        flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / transfer_seconds / 1e9, "f-nvlink": 1,
                   "latency": latency}
     return flags
 

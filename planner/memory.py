@@ -29,8 +29,8 @@ cut_once = cache(cut)  # train.py's cut into stages
 
 
 class Layout(NamedTuple):
-    """The values of train.py's flags of these names. For dp, chunks and microbatches 0 leaves the
-    choice to train.py: here stands the number that train.py chose."""
+    """The values of train.py's flags of these names. One difference: --dp 0, --chunks 0 and
+    --microbatches 0 let train.py choose. A Layout has the number that train.py chose."""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -90,8 +90,8 @@ def shape_of(model):
 
 
 def matrices(model):
-    """Elements of a block's matrices: (column-parallel, row-parallel). With experts: of the
-    matrices of the top_k experts that a token runs through, together as large as an MLP's."""
+    """Elements of the matrices of attention and of the MLP: (column-parallel, row-parallel). With
+    experts, the top_k experts of a token count in place of the MLP: together they are as large."""
     h = model.n_embd
     kv, inner, up, _, _ = shape_of(model)
     columns = h * (h + 2 * kv) + up * h * inner  # to queries, keys and values; into the MLP
@@ -131,10 +131,10 @@ def end_parameters(model, part, T):
     vocabulary = model.vocab_size * h / T
     norm = shape_of(model).norm * h
     positions = 0 if isinstance(model, LlamaConfig) else model.block_size * h
-    matrices = part.embedding + part.head
+    num_matrices = part.embedding + part.head
     if is_tied(model):
-        matrices = min(matrices, 1)
-    return (matrices * vocabulary,
+        num_matrices = min(num_matrices, 1)
+    return (num_matrices * vocabulary,
             part.embedding * positions + part.head * norm)
 
 
@@ -190,8 +190,8 @@ def saved_by_block(job, layout, recompute):
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # The router saves the second norm's output in at least 32 bits, and nobody saves it in w
-        # bytes: put `wide` in the place of the w bytes per number that are counted above
+        # Of the 4 h above, only the router saves the second norm's output (h), in `wide` bytes per
+        # number instead of w
         whole += h * (wide - w)
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
@@ -219,10 +219,10 @@ def occupancy(model, schedule, P, m, v, rank):
         if kind in ("B", "I") and part.blocks:
             # With --recompute a stage's backward begins with the head's, which frees the head's
             # tensors. Then, from the last block to the first: recompute the block, run its backward
-            #     B    a block's backward frees its input: memory is fullest at the block that
-            #          comes first
-            #     I    it frees the input, but keeps more, for W: memory is fullest at the block
-            #          that comes last, when the others are `done`
+            #     B    frees the block's input: memory is fullest at the stage's last block, which
+            #          runs first
+            #     I    frees the input, but keeps more, for W: memory is fullest at the stage's
+            #          first block, which runs when the others are `done`
             # (Without --recompute `recomputed` costs 0 bytes: see activations)
             done = part.blocks - 1 if kind == "I" else 0
             found.add(Held(now.blocks - done, now.heads - part.head, now.deferred + done, 1))
@@ -270,7 +270,8 @@ def activations(job, layout, rank):
 def model_states(job, layout, part):
     """[bytes of weights, of gradients, of the optimizer] of a Part."""
     dense, experts = block_parameters(job.model, layout.tp, layout.ep)
-    others = part.blocks * dense + sum(end_parameters(job.model, part, layout.tp))
+    # Other parameters of the Part: all but the experts'
+    num_others = part.blocks * dense + sum(end_parameters(job.model, part, layout.tp))
 
     def bytes_each(replicas):
         """(weights, gradients, optimizer): bytes on a rank for each parameter that has this number
@@ -280,16 +281,17 @@ def model_states(job, layout, part):
     replicas = layout.dp * layout.cp
     per_other = bytes_each(replicas)
     per_expert = bytes_each(replicas / layout.ep)
-    return [others * other + part.blocks * experts * expert
-            for other, expert in zip(per_other, per_expert, strict=True)]
+    return [num_others * other_bytes + part.blocks * experts * expert_bytes
+            for other_bytes, expert_bytes in zip(per_other, per_expert, strict=True)]
 
 
 def work_buffers(job, layout, part):
     """Bytes of buffers in forward and backward."""
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h, shape = tokens_of(job, layout), model.n_embd, shape_of(model)
-    # The head, a chunk of tokens at a time: logits and their log-softmax. The log-softmax of 16-bit
-    # logits makes a copy of them in 32 bits
+    # A rank with a head (part.head is 1, else 0) takes max(h, 256) tokens at a time (ChunkedLoss in
+    # engine/vocabulary_parallel.py). Buffers: their logits and log-softmax. The log-softmax of
+    # 16-bit logits makes a copy of them in 32 bits
     chunk = min(n, max(h, 256)) * part.head
     wide = max(w, 4)
     copy = wide if w == 2 else 0

@@ -4,7 +4,7 @@ published.txt has the runs, their sources and what their software does ("traits"
 hardware.py are fitted to all runs but those held out. Beside each prediction stands a baseline: one
 constant MFU for each kind of GPU, the median of the fitted runs. Where a source leaves a value open
 (?), published.txt has a chosen one, and says how it was chosen: mostly by the fastest prediction
-that fits into memory. This file has what these programs do otherwise than train.py.
+that fits into memory. This file models how these programs differ from train.py.
 """
 
 import math
@@ -122,14 +122,22 @@ class PublishedCosts(Costs):
             # Stride tp: these programs number their ranks along tp first, then dp, then pp, like
             # Megatron. (gather_time, which is inherited, keeps train.py's order, where pp comes
             # before dp. The fractions were fitted with that)
+            #
+            # 8 GPUs, 4 ports of p GB/s: `network` is p/2 per GPU, and link() multiplies it by the
+            # ranks that the ring has on the node. The factor below makes that:
+            #     1 rank     8 rings share one port: each has p/8  = 1 (p/2) 1/4
+            #     2 ranks    4 rings share 2 ports: each has p/2   = 2 (p/2) 2/4
+            #     4 ranks    2 rings share 4 ports: each has 2 p   = 4 (p/2) 4/4
             ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)
             network *= min(1.0, ranks_on_node / 4)
         speed = math.prod(ATTENTION[trait] for trait in traits if trait in ATTENTION)  # 1 if none
         device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
         if "eager" in traits:
-            # Numbers of 16 bits that PyTorch's own operations move for each element: an RMSNorm in
-            # 32 bits 18; SwiGLU 5; rotary positions 10, of queries and of keys
+            # Numbers of 16 bits that PyTorch's own operations move:
+            #     RMSNorm, in 32 bits    18 per element of its input
+            #     SwiGLU                 5 per hidden unit
+            #     rotary positions       10 per element of queries and of keys
             h, shape = run.job.model.n_embd, shape_of(run.job.model)
             self.moved_by_norms = (2 * 18 + RESIDUALS) * h
             in_attention = h + 2 * shape.kv + h  # the same as in Costs
@@ -150,7 +158,8 @@ class PublishedCosts(Costs):
     def parts(self, layout):
         """The Parts of the pipeline ranks, by trait. "even": all ranks have equally many blocks.
         "counted": embedding and head count as a block each, so their ranks have one block less.
-        Else train.py's cut. (Numbers of blocks may be fractions here.)"""
+        Else train.py's cut. (Numbers of blocks may be fractions here. With P = 2 no rank has the
+        Part without embedding and head; no run with "counted" has P = 2.)"""
         traits, L, P = self.run.traits, self.job.model.n_layer, layout.pp
         if P > 1 and "counted" in traits:
             each = (L + 2) / P

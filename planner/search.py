@@ -108,7 +108,7 @@ class Search:
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
                 split = {**axes, **more}
-                with suppress(ValueError):  # of check_layout: train.py takes no such layout
+                with suppress(ValueError):  # check_layout raises it: train.py takes no such layout
                     cfg = as_config(self.job, {**split, "microbatches": 1})
                     if check_layout(cfg, self.gpus) == self.gpus:
                         yield split
@@ -170,7 +170,8 @@ class Search:
         if activations(self.job, layout, 0) <= self.device.gb * 1e9:
             return staged
         self.misfits += len(staged) - 1
-        # The last ZeRO stage holds least. fits() counts it, and may record it in self.smallest
+        # In self.smallest one ZeRO stage stands for all: the last, which mostly holds least. fits()
+        # counts its layout, and may record it there
         self.fits(staged[-1], [0, layout.pp - 1])
         return []
 

@@ -40,6 +40,8 @@ class Message(NamedTuple):
 #     w       bytes of a weight, and of an activation
 #     T       layout.tp
 #     part    the rank's layers
+#     shape   memory.Shape: shape.norm vectors of h parameters per norm (LayerNorm 2, RMSNorm 1),
+#             shape.bias 1 or 0
 
 
 def forwards_and_backwards(layout, part):
@@ -71,12 +73,12 @@ def tp_messages(job, layout, part):
         # Besides those of the blocks: the embedding's output, and the gradient of the head's input
         return [("tp", "all-reduces of activations", 2 * forwards - skipped + embeddings, 2 * half),
                 ("tp", "all-reduces of gradients", 2 * backwards + heads, 2 * half), loss_row]
-    # --sp: a block's forward gathers before each of two columns and scatters after each of two
-    # rows; its backward scatters and gathers. The embedding's output is scattered, and the head's
-    # input gathered; in backward the other way round
+    # --sp: a block's forward all-gathers before each of two columns and reduce-scatters after each
+    # of two rows; its backward reduce-scatters and all-gathers. The embedding's output is
+    # reduce-scattered, and the head's input all-gathered; in backward the other way round
     ends = embeddings + heads
-    # Moreover a block's backward gathers its columns' inputs once more: of attention and of the
-    # MLP. (Experts have no column)
+    # Moreover a block's backward all-gathers its columns' inputs once more: attention's and the
+    # MLP's. (Experts have no column)
     gathered_again = 1 if model.n_experts else 2
     # Each rank sees other tokens, so parameters that all tp ranks hold sum their gradients over tp.
     # Per block, in units of h: two norms, and the biases of two rows. With experts the router
@@ -177,4 +179,5 @@ def messages(job, layout, rank=0):
             *dp_messages(job, layout, dense + vocabulary + others, replicas, gathered)]
     if experts:
         rows += dp_messages(job, layout, experts, replicas // E, 2 * experts, " of experts")
+    # row[2] * row[3]: times * nbytes. Rows without bytes are left out
     return [Message(*row) for row in rows if row[2] * row[3] > 0]

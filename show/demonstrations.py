@@ -63,7 +63,8 @@ def demonstrate_engine(fn, **sizes):
 
 
 class NoReducer:
-    """Takes the place of DDP or ZeRO where there are no replicas: each method does nothing."""
+    """Takes the place of DDP or ZeRO in a Pipeline (engine/pipeline.py) without replicas. Pipeline
+    calls the four methods below; each does nothing."""
 
     every_microbatch = False
 
@@ -108,7 +109,7 @@ def show_difference(name, mesh, model, summed=False):
         (param.grad, param.shard.slice(whole[param.shard.name])) for param in held])
 
 
-# ---- demonstrations that need more than that ----
+# ---- what single techniques print: DDP and ZeRO, context parallelism, experts ----
 
 
 def compare_reducer(name, mesh, reducer):
@@ -153,12 +154,14 @@ def compare_attention(name, attention, group):
     S = 8 * group.size
     generator = torch.Generator().manual_seed(0)
     mine = zigzag(S, group.size, group.rank)
+    # (B, nh, S, hs): as many heads as ranks, because all-to-all gives each rank a head at least
     q, k, v = (torch.randn(2, group.size, S, 8, dtype=torch.double, generator=generator)
                for _ in "qkv")
 
     def gradients(attention, tokens):
         """The gradients of q, k and v at these positions."""
         parts = [x[:, :, tokens].clone().requires_grad_() for x in (q, k, v)]
+        # sin: without it the gradient of every result would be 1
         attention(*parts).sin().sum().backward()
         return [part.grad for part in parts]
 

@@ -70,7 +70,7 @@ class Picture:
 
 def schedule_text(times, width=160):
     """One row per rank, time from left to right, cut at the width: F3 B3 I3 W3 for microbatch 3, in
-    lower case on every second chunk. A dot is idle time."""
+    lower case on every second chunk. A dash: the action goes on. A dot: idle time."""
     actions = [entry for row in times for entry in row]
     last_end = max(end for *_, end in actions)
     shortest = min(end - start for _, start, end in actions)
@@ -86,6 +86,7 @@ def schedule_text(times, width=160):
             chunk = stage // len(times)
             name = kind.lower() if chunk % 2 else kind
             line += "." * (left - drawn)
+            # "F3--- ": of 6 columns the first 5 are filled with dashes, the last is a space
             line += f"{name}{k}".ljust(right - left - 1, "-").ljust(right - left)
             drawn = right
         line += "." * (round(last_end * columns_per_time) - drawn)

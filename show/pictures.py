@@ -63,7 +63,8 @@ def metrics_svg(paths):
     steps = 1 + max(x for points in raw.values() for x, _ in points)
     values = [y for points in raw.values() for _, y in points]
     low = math.floor(min(values))
-    between = max(1, math.ceil((max(values) - low) / 20))  # from tick to tick; at most 21
+    # Distance of two ticks, a whole number such that there are at most 21 ticks
+    between = max(1, math.ceil((max(values) - low) / 20))
     high = low + between * max(1, math.ceil((max(values) - low) / between))
     means = {name: running_mean(points) for name, points in raw.items()}
     file = "balance.svg" if experts else "loss.svg"

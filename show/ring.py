@@ -23,7 +23,7 @@ def sequential_all_reduce(tensor, group):
     sends 2 n: once in each phase. (Of two ranks each sends once, n.)"""
     for r in range(1, group.size):
         pass_to(tensor, group, r - 1, r, add=True)
-    for r in range(group.size - 1):
+    for r in range(group.size - 1):  # N = 4: 3 -> 0, 0 -> 1, 1 -> 2, because rank 3 has the sum
         pass_to(tensor, group, (r - 1) % group.size, r)
     return tensor
 
