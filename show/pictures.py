@@ -39,7 +39,7 @@ def read_metrics(path):
         drawable = all(is_drawable(record["step"]) and record["step"] >= 0 and
                        all(is_drawable(record.get(key, 0) or 0) for key in ("loss", "busiest"))
                        for record in records)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         ours = False
     if not ours or not drawable:
         raise ValueError(f"{path}: not a file that train.py --metrics wrote")

@@ -635,7 +635,7 @@ def test_a_full_disk_is_one_line(argv):
     "[1]", "\\x00", '{"step": "a", "loss": 1}', '{"step": 0, "loss": "x"}',
     '{"step": 0, "loss": NaN}', '{"step": 0, "loss": 1e999}', f'{{"step": {10**400}, "loss": 1}}',
     '{"step": -1, "loss": 1}', '{"step": 0, "loss": ' + "[" * 100_000,
-    '{"step": 0, "busiest": [1]}', '{"step": true}'], ids=lambda text: text[:30])
+    '{"step": 0, "busiest": [1]}', '{"step": true}', '{"a": 1}'], ids=lambda text: text[:30])
 def test_pictures_refuse_what_is_not_their_file(tmp_path, text, capsys, monkeypatch):
     (tmp_path / "x").write_text(text + "\n")
     argv = ["pictures.py", "--svg", tmp_path, "--metrics", tmp_path / "x"]
