@@ -58,7 +58,7 @@ def pick_tokens(logits, temperature, top_k, rng):
 def next_logits(model, tokens, positions):
     """(samples, V): logits of the token that follows `tokens` (samples, n), which stand at these
     positions of the window (n,)."""
-    for module in model.positioned():
+    for module in model.positioned():  # GPT-2's embedding, or a Llama's attentions
         module.positions = lambda x: positions
     *layers, head = model.layers
     x = tokens
@@ -96,8 +96,8 @@ def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
 
 
 def sample_text(folder, data):
-    """A continuation of the validation text, by the checkpoint just saved: the whole model, in
-    float32, in this process. If there is none, the reason: no run fails because of its sample."""
+    """Continue the validation text with the checkpoint just saved: the whole model, in float32, in
+    this process. If that fails, return the reason: no run fails because of its sample."""
     try:
         model = load_model(folder)
         ids, = generate(model, data.val[:16].tolist(), n=96)

@@ -128,7 +128,7 @@ class Data:
 
     def prepare_or_wait(self, corpus, local_rank):
         """Return once the folder has a meta.json, which prepare() writes last, or after
-        MAX_PREPARING: then train.bin is missing, and memory_map() says so."""
+        MAX_PREPARING seconds."""
         meta = self.folder / "meta.json"
         if not meta.exists() and local_rank == 0:
             print(f"preparing {corpus} as a corpus, once", flush=True)
@@ -224,8 +224,9 @@ class Data:
         return digest.digest()
 
     def validation(self, cfg, mesh, batches=None):
-        """(how many windows, their batches): the windows of val.bin side by side, or those of the
-        first `batches` batches. The last batch is filled up with windows that do not count.
+        """(how many windows, their batches): the windows of val.bin, one every block_size tokens,
+        or those of the first `batches` batches. The last batch is filled up with windows that do
+        not count.
 
         block_size 8, batch_size 4, 65 tokens: 8 windows, at 0 8 16 24 and 32 40 48 56. With 57
         tokens the last place is ABSENT: 7 windows."""

@@ -1,5 +1,5 @@
-"""The parser of all command lines (a wrong one prints one line); and the flags of sample.py,
-run/export.py, bench.py and experiments/large_batches.py. Those of train.py: run/config.py.
+"""The parser of all command lines but data/prepare.py's (a wrong one prints one line); the flags of
+sample.py, run/export.py, bench.py and experiments/large_batches.py. train.py's: run/config.py.
 
 The flags of programs that import torch stand here and not beside their main(), so that they can be
 read before that import: --help and a wrong flag do not wait for torch.

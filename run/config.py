@@ -5,7 +5,7 @@
                             refuses a layout that cannot be; needs neither torch nor this machine's
                             devices
     check                   check_layout, then device, memory and files of this machine
-    read_command_line       parse and check_layout, for a command
+    read_command_line       parse, check_layout, and: would an output replace an input?
 
 Bad input gets one line that names flag, values and fix, from one rank of each machine, and exit
 code 2. The functions that check raise it as a ValueError; fail() prints it.
@@ -132,8 +132,8 @@ DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 def add_flags(parser, names, defaults=None, **options):
     """Add the flags of these fields to a parser, or to a group of its flags. defaults: {field:
-    value} where it is not the field's own. options: arguments of add_argument that replace those
-    that follow from the field, such as default=None."""
+    default} where the field's own is not wanted. options: arguments of add_argument; they win over
+    those made from the field, such as default=None."""
     for f in fields(Config):
         if f.name not in names:
             continue
@@ -165,8 +165,8 @@ def fail(error):
 
 
 def refuse(error):
-    """fail() for a wrong command line. It is as wrong when torchrun --max-restarts starts the same
-    command again: the ranks of a later attempt do not repeat the line."""
+    """fail() for a wrong command line; but print the line in the first attempt only, because
+    torchrun --max-restarts starts the same wrong command again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         tell_torchrun(f"{program()}: {in_words(error)}")
         sys.exit(2)
@@ -431,8 +431,8 @@ def refuse_same_files(cfg):
         folder = path if path.is_dir() else path.parent
         for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
             inputs.append((given(cfg, "init_from"), file))
-        folder = checkpoint_around(cfg.init_from, cfg.out)
-        require(not folder or not is_same(folder.parent, cfg.out), f"{given(cfg, 'init_from')} is "
+        around = checkpoint_around(folder / MANIFEST, cfg.out)
+        require(not around or not is_same(around.parent, cfg.out), f"{given(cfg, 'init_from')} is "
                 f"a checkpoint of {given(cfg, 'out')}, which this run may replace; name another "
                 "--out")
     refuse_same(outputs, [*inputs, (given(cfg, "out"), Path(cfg.out, ".lock"))], cfg.out)

@@ -16,15 +16,15 @@ FOLDER = re.compile(r"step-\d{8,}")  # the name of that folder, less .tmp or .ol
 
 
 def is_same(path, other):
-    """Do two paths lead to one file? Also through links and `..`, and as hard links of it."""
+    """Do two paths lead to one file, be it through symbolic links, hard links or `..`?"""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
 
 
 def checkpoint_around(path, out):
-    """The folder above this path that is a checkpoint, or has the name of one that a run with this
-    --out may write; None: there is no such folder."""
+    """The folder above this path that has a checkpoint's name (step-N), and has a manifest or lies
+    in `out`, where a run may write it; None: there is no such folder."""
     for folder in Path(os.path.realpath(path)).parents:
         # lower(): where a file system ignores case, STEP-00000001 is the same folder
         name = folder.name.lower().removesuffix(".tmp").removesuffix(".old")

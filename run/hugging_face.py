@@ -17,7 +17,7 @@ under other names.
 
 (GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.)
 
-Needs no torch, because run/config.py takes the sizes of --init-from from here.
+No torch here: run/config.py, which reads the sizes of --init-from with this file, does without.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 `python train.py --tp 2 --pp 2` becomes the launcher: it starts four processes with the same command
 line, each with its number in the environment (RANK, WORLD_SIZE, ..., like torchrun), and waits for
-them. The launcher does not import torch, which takes seconds: --help and a wrong flag do not.
+them. The launcher does not import torch, so --help and a wrong flag need not wait for it.
 
 Why not torchrun: it kills ranks 30 s after a signal, even while they save; and it turns exit code 2
 into 1.

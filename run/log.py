@@ -205,8 +205,8 @@ class Log:
     def validating(self, done, batches):
         """Print a validation's progress: `done` of its `batches` batches are computed. On a
         terminal each call prints a line, which the next line replaces. A file gets a line at each
-        quarter, and only in the validation after the last step, which has more than --eval-batches
-        batches."""
+        quarter of a long validation, of more than --eval-batches batches: only the validation after
+        the last step can have so many."""
         self.batch_seconds = (time.perf_counter() - self.since) / done
         left = round((batches - done) * self.batch_seconds)
         quarters = [math.ceil(batches * quarter / 4) for quarter in (1, 2, 3)]

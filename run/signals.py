@@ -98,8 +98,8 @@ def reopen():
 
 
 def end_without_traceback(kind, error, trace):
-    """sys.excepthook of all programs: an OSError that no one has caught ends this process without a
-    traceback, and a broken pipe without a word."""
+    """sys.excepthook of each program that calls prepare_output(): an OSError that no one has caught
+    ends this process without a traceback, and a broken pipe without a word."""
     if isinstance(error, BrokenPipeError):
         if parent and PARENT in os.environ:  # the launcher ends all ranks, this one, too
             os.kill(parent, signal.SIGPIPE)
@@ -124,7 +124,8 @@ def end_quietly():
     prepare_output()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # If this is a rank (of a demonstration), run/launch.py blocked STOPS before it started it
+    # If this is a rank (of a demonstration): run/launch.py blocked STOPS before it started the
+    # process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 

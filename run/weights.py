@@ -53,13 +53,14 @@ def read_headers(path):
 
 
 def refuse_config(folder, config):
-    """CheckpointError if Hugging Face's config.json describes another model of the same shapes."""
+    """CheckpointError if Hugging Face's config.json describes another model. (Some differences,
+    such as n_head or rope_theta, do not show in the tensors' shapes.)"""
     try:
         flags = flags_of_folder(folder)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     theirs = {"arch": "gpt2", **flags}
-    theirs.pop("block_size", None)  # the tensors' shapes tell, if it matters
+    theirs.pop("block_size", None)  # GPT-2: wpe's shape tells; a Llama has any
     ours = {**asdict(config), "arch": "gpt2"}
     if isinstance(config, LlamaConfig):
         ours.update(arch="llama", untied=not config.tied)
@@ -81,7 +82,7 @@ def find_tensors(path, shapes, config):
     {canonical name: [(Entry, is it (in, out)?)]}; several entries lie one below the other.
     CheckpointError unless the file has these tensors, and no others."""
     entries = read_headers(path)
-    if LLAMA_ENDS[EMBEDDING] in entries:
+    if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
     entries = {canonical(name): entry for name, entry in entries.items()}
     require_one_tied(path, entries, shapes, EMBEDDING)
@@ -148,11 +149,12 @@ def read_weights(path, shapes, config):
     CheckpointError, also if a manifest or a config.json beside the file describes another model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
+    file = path / MODEL if path.is_dir() else path
     if (folder / CONFIG).exists():
         refuse_config(folder, config)
     found = find_tensors(path, shapes, config)
-    if path.name == MODEL and path.with_name(MANIFEST).exists():
-        manifest = read_manifest(path.parent)
+    if file.name == MODEL and (folder / MANIFEST).exists():  # a checkpoint of ours
+        manifest = read_manifest(folder)
         refuse_other(path, manifest, config)
         for name, places in found.items():
             (entry, _), = places  # under our own names a tensor is in one place

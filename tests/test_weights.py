@@ -95,6 +95,17 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
     assert other.wait() == [2] and "wte.weight: F64 [67, 8], not " in other.read()
 
 
+def test_a_checkpoints_folder_is_as_good_as_its_file(corpus, trained, tmp_path):
+    """... and is refused for another model whose tensors have the same shapes."""
+    folder = trained / "step-00000004"
+    run = Run(1, flags(corpus, tmp_path / "out", steps=0, init_from=folder), tmp_path)
+    assert run.wait() == [0], run.read()
+    again = (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes()
+    assert again == (folder / checkpoint.MODEL).read_bytes()
+    other = Run(1, flags(corpus, tmp_path / "o", n_head=4, init_from=folder), tmp_path)
+    assert other.wait() == [2] and "its n_head is 2, this run's is 4" in other.read()
+
+
 def _untied(tensors):
     shape, data = tensors["lm_head.weight"]
     tensors["lm_head.weight"] = shape, data[::-1]
