@@ -56,8 +56,8 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     chosen = chosen.flatten()  # (B * S * k,)
     order = chosen.argsort(stable=True)
     to_send = torch.bincount(chosen, minlength=group.size * experts.c_fc.weight.size(0))
-    # (E, n) each. Entry [r, i] of to_send: number of rows for expert i of rank r; of to_run: number
-    # of rows from rank r for expert i of this rank
+    # (E, n) each. to_send[r, i]: how many rows go to expert i of rank r; to_run[r, i]: how many
+    # rows come from rank r for expert i of this rank
     to_send = to_send.view(group.size, -1)
     to_run = torch.empty_like(to_send)
     all_to_all(list(to_run), list(to_send), group)

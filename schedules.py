@@ -211,9 +211,9 @@ SCHEDULES = {
 
 def chunks_of(name, asked=0):
     """Returns v, the number of stages per rank. asked: the value of --chunks; 0: the flag was not
-    given. If the schedule has a fixed number, asked may be that number, too, or 1, which a
-    planner's Layout has if nobody set it. If the number is free (interleaved), 0 gives 2. Raises
-    a ValueError of one line for an unknown schedule, and for any other number."""
+    given. If the schedule has a fixed number, asked may be that number, too, or 1, the default of a
+    planner's Layout. If the number is free (interleaved), 0 gives 2. Raises a ValueError of one
+    line for an unknown schedule, and for any other number."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:

@@ -316,8 +316,8 @@ class Costs:
         # link()'s members. On one node: all ranks. On several nodes: 1, because keys and values go
         # around one ring, in which only the last rank of a node sends to the next node
         members = ranks if on_one_node == ranks else 1
-        # A hop passes on keys and values, 2 kv numbers per token. Seconds of a hop, for each byte
-        # that a number has:
+        # A hop passes on keys and values, 2 kv numbers per token. per_byte: seconds of a hop if a
+        # number had one byte
         per_byte = 2 * n * kv / T / link(device, members, ranks)
         # A rank attends to the keys and values of one rank after another, its own first. Each takes
         # 1/ranks of the compute, and beside each but the last a hop brings the next

@@ -77,7 +77,7 @@ def launch(size, grace=10):
     has failed, the others have `grace` seconds to end."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"  # a file through which the ranks find one another
-        processes = []  # of the ranks
+        processes = []  # one for each rank
 
         def pass_on(number, frame):
             for process in processes:

@@ -1,4 +1,4 @@
-"""How a process ends: by a signal, by a failure, by output that nobody takes, with its parent.
+"""How a process ends: by a signal, by a failure, if it cannot write its output, with its parent.
 
     process          SIGINT, SIGTERM, SIGHUP                  set up by
     launcher         passes the signal on to all ranks        launch

@@ -94,7 +94,7 @@ CODE = {  # {how code on a page begins, if no output follows: what it is}
 
 class Block(NamedTuple):
     page: str
-    line: int  # of the page
+    line: int  # its number in the page
     kind: str  # "" if indented, else the word of the fence: python, diff
     lines: list
     above: str  # the paragraph above the block
@@ -648,7 +648,7 @@ def published_jobs():
 
 
 @pytest.mark.parametrize("job,row", [
-    # of 16,384 GPUs: a search of a minute
+    # Llama 3 on 16,384 GPUs: a search of a minute
     pytest.param(job, row, id=row.split(",")[0], marks=needs_minutes if "Llama 3" in row else ())
     for job, row in published_jobs()])
 def test_a_published_job_is_planned_as_the_table_says(job, row):
