@@ -1,0 +1,233 @@
+"""A dump: two steps of a run, as one process would write them, whatever the layout.
+
+    DIR/dump.json                 sizes, flags, and the numbers of both steps; written last
+        weights-0.safetensors     full weights as forward uses them, before step 1
+        tokens-1.safetensors      ids and targets (D, m, B, S): microbatch k of data rank d is
+                                  [d, k]; a target of -1 is padding
+        gradients-1.safetensors   full gradients of step 1, after all sums over ranks, before
+                                  clipping, divided by the loss scale
+        weights-1.safetensors     full weights after step 1
+        masters-1.safetensors     16-bit weights only: their 32-bit masters (also masters-0)
+        tokens-2, gradients-2, weights-2, masters-2             the same of step 2
+
+Names and shapes are nanoGPT's, the tied matrix once, or Hugging Face's. This file reads a dump of
+any trainer, of which only dump.json and weights-0 must be there; run/doctor/record.py writes ours.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experts import kind_of
+from model import ABSENT
+from run import tensorfile
+from run.checkpoint import sound_config
+from run.config import require
+from run.files import DUMP, DUMP_TENSORS
+from run.tensorfile import DAMAGED, FLOATS, about, is_whole
+from run.weights import find_tensors, load_parts, read_tensor
+from sizes import WIDTHS, GPTConfig
+
+MAX_JSON = 64 << 20  # bytes of dump.json
+PLAIN_VALUES = ("names", "dtype", "grad_dtype", "layout", "loss", "optimizer", "balance", "steps")
+
+
+class Tensors(Mapping):
+    """{name: tensor} of a file; each is read when it is asked for, as float64 on the CPU."""
+
+    def __init__(self, places):
+        self.places = places  # {name: [(Entry, is it (in, out)?)]}, see weights.find_tensors
+
+    def __getitem__(self, name):
+        return load_parts(self.places[name]).double()
+
+    def __contains__(self, name):  # Mapping's own would read the tensor
+        return name in self.places
+
+    def __iter__(self):
+        return iter(self.places)
+
+    def __len__(self):
+        return len(self.places)
+
+
+@dataclass
+class Dump:
+    """A dump on the disk. Tensors have nanoGPT's names and shapes or, if model is None, the
+    file's own. weights(), masters(), gradients() of a file that is not there: no tensors."""
+    folder: Path
+    names: str  # in the files: "nanogpt", "hugging_face"
+    model: GPTConfig | None  # or a LlamaConfig; None: another form
+    dtype: str  # of weights and activations
+    grad_dtype: str  # of summed gradients
+    layout: dict  # {"dp": D, ...}, see record.LAYOUT
+    loss: str  # "mean" over the tokens of the whole batch, or their "sum"
+    optimizer: dict  # name, beta1, beta2, eps, weight_decay, grad_clip
+    balance: float  # weight of the experts' balance loss
+    steps: list  # for both steps a dict: loss and norm (may be nan), lr, scale, *_differ
+    tensors: dict  # {"weights-0": Tensors}
+    tokens: dict  # {"tokens-1": {"ids": Entry, "targets": Entry}}
+
+    def weights(self, number):
+        """{name: tensor} before step 1 (number 0), after step 1 or 2."""
+        return self.tensors.get(f"weights-{number}", Tensors({}))
+
+    def masters(self, number):
+        return self.tensors.get(f"masters-{number}", Tensors({}))
+
+    def gradients(self, number):
+        """{name: tensor} of step 1 or 2."""
+        return self.tensors.get(f"gradients-{number}", Tensors({}))
+
+    def ids(self, number):
+        """(D, m, B, S) int64 of step 1 or 2; None if the file is not there."""
+        return self.read_tokens(number, "ids", least=0)
+
+    def targets(self, number):
+        """Like ids; -1: padding."""
+        return self.read_tokens(number, "targets", least=ABSENT)
+
+    def read_tokens(self, number, name, least):
+        """ValueError unless all are tokens of the model."""
+        entries = self.tokens.get(f"tokens-{number}")
+        if entries is None:
+            return None
+        entry = entries[name]
+        tensor = read_tensor(entry)
+        most = self.model.vocab_size - 1 if self.model else 2**63 - 1
+        if tensor.min() < least or tensor.max() > most:
+            raise ValueError(f"{entry.path}, tensor {name}: {tensor.min()} to {tensor.max()}, not "
+                             f"{least} to {most}")
+        return tensor
+
+
+def read_dump(folder):
+    """The Dump in a folder. ValueError of one line if it is damaged, or not a dump; only dump.json
+    and weights-0.safetensors have to be there."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; train.py --dump makes a dump")
+    given, model = read_json(folder / DUMP)
+    first = tensorfile.read_header(folder / DUMP_TENSORS[0])  # weights-0
+    shapes = {name: entry.shape for name, entry in first.items()}
+    if model:
+        shapes = shapes_of(model, folder / DUMP_TENSORS[0], first)
+    tensors = {}
+    tokens = {}
+    for path in (folder / name for name in DUMP_TENSORS):
+        if not path.exists():
+            continue
+        if path.name.startswith("tokens"):
+            tokens[path.stem] = find_tokens(path, given["layout"], model)
+        elif model:
+            tensorfile.read_header(path)  # refuses a folder, which find_tensors would take
+            tensors[path.stem] = Tensors(find_tensors(path, shapes, model))
+        else:
+            tensors[path.stem] = Tensors(find_foreign(path, shapes))
+    return Dump(folder, model=model, tensors=tensors, tokens=tokens,
+                **{name: given[name] for name in PLAIN_VALUES})
+
+
+def read_json(path):
+    """(the dict in dump.json, its GPTConfig or None), checked."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a file")
+    with about(path), open(path, "rb") as file:
+        text = file.read(MAX_JSON + 1)
+    try:
+        given = json.loads(text if len(text) <= MAX_JSON else b"")
+    except DAMAGED:
+        raise ValueError(f"{path}: damaged, or no JSON") from None
+    try:
+        return given, refuse_unsound_dump(given)
+    except KeyError as error:
+        raise ValueError(f"{path}: has no {error.args[0]}") from None
+    except ValueError as error:  # of require(): its text is a name
+        raise ValueError(f"{path}: its {error} is not that of a dump") from None
+    except DAMAGED:
+        raise ValueError(f"{path}: its values are not those of a dump") from None
+
+
+def is_number(value, least=-math.inf):
+    """Is it a number of JSON, finite, and not below `least`?"""
+    return type(value) in (int, float) and least <= value and abs(value) < 1e300
+
+
+def refuse_unsound_dump(given):
+    """Raise one of DAMAGED, with the name of a value, unless every value is of its type and range.
+    Returns the model's GPTConfig, or None for a foreign model."""
+    require(type(given["format"]) is int and given["format"] == 1, "format")
+    require(given["names"] in ("nanogpt", "hugging_face"), "names")
+    for name in ("dtype", "grad_dtype"):
+        require(type(given[name]) is str and given[name] in WIDTHS, name)
+    require(given["loss"] in ("mean", "sum"), "loss")
+    require(is_number(given["balance"], 0), "balance")
+    layout = given["layout"]
+    for name in ("dp", "ep", "pp", "cp", "tp", "chunks", "microbatches"):
+        require(is_whole(layout[name], 10**6) and layout[name] >= 1, name)
+    require(type(layout["sp"]) is bool, "sp")
+    require(is_whole(layout["zero"], 3), "zero")
+    for name in ("cp_attention", "schedule"):
+        require(type(layout[name]) is str, name)
+    optimizer = given["optimizer"]
+    require(type(optimizer["name"]) is str, "optimizer")
+    for name in ("beta1", "beta2", "eps", "weight_decay", "grad_clip"):
+        require(is_number(optimizer[name], 0), name)
+    steps = given["steps"]
+    require(type(steps) is list and len(steps) == 2, "steps")
+    for step in steps:
+        for name in ("loss", "norm"):  # nan and inf are findings, not damage
+            require(type(step[name]) is float or is_number(step[name]), name)
+        require(is_number(step["lr"], 0), "lr")
+        require(is_number(step["scale"], 0) and step["scale"] > 0, "scale")
+        for name in ("gradients_differ", "weights_differ"):
+            require(type(step[name]) is list, name)
+            require(all(type(tensor) is str for tensor in step[name]), name)
+    if given["model"] is None:
+        return None
+    try:
+        return sound_config(given["model"])
+    except DAMAGED:
+        raise ValueError("model") from None
+
+
+def shapes_of(model, path, entries):
+    """{canonical name: shape} of a model. ValueError, before a model of forged sizes is built, if
+    weights-0 has too few tensors or elements for it."""
+    blocks = model.block_weights() + (
+        max(0, model.n_experts - model.top_k) * model.expert_parameters())
+    least = model.n_layer * blocks + model.vocab_size * model.n_embd
+    elements = sum(math.prod(entry.shape) for entry in entries.values())
+    if least > elements or model.n_layer > len(entries):
+        raise ValueError(f"{path}: {len(entries)} tensors of {elements} elements are too few for "
+                         f"the model of {DUMP}")
+    with torch.device("meta"):
+        parameters = kind_of(model)(model).canonical_parameters()
+        return {name: param.shape for name, param in parameters}
+
+
+def find_foreign(path, shapes):
+    """{name: [(Entry, False)]} of a file of a model of another form: the names and shapes of
+    weights-0."""
+    entries = tensorfile.expect(path, tensorfile.read_header(path), shapes, FLOATS)
+    for name, shape in shapes.items():
+        if math.prod(shape) == 0:
+            raise ValueError(f"{path}, tensor {name}: empty")
+    return {name: [(entry, False)] for name, entry in entries.items()}
+
+
+def find_tokens(path, layout, model):
+    """{"ids", "targets": Entry} of a file of tokens."""
+    entries = tensorfile.read_header(path)
+    shape = entries["ids"].shape if "ids" in entries else ()
+    tensorfile.expect(path, entries, dict.fromkeys(("ids", "targets"), shape), ["I64"])
+    wanted = [layout["dp"], layout["microbatches"]]
+    fits = len(shape) == 4 and list(shape[:2]) == wanted and math.prod(shape) > 0
+    if not fits or (model and shape[3] > model.block_size):
+        raise ValueError(f"{path}, tensor ids: {list(shape)} does not begin with {wanted}, or has "
+                         "sequences longer than the model's")
+    return entries
