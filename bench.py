@@ -9,8 +9,8 @@ of "to 2 threads" and "growth" is one process with as many threads as we have ra
 how much a process grows while it builds one side and takes two steps (Linux; resident bytes).
 
     python bench.py                  every row but growth's (what it takes: docs/measured.md)
-    python bench.py --quick          does it run? two turns each of a smaller model: its figures
-                                     mean nothing
+    python bench.py --quick          does it run? two turns of the rows of at most 4 ranks, with a
+                                     smaller model: its figures mean nothing
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
     python bench.py --only without   what each trick of the engine earns: its peer is the engine
                                      with that one trick switched off
@@ -133,6 +133,7 @@ def against_torch():
 def against_limits():
     """The engine against the best that these cores could do, from the time of one process."""
     threads = plain_side.one_process  # with as many threads as the row has ranks
+    # balance 0: race() compares the losses, and only the plain loop's has the balance loss in it
     experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
     rows = [
         *rows_of_training("D = 2, to 2 threads", threads, [D2], ["compute"], goal=0.95),
@@ -145,10 +146,11 @@ def against_limits():
         *rows_of_training("Llama, one rank, to a plain loop", threads, [(1, LLAMA)], ["compute"],
                           goal=0.95),
     ]
-    # "scaling": the peer is one rank. If the cores share all work evenly, n ranks have, on
-    # min(n, CORES) cores, and with this limit on their time:
-    #     2 sequences a rank    n times the peer's work: max(1, n / CORES) times the peer's time
-    #     8 sequences in all    the peer's work: 1 / min(n, CORES) times the peer's time
+    # "scaling": the peer is one rank on one core; n ranks run on min(n, CORES) cores. If the cores
+    # share the work evenly, a step of the n ranks takes `limit` times the peer's:
+    #     size                  work                     limit
+    #     2 sequences a rank    n times the peer's       max(1, n / CORES)
+    #     8 sequences in all    the same as the peer's   1 / min(n, CORES)
     for n in (1, 2, 4, 8):
         layout = [(n, {"dp": n})]
         rows += rows_of_training("scaling", plain_side.one_rank, layout, ["2 sequences a rank"],
@@ -246,8 +248,8 @@ def race(row, rank, communicators, folder, seconds, least):
         return values
 
     def take_turn(job, step, num_steps):
-        """Take so many steps of a side, and return the loss of the last one. Leaves no message on
-        its way, because both sides may use the same communicator."""
+        """Take num_steps steps of a side, and return the loss of the last. No message travels when
+        this returns, because both sides may use the same communicator."""
         for _ in range(num_steps):
             loss = step()
         job.drain()

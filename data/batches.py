@@ -27,7 +27,7 @@ META = {  # {name: type} of the values in meta.json that this project reads; oth
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
 TOKEN = "<u2"  # numpy's name for a little-endian uint16
-# Tokens of a file whose ids are checked at the start; those beyond are checked as they are read
+# Tokens of a file whose ids are checked at the start; those beyond are checked when they are read
 CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
 

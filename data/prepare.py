@@ -53,7 +53,7 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-# The vocabulary is learned from this many characters, the first of train; its files are shuffled
+# The vocabulary is learned from this many characters, the first of train, whose files are shuffled
 LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
 # beyond 100,000 characters where a line break follows a letter, a digit or "_" (\w),
@@ -74,7 +74,7 @@ def show(doing, progress=""):
 
 
 def require_file(path):
-    """Returns the path. ValueError if it is a pipe or a device, of which a read may never end."""
+    """Returns the path. ValueError for a pipe or a device, because a read may never end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
     return path
@@ -365,7 +365,7 @@ def main():
     parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends this process
     args = parser.parse_args()
     try:
         prepare(**vars(args))

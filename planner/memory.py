@@ -329,11 +329,12 @@ def optimizer_buffer(job, layout, part):
         replicas = layout.dp * layout.cp
         bucket = max(dense, experts * E, matrix) / replicas
     else:  # DDP's 25 MiB of weights or, if larger, the largest tensor; at most all parameters
-        # The largest tensor of a block is attention's column, or a matrix of the MLP. The experts
-        # of a rank have their matrices in one tensor; top_k experts are as wide as an MLP
+        # The largest tensor of a block is attention's column, or the MLP's (a Llama's has gate and
+        # up in one tensor). The experts of a rank have their columns in one tensor; top_k experts
+        # are as wide as an MLP
         h, shape = model.n_embd, shape_of(model)
         mlps = model.n_experts / E / model.top_k if model.n_experts else 1
-        tensor = max(h * (h + 2 * shape.kv), mlps * h * shape.inner) / T
+        tensor = max(h * (h + 2 * shape.kv), mlps * shape.up * h * shape.inner) / T
         everything = part.blocks * (dense + experts) + vocabulary + others
         bucket = min(max(25 * 2**20 / w, tensor, matrix), everything)
     return bucket * 4

@@ -143,7 +143,8 @@ def refuse_other(folder, manifest, config):
 
 @cache
 def warn(folder, error):
-    """Print once that a damaged checkpoint is skipped. Its folder stays on the disk."""
+    """Print once that a damaged checkpoint is skipped. A step-N stays on the disk; prune() deletes
+    a step-N.old.tmp."""
     if local_rank() == 0:
         note(f"{folder} skipped: {error}")
 
@@ -252,9 +253,14 @@ def slices(trainer):
 
     start: index of the piece's first element in the slice that the tag describes. ZeRO's shard of a
     bucket may cut a parameter: if this rank's slice of it is elements 100 to 159 of the bucket, and
-    this rank's shard begins at element 120, the piece begins at element 20 of the slice."""
+    this rank's shard begins at element 120, the piece begins at element 20 of the slice.
+
+    A bucket (engine/ddp.py) is a flat buffer of parameters: bucket.starts says where each of them
+    starts. weight_shard is the part that this rank steps, from element bucket.offset on; master and
+    moments are arranged like it. bucket.pieces(x) yields (parameter, its part of x), where x is
+    weight_shard or arranged like it."""
     for bucket in trainer.reducer.buckets:
-        flat = dict(bucket.moments)  # {kind: tensor that lies like bucket.weight_shard}
+        flat = dict(bucket.moments)  # {kind: tensor arranged like bucket.weight_shard}
         if bucket.master is not bucket.weight_shard:
             flat["master"] = bucket.master
         pieces = {kind: dict(bucket.pieces(values)) for kind, values in flat.items()}
@@ -277,7 +283,7 @@ def transfer(trainer, entries, saving):
             continue  # another rank of this replica writes this slice
         for name, values in tensors.items():
             part = 0, len(values)
-            if saving and bucket.num_shards == 1:  # all replicas hold them: each writes a part
+            if saving and bucket.num_shards == 1:  # all replicas hold these: each writes a part
                 part = bounds(len(values), bucket.group)
             transfer_runs(entries[name], shard, start + part[0], values[slice(*part)], saving)
 

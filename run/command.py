@@ -1,8 +1,9 @@
-"""The parser of all command lines but data/prepare.py's (a wrong one prints one line); the flags of
-sample.py, run/export.py, bench.py and experiments/large_batches.py. train.py's: run/config.py.
+"""Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
+(data/prepare.py and tests/mutants.py make a parser of their own.)
 
-The flags of programs that import torch stand here and not beside their main(), so that they can be
-read before that import: --help and a wrong flag do not wait for torch.
+Here too: the flags of sample.py, run/export.py, bench.py and experiments/large_batches.py.
+These programs import torch. Their flags stand here and not beside main(), so that the flags can be
+read before that import: --help and a wrong flag do not wait for torch. train.py's: run/config.py.
 """
 
 import argparse
@@ -51,10 +52,11 @@ def export_flags(description):
 
 def bench_flags(description):
     parser = Parser(description)
-    parser.add_argument("--quick", action="store_true", help="two turns of each row, a small model")
+    parser.add_argument("--quick", action="store_true",
+                        help="two turns of each row of at most 4 ranks, a small model")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--gpu", action="store_true", help="rows for one GPU, by themselves")
+    parser.add_argument("--gpu", action="store_true", help="only the rows for one GPU")
     return parser
 
 

@@ -135,7 +135,7 @@ LIMITS = {  # (least, most): flags
 
 # The first characters of the files that these flags write: a file that begins otherwise is not ours
 MARKS = {"metrics": '{"step": ', "trace": '{"traceEvents": '}
-# The files in a folder of --data, of which it need not have all
+# Files that a folder of --data may have
 DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 
@@ -144,8 +144,8 @@ DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 def add_flags(parser, names, defaults=None, **options):
     """Add the flags of these fields to a parser, or to a group of its flags. defaults: {field:
-    default} where the field's own is not wanted. options: arguments of add_argument; they win over
-    those made from the field, such as default=None."""
+    default} where the field's own is not wanted. options: more
+    arguments for add_argument, such as action=...; they replace those made from the field."""
     for f in fields(Config):
         if f.name not in names:
             continue
@@ -166,7 +166,8 @@ def add_flags(parser, names, defaults=None, **options):
 def fail(error):
     """Print one line, on one rank of each machine, and exit with code 2. error: a text or an
     exception."""
-    # data/prepare.py may have printed. If the reader of that line has gone (| head), nothing failed
+    # Preparing the corpus (Data in train.py) prints lines. If the reader of these lines has gone
+    # (| head), nothing failed: end_without_traceback (signals.py) ends this process
     if isinstance(error, BrokenPipeError):
         raise error
     if local_rank() == 0:
@@ -187,7 +188,7 @@ def refuse(error):
 
 def parse(args, description=None, plain=None):
     """The Config of these command line arguments; a wrong one ends the process (refuse). plain:
-    {flag: default} of plain.py, which has no others."""
+    None or, for plain.py, {flag: default}: its parser has these flags only."""
     parser = Parser(description)
     parser.error = lambda message: refuse(f"{message}; --help lists the flags")
     for title in ("layout", "model", "training", "run"):
@@ -207,7 +208,7 @@ def parse(args, description=None, plain=None):
 
 
 def as_text(cfg):
-    """All flags with their values, for --verbose, in one line."""
+    """All flags that are not empty, with their values, for --verbose: one line."""
     return " ".join(f"{name}={value}" for name, value in asdict(cfg).items() if value != "")
 
 
@@ -255,8 +256,8 @@ def check_limits(cfg, limits=LIMITS):
 
 
 def world_size():
-    """The number of processes in the environment that torchrun or run/launch.py made; 1 without
-    them. ValueError if the environment is not theirs."""
+    """The number of processes: WORLD_SIZE, which torchrun or run/launch.py puts into the
+    environment; 1 if neither started this process. ValueError if something else has set it."""
     world = os.environ.get("WORLD_SIZE") or "1"
     rank = os.environ.get("RANK", "")
     if world == "1":
@@ -283,8 +284,9 @@ def check_layout(cfg, world):
 
 def resolve(cfg, world):
     """Fill in the flags that are left to choose; turn --scale-lr into rates, and --warmup-tokens
-    into steps. Checks nothing: where no choice fits (microbatches for a batch that --dp does not
-    divide) refuse_wrong_layout refuses the one that was made here."""
+    into steps. ValueError for a wrong --chunks only (chunks_of). Where no choice fits, such as
+    microbatches for a batch that --dp does not divide, refuse_wrong_layout refuses the choice made
+    here."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -360,7 +362,7 @@ def refuse_what_plain_lacks(cfg):
 
 def refuse_wrong_sizes(cfg):
     """Heads, tokens and experts must divide over the ranks that split them; n_embd over the heads,
-    and an MLP's 4 n_embd over top_k experts."""
+    and an MLP's hidden units over top_k experts."""
     refuse_wrong_model(cfg)
     heads = ["n_head"]
     if cfg.arch == "llama":
@@ -417,7 +419,8 @@ def is_scaling(text):
 
 
 def refuse_wrong_pipeline(cfg):
-    """Stages need layers, microbatches need sequences, and the schedule may ask for more."""
+    """Each stage needs a layer, each microbatch a sequence. A schedule in rounds, such as
+    interleaved, also needs a multiple of --pp microbatches."""
     require_divides(cfg, "dp", whole="batch_size")
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)  # for its ValueError
@@ -452,6 +455,7 @@ def refuse_same_files(cfg):
         folder = path if path.is_dir() else path.parent
         for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
             inputs.append((given(cfg, "init_from"), file))
+        # A checkpoint outside of --out is safe: a run replaces and prunes in its own --out only
         around = checkpoint_around(folder / MANIFEST, cfg.out)
         require(not around or not is_same(around.parent, cfg.out), f"{given(cfg, 'init_from')} is "
                 f"a checkpoint of {given(cfg, 'out')}, which this run may replace; name another "
@@ -486,7 +490,7 @@ def check_writable(name, path, mark=""):
     the mark (see MARKS)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Opening a pipe would wait for its reader; /dev/stdout may be a pipe, and has one
+        # Opening a pipe would wait for a reader. /dev/stdout may be a pipe that has its reader
         require(not path.is_fifo() or path.parent == Path("/dev"),
                 f"--{name} {path} is a pipe; name a file")
         open(path, "ab").close()
@@ -543,7 +547,7 @@ def check(cfg, world):
             refuse_foreign_dump(cfg.dump)
         except OSError as error:
             raise ValueError(f"{given(cfg, 'dump')}: {error.strerror}") from None
-    elif not cfg.plain:  # which saves nothing
+    elif not cfg.plain:  # --plain saves nothing, and needs no --out
         check_writable("out", Path(cfg.out, ".lock"))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)

@@ -57,7 +57,9 @@ def export(folder, to):
     Returns a sentence that says what was written. ValueError if the model is none of Hugging
     Face's, OSError if the folder exists or cannot be written."""
     model = load_model(folder)
-    data = checkpoint.read_manifest(folder)["data"]  # before a run can prune the checkpoint
+    # Read before anything is written, because a run may have pruned the checkpoint by now: then
+    # read_newest() starts again with another one
+    data = checkpoint.read_manifest(folder)["data"]
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: neither GPT-2 nor Llama has experts")

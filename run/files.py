@@ -47,7 +47,7 @@ def refuse_same(outputs, inputs, out):
     """outputs and inputs: [(flag with its value, path of a file)]. out: the folder of --out."""
     for i, (flag, path) in enumerate(outputs):
         if os.path.exists(path) and not os.path.isfile(path):
-            continue  # a device holds nothing
+            continue  # a device has no content to lose; check_writable refuses folders and pipes
         folder = checkpoint_around(path, out)
         if folder:
             raise ValueError(f"{flag} would be in the checkpoint {folder}; name another file")
@@ -82,8 +82,9 @@ def refuse_foreign_dump(folder):
 
 
 def write_new(flag, texts):
-    """Write {path: text}: files whose names the command has chosen, so that the user may not know
-    of them. All or, if one is there with other content, none. OSError if it cannot be written."""
+    """Write {path: text}. The command, not the user, has chosen these names, so a file that exists
+    may be the user's own. Writes all files or, if one exists with other content, none (ValueError).
+    OSError if a file cannot be written."""
     for path, text in texts.items():
         if path.exists() and not (path.is_file() and path.read_text(errors="replace") == text):
             raise ValueError(f"{path} exists, with other content; name another folder for {flag}")

@@ -69,7 +69,7 @@ LLAMA_SIZES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
 
 
 def read_config(folder):
-    """The dict in a folder's config.json; ValueError if there is none in it."""
+    """The dict in a folder's config.json. ValueError: no such file, or no dict in it."""
     path = Path(folder, CONFIG)
     try:
         given = json.loads(path.read_bytes())
@@ -107,7 +107,7 @@ def refuse_other_mathematics(given):
         raise ValueError("its weights are quantized (quantization_config); take the original ones")
     for name, ours in (GPT2_ONLY if kind == "gpt2" else LLAMA_ONLY).items():
         value = given.get(name, ours)
-        if name == "n_inner" and value == 4 * given.get("n_embd", 0):
+        if name == "n_inner" and value == 4 * given.get("n_embd", 0):  # None means the same
             continue
         if value != ours:
             raise ValueError(f"its {name} is {value}, here it is {ours}")
@@ -140,7 +140,8 @@ def llama_flags(given):
 
 
 def rope_scaling(rope):
-    """--rope-scaling of Hugging Face's rope_scaling."""
+    """The value of --rope-scaling for these settings of config.json's rotary positions: "" or
+    FACTOR,LOW,HIGH,TOKENS."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return ""

@@ -139,7 +139,7 @@ class Log:
         self.complain(f"--metrics {self.cfg.metrics}: {reason}; the run goes on without")
 
     def clock(self):
-        """A step begins now."""
+        """Start the clock of what comes next: a step, a validation or a save."""
         self.since = time.perf_counter()
 
     def resumed(self, step, folder):
@@ -198,7 +198,7 @@ class Log:
             # validations come before the steps that eval_interval divides, and after the last step
             validations = (cfg.steps - 1) // cfg.eval_interval - step // cfg.eval_interval
             batches = validations * min(cfg.eval_batches, all_batches) + all_batches
-        # until one is measured: a batch without backward takes a third of a step's time
+        # Until a validation has been timed: forward alone takes a third of a step's time
         batch_seconds = self.batch_seconds or step_seconds / 3
         return (cfg.steps - 1 - step) * step_seconds + batches * batch_seconds
 

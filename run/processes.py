@@ -46,6 +46,7 @@ last_words = store
 
 def all_gather_text(text, world):
     """Collective: the list of every rank's text, on every rank. White space at the end is lost."""
+    # world.read(tensor) (engine/group.py): wait, and return the tensor's numbers as a list
     # surrogateescape: a path may hold bytes that are no characters
     data = bytearray(text.encode(errors="surrogateescape") + b" ")  # not empty
     length = torch.tensor([len(data)], device=world.device)
@@ -141,12 +142,13 @@ def name_attempt(server, size):
     """A prefix for the keys of this attempt, the same on all ranks. It is needed because torchrun's
     store outlives the ranks: after a restart it still has the addresses of the dead ranks.
 
-    The count of restarts is not enough: when a node joins or leaves, torchrun restarts all ranks,
-    which may be more or fewer then, without counting it. So add() numbers the joins under one count
-    of restarts and one size. With 0 restarts and 8 ranks: joins 1 to 8 are attempt 0.8.0, joins 9
-    to 16 attempt 0.8.1. (If only some ranks of an attempt joined before the restart, the next
-    attempt's ranks get two prefixes, and fail after --timeout.)"""
-    # For the ranks of other nodes, which may still wait in wait_for_start
+    The count of restarts is not enough: torchrun also restarts all ranks, perhaps with another
+    number of them, when a node comes or leaves; its count then stays the same. So add() numbers the
+    ranks that join under one count of restarts and one size. With 0 restarts and 8 ranks: numbers 1
+    to 8 are attempt 0.8.0, numbers 9 to 16 attempt 0.8.1. (If only some ranks of an attempt joined
+    before the restart, the next attempt's ranks get two prefixes, and fail after --timeout.)"""
+    # Tell ranks of other nodes that still wait in wait_for_start (below) to fail, so that torchrun
+    # restarts them, too
     server.set(f"restarted {restarts()} times", "")
     joined = server.add(f"joined after {restarts()} restarts, {size} ranks", 1)
     return f"attempt {restarts()}.{size}.{(joined - 1) // size}"
@@ -217,8 +219,8 @@ def choose_device(name):
 
 def shutdown(together=True):
     """Leave the process group. together: only after all ranks have called (a barrier), because
-    another rank may still be joining a group or reading this rank's messages. False: after an error
-    that all ranks have raised (a CheckpointError), which ends them."""
+    another rank may still be joining a group or reading this rank's messages. False: do not wait
+    for the others. For an error that all ranks raise (CheckpointError): each one ends anyway."""
     if not dist.is_initialized():
         return
     if together:

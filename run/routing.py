@@ -39,13 +39,13 @@ class Routing:
             args[0].register_hook(lambda grad: setattr(block.mlp, "balance", None))
 
     def part_of_loss(self):
-        """The balance loss already included in this rank's loss. Each of `copies` ranks has the
-        whole of it; `sums` has its 1/copies."""
+        """The balance loss already included in this rank's loss. Each of the `copies` ranks has all
+        of the balance loss in its loss, and its `sums` hold 1/copies of it: multiply."""
         return self.weight * self.sums[:, 0].sum() * self.copies
 
     def read(self, sums, tokens):
         """Set balance and busiest. sums: self.sums as a flat list, summed over all ranks; tokens:
-        their number in the step."""
+        number of tokens in the step, on all ranks."""
         if sums:
             sums = torch.tensor(sums, dtype=torch.double).view(self.sums.shape)
             balance, loads = sums[:, 0], sums[:, 1:]  # (L,), (L, n_experts)

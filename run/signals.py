@@ -149,7 +149,7 @@ def watch_parent():
 
 
 def name_of(number):
-    """SIGKILL for 9; some have no name."""
+    """The name of a signal: SIGKILL for 9. Some numbers have no name."""
     names = {known.value: known.name for known in signal.Signals}
     return names.get(number, f"signal {number}")
 

@@ -2,8 +2,9 @@
 
 A Tracer records spans (name, start, end): F, B, I, W of each stage and microbatch, sends, waits,
 collectives, the optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for
-ui.perfetto.dev. It also prints each rank's sums, and the pipeline's time next to the time that
-simulate() (engine/schedules.py) computes from the measured F, B and W.
+ui.perfetto.dev. report() also returns a text that train.py prints: each rank's time in four shares,
+and the pipeline's time next to the time that simulate() (engine/schedules.py) computes from the
+measured F, B and W.
 
     compute   inside F, B, I, W and the optimizer, less their waits
     exposed   waits for collectives, for sends, and for data that had been sent

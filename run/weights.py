@@ -60,7 +60,7 @@ def refuse_config(folder, config):
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     theirs = {"arch": "gpt2", **flags}
-    theirs.pop("block_size", None)  # GPT-2: wpe's shape tells; a Llama has any
+    theirs.pop("block_size", None)  # GPT-2: find_tensors compares wpe's shape; a Llama takes any
     ours = {**asdict(config), "arch": "gpt2"}
     if isinstance(config, LlamaConfig):
         ours.update(arch="llama", untied=not config.tied)
@@ -79,13 +79,15 @@ def canonical(name):
 
 def find_tensors(path, shapes, config):
     """Where in a file, or a folder, the tensors of these {canonical name: shape} are. Returns
-    {canonical name: [(Entry, is it (in, out)?)]}; several entries lie one below the other.
-    CheckpointError unless the file has these tensors, and no others."""
+    {canonical name: [(Entry, is it stored as (in, out)?)]}. Several entries (a Llama's q, k and v):
+    our tensor is their rows, one below the other. CheckpointError unless the file has these
+    tensors, and no others."""
     entries = read_headers(path)
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
     entries = {canonical(name): entry for name, entry in entries.items()}
     require_one_tied(path, entries, shapes, EMBEDDING)
+    # Hugging Face's GPT-2 stores four matrices of a block as (in, out): those named in CONV1D
     probe = entries.get("transformer.h.0.attn.c_attn.weight")
     is_conv1d = probe and probe.shape == (config.n_embd, 3 * config.n_embd)
     transposed = CONV1D if is_conv1d else ()
@@ -95,7 +97,7 @@ def find_tensors(path, shapes, config):
         if name.endswith(transposed):  # if transposed is (), no name does
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
-    # old files have masks
+    # old files also have masks
     refuse_more(path, entries, {*wanted, UNTIED}, (".attn.bias", ".attn.masked_bias"))
     return {name: [(entries[name], name.endswith(transposed))] for name in shapes}
 
@@ -113,23 +115,24 @@ def find_llama(path, entries, shapes, config):
             wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
         found[name] = [theirs for theirs, _ in parts]
     tensorfile.expect(path, entries, wanted, FLOATS)
-    # old files have the rotary frequencies
+    # old files also have the rotary frequencies
     refuse_more(path, entries, {*wanted, UNTIED}, (".rotary_emb.inv_freq",))
     return {name: [(entries[part], False) for part in parts] for name, parts in found.items()}
 
 
-def require_one_tied(path, entries, shapes, table):
-    """For a model that ties head and embedding. If the file has the head alone, take it for the
-    embedding, too. CheckpointError if it has both, and they differ."""
+def require_one_tied(path, entries, shapes, embedding):
+    """For a model that ties head and embedding. embedding: its name in this file. If the file has
+    the head alone, add it to `entries` under that name, too. CheckpointError if the file has both,
+    and they differ."""
     if UNTIED in entries and UNTIED not in shapes:
-        entries.setdefault(table, entries[UNTIED])
-        if checksum(entries[table]) != checksum(entries[UNTIED]):
-            raise CheckpointError(f"{path}: {UNTIED} is not {table}; this model ties them")
+        entries.setdefault(embedding, entries[UNTIED])
+        if checksum(entries[embedding]) != checksum(entries[UNTIED]):
+            raise CheckpointError(f"{path}: {UNTIED} is not {embedding}; this model ties them")
 
 
 def refuse_more(path, entries, wanted, harmless):
-    """CheckpointError if the file has tensors that the model lacks, unless their names end like
-    those of `harmless`."""
+    """CheckpointError if the file has a tensor that is not in `wanted`, unless its name has one of
+    the endings `harmless`."""
     for name in entries.keys() - wanted:
         if not name.endswith(harmless):
             raise CheckpointError(f"{path}: has {name}, which a model of these flags lacks")

@@ -179,8 +179,8 @@ def show_routes(load, group):
     all_to_all(loads, [load] * group.size, group)
     if group.rank == 0:
         choices = int(load.sum())  # a token counts once for each of its k experts
-        print("how often the tokens of each rank (rows) chose each expert; | parts the experts' "
-              "ranks")
+        print("how often the tokens of each rank (rows) chose each expert; | separates the experts "
+              "of different ranks")
         for rank, row in enumerate(loads):
             away = int(row.sum() - row[rank].sum())
             table = " |".join("".join(f"{n:4d}" for n in part) for part in row.tolist())

@@ -25,15 +25,19 @@ import plan
 import schedules
 import sizes
 from data.batches import Data
+from engine.ddp import DDP
+from engine.expert_parallel import spread_experts
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.optimizer import AdamW
 from engine.schedules import make_schedule, simulate
+from engine.tensor_parallel import parallelize
 from experts import kind_of
 from model import Block
 from planner import costs, hardware, measure, memory, published, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
+from shard import tag_whole
 from show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import VOCAB, config, mesh_of, pool
@@ -496,15 +500,50 @@ def test_what_tensor_ranks_hold_whole_is_summed_under_sp():
         assert nbytes == 2 * (model.n_layer * per_block + ends) * model.n_embd
 
 
-def test_a_bucket_holds_its_largest_tensor():
-    """Under DDP a tensor above 25 MiB has a bucket of its own: attention's column, if the rank's
-    experts are few, or those of Llama."""
-    few = GPTConfig(256, 128, 2, 32, 4096, n_experts=8, top_k=8)
-    llama = replace(hardware.MODELS["llama-7b"], vocab_size=256)
-    for model, layout in ((few, memory.Layout(dp=8, ep=8)), (llama, memory.Layout(dp=8))):
-        part, = memory.parts_of(model, "1f1b", 1, 1)
-        copied = memory.optimizer_buffer(memory.Job(model, 8), layout, part)
-        assert copied == 3 * 4096**2 * 4
+class Unconnected(Mesh):
+    """Rank 0's mesh of ranks that do not exist: it says who is in a group, and sends nothing."""
+
+    def communicator(self, name, ranks):
+        return None
+
+
+def largest_bucket(model, layout):
+    """Elements of the largest bucket that the engine's DDP makes of rank 0's parameters."""
+    world = {"is_initialized": lambda: True, "get_rank": lambda: 0,
+             "get_world_size": lambda: layout.dp * layout.tp}
+    with patch.multiple(torch.distributed, **world):
+        mesh = Unconnected(dp=layout.dp // layout.ep, ep=layout.ep, pp=1, cp=1, tp=layout.tp)
+    with torch.device("meta"):
+        whole = kind_of(model)(model)
+    tag_whole(whole, data=mesh.replicas())
+    parallelize(whole, mesh.group("tp"))
+    if model.n_experts:
+        spread_experts(whole, mesh)
+    users = {param: [(0, i)] for i, layer in enumerate(whole.layers)
+             for param in layer.parameters()}
+    limit = SimpleNamespace(bucket_numel=(25 << 20) // 2)  # of 16-bit weights
+    return max(sum(param.numel() for param in bucket)
+               for _, bucket in DDP.partition(limit, users))
+
+
+@pytest.mark.parametrize("model, layout, column", [
+    # attention's column, if a rank's experts are few
+    (GPTConfig(256, 128, 2, 32, 4096, n_experts=8, top_k=8), {"dp": 8, "ep": 8}, 3 * 4096**2),
+    # the MLP's column: a GPT's; a Llama's, gate and up; of all experts of a rank
+    (GPTConfig(256, 128, 2, 32, 4096), {}, 4 * 4096**2),
+    (replace(hardware.MODELS["llama-7b"], vocab_size=256), {}, 2 * 11008 * 4096),
+    (replace(hardware.MODELS["llama-7b"], vocab_size=256), {"tp": 2}, 11008 * 4096),
+    (replace(hardware.MODELS["llama-7b"], vocab_size=256, n_experts=8, top_k=2),
+     {"dp": 4, "ep": 2}, 2 * 2 * 11008 * 4096)],
+    ids=["few experts", "GPT", "Llama", "Llama, T = 2", "Llama, experts"])
+def test_a_bucket_holds_its_largest_tensor(model, layout, column):
+    """Under DDP a tensor above 25 MiB has a bucket of its own: the engine makes that bucket, and
+    the planner plans the optimizer's 32-bit copy of it."""
+    model = replace(model, n_layer=2)
+    layout = memory.Layout(**layout)
+    assert largest_bucket(model, layout) == column
+    part, = memory.parts_of(model, "1f1b", 1, 1)
+    assert memory.optimizer_buffer(memory.Job(model, 8), layout, part) == 4 * column
 
 
 def test_the_scaled_copy_of_gradients_is_the_optimizers():
