@@ -11,8 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import engine.zero as engine_zero
 import plain
 import train
+import zero
 from data.batches import Data
 from experts import balance_loss, kind_of
 from optimizer import decays
@@ -41,10 +43,16 @@ def _dump(rank, cfg, spoil=None):
     write_run(trainer, Data(cfg))
 
 
-def dump_of(corpus, folder, *spoil, **layout):
-    """The Dump that the ranks of this layout write."""
+def dump_config(corpus, folder, **layout):
     cfg = config(corpus, dump=str(folder), out=Config.out,
                  **{"microbatches": 1, "block_size": 12, **layout})
+    check(cfg, 1)
+    return cfg
+
+
+def dump_of(corpus, folder, *spoil, **layout):
+    """The Dump that the ranks of this layout write."""
+    cfg = dump_config(corpus, folder, **layout)
     pool(check(cfg, 1), _dump, cfg, *spoil)
     return read_dump(folder)
 
@@ -219,6 +227,26 @@ def test_copies_that_differ_are_named_and_the_file_has_the_first_ranks(corpus, o
     assert name in second["weights_differ"]
     for tensor, want in one().gradients(1).items():
         close(dump.gradients(1)[tensor], want, tensor)
+
+
+def _dump_unpublished(rank, cfg):
+    nothing = patch.object(zero, "all_gather", lambda tensor, group: tensor)
+    if not cfg.plain:
+        nothing = patch.object(engine_zero.ZeRO1, "publish", lambda reducer, bucket: None)
+    with nothing:
+        _dump(rank, cfg)
+
+
+@pytest.mark.parametrize("layout", [{}, {"plain": True}], ids=str)
+def test_weights_are_those_that_forward_uses(corpus, one, tmp_path, layout):
+    """ZeRO-1 without its all-gather: rank 0 goes on with its own half of the new weights, and with
+    the old other half. (The optimizers of both ranks together hold all of the new ones.)"""
+    pool(2, _dump_unpublished, dump_config(corpus, tmp_path / "dump", dp=2, zero=1, **layout))
+    dump = read_dump(tmp_path / "dump")
+    assert [*dump.weights(0)] == dump.steps[0]["weights_differ"]
+    old = torch.cat([weight.flatten() for weight in one().weights(0).values()])
+    used = torch.cat([weight.flatten() for weight in dump.weights(1).values()])
+    assert 0.4 < (used == old).double().mean() < 0.6
 
 
 # ---- memory ----
