@@ -28,9 +28,9 @@ class Call(NamedTuple):
     at: dict  # local variables
 
 
-def calls(depth=1):
+def calls():
     """The calls that lead here, the innermost first; those of torch and Python are left out."""
-    frame = sys._getframe(depth)
+    frame = sys._getframe(1)
     found = []
     while frame:
         path = frame.f_code.co_filename
@@ -45,15 +45,13 @@ def calls(depth=1):
 
 
 def action_of(stack):
-    """"F2" or "B2", the forward or backward of microbatch 2; "" outside of the pipeline. A rank
-    with several stages: "F2 of stage 3"."""
+    """"F2" or "B2", the forward or backward of microbatch 2; "" outside of the pipeline."""
     for file, function, at in stack:
         if (file, function) == ("engine/pipeline", "execute") and "action" in at:
-            kind, stage, k = at["action"]  # kind: F, B, I, W, or SF, SB for a message
-            several = f" of stage {stage}" if len(at["self"].stages) > 1 else ""
-            return f"{kind[-1]}{k}{several}"
+            kind, _, k = at["action"]  # kind: F B I W, or SF SB for a message
+            return f"{kind[-1]}{k}"
         if (file, function) == ("pipeline", "run_pipeline") and "action" in at:
-            # Microbatches are taken in order: this one is the last begun, or the oldest in flight
+            # Microbatches are taken in order: F0 the last one begun, B0 the oldest in flight
             begun = len(at["batches"]) - len(at["to_forward"])
             if at["action"] == "F0":
                 return f"F{begun - 1}"
@@ -116,15 +114,16 @@ def bucket_of(bucket):
 
 def nearest(stack):
     """The parameter, layer or bucket that the innermost call knows of; "?" if none does."""
+    backward = is_backward(stack)
     for file, _, at in stack:
         owner = at.get("self")
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
             return "lm_head"  # tied: its matrix has the name of the embedding
-        for name in (name_of(at.get("param")), name_of(at.get("chunk")),
-                     bucket_of(at["bucket"]) if "bucket" in at else "",
+        for name in (bucket_of(at["bucket"]) if "bucket" in at else "",
+                     name_of(at.get("param")), name_of(at.get("chunk")),
                      layer_of(owner) if isinstance(owner, torch.nn.Module) else "",
-                     name_of(getattr(ctx, "weight", None)), name_behind(ctx)):
+                     name_of(getattr(ctx, "weight", None)), name_behind(ctx) if backward else ""):
             if name:
                 return name
     return "?"
@@ -138,6 +137,7 @@ def is_backward(stack):
 
 # ---- how: the collective ----
 
+MACHINERY = ("group", "collectives", "run/watch")  # ends of files that send for others
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "_all_to_all")
 
 
@@ -162,7 +162,10 @@ def is_term(stack):
 
 
 def part_of(tensor, sent, size):
-    """Which part of a collective's tensor is sent: one of its `size` chunks, or some elements."""
+    """Which part of a collective's tensor is sent: one of its `size` chunks, all, or some
+    elements."""
+    if sent.numel() == tensor.numel():
+        return "all"
     begin = (sent.data_ptr() - tensor.data_ptr()) // tensor.element_size()
     start = 0
     for i, chunk in enumerate(tensor.view(-1).tensor_split(size)):
@@ -191,30 +194,42 @@ def means(stack, sent, size):
 # Each function here takes the local variables of the call in WORDS, and the whole stack
 
 
-def of_stage(at, stack):
-    action = action_of(stack)
-    return f"{'activation' if action[0] == 'F' else 'gradient'} of microbatch {action[1:]}"
+def to_stage(at, stack):
+    """at: of run_pipeline, or of the engine's send."""
+    forward = action_of(stack).startswith("F")
+    to = at["to"] if "to" in at else at["rank"] + (1 if forward else -1)
+    return f"{'activation' if forward else 'gradient'} of microbatch {action_of(stack)[1:]}, " \
+           f"to stage {to}"
+
+
+def layer_at(stack):
+    return nearest(stack).removesuffix(".weight").removesuffix(".bias")
 
 
 def of_layer(at, stack):
-    name = nearest(stack).removesuffix(".weight")
+    name = layer_at(stack)
     return f"gradient of {name}'s output" if is_backward(stack) else f"output of {name}"
 
 
+def is_column(stack):
+    return any(type(call.at.get("ctx")).__name__.startswith("Column") for call in stack)
+
+
 def entering(at, stack):
-    """Engine: what enters the tensor-parallel region, before a column; under --sp only."""
-    name = nearest(stack).removesuffix(".weight")
-    column = any(type(call.at.get("ctx")).__name__.startswith("Column") for call in stack)
-    if is_backward(stack) and not column:
-        return f"gradient of {name}'s output"
-    return f"input of {name}"  # a column gathers its input again in backward
+    """Engine, --sp: what enters the tensor-parallel region, before a column. (In backward a column
+    gathers its input again.)"""
+    if is_backward(stack) and not is_column(stack):
+        return of_layer(at, stack)
+    return f"input of {layer_at(stack)}"
 
 
 def leaving(at, stack):
-    """Engine: what leaves the tensor-parallel region, after a row."""
-    name = nearest(stack).removesuffix(".weight")
-    backward = is_backward(stack) or name == "lm_head"  # whose loss computes gradients in forward
-    return f"gradient of {name}'s input" if backward else f"output of {name}"
+    """Engine: what leaves the tensor-parallel region, after a row. (The head's loss computes
+    gradients in forward.)"""
+    name = layer_at(stack)
+    if name == "lm_head" or is_backward(stack) and is_column(stack):
+        return f"gradient of {name}'s input"
+    return of_layer(at, stack)
 
 
 def of_rows(at, stack):
@@ -225,7 +240,7 @@ def of_rows(at, stack):
 
 
 def of_heads(at, stack):
-    return "gradients of heads" if is_backward(stack) else "heads"
+    return "gradients: heads for tokens" if is_backward(stack) else "heads for tokens"
 
 
 def of_step(at, stack):
@@ -244,7 +259,7 @@ GRADIENT = "gradient of {}"
 WEIGHTS = "weights {}"
 NEW = "new weights {}"
 WORDS = {  # (file, function): words, {} is what nearest() finds; or a function that returns them
-    ("pipeline", "run_pipeline"): of_stage, ("engine/pipeline", "send"): of_stage,
+    ("pipeline", "run_pipeline"): to_stage, ("engine/pipeline", "send"): to_stage,
 
     ("tensor_parallel", "vocabulary_loss"): "logits: largest, sum and target's of each token",
     ("tensor_parallel", "forward"): of_layer, ("collectives", "backward"): of_layer,
@@ -279,5 +294,5 @@ def subject(stack):
         words = WORDS.get((file, function))
         if words:
             return words(at, stack) if callable(words) else words.format(nearest(stack))
-    called = next((call for call in stack if call.function not in COLLECTIVES), None)
-    return f"by {called.function} in {called.file}.py" if called else "?"
+    file, function, _ = next(call for call in stack if not call.file.endswith(MACHINERY))
+    return f"by {function} in {file}.py"

@@ -45,7 +45,7 @@ def watched(group_class, watch):
     class Watched(group_class):
 
         def exchange(self, send=None, dst=None, recv=None, src=None, **more):
-            keys = watch.note(self, calls(), [(send, dst, recv, src), *more.get("more", ())])
+            keys = watch.note(self, [(send, dst, recv, src), *more.get("more", ())])
             work = super().exchange(send, dst, recv, src, **more)
             work.waits = [*work.waits, partial(watch.awaited, keys, 1)]
             return work
@@ -104,12 +104,9 @@ class Watch:
         self.numbers[pair] += 1
         return f"{pair} {self.numbers[pair]}"
 
-    def note(self, group, stack, ends):
+    def note(self, group, ends):
         """Note a call of exchange(). ends: its (send, dst, recv, src). Returns the keys of what its
         Work waits for."""
-        action, about = getattr(self.here, "about", None) or (action_of(stack), subject(stack))
-        axes = [axis for axis, size in self.mesh.sizes.items()
-                if size > 1 and (group.name == "world" or axis in group.name.split("_"))]
         keys = []
         for send, dst, recv, src in ends:
             if recv is not None and recv.numel() > 0:
@@ -117,11 +114,16 @@ class Watch:
             if send is not None and send.numel() > 0:
                 keys.append(self.key(group, group.rank, dst))
                 self.did(keys[-1])
-                words = ": ".join(filter(None, [about, means(stack, send, group.size)]))
-                self.sent[keys[-1]] = Message(
-                    keys[-1], self.mesh.rank, group.ranks[dst], "+".join(axes), action, words,
-                    list(send.shape), send.numel() * send.element_size())
+                self.sent[keys[-1]] = self.message(keys[-1], group, send, dst, calls())
         return keys
+
+    def message(self, key, group, send, dst, stack):
+        action, about = getattr(self.here, "about", None) or (action_of(stack), subject(stack))
+        words = ": ".join(filter(None, [about, means(stack, send, group.size)]))
+        axes = [axis for axis, size in self.mesh.sizes.items()
+                if size > 1 and (group.name == "world" or axis in group.name.split("_"))]
+        return Message(key, self.mesh.rank, group.ranks[dst], "+".join(axes), action, words,
+                       list(send.shape), send.numel() * send.element_size())
 
     def job(self, group, stack, run):
         """(what the group's thread is to run in the place of run(), the key of its end)."""
@@ -187,28 +189,32 @@ def ticks(threads):
 
 # ---- tell ----
 
-COLUMNS = "{:>5}  {:>7}  {:8} {:4} {:74} {:>12} {:>10}"
-
-
 def is_asked(message, which):
     ends = str(message.src), str(message.dst)
     return which == "all" or which in ends or which in message.axis.split("+")
 
 
+def aligned(rows, left):
+    """The rows as lines; the columns whose numbers are in `left` begin on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) if i in left else word.rjust(width)
+                      for i, (word, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in rows]
+
+
 def tell(sent, tick, which):
     """The lines of --watch, and the sums of each axis."""
-    rows = [COLUMNS.format("tick", "ranks", "axis", "at", "message", "shape", "bytes")]
-    asked = [message for message in sent if is_asked(message, which)]
+    rows = [("tick", "ranks", "axis", "at", "message", "shape", "bytes")]
     times, nbytes = Counter(), Counter()
-    for message in sorted(asked, key=lambda message: tick[message.key]):
-        shape = "x".join(map(str, message.shape))
-        rows.append(COLUMNS.format(
-            tick[message.key], f"{message.src} -> {message.dst}", message.axis, message.action,
-            message.words, shape, f"{message.nbytes:,}"))
-        times[message.axis] += 1
-        nbytes[message.axis] += message.nbytes
-    rows += [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
-    return "\n".join(rows)
+    for message in sorted(sent, key=lambda message: tick[message.key]):
+        if is_asked(message, which):
+            rows.append((str(tick[message.key]), f"{message.src} -> {message.dst}", message.axis,
+                         message.action, message.words, "x".join(map(str, message.shape)),
+                         f"{message.nbytes:,}"))
+            times[message.axis] += 1
+            nbytes[message.axis] += message.nbytes
+    sums = [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
+    return "\n".join([*aligned(rows, left=(2, 3, 4)), *sums])
 
 
 def watch_first(steps, mesh, which):
