@@ -130,7 +130,7 @@ def nearest(stack):
 
 
 def is_backward(stack):
-    """Does autograd's backward ask? (Recompute runs forwards inside of it: the innermost counts.)"""
+    """Does autograd's backward ask? Recompute runs a forward inside of it: the innermost counts."""
     directions = [function for _, function, at in stack if "ctx" in at]
     return directions[:1] == ["backward"]
 
@@ -232,6 +232,11 @@ def leaving(at, stack):
     return of_layer(at, stack)
 
 
+def of_logits(at, stack):
+    """vocabulary_loss all-reduces the largest logits, then two sums."""
+    return "sums of each token's logits" if "sum_exp" in at else "each token's largest logit"
+
+
 def of_rows(at, stack):
     if is_backward(stack):
         return "gradients of tokens at their experts"
@@ -261,9 +266,9 @@ NEW = "new weights {}"
 WORDS = {  # (file, function): words, {} is what nearest() finds; or a function that returns them
     ("pipeline", "run_pipeline"): to_stage, ("engine/pipeline", "send"): to_stage,
 
-    ("tensor_parallel", "vocabulary_loss"): "logits: largest, sum and target's of each token",
+    ("tensor_parallel", "vocabulary_loss"): of_logits,
     ("tensor_parallel", "forward"): of_layer, ("collectives", "backward"): of_layer,
-    ("engine/vocabulary_parallel", "log_share"): "logits: logsumexp of each token",
+    ("engine/vocabulary_parallel", "log_share"): "logsumexp of each token's logits",
     ("engine/vocabulary_parallel", "forward"): "loss of the microbatch",
     ("engine/sequence_parallel", "start_enter"): entering,
     ("engine/sequence_parallel", "start_leave"): leaving,
@@ -290,7 +295,7 @@ WORDS = {  # (file, function): words, {} is what nearest() finds; or a function 
 
 def subject(stack):
     """What is sent, and why."""
-    for i, (file, function, at) in enumerate(stack):
+    for file, function, at in stack:
         words = WORDS.get((file, function))
         if words:
             return words(at, stack) if callable(words) else words.format(nearest(stack))
