@@ -1,5 +1,5 @@
 """The parser of all command lines but data/prepare.py's (a wrong one prints one line); the flags of
-sample.py, run/export.py, bench.py and experiments/large_batches.py. train.py's: run/config.py.
+sample.py, run/export.py, bench.py and experiments/. train.py's: run/config.py.
 
 The flags of programs that import torch stand here and not beside their main(), so that they can be
 read before that import: --help and a wrong flag do not wait for torch.
@@ -62,4 +62,10 @@ def large_batches_flags(description):
     parser = Parser(description)
     parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")
     parser.add_argument("--svg", metavar="FOLDER", help="write large-batches.svg there")
+    return parser
+
+
+def eight_ranks_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write ranks.svg there")
     return parser

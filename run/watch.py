@@ -20,8 +20,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from group import wait_all
-from run import processes
 from run.narrate import action_of, calls, means, subject
+from run.processes import texts_on_rank_0
 
 
 class Message(NamedTuple):
@@ -144,23 +144,18 @@ class Watch:
         return job, f"end {name}"
 
     def story(self, which):
-        """Collective: on rank 0 the lines of the step, on other ranks "". which: "all", the number
-        of a rank, or an axis. The notes go through the store, so that no group sends them."""
-        size = self.mesh.world.size
+        """Collective: on rank 0 the lines of the step, elsewhere "". which: "all", the number of a
+        rank, or an axis."""
         # In one order, whichever thread was first
         lanes = [self.lanes[name] for name in sorted(self.lanes)]
         sent = [self.sent[key] for lane in lanes for kind, key, _ in lane
                 if kind == "did" and key in self.sent]
-        notes = json.dumps([sent, lanes])
-        processes.store.set(f"what rank {self.mesh.rank} sent", notes)
-        if self.mesh.rank > 0:
-            return ""
-        sent, threads = [], []
-        for rank in range(size):
-            messages, lanes = json.loads(processes.store.get(f"what rank {rank} sent"))
-            sent += [Message(*message) for message in messages]
+        texts = texts_on_rank_0("messages", json.dumps([sent, lanes]))
+        messages, threads = [], []
+        for of_rank, lanes in map(json.loads, texts):
+            messages += [Message(*message) for message in of_rank]
             threads += lanes
-        return tell(sent, ticks(threads), which)
+        return tell(messages, ticks(threads), which) if texts else ""
 
 
 # ---- order ----
