@@ -32,7 +32,7 @@ WORDS_OF_RUN = "--dp 2 --tp 2 --pp 2 --zero 1"
 LAYOUT = {"dp": 2, "pp": 2, "tp": 2}
 
 
-class Held(NamedTuple):
+class HeldMatrix(NamedTuple):
     """What one rank holds of one matrix of the model."""
     name: str
     shape: list  # of the full matrix
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 def held_matrices(cfg, mesh, vocab_size):
-    """[Held] of this rank, in the order of its layers."""
+    """[HeldMatrix] of this rank, in the order of its layers."""
     layers = part_of_model(cfg, mesh, vocab_size)
     reducer = REDUCERS[cfg.zero](layers)
     found = []
@@ -55,7 +55,7 @@ def held_matrices(cfg, mesh, vocab_size):
             width = param.size(1)
             begin = (chunk.data_ptr() - param.data_ptr()) // param.element_size()
             stepped = [begin / width, (begin + chunk.numel()) / width]
-            found.append(Held(tag.name.removeprefix("transformer."), list(tag.shape), tag.dim,
+            found.append(HeldMatrix(tag.name.removeprefix("transformer."), list(tag.shape), tag.dim,
                               list(tag.ranges), stepped))
     return found
 
@@ -67,7 +67,7 @@ def eight_ranks(mesh, vocab_size, file):
     held = held_matrices(cfg, mesh, vocab_size)
     texts = texts_on_rank_0("what is held", json.dumps([place, held]))
     if texts:
-        ranks = [(place, [Held(*one) for one in held]) for place, held in map(json.loads, texts)]
+        ranks = [(place, [HeldMatrix(*one) for one in held]) for place, held in map(json.loads, texts)]
         Path(file).write_text(ranks_svg(ranks))
 
 
@@ -125,7 +125,7 @@ def draw_rank(picture, x, y, rank, matrices):
 
 
 def ranks_svg(ranks):
-    """ranks: ((d, p, t), [Held]) of each rank, in the order of ranks."""
+    """ranks: ((d, p, t), [HeldMatrix]) of each rank, in the order of ranks."""
     picture = Picture(f"Who holds what of a small GPT: plain.py {WORDS_OF_RUN}", 900, 644)
     for rank, ((d, p, t), matrices) in enumerate(ranks):
         x = LEFT + p * (BOX + 12)

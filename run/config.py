@@ -385,9 +385,9 @@ def refuse_nothing_to_watch(cfg, ranks):
     require(ranks > 1, f"{given(cfg, 'watch')}: one rank sends no messages; try --tp 2")
     sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
     axes = [axis for axis, size in sizes.items() if size > 1]
-    is_rank = cfg.watch.isdecimal() and int(cfg.watch) < ranks
-    require(is_rank or cfg.watch in ("all", *axes), f"{given(cfg, 'watch')} must be a rank, 0 to "
-            f"{ranks - 1}, or an axis of several ranks: {' '.join(axes)}; alone: all messages")
+    require(cfg.watch in ("all", *axes, *map(str, range(ranks))), f"{given(cfg, 'watch')} must be "
+            f"a rank, 0 to {ranks - 1}, or an axis of several ranks: {' '.join(axes)}; alone: all "
+            "messages")
 
 
 LLAMA_FLAGS = ("n_kv_head", "n_hidden", "rope_theta", "rope_scaling", "norm_eps", "untied")

@@ -1,6 +1,6 @@
 """What a message is about, in words, found in the Python frames of the call that sends it.
 
-    rank 0's call                                  the words that follow
+    calls, the outermost first                     words
     run_pipeline, at action B0 of microbatch 2     B2: the backward of microbatch 2
       DDP.gradients, param is h.1.mlp.c_fc.weight  gradient of h.1.mlp.c_fc.weight
         all_reduce, of a tensor of two chunks      all-reduce, chunk 1 of 2
@@ -84,7 +84,7 @@ def name_behind(node):
     return ""
 
 
-def name_of(tensor):
+def parameter_of(tensor):
     """The name of a parameter, or of the parameter that a tensor was computed from: ZeRO-3 computes
     with gathered weights."""
     tag = getattr(tensor, "shard", None)
@@ -93,9 +93,10 @@ def name_of(tensor):
 
 def layer_of(module):
     """What the names of a module's parameters have in common: "h.0.mlp"; "" for nothing."""
+    # _parameters: under ZeRO-3 gathered tensors take the places of parameters()
     weights = [weight for part in module.modules() for weight in part._parameters.values()
                if weight is not None]
-    names = [name.split(".")[:-1] for name in map(name_of, weights) if name]
+    names = [name.split(".")[:-1] for name in map(parameter_of, weights) if name]
     common = []
     for words in zip(*names, strict=False):
         if len(set(words)) > 1:
@@ -121,9 +122,9 @@ def nearest(stack):
         if file == "engine/vocabulary_parallel" and "targets" in at:
             return "lm_head"  # tied: its matrix has the name of the embedding
         for name in (bucket_of(at["bucket"]) if "bucket" in at else "",
-                     name_of(at.get("param")), name_of(at.get("chunk")),
+                     parameter_of(at.get("param")), parameter_of(at.get("chunk")),
                      layer_of(owner) if isinstance(owner, torch.nn.Module) else "",
-                     name_of(getattr(ctx, "weight", None)), name_behind(ctx) if backward else ""):
+                     parameter_of(getattr(ctx, "weight", None)), name_behind(ctx) if backward else ""):
             if name:
                 return name
     return "?"
@@ -162,11 +163,13 @@ def is_term(stack):
 
 
 def part_of(tensor, sent, size):
-    """Which part of a collective's tensor is sent: one of its `size` chunks, all, or some
-    elements."""
+    """Which part of a collective's tensor is sent: all, one of its `size` chunks, or some elements.
+    (A collective of your own may send another tensor.)"""
     if sent.numel() == tensor.numel():
         return "all"
     begin = (sent.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+    if not 0 <= begin < tensor.numel():
+        return "another tensor"
     start = 0
     for i, chunk in enumerate(tensor.view(-1).tensor_split(size)):
         if start == begin and chunk.numel() == sent.numel():
@@ -261,8 +264,8 @@ def of_sums(at, stack):
 
 SQUARES = "squares of the gradients, for the norm"
 GRADIENT = "gradient of {}"
-WEIGHTS = "weights {}"
-NEW = "new weights {}"
+WEIGHTS = "{}"
+NEW = "new {}"
 WORDS = {  # (file, function): words, {} is what nearest() finds; or a function that returns them
     ("pipeline", "run_pipeline"): to_stage, ("engine/pipeline", "send"): to_stage,
 
@@ -294,7 +297,7 @@ WORDS = {  # (file, function): words, {} is what nearest() finds; or a function 
 
 
 def subject(stack):
-    """What is sent, and why."""
+    """What is sent: the words of the innermost call in WORDS."""
     for file, function, at in stack:
         words = WORDS.get((file, function))
         if words:

@@ -24,7 +24,7 @@ from run.narrate import action_of, calls, means, subject
 from run.processes import texts_on_rank_0
 
 
-class Message(NamedTuple):
+class Sent(NamedTuple):
     key: str  # the same on the sender and on the receiver
     src: int  # ranks of the world
     dst: int
@@ -69,7 +69,7 @@ class Watch:
 
     def __init__(self, mesh):
         self.mesh = mesh
-        self.sent = {}  # key -> Message, of this rank
+        self.sent = {}  # key -> Sent, of this rank
         self.lanes = {"": []}  # events of each thread: "" the rank's own, NAME that of a group
         self.numbers = Counter()  # messages so far, by group, sender and receiver
         self.submitted = []  # the Works of jobs
@@ -122,8 +122,8 @@ class Watch:
         words = ": ".join(filter(None, [about, means(stack, send, group.size)]))
         axes = [axis for axis, size in self.mesh.sizes.items()
                 if size > 1 and (group.name == "world" or axis in group.name.split("_"))]
-        return Message(key, self.mesh.rank, group.ranks[dst], "+".join(axes), action, words,
-                       list(send.shape), send.numel() * send.element_size())
+        return Sent(key, self.mesh.rank, group.ranks[dst], "+".join(axes), action, words,
+                    list(send.shape), send.numel() * send.element_size())
 
     def job(self, group, stack, run):
         """(what the group's thread is to run in the place of run(), the key of its end)."""
@@ -153,7 +153,7 @@ class Watch:
         texts = texts_on_rank_0("messages", json.dumps([sent, lanes]))
         messages, threads = [], []
         for of_rank, lanes in map(json.loads, texts):
-            messages += [Message(*message) for message in of_rank]
+            messages += [Sent(*message) for message in of_rank]
             threads += lanes
         return tell(messages, ticks(threads), which) if texts else ""
 
@@ -183,6 +183,7 @@ def ticks(threads):
 
 
 # ---- tell ----
+
 
 def is_asked(message, which):
     ends = str(message.src), str(message.dst)

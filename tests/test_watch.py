@@ -89,7 +89,7 @@ EVERY = [
     {"dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
     {"dp": 3, "zero": 1}, {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "zero": 3},
     {"tp": 2, "sp": True, "pp": 2, "recompute": True}, {"cp": 2, "tp": 2},
-    {"cp": 2, "cp_attention": "all-to-all"},
+    {"cp": 4, "cp_attention": "all-to-all"},
     {"dp": 2, "ep": 2, "tp": 2, "experts": 4, "sp": True},
     {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
     {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "microbatches": 3},
@@ -264,7 +264,7 @@ def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
     step every row once."""
     ranks = pool(8, _held, 1024, tmp_path / "ranks.svg")
     assert (tmp_path / "ranks.svg").read_text() == (HERE / "pictures/ranks.svg").read_text()
-    parts = {}  # (stage, name) -> {(d, t): Held}
+    parts = {}  # (stage, name) -> {(d, t): HeldMatrix}
     for (d, p, t), matrices in ranks:
         for held in matrices:
             parts.setdefault((p, held.name), {})[d, t] = held
