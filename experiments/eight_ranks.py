@@ -67,7 +67,9 @@ def eight_ranks(mesh, vocab_size, file):
     held = held_matrices(cfg, mesh, vocab_size)
     texts = texts_on_rank_0("what is held", json.dumps([place, held]))
     if texts:
-        ranks = [(place, [HeldMatrix(*one) for one in held]) for place, held in map(json.loads, texts)]
+        ranks = []
+        for place, held in map(json.loads, texts):
+            ranks.append((place, [HeldMatrix(*fields) for fields in held]))
         Path(file).write_text(ranks_svg(ranks))
 
 

@@ -115,18 +115,18 @@ def bucket_of(bucket):
 
 def nearest(stack):
     """The parameter, layer or bucket that the innermost call knows of; "?" if none does."""
-    backward = is_backward(stack)
     for file, _, at in stack:
         owner = at.get("self")
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
             return "lm_head"  # tied: its matrix has the name of the embedding
-        for name in (bucket_of(at["bucket"]) if "bucket" in at else "",
-                     parameter_of(at.get("param")), parameter_of(at.get("chunk")),
-                     layer_of(owner) if isinstance(owner, torch.nn.Module) else "",
-                     parameter_of(getattr(ctx, "weight", None)), name_behind(ctx) if backward else ""):
-            if name:
-                return name
+        found = [bucket_of(at["bucket"]) if "bucket" in at else "",
+                 parameter_of(at.get("param")), parameter_of(at.get("chunk")),
+                 layer_of(owner) if isinstance(owner, torch.nn.Module) else "",
+                 parameter_of(getattr(ctx, "weight", None)),
+                 name_behind(ctx) if is_backward(stack) else ""]
+        if any(found):
+            return next(filter(None, found))
     return "?"
 
 

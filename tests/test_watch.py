@@ -242,6 +242,16 @@ def test_train_pys_losses_have_the_same_bits_when_watched(corpus, tmp_path, layo
         printed.count("tick") == 1)
 
 
+def test_train_py_plain_is_watched_like_plain_py(corpus, tmp_path):
+    words = flags_of(corpus, tmp_path, dp=2, watch="1", plain=True)
+    without_out = words[: words.index("--out")] + words[words.index("--out") + 2 :]
+    run = Run(2, without_out, tmp_path)
+    assert run.wait() == [0, 0], run.read()
+    printed = run.read("stdout")
+    assert "gradient of wte.weight: all-reduce, chunk 0 of 2, to add" in printed
+    assert printed.index(" messages, ") < printed.index("step      0") and "step      3" in printed
+
+
 def test_without_the_flag_nothing_of_it_is_imported():
     run = command("-c", "import sys, plain, train; print([name for name in sys.modules "
                         "if name in ('run.watch', 'run.narrate')])")
