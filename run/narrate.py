@@ -296,11 +296,18 @@ WORDS = {  # (file, function): words, {} is what nearest() finds; or a function 
     ("engine/layerwise", "whole_norms"): "squares of each tensor, for the trust ratios"}
 
 
+# The whole step, or a layer, runs inside of these: they speak for the messages that they ask for
+# themselves, and not for those of a function that WORDS lacks
+AROUND = (("pipeline", "run_pipeline"), ("plain", "training_steps"), ("train", "gradients"),
+          ("zero", "forward"))
+
+
 def subject(stack):
     """What is sent: the words of the innermost call in WORDS."""
-    for file, function, at in stack:
-        words = WORDS.get((file, function))
-        if words:
-            return words(at, stack) if callable(words) else words.format(nearest(stack))
-    file, function, _ = next(call for call in stack if not call.file.endswith(MACHINERY))
-    return f"by {function} in {file}.py"
+    asking = next(call for call in stack if not call.file.endswith(MACHINERY))
+    for call in stack:
+        name = call.file, call.function
+        if name in WORDS and (call is asking or name not in AROUND):
+            words = WORDS[name]
+            return words(call.at, stack) if callable(words) else words.format(nearest(stack))
+    return f"by {asking.function} in {asking.file}.py"

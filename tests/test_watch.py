@@ -2,12 +2,15 @@
 changes nothing."""
 
 import re
+from unittest.mock import patch
 
 import pytest
 
 import plain
 import train
+from collectives import all_reduce
 from data.batches import Data
+from ddp import DDP
 from experiments.eight_ranks import LAYOUT, WORDS_OF_RUN, eight_ranks, held_matrices
 from group import Group
 from mesh import Mesh
@@ -149,6 +152,25 @@ def test_plain_pys_page_sends_what_the_formulas_say(corpus):
     assert nbytes["dp"] == D * 2 * (D - 1) / D * 8 * (split + whole)
     assert nbytes["pp+tp"] == D * 2 * (T * P - 1) * 8  # a number: the norm
     assert nbytes["dp+pp"] == T * 2 * (D * P - 1) * 8  # a number: the loss
+
+
+def _with_a_technique_of_my_own(rank, cfg):
+    """Training of plain.py whose sum over the replicas is a function that WORDS does not know."""
+    def gradients_of_my_own(ddp):
+        grads = [param.grad for param in ddp.params]
+        for param, grad in zip(ddp.params, grads, strict=True):
+            all_reduce(grad, param.shard.sum_over[0])
+            param.grad = None
+        return grads
+
+    with patch.object(DDP, "gradients", gradients_of_my_own):
+        return _watched(rank, cfg)["story"]
+
+
+def test_a_function_without_words_is_named(corpus):
+    story = pool(2, _with_a_technique_of_my_own, config(corpus, **PLAIN, dp=2, microbatches=1))[0]
+    assert "by gradients_of_my_own in tests/test_watch.py: all-reduce, chunk 1 of 2" in story
+    assert story.count("loss") == 2  # one message from each rank
 
 
 # ---- the order ----
