@@ -134,7 +134,7 @@ def test_in_nccls_order_the_same_bytes_are_told(corpus):
 
 
 def test_plain_pys_page_sends_what_the_formulas_say(corpus):
-    """The bytes of each axis, of all ranks: the docstrings of ddp.py, tensor_parallel.py and
+    """The messages and bytes of each axis, of all ranks: the docstrings of ddp.py, tensor_parallel.py and
     pipeline.py."""
     D, T, P, m = 2, 2, 2, 3
     cfg = config(corpus, **PLAIN, dp=D, tp=T, pp=P, microbatches=m)
@@ -142,6 +142,14 @@ def test_plain_pys_page_sends_what_the_formulas_say(corpus):
     story = pool(D * T * P, _watched, cfg)[0]["story"]
     nbytes = {axis: int(number.replace(",", "")) for axis, number in
               re.findall(r"^([a-z+]+): .* ([\d,]+) bytes$", story, re.MULTILINE)}
+    times = {axis: int(number) for axis, number in
+             re.findall(r"^([a-z+]+): (\d+) messages", story, re.MULTILINE)}
+    hops = 2 * (2 - 1)  # of an all-reduce over two ranks, each of which sends a message in each hop
+    assert times["tp"] == D * m * (4 * L + 2 + 2) * T * hops
+    assert times["pp"] == D * T * (m * 2 * (P - 1) + P * hops)
+    tensors = T * (12 * L + 5)  # 12 in a block; wte, wpe, ln_f's two, and the head
+    assert times["dp"] == tensors * D * hops
+    assert times["pp+tp"] == D * 2 * (P * T - 1) and times["dp+pp"] == T * 2 * (D * P - 1)
     activation = 8 * B * S * C
     all_reduces = (4 * L + 2) * activation + 3 * 8 * B * S  # of a microbatch, in a replica
     assert nbytes["tp"] == D * m * T * 2 * (T - 1) / T * all_reduces
