@@ -134,8 +134,8 @@ def test_in_nccls_order_the_same_bytes_are_told(corpus):
 
 
 def test_plain_pys_page_sends_what_the_formulas_say(corpus):
-    """The messages and bytes of each axis, of all ranks: the docstrings of ddp.py, tensor_parallel.py and
-    pipeline.py."""
+    """The messages and bytes of each axis, of all ranks: the docstrings of ddp.py,
+    tensor_parallel.py and pipeline.py."""
     D, T, P, m = 2, 2, 2, 3
     cfg = config(corpus, **PLAIN, dp=D, tp=T, pp=P, microbatches=m)
     B, S, C, L = cfg.batch_size // D // m, cfg.block_size, cfg.n_embd, cfg.n_layer
