@@ -40,7 +40,8 @@ FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
     "dp": 1, "pp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", "microbatches": 4, "steps": 3,
     "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128, "dtype": "float32",
     "batch_size": 32, "lr": 4e-3, "min_lr": 0.0, "warmup_steps": 150, "weight_decay": 0.1,
-    "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib"}
+    "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337, "data": "stdlib",
+    "watch": ""}
 
 
 # The ranks form a grid D x P x T. A group has the ranks that differ in the named places only:
@@ -121,7 +122,11 @@ def main():
     mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
     # The process with local rank 0 prepares the corpus of its machine; the others wait
     data = Data(cfg, local_rank())
-    for step, (loss, norm) in enumerate(training_steps(cfg, mesh, data)):
+    steps = training_steps(cfg, mesh, data)
+    if cfg.watch:  # print every message of the first step
+        from run.watch import watch_first
+        steps = watch_first(steps, mesh, cfg.watch)
+    for step, (loss, norm) in enumerate(steps):
         if mesh.rank == 0:
             print(f"step {step:6d}  loss {loss:.4f}  norm {norm:.3f}", flush=True)
     shutdown()

@@ -254,6 +254,12 @@ def steps_read_late(mesh):
     return int(mesh.device.type == "cuda")
 
 
+def make_watch(mesh):
+    """A Watch. Its file is imported only then: a run without --watch has nothing of it."""
+    from run.watch import Watch
+    return Watch(mesh)
+
+
 def train(cfg, data, mesh):
     """The run of one rank. Returns (did it end well?, its Log)."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
@@ -302,9 +308,13 @@ def train(cfg, data, mesh):
         batches = batches_of(step)
         lr = learning_rate(cfg, step)
         traced = tracer and 2 <= step - start < 5  # three steps, after two to warm up
-        with tracer.at(step) if traced else nullcontext():
+        watch = make_watch(mesh) if cfg.watch and step == start else None
+        with (tracer.at(step) if traced else nullcontext(),
+              watch.step() if watch else nullcontext()):
             norm, read = trainer.gradients(batches)  # forward, backward, sum over the ranks
             trainer.update(norm, lr)  # clip, step, send the new weights
+        if watch:
+            log.say(watch.story(cfg.watch))
         unread.append((step, lr, read))
         done = step + 1
         saving = cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps
@@ -351,7 +361,11 @@ def train_plain(cfg, data):
         say(as_text(cfg))
     say("--plain: the files of the root train; no validation, no checkpoint", flush=True)
     since = time.perf_counter()
-    for step, (loss, norm) in enumerate(training_steps(cfg, mesh, data)):
+    steps = training_steps(cfg, mesh, data)
+    if cfg.watch:
+        from run.watch import watch_first
+        steps = watch_first(steps, mesh, cfg.watch)
+    for step, (loss, norm) in enumerate(steps):
         seconds = time.perf_counter() - since
         since += seconds
         if step < 10 or step % cfg.log_interval == 0 or step == cfg.steps - 1:

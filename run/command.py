@@ -1,7 +1,7 @@
 """Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
 (data/prepare.py and tests/mutants.py make a parser of their own.)
 
-Here too: the flags of sample.py, run/export.py, bench.py and experiments/large_batches.py.
+Here too: the flags of sample.py, run/export.py, bench.py and experiments/.
 These programs import torch. Their flags stand here and not beside main(), so that the flags can be
 read before that import: --help and a wrong flag do not wait for torch. train.py's: run/config.py.
 """
@@ -64,4 +64,10 @@ def large_batches_flags(description):
     parser = Parser(description)
     parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")
     parser.add_argument("--svg", metavar="FOLDER", help="write large-batches.svg there")
+    return parser
+
+
+def eight_ranks_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write ranks.svg there")
     return parser

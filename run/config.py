@@ -36,9 +36,11 @@ from schedules import SCHEDULES, chunks_of, is_plain
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
 
-def flag(default, group, help, choices=None):
-    """A field of Config. group: the heading of --help under which the flag is listed."""
-    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
+def flag(default, group, help, choices=None, alone=None):
+    """A field of Config. group: the heading of --help under which the flag is listed. alone: the
+    value of the flag without a value behind it; None: it needs one."""
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices,
+                                            "alone": alone})
 
 
 @dataclass
@@ -110,6 +112,8 @@ class Config:
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
     dump: str = flag("", "run", "write a dump of two steps into this folder, for python -m "
                      "run.doctor, and end")
+    watch: str = flag("", "run", "print every message of the first step, then train on; "
+                      "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
     verbose: bool = flag(False, "run", "print all flags as they were resolved")
     log_interval: int = flag(20, "run", "steps between printed lines, after the first ten")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
@@ -160,6 +164,8 @@ def add_flags(parser, names, defaults=None, **options):
         else:
             settings["type"] = f.type
             settings["choices"] = f.metadata["choices"]
+        if f.metadata["alone"]:
+            settings.update(nargs="?", const=f.metadata["alone"], metavar="WHAT")
         parser.add_argument(name, **{**settings, **options})
 
 
@@ -332,6 +338,8 @@ def refuse_wrong_layout(cfg, world):
     refuse_wrong_sizes(cfg)
     refuse_wrong_pipeline(cfg)
     refuse_wrong_files(cfg)
+    if cfg.watch:
+        refuse_nothing_to_watch(cfg, ranks)
     if cfg.plain:
         refuse_what_plain_lacks(cfg)
     require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
@@ -343,9 +351,10 @@ def refuse_wrong_layout(cfg, world):
 # eval_interval and eval_batches (no validation)
 PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
-    weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump verbose log_interval
+    weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump watch verbose
+    log_interval
     eval_interval eval_batches device""".split()
-NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace")
+NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch")
 
 
 def refuse_what_plain_lacks(cfg):
@@ -387,6 +396,16 @@ def refuse_wrong_sizes(cfg):
         else:
             require(4 * cfg.n_embd % cfg.top_k == 0,  # an expert's hidden width: 4 n_embd / top_k
                     f"{given(cfg, 'top_k')} must divide 4 x {given(cfg, 'n_embd')}; try 1, 2 or 4")
+
+
+def refuse_nothing_to_watch(cfg, ranks):
+    """--watch names a rank, or an axis of several ranks."""
+    require(ranks > 1, f"{given(cfg, 'watch')}: one rank sends no messages; try --tp 2")
+    sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    require(cfg.watch in ("all", *axes, *map(str, range(ranks))), f"{given(cfg, 'watch')} must be "
+            f"a rank, 0 to {ranks - 1}, or an axis of several ranks: {' '.join(axes)}; alone: all "
+            "messages")
 
 
 LLAMA_FLAGS = ("n_kv_head", "n_hidden", "rope_theta", "rope_scaling", "norm_eps", "untied")
@@ -540,6 +559,8 @@ def check(cfg, world):
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"
+    require(not cfg.watch or cfg.collectives == "ring", f"{given(cfg, 'watch')} does not see the "
+            "messages of torch's own collectives; add --collectives ring")
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
     if cfg.dump:

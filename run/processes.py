@@ -57,6 +57,15 @@ def all_gather_text(text, world):
             for row in world.read(all_gather(texts, world))]
 
 
+def texts_on_rank_0(name, text):
+    """Collective: on rank 0 the list of every rank's text, elsewhere []. Through the store, so that
+    no group sends anything. name: of the texts, new in each call."""
+    rank, size = place
+    store.set(f"{name} of rank {rank}", text)
+    ranks = range(size) if rank == 0 else ()
+    return [store.get(f"{name} of rank {other}").decode() for other in ranks]
+
+
 # ---- a failure ends all ranks, with one line ----
 
 

@@ -336,6 +336,17 @@ MUTANTS = {
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],
     "run/export.py": [
         ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
+    "run/watch.py": [
+        ('[(send, dst, recv, src), *more.get("more", ())]', "[(send, dst, recv, src)]",
+         "watch:every_message"),
+        ("        self.become(usual)", "        pass", "watch:every_message"),
+        ("done[key] + more", "done[key]", "watch:ticks"),
+        ("which in ends or which", "which", "watch:part_of_the_whole")],
+    "run/narrate.py": [
+        ("at['in_flight']) - 1", "at['in_flight'])", "watch:schedule"),
+        ('WEIGHTS, ("zero", "publish"): NEW', "WEIGHTS", "watch:every_message")],
+    "experiments/eight_ranks.py": [
+        ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
     "run/launch.py": [
         ("max(1, (os.cpu_count() or 1) // size)", "max(1, os.cpu_count() or 1)",
          "faults:launcher_ends"),

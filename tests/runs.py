@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import plain
 import train
 from run import tensorfile
 from tests.harness import FULL, HERE, VOCAB
@@ -75,8 +76,9 @@ def one_line(main, argv, capsys, monkeypatch):
     return error
 
 
-def _main(rank, size, port, argv, folder, limit):
-    """One rank of a run, in a forked process: torchrun's environment, output into the folder."""
+def _main(rank, size, port, argv, folder, limit, program=train):
+    """One rank of a run of train.py, or of another command, in a forked process: torchrun's
+    environment, output into the folder."""
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port,
                         "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
                         "TORCHELASTIC_USE_AGENT_STORE": True}.items():
@@ -87,8 +89,14 @@ def _main(rank, size, port, argv, folder, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     for fd, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-    sys.argv = ["train.py", *map(str, argv[rank] if isinstance(argv[0], list) else argv)]
-    train.main()
+    words = argv[rank] if isinstance(argv[0], list) else argv
+    sys.argv = [f"{program.__name__}.py", *map(str, words)]
+    program.main()
+
+
+def main_of_plain(*args):
+    """_main for plain.py."""
+    _main(*args, program=plain)
 
 
 class Run:

@@ -44,8 +44,8 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
 
 
 PROGRAMS = ["sample.py", "bench.py", "mesh.py", "plan.py", "schedules.py", "sizes.py",
-            "-m run.export", "-m show.pictures", "-m experiments.large_batches", "data/prepare.py",
-            "tests/mutants.py"]
+            "-m run.export", "-m show.pictures", "-m experiments.large_batches",
+            "-m experiments.eight_ranks", "data/prepare.py", "tests/mutants.py"]
 
 
 def run_all(commands, **more):
@@ -172,7 +172,8 @@ def closed_pipe():
 
 PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "plan.py --help", "sample.py --help",
           "bench.py --help", "-m run.export --help", "-m show.pictures --help",
-          "-m experiments.large_batches --help", "schedules.py 1f1b 2 4", "sizes.py",
+          "-m experiments.large_batches --help", "-m experiments.eight_ranks --help",
+          "schedules.py 1f1b 2 4", "sizes.py",
           "plan.py --model gpt2 --gpus 2"]
 
 

@@ -40,6 +40,7 @@ import plan
 from data.batches import Data
 from engine.mesh import Mesh
 from experiments import large_batches
+from plain import FLAGS
 from planner import measure
 from races.job import SIZES
 from run.config import Config, check_layout, parse
@@ -49,7 +50,7 @@ from tests import mutants
 from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG, pool
-from tests.runs import Run, flags, start
+from tests.runs import Run, flags, main_of_plain, start
 from tests.test_planner import _sent
 from train import Trainer
 
@@ -265,8 +266,12 @@ def _demo(rank, module, make_mesh, sizes):
 def printed(capsys, monkeypatch, tmp_path):
     """A function: the lines that a command prints. No process is started that imports torch:
     demonstrations run in the pool, training in forked ranks, all else in this process."""
-    def train(words):
-        run = Run(check_layout(parse(words), 1), [*words, "--out", tmp_path / "out"], tmp_path)
+    def train(file, words):
+        if file == "plain.py":
+            cfg = parse(words, plain=FLAGS)
+            run = Run(check_layout(cfg, 1), words, tmp_path, fn=main_of_plain)
+        else:
+            run = Run(check_layout(parse(words), 1), [*words, "--out", tmp_path / "out"], tmp_path)
         assert not any(run.wait(seconds=6 * HANG)), run.read()
         return run.read("stdout")
 
@@ -290,7 +295,8 @@ def printed(capsys, monkeypatch, tmp_path):
     def lines(line):
         line, _, word = line.partition(" | grep ")
         _, file, *words = shlex.split(line, comments=True)
-        text = train(words) if file == "train.py" else run_file(file, words)
+        trains = file in ("train.py", "plain.py")
+        text = train(file, words) if trains else run_file(file, words)
         return [line for line in text.splitlines() if word in line]
 
     return lines
@@ -314,7 +320,7 @@ for quote in QUOTES:
 
 @pytest.mark.parametrize("line", USUAL)
 def test_a_command_prints_what_the_pages_quote(line, printed):
-    if "train.py" in line:
+    if "train.py" in line or "plain.py" in line:
         needs_the_corpus()
     output = printed(line)
     for block in USUAL[line]:

@@ -1,0 +1,225 @@
+"""--watch: a line for every message of the first step, in the order of the step.
+
+    Watch      notes what one rank sends and waits for in a step
+    ticks      puts the notes of all ranks in one order
+    tell       the lines
+
+The order is that of a clock that counts messages (Lamport 1978): a message has tick 3 if 3 messages
+had to arrive, one after the other, before its rank could send it. Computing takes no ticks. So the
+lines are the same in every run. What a message is about: run/narrate.py.
+
+    torchrun plain.py --dp 2 --tp 2 --pp 2 --watch        --watch 3: one rank        --watch tp
+"""
+
+import json
+import threading
+from collections import Counter, deque
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+from group import wait_all
+from run.narrate import action_of, calls, means, subject
+from run.processes import texts_on_rank_0
+
+
+class Sent(NamedTuple):
+    key: str  # the same on the sender and on the receiver
+    src: int  # ranks of the world
+    dst: int
+    axis: str  # of the group: dp, pp, cp, tp; or several: pp+tp
+    action: str  # of the pipeline: F2; "" outside of them
+    words: str
+    shape: list
+    nbytes: int
+
+
+# ---- note ----
+
+
+def watched(group_class, watch):
+    """A subclass of a class of groups, of the root or of engine/, which tells `watch` what its
+    groups send."""
+
+    class Watched(group_class):
+
+        def exchange(self, send=None, dst=None, recv=None, src=None, **more):
+            keys = watch.note(self, [(send, dst, recv, src), *more.get("more", ())])
+            work = super().exchange(send, dst, recv, src, **more)
+            work.waits = [*work.waits, partial(watch.awaited, keys, 1)]
+            return work
+
+        def submit(self, job, name):  # of engine/: the job runs on a thread of the group
+            job, ended = watch.job(self, calls(), job)
+            work = super().submit(job, name)
+            work.waits = [*work.waits, partial(watch.awaited, [ended], 0)]
+            watch.submitted.append(work)
+            return work
+
+    return Watched
+
+
+class Watch:
+    """One rank's notes of a step. A thread notes two kinds of events, in its order:
+
+        ("did", key, 0)          it sent a message; it submitted or ended a job
+        ("awaited", key, n)      it went on after that: n = 1 tick after a message, 0 after a job
+    """
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.sent = {}  # key -> Sent, of this rank
+        self.lanes = {"": []}  # events of each thread: "" the rank's own, NAME that of a group
+        self.numbers = Counter()  # messages so far, by group, sender and receiver
+        self.submitted = []  # the Works of jobs
+        # For a job's thread: its list of events, and what its messages are about. Else unset
+        self.here = threading.local()
+
+    @contextmanager
+    def step(self):
+        """Note what this rank sends in this context: meanwhile the mesh's groups are Watched."""
+        usual = self.mesh.group_class
+        self.become(watched(usual, self))
+        yield
+        wait_all(self.submitted)
+        self.become(usual)
+
+    def become(self, group_class):
+        self.mesh.group_class = group_class  # of groups that are made during the step
+        for group in self.mesh.groups.values():
+            group.__class__ = group_class
+
+    def did(self, key):
+        getattr(self.here, "events", self.lanes[""]).append(("did", key, 0))
+
+    def awaited(self, keys, ticks):
+        events = getattr(self.here, "events", self.lanes[""])
+        events += [("awaited", key, ticks) for key in keys]
+
+    def key(self, group, src, dst):
+        """Names the next message from one rank of a group to another. Both number their messages,
+        and these arrive in the order in which they are sent."""
+        pair = f"{group.name} {group.ranks[src]} -> {group.ranks[dst]}"
+        self.numbers[pair] += 1
+        return f"{pair} {self.numbers[pair]}"
+
+    def note(self, group, ends):
+        """Note a call of exchange(). ends: its (send, dst, recv, src). Returns the keys of what its
+        Work waits for."""
+        keys = []
+        for send, dst, recv, src in ends:
+            if recv is not None and recv.numel() > 0:
+                keys.append(self.key(group, src, group.rank))
+            if send is not None and send.numel() > 0:
+                keys.append(self.key(group, group.rank, dst))
+                self.did(keys[-1])
+                self.sent[keys[-1]] = self.message(keys[-1], group, send, dst, calls())
+        return keys
+
+    def message(self, key, group, send, dst, stack):
+        action, about = getattr(self.here, "about", None) or (action_of(stack), subject(stack))
+        words = ": ".join(filter(None, [about, means(stack, send, group.size)]))
+        axes = [axis for axis, size in self.mesh.sizes.items()
+                if size > 1 and (group.name == "world" or axis in group.name.split("_"))]
+        return Sent(key, self.mesh.rank, group.ranks[dst], "+".join(axes), action, words,
+                    list(send.shape), send.numel() * send.element_size())
+
+    def job(self, group, stack, run):
+        """(what the group's thread is to run in the place of run(), the key of its end)."""
+        name = f"job {len(self.submitted)} of rank {self.mesh.rank}"
+        about = action_of(stack), subject(stack)  # the calls of the thread itself do not say
+        self.did(f"submit {name}")
+
+        def job():
+            before = vars(self.here).copy()  # on a GPU no thread: the rank itself runs the job
+            self.here.events = self.lanes.setdefault(group.name, [])
+            self.here.about = about
+            self.awaited([f"submit {name}"], 0)
+            run()
+            self.did(f"end {name}")
+            vars(self.here).clear()
+            vars(self.here).update(before)
+
+        return job, f"end {name}"
+
+    def story(self, which):
+        """Collective: on rank 0 the lines of the step, elsewhere "". which: "all", the number of a
+        rank, or an axis."""
+        # In one order, whichever thread was first
+        lanes = [self.lanes[name] for name in sorted(self.lanes)]
+        sent = [self.sent[key] for lane in lanes for kind, key, _ in lane
+                if kind == "did" and key in self.sent]
+        texts = texts_on_rank_0("messages", json.dumps([sent, lanes]))
+        messages, threads = [], []
+        for of_rank, lanes in map(json.loads, texts):
+            messages += [Sent(*message) for message in of_rank]
+            threads += lanes
+        return tell(messages, ticks(threads), which) if texts else ""
+
+
+# ---- order ----
+
+
+def ticks(threads):
+    """{key: the tick at which a thread did it}. threads: the events of each thread of each rank."""
+    done = {}
+    clocks = [0] * len(threads)
+    queues = [deque(events) for events in threads]
+    while any(queues):
+        left = sum(map(len, queues))
+        for i, events in enumerate(queues):
+            while events:
+                kind, key, more = events[0]
+                if kind == "did":
+                    done[key] = clocks[i]
+                elif key in done:
+                    clocks[i] = max(clocks[i], done[key] + more)
+                else:  # of a thread whose turn comes
+                    break
+                events.popleft()
+        assert sum(map(len, queues)) < left, "a thread went on after what no thread did"
+    return done
+
+
+# ---- tell ----
+
+
+def is_asked(message, which):
+    ends = str(message.src), str(message.dst)
+    return which == "all" or which in ends or which in message.axis.split("+")
+
+
+def aligned(rows, left):
+    """The rows as lines; the columns whose numbers are in `left` begin on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) if i in left else word.rjust(width)
+                      for i, (word, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in rows]
+
+
+def tell(sent, tick, which):
+    """The lines of --watch, and the sums of each axis."""
+    rows = [("tick", "ranks", "axis", "at", "message", "shape", "bytes")]
+    times, nbytes = Counter(), Counter()
+    for message in sorted(sent, key=lambda message: tick[message.key]):
+        if is_asked(message, which):
+            rows.append((str(tick[message.key]), f"{message.src} -> {message.dst}", message.axis,
+                         message.action, message.words, "x".join(map(str, message.shape)),
+                         f"{message.nbytes:,}"))
+            times[message.axis] += 1
+            nbytes[message.axis] += message.nbytes
+    sums = [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
+    return "\n".join([*aligned(rows, left=(2, 3, 4)), *sums])
+
+
+def watch_first(steps, mesh, which):
+    """Yields what the generator `steps` yields; after the first rank 0 prints its messages."""
+    watch = Watch(mesh)
+    with watch.step():
+        first = list(islice(steps, 1))
+    lines = watch.story(which)
+    if mesh.rank == 0:
+        print(lines, flush=True)
+    yield from first
+    yield from steps

@@ -1,0 +1,324 @@
+"""--watch: every message of a step has its line, in an order that any run repeats; and watching
+changes nothing."""
+
+import re
+from unittest.mock import patch
+
+import pytest
+
+import plain
+import train
+from collectives import all_reduce
+from data.batches import Data
+from ddp import DDP
+from experiments.eight_ranks import LAYOUT, WORDS_OF_RUN, eight_ranks, held_matrices
+from group import Group
+from mesh import Mesh
+from run.config import check, parse
+from run.watch import Watch, tell, ticks, watch_first
+from tests.harness import HERE, VOCAB, config, mesh_of, pool
+from tests.runs import Run, command, losses, one_line
+from tests.runs import flags as flags_of
+
+PLAIN = {"plain": True, "out": "out"}  # no checkpoint: --out is its default
+
+
+class Counting:
+    """Takes the place of a communicator, and counts what is sent."""
+
+    def __init__(self, communicator, sends):
+        self.communicator = communicator
+        self.sends = sends
+
+    def __getattr__(self, name):
+        return getattr(self.communicator, name)
+
+    def send(self, tensors, *args):
+        self.sends.append(tensors[0].nbytes)
+        return self.communicator.send(tensors, *args)
+
+
+def counted(mesh):
+    """Count what the groups of a mesh send, also those that are made later. Returns a list: the
+    bytes of each message."""
+    sends = []
+    usual = mesh.communicator
+
+    def communicator(name, ranks):
+        made = usual(name, ranks)
+        return made and Counting(made, sends)
+
+    mesh.communicator = communicator
+    for group in mesh.groups.values():
+        group.communicator = group.communicator and Counting(group.communicator, sends)
+    return sends
+
+
+def sent_by(mesh):
+    return sum(group.bytes_sent for group in mesh.groups.values())
+
+
+def told(watch, mesh, sends, before):
+    """What the tests look at, of one rank."""
+    assert type(mesh.world) is mesh.group_class and mesh.group_class.__name__ != "Watched"
+    assert not any("exchange" in vars(group) for group in mesh.groups.values())
+    return {"story": watch.story("all"), "sent": list(watch.sent.values()), "sends": sends,
+            "bytes_sent": sent_by(mesh) - before, "lanes": list(watch.lanes.values())}
+
+
+def _watched(rank, cfg, in_order=False):
+    """The first step of train.py or, with cfg.plain, of plain.py. in_order: in NCCL's manner, in
+    which torch wants the communicators themselves; nothing is counted."""
+    if cfg.plain:
+        mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
+        sends, watch = counted(mesh), Watch(mesh)
+        steps = plain.training_steps(cfg, mesh, Data(cfg))
+        with watch.step():
+            next(steps)
+        return told(watch, mesh, sends, 0)
+    mesh = mesh_of(cfg, in_order)
+    trainer = train.Trainer(cfg, mesh, VOCAB)
+    batches = Data(cfg).training(cfg, 0, mesh)
+    before = sent_by(mesh)
+    sends, watch = [] if in_order else counted(mesh), Watch(mesh)
+    with watch.step():
+        norm, read = trainer.gradients(batches)
+        trainer.update(norm, 0.01)
+    read()
+    return told(watch, mesh, sends, before)
+
+
+EVERY = [
+    {"dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
+    {"dp": 3, "zero": 1}, {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2}, {"dp": 2, "zero": 3},
+    {"tp": 2, "sp": True, "pp": 2, "recompute": True}, {"cp": 2, "tp": 2},
+    {"cp": 4, "cp_attention": "all-to-all"},
+    {"dp": 2, "ep": 2, "tp": 2, "experts": 4, "sp": True},
+    {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
+    {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "microbatches": 3},
+    {"dp": 3, "optimizer": "lamb"},
+    {**PLAIN, "dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
+    {**PLAIN, "dp": 3, "zero": 1}, {**PLAIN, "dp": 2, "zero": 2, "microbatches": 2},
+    {**PLAIN, "dp": 2, "tp": 3, "zero": 3}]
+
+
+@pytest.mark.parametrize("flags", EVERY, ids=str)
+def test_every_message_has_a_line_and_every_send_its_receive(corpus, flags):
+    cfg = config(corpus, **{"microbatches": 1, **flags})
+    world = check(cfg, 1)
+    ranks = pool(world, _watched, cfg)
+    lines = [line for line in ranks[0]["story"].splitlines() if " -> " in line]
+    assert len(lines) == sum(len(rank["sends"]) for rank in ranks) > 0
+    for rank in ranks:
+        assert sorted(message.nbytes for message in rank["sent"]) == sorted(rank["sends"])
+        assert sum(rank["sends"]) == rank["bytes_sent"]
+        for message in rank["sent"]:
+            receiver = ranks[message.dst]["lanes"]
+            assert any(["awaited", message.key, 1] == [*event] for lane in receiver
+                       for event in lane), message
+    sums = [line for line in ranks[0]["story"].splitlines() if " messages, " in line]
+    number, nbytes = (sum(int(line.split()[i].replace(",", "")) for line in sums) for i in (1, 3))
+    assert number == len(lines) and nbytes == sum(rank["bytes_sent"] for rank in ranks)
+    # Every message says what it is about: no function is missing in WORDS of run/narrate.py
+    assert not re.search(r"\?| by \w+ in ", ranks[0]["story"])
+    if "zero" in flags:  # threads send weights and gradients; the lines come in one order again
+        assert pool(world, _watched, cfg)[0]["story"] == ranks[0]["story"]
+
+
+def test_in_nccls_order_the_same_bytes_are_told(corpus):
+    cfg = config(corpus, dp=2, tp=2, microbatches=2)
+    in_order, early = (pool(4, _watched, cfg, order) for order in (True, False))
+    for rank in in_order:
+        assert rank["bytes_sent"] == sum(message.nbytes for message in rank["sent"])
+    assert sum(rank["bytes_sent"] for rank in in_order) == sum(rank["bytes_sent"] for rank in early)
+
+
+def test_plain_pys_page_sends_what_the_formulas_say(corpus):
+    """The messages and bytes of each axis, of all ranks: the docstrings of ddp.py,
+    tensor_parallel.py and pipeline.py."""
+    D, T, P, m = 2, 2, 2, 3
+    cfg = config(corpus, **PLAIN, dp=D, tp=T, pp=P, microbatches=m)
+    B, S, C, L = cfg.batch_size // D // m, cfg.block_size, cfg.n_embd, cfg.n_layer
+    story = pool(D * T * P, _watched, cfg)[0]["story"]
+    nbytes = {axis: int(number.replace(",", "")) for axis, number in
+              re.findall(r"^([a-z+]+): .* ([\d,]+) bytes$", story, re.MULTILINE)}
+    times = {axis: int(number) for axis, number in
+             re.findall(r"^([a-z+]+): (\d+) messages", story, re.MULTILINE)}
+    hops = 2 * (2 - 1)  # of an all-reduce over two ranks, each of which sends a message in each hop
+    assert times["tp"] == D * m * (4 * L + 2 + 2) * T * hops
+    assert times["pp"] == D * T * (m * 2 * (P - 1) + P * hops)
+    tensors = T * (12 * L + 5)  # 12 in a block; wte, wpe, ln_f's two, and the head
+    assert times["dp"] == tensors * D * hops
+    assert times["pp+tp"] == D * 2 * (P * T - 1) and times["dp+pp"] == T * 2 * (D * P - 1)
+    activation = 8 * B * S * C
+    all_reduces = (4 * L + 2) * activation + 3 * 8 * B * S  # of a microbatch, in a replica
+    assert nbytes["tp"] == D * m * T * 2 * (T - 1) / T * all_reduces
+    ends = 2 * D * VOCAB * C * 8  # two stages all-reduce the tied matrix: each sends all of it
+    assert nbytes["pp"] == D * T * m * 2 * (P - 1) * activation + ends
+    split = 12 * L * C * C + 7 * L * C + 2 * VOCAB * C  # the tied matrix is on two stages
+    whole = T * (S * C + (6 * L + 2) * C)
+    assert nbytes["dp"] == D * 2 * (D - 1) / D * 8 * (split + whole)
+    assert nbytes["pp+tp"] == D * 2 * (T * P - 1) * 8  # a number: the norm
+    assert nbytes["dp+pp"] == T * 2 * (D * P - 1) * 8  # a number: the loss
+
+
+def _with_a_technique_of_my_own(rank, cfg):
+    """Training of plain.py whose sum over the replicas is a function that WORDS does not know."""
+    def gradients_of_my_own(ddp):
+        grads = [param.grad for param in ddp.params]
+        for param, grad in zip(ddp.params, grads, strict=True):
+            all_reduce(grad, param.shard.sum_over[0])
+            param.grad = None
+        return grads
+
+    with patch.object(DDP, "gradients", gradients_of_my_own):
+        return _watched(rank, cfg)["story"]
+
+
+def test_a_function_without_words_is_named(corpus):
+    story = pool(2, _with_a_technique_of_my_own, config(corpus, **PLAIN, dp=2, microbatches=1))[0]
+    assert "by gradients_of_my_own in tests/test_watch.py: all-reduce, chunk 1 of 2" in story
+    assert story.count("loss") == 2  # one message from each rank
+
+
+# ---- the order ----
+
+
+def test_a_message_has_as_many_ticks_as_messages_had_to_arrive_before_it():
+    """Rank 0 sends a, and b to rank 1, which waits for it before c; rank 0's job waits for c."""
+    rank_0 = [("did", "a", 0), ("did", "job", 0), ("did", "b", 0), ("awaited", "end", 0),
+              ("did", "last", 0)]
+    job = [("awaited", "job", 0), ("awaited", "c", 1), ("did", "d", 0), ("did", "end", 0)]
+    rank_1 = [("awaited", "b", 1), ("did", "c", 0), ("awaited", "d", 1)]
+    assert ticks([job, rank_0, rank_1]) == {"a": 0, "job": 0, "b": 0, "c": 1, "d": 2, "end": 2,
+                                            "last": 2}
+    with pytest.raises(AssertionError, match="what no thread did"):
+        ticks([job, rank_0])
+
+
+def test_the_lines_follow_the_schedule(corpus):
+    """1F1B on two stages: each rank sends its microbatches in the order of its actions."""
+    cfg = config(corpus, **PLAIN, pp=2, microbatches=3)
+    story = pool(2, _watched, cfg)[0]["story"]
+    words = re.findall(r"(\d -> \d) .* (\w+) of microbatch (\d), to stage \d", story)
+    assert [row for row in words if row[0] == "0 -> 1"] == [
+        ("0 -> 1", "activation", k) for k in "012"]
+    assert [row for row in words if row[0] == "1 -> 0"] == [
+        ("1 -> 0", "gradient", k) for k in "012"]
+    # F0 F1 are sent before B0 is; F2 only after B0 has arrived
+    assert words.index(("0 -> 1", "activation", "1")) < words.index(("1 -> 0", "gradient", "0"))
+    assert words.index(("1 -> 0", "gradient", "0")) < words.index(("0 -> 1", "activation", "2"))
+
+
+# ---- what is asked for ----
+
+
+def test_one_rank_or_one_axis_is_a_part_of_the_whole(corpus):
+    cfg = config(corpus, **PLAIN, dp=2, tp=2, pp=2, microbatches=3)
+    ranks = pool(8, _watched, cfg)
+    sent = [message for rank in ranks for message in rank["sent"]]
+    tick = {message.key: 0 for message in sent}
+
+    def rows(which):
+        return [line.split() for line in tell(sent, tick, which).splitlines() if " -> " in line]
+
+    all_rows = rows("all")
+    of_rank = [row for row in all_rows if "3" in (row[1], row[3])]
+    assert 0 < len(of_rank) < len(all_rows) and rows("3") == of_rank
+    of_axis = [row for row in all_rows if "tp" in row[4].split("+")]
+    assert 0 < len(of_axis) < len(all_rows) and rows("tp") == of_axis
+
+
+@pytest.mark.parametrize("words,says", [
+    ("--dp 2 --tp 2 --pp 2 --watch 9", "--watch 9 must be a rank, 0 to 7, or an axis"),
+    ("--dp 2 --tp 2 --pp 2 --watch xy", "of several ranks: dp pp tp; alone: all messages"),
+    ("--dp 2 --watch tp", "--watch tp must be a rank, 0 to 1"),
+    ("--watch", "--watch all: one rank sends no messages")])
+def test_what_cannot_be_watched_is_refused_in_one_line(words, says, capsys, monkeypatch):
+    for main, name in ((plain.main, "plain.py"), (lambda: train.read_command_line(""), "train.py")):
+        assert says in one_line(main, [name, *words.split()], capsys, monkeypatch)
+
+
+# ---- nothing changes ----
+
+
+def _losses_of_plain(rank, cfg, watching):
+    mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
+    steps = plain.training_steps(cfg, mesh, Data(cfg))
+    return [*(watch_first(steps, mesh, "all") if watching else steps)]
+
+
+def test_plain_pys_losses_have_the_same_bits_when_watched(corpus, capfd):
+    cfg = config(corpus, **PLAIN, dp=2, tp=2, pp=2, microbatches=3, zero=2)
+    alone, watched = (pool(8, _losses_of_plain, cfg, watching) for watching in (False, True))
+    assert alone == watched and len(alone[0]) == cfg.steps
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 3}, {"tp": 2, "sp": True}], ids=str)
+def test_train_pys_losses_have_the_same_bits_when_watched(corpus, tmp_path, layout):
+    found = []
+    for name in ("alone", "watched"):
+        more = {"watch": True} if name == "watched" else {}
+        argv = flags_of(corpus, tmp_path / name, metrics=tmp_path / f"{name}.jsonl", **layout,
+                        **more)
+        run = Run(2, argv, tmp_path)
+        assert run.wait() == [0, 0], run.read()
+        found.append(losses(tmp_path / f"{name}.jsonl"))
+        printed = run.read("stdout")
+        assert ("0 -> 1" in printed) == (name == "watched")
+    assert found[0] == found[1] and len(found[0]) == 4
+    # one step is watched, before its loss is printed
+    assert printed.index(" messages, ") < printed.index("step      0") and (
+        printed.count("tick") == 1)
+
+
+def test_train_py_plain_is_watched_like_plain_py(corpus, tmp_path):
+    words = flags_of(corpus, tmp_path, dp=2, watch="1", plain=True)
+    without_out = words[: words.index("--out")] + words[words.index("--out") + 2 :]
+    run = Run(2, without_out, tmp_path)
+    assert run.wait() == [0, 0], run.read()
+    printed = run.read("stdout")
+    assert "gradient of wte.weight: all-reduce, chunk 0 of 2, to add" in printed
+    assert printed.index(" messages, ") < printed.index("step      0") and "step      3" in printed
+
+
+def test_without_the_flag_nothing_of_it_is_imported():
+    run = command("-c", "import sys, plain, train; print([name for name in sys.modules "
+                        "if name in ('run.watch', 'run.narrate')])")
+    assert run.stdout == "[]\n", run.stderr
+
+
+# ---- the picture of eight ranks ----
+
+
+def _held(rank, vocab_size, file):
+    """(place, held_matrices) of this rank of the picture; rank 0 draws it into the file."""
+    mesh = Mesh(Group, **LAYOUT)
+    eight_ranks(mesh, vocab_size, file)
+    return ([mesh.place(axis)[0] for axis in LAYOUT],
+            held_matrices(parse(WORDS_OF_RUN.split(), plain=plain.FLAGS), mesh, vocab_size))
+
+
+def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
+    """In each stage the T slices of a split matrix make the whole, and of each slice the D replicas
+    step every row once."""
+    ranks = pool(8, _held, 1024, tmp_path / "ranks.svg")
+    assert (tmp_path / "ranks.svg").read_text() == (HERE / "pictures/ranks.svg").read_text()
+    parts = {}  # (stage, name) -> {(d, t): HeldMatrix}
+    for (d, p, t), matrices in ranks:
+        for held in matrices:
+            parts.setdefault((p, held.name), {})[d, t] = held
+    assert len(parts) == 1 + 1 + 4 * 4 + 1  # wte, wpe, four blocks, the head
+    for (_, name), of_ranks in parts.items():
+        one = of_ranks[0, 0]
+        for d in (0, 1):
+            ranges = {tuple(piece) for t in (0, 1) for piece in of_ranks[d, t].ranges}
+            edges = sorted(edge for piece in ranges for edge in piece)
+            assert (edges[0], edges[-1]) == (0, one.shape[one.dim]) and edges[1:-1:2] == edges[2::2]
+            assert len(ranges) == (1 if name == "wpe.weight" else 2 * len(one.ranges))
+        for t in (0, 1):
+            rows = of_ranks[0, t].stepped + of_ranks[1, t].stepped
+            held_rows = one.shape[0]
+            if one.dim == 0:
+                held_rows = sum(stop - start for start, stop in of_ranks[0, t].ranges)
+            assert rows == [0, held_rows / 2, held_rows / 2, held_rows]
