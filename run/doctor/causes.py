@@ -1,0 +1,690 @@
+"""Causes: known bugs, as what they make of a step. Of two kinds:
+
+    a Share    other weights for the right step's terms (step.py): terms left out, counted twice,
+               averaged. Costs a sum, so each tensor is compared with each share
+    a Change   another line in the plain forms. Costs a step, which is run again with that line
+
+A cause is named only if its loss and all its gradients are those of the run.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, product
+
+import torch
+import torch.nn.functional as F
+
+from collectives import WithBackward, all_gather, all_reduce, own_chunk
+from context_parallel import zigzag
+from experts import MixtureOfExperts
+from model import UNTIED, causal_attention
+from run.doctor.step import EMBEDDING
+from schedules import cut, placement
+from sequence_parallel import all_tokens, own_tokens_of_sum
+from tensor_parallel import Row, sum_of_copy, to_local
+
+# ---- shares: which terms are in a gradient, and how often ----
+
+
+@dataclass
+class Share:
+    """The terms of some ranks and microbatches. None: all of that axis, as it is right."""
+    words: str
+    factor: float = 1.0
+    data: torch.Tensor | None = None  # (D, m): weight of each data rank's microbatches
+    context: int | None = None  # only this context rank's terms
+    tensor: int | None = None  # only this tensor rank's terms
+    tied: tuple = (1, 1)  # how often the embedding's and the head's term count
+
+    def largest(self):
+        """The largest weight of a term: rounding errors grow with it."""
+        weight = 1.0 if self.data is None else self.data.max().item()
+        return max(1.0, abs(self.factor) * weight * max(self.tied))
+
+
+RIGHT = Share("right")
+
+
+def gradient(terms, name, share):
+    """The sampled gradient (n,) of the mean loss that a share gives for a tensor. None if the share
+    is about terms that the tensor does not have."""
+    if name == EMBEDDING and terms.tied:
+        embedding = part_of(terms, EMBEDDING, share)
+        head = part_of(terms, UNTIED, share)
+        return share.tied[0] * embedding + share.tied[1] * head
+    return part_of(terms, name, share)
+
+
+def part_of(terms, name, share):
+    grad = terms.gradients[name]  # (D, m, C, R, n)
+    if share.data is not None:
+        grad = grad * share.data[:, :, None, None, None]
+    grad = grad.sum((0, 1))  # (C, R, n)
+    grad = grad.sum(0) if share.context is None else grad[share.context]
+    if not terms.is_summed[name]:
+        grad = grad[0]
+    else:
+        grad = grad.sum(0) if share.tensor is None else grad[share.tensor]
+    return share.factor / terms.divisor * grad
+
+
+def factors(layout, tokens, scale):
+    """{factor: words} of what a gradient or a loss may be multiplied by. Causes with one number are
+    named together."""
+    D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
+    m = layout["microbatches"]
+    named = [
+        (1 / D, f"averaged over the {D} data ranks (dp), though the loss is already divided by all "
+                "tokens"),
+        (D, f"{D} times: each data rank (dp) divides by its own tokens, and the {D} gradients are "
+            "summed; or they are summed twice"),
+        (m, f"{m} times: not divided by the microbatches"),
+        (1 / m, f"divided by the {m} microbatches once too often"),
+        (T, f"{T} times: summed over the tensor ranks (tp), which all have it"),
+        (1 / T, f"divided by the {T} tensor ranks (tp), which all have the same"),
+        (C, f"{C} times: summed twice over the context ranks (cp), or divided by a rank's own "
+            "tokens"),
+        (1 / C, f"averaged over the {C} context ranks (cp), though the loss is already divided by "
+                "all tokens"),
+        (P, f"{P} times: counted by each pipeline rank (pp)"),
+        (1 / P, f"divided by the {P} pipeline ranks (pp)"),
+        (D * C, f"{D * C} times: divided by a rank's own tokens, and summed over dp and cp"),
+        (1 / (D * C), f"averaged over the {D * C} data and context ranks (dp, cp)"),
+        (D * m, f"{D * m} times: divided by the tokens of one microbatch only (dp, microbatches)"),
+        (1 / (D * m), f"divided by dp x microbatches = {D * m} once too often"),
+        (tokens, f"{tokens} times: a sum over the tokens, not a mean"),
+        (1 / tokens, f"divided by the {tokens} tokens twice"),
+        (0.0, "zero: no gradient arrives (detached, or never computed)"),
+        (-1.0, "of the wrong sign"),
+    ]
+    if scale != 1:
+        named += [(scale, f"{scale:g} times: the loss scale is still in it"),
+                  (1 / scale, f"divided by the loss scale {scale:g} twice")]
+    found = {}
+    for factor, words in named:
+        if factor != 1:
+            same = next((known for known in found if abs(known / factor - 1) < 1e-9), None) \
+                if factor else None
+            found.setdefault(factor if same is None else same, []).append(words)
+    return {factor: " or ".join(words) for factor, words in found.items()}
+
+
+def shares(layout, terms, scale):
+    """The Shares of a layout."""
+    D, m, C, _ = next(iter(terms.gradients.values())).shape[:4]
+    T = layout["tp"]
+    total = int(terms.tokens.sum())
+    found = [Share(words, factor=factor)
+             for factor, words in factors(layout, total, scale).items()]
+    for d in range(D if D > 1 else 0):
+        only = torch.zeros(D, m, dtype=torch.double)
+        only[d] = 1
+        words = f"not summed over the data ranks (dp): data rank {d}'s own gradient"
+        found += [Share(words, data=only), Share(f"{words}, divided by its own tokens", D, only),
+                  Share(f"{words}, divided by dp = {D}", 1 / D, only)]
+    for k in range(m if m > 1 else 0):
+        only = torch.zeros(D, m, dtype=torch.double)
+        only[:, k] = 1
+        which = {0: "first", m - 1: "last"}.get(k, f"{k + 1}.")
+        words = f"only the {which} microbatch counts, of {m}"
+        found += [Share(words, data=only), Share(f"{words}, as if it were all", m, only)]
+        if k in (0, m - 1):
+            found.append(Share(f"the {which} microbatch is missing, of {m}", data=1 - only))
+    for c in range(C if C > 1 else 0):
+        words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
+        found += [Share(words, context=c), Share(f"{words}, divided by its own tokens", C,
+                                                 context=c)]
+    for t in range(T if T > 1 else 0):
+        found.append(Share(f"not summed over the tensor ranks (tp), which see different tokens: "
+                           f"tensor rank {t}'s own gradient", tensor=t))
+    if terms.tokens.min() < terms.tokens.max():
+        found += uneven(terms.tokens.double())
+    if terms.tied:
+        found += [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),
+                  Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
+                  Share("the tied matrix has the head's term twice", tied=(1, 2)),
+                  Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
+    return found
+
+
+def uneven(tokens):
+    """Means of means, where microbatches have different numbers of tokens. tokens: (D, m)."""
+    D, m = tokens.shape
+    return [Share("a mean of the microbatches' means, which have different numbers of tokens",
+                  data=tokens.sum() / (D * m * tokens)),
+            Share("a mean of the data ranks' means, which have different numbers of tokens",
+                  data=tokens.sum() / (D * tokens.sum(1, keepdim=True).expand(D, m)))]
+
+
+# ---- changes: another line in the plain forms ----
+
+
+@dataclass
+class Change:
+    words: str
+    before: object = None  # before(model): changes the whole model
+    after: object = None  # after(model, mesh): changes a rank's part of it
+    forward: bool = True  # does the loss change, too?
+
+
+def nothing(x, group):
+    return x
+
+
+def averaged(forward, backward):
+    """f or g with a mean in place of a sum: forward and backward say which way sums."""
+    def mean(x, group):
+        return sum_of_copy(x, group) / group.size
+
+    def apply(x, group):
+        way = partial(mean, group=group)
+        return WithBackward.apply(x, way if forward else lambda x: x,
+                                  way if backward else lambda x: x)
+    return apply
+
+
+def sums_both_ways(x, group):
+    return WithBackward.apply(x, lambda x: sum_of_copy(x, group), lambda x: sum_of_copy(x, group))
+
+
+def columns(model, place):
+    blocks = model.layers[1:-1]
+    found = {"attention": [block.attn.c_attn for block in blocks],
+             "MLP": [block.mlp.c_fc for block in blocks if hasattr(block.mlp, "c_fc")],
+             "head": [model.layers[-1].lm_head]}
+    return sum(found.values(), []) if place == "model" else found[place]
+
+
+def rows(model, place):
+    blocks = model.layers[1:-1]
+    found = {"attention": [block.attn.c_proj for block in blocks],
+             "MLP": [block.mlp.c_proj for block in blocks if hasattr(block.mlp, "c_proj")],
+             "embedding": [model.layers[0].wte]}
+    return sum(found.values(), []) if place == "model" else found[place]
+
+
+def replace_f(place, f):
+    def after(model, mesh):
+        for column in columns(model, place):
+            column.f = f
+    return after
+
+
+def replace_g(place, g):
+    def after(model, mesh):
+        for row in rows(model, place):
+            row.g = g
+    return after
+
+
+def biased_rows(place):
+    """Row.forward with the bias inside of the sum: it is added on each of the T ranks."""
+    def after(model, mesh):
+        for row in rows(model, place):
+            if isinstance(row, Row) and row.bias is not None:
+                row.forward = partial(forward, row)
+
+    def forward(row, x):
+        return row.g(F.linear(x, row.weight) + row.bias, row.group)
+    return after
+
+
+def whole_c_attn(model):
+    for block in model.layers[1:-1]:
+        block.attn.parts = ()
+
+
+def words_of_next_rank(model, mesh):
+    embedding, head = model.layers[0].wte, model.layers[-1]
+    width = embedding.words[1] - embedding.words[0]
+    embedding.words = tuple(min(word + width, model.config.vocab_size) for word in embedding.words)
+    head.loss = partial(head.loss, words=embedding.words)
+
+
+def unmasked_embedding(model, mesh):
+    """Ranks that lack a token's row add their row 0 to it."""
+    def forward(self, idx):
+        local, _ = to_local(idx, *self.words)
+        return self.g(F.embedding(local, self.weight), self.group)
+
+    embedding = model.layers[0].wte
+    embedding.forward = partial(forward, embedding)
+
+
+def own_words_only(model, mesh):
+    """Each rank normalizes over its own words only."""
+    group = mesh.group("tp")
+
+    def loss(logits, targets, words):
+        local, outside = to_local(targets, *words)
+        own = logits.logsumexp(-1)
+        at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+        at_target = WithBackward.apply(at_target, lambda x: sum_of_copy(x, group), lambda x: x)
+        return (own - at_target).sum()
+
+    head = model.layers[-1]
+    head.loss = partial(loss, words=model.layers[0].wte.words)
+
+
+def loss_sums_both_ways(model, mesh):
+    """The sums of the vocabulary-parallel loss are summed again in backward: T times."""
+    head = model.layers[-1]
+    right = head.loss
+    size = mesh.group("tp").size
+
+    def loss(logits, targets):
+        times = WithBackward.apply(logits, lambda x: x, lambda grad: size * grad)
+        return right(times, targets)
+
+    head.loss = loss
+
+
+def padded_rows(count):
+    """The rows that pad the vocabulary count in the loss, with logits of 0."""
+    def after(model, mesh):
+        head = model.layers[-1]
+        right = head.loss
+        if mesh.group("tp").rank == 0:
+            head.loss = lambda logits, targets: right(F.pad(logits, (0, count)), targets)
+    return after
+
+
+# sequence parallelism
+
+
+def enter_without_sum(x, group):
+    """--sp's all-gather, whose backward takes this rank's tokens without the other ranks' terms."""
+    def own(grad):
+        return grad.chunk(group.size, dim=1)[group.rank].contiguous()
+    return WithBackward.apply(x, lambda x: all_tokens(x, group), own)
+
+
+def enter_with_mean(x, group):
+    return WithBackward.apply(x, lambda x: all_tokens(x, group),
+                              lambda grad: own_tokens_of_sum(grad, group) / group.size)
+
+
+def leave_without_sum(x, group):
+    def own(x):
+        return x.chunk(group.size, dim=1)[group.rank].contiguous()
+    return WithBackward.apply(x, own, lambda grad: all_tokens(grad, group))
+
+
+def leave_backward_alone(x, group):
+    """--sp's reduce-scatter, whose backward has this rank's tokens' gradient only."""
+    def backward(grad):
+        parts = torch.zeros(group.size, *grad.shape, dtype=grad.dtype)
+        parts[group.rank] = grad
+        return parts.movedim(0, 1).flatten(1, 2)
+    return WithBackward.apply(x, lambda x: own_tokens_of_sum(x, group), backward)
+
+
+def positions_from(make):
+    """Positions of this rank's tokens: make(number of tokens a rank has, its index, ranks)."""
+    def after(model, mesh):
+        cp, tp = mesh.group("cp"), mesh.group("tp")
+        for module in model.positioned():
+            right = module.positions
+
+            def positions(x, right=right):
+                own = right(x)
+                return make(own, cp, tp)
+            module.positions = positions
+    return after
+
+
+def from_zero(own, cp, tp):
+    return torch.arange(len(own))
+
+
+def in_one_piece(own, cp, tp):
+    """As if each context rank had one contiguous part of the sequence."""
+    return torch.arange(len(own)) + cp.rank * len(own)
+
+
+# context parallelism
+
+
+def replace_attention(make):
+    def after(model, mesh):
+        group = mesh.group("cp")
+        for block in model.layers[1:-1]:
+            block.attn.attend = partial(make, right=block.attn.attend, group=group)
+    return after
+
+
+def whole(x, group, backward=True):
+    """All ranks' tokens of x (B, nh, S/N, hs), in the order of positions. backward: do gradients of
+    other ranks' queries come back?"""
+    N = group.size
+
+    def forward(x):
+        parts = x.new_empty((N, *x.shape))
+        parts[group.rank] = x
+        parts = all_gather(parts, group)
+        S = N * x.size(2)
+        full = x.new_empty((*x.shape[:2], S, x.size(3)))
+        for rank, part in enumerate(parts):
+            full[:, :, zigzag(S, N, rank)] = part
+        return full
+
+    def back(grad):
+        summed = sum_of_copy(grad, group) if backward else grad
+        return summed[:, :, zigzag(grad.size(2), N, group.rank)].contiguous()
+
+    return WithBackward.apply(x, forward, back)
+
+
+def attend_to(q, k, v, group, seen, backward=True):
+    """Attention of own queries to all ranks' keys. seen: (S/N, S), may a query see a key?"""
+    shared_by = q.size(1) // k.size(1)
+    keys, values = (whole(x, group, backward).repeat_interleave(shared_by, 1) for x in (k, v))
+    scores = q @ keys.mT / q.size(-1) ** 0.5
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+
+
+def own_and_seen(q, group):
+    S = group.size * q.size(2)
+    own = zigzag(S, group.size, group.rank)
+    return own, torch.arange(S) <= own.unsqueeze(1)
+
+
+def without_gradients_of_keys(q, k, v, right, group):
+    _, seen = own_and_seen(q, group)
+    return attend_to(q, k, v, group, seen, backward=False)
+
+
+def without_last_hop(q, k, v, right, group):
+    """The last hop of the ring is lost: the next rank's keys."""
+    own, seen = own_and_seen(q, group)
+    lost = torch.zeros(seen.size(1), dtype=torch.bool)
+    lost[zigzag(seen.size(1), group.size, (group.rank + 1) % group.size)] = True
+    return attend_to(q, k, v, group, seen & ~lost)
+
+
+def without_mask(q, k, v, right, group):
+    """Keys of other ranks are seen whole, later tokens too."""
+    own, seen = own_and_seen(q, group)
+    others = torch.ones(seen.size(1), dtype=torch.bool)
+    others[own] = False
+    return attend_to(q, k, v, group, seen | others)
+
+
+def mask_in_one_piece(q, k, v, right, group):
+    """The mask takes the ranks' tokens for contiguous parts of the sequence."""
+    own, seen = own_and_seen(q, group)
+    S, n = seen.size(1), len(own)
+    place = torch.empty(S, dtype=torch.long)
+    for rank in range(group.size):
+        place[zigzag(S, group.size, rank)] = torch.arange(n) + rank * n
+    return attend_to(q, k, v, group, place <= (torch.arange(n) + group.rank * n).unsqueeze(1))
+
+
+# the model itself, and experts
+
+
+def each_attention(attend):
+    def after(model, mesh):
+        for block in model.layers[1:-1]:
+            block.attn.attend = attend
+    return after
+
+
+def all_tokens_seen(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def unscaled_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
+
+
+def exact_gelu(model):
+    for block in model.layers[1:-1]:
+        if hasattr(block.mlp, "c_fc"):
+            block.mlp.forward = partial(
+                lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
+
+
+def norms_with(eps):
+    def before(model):
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+                module.eps = eps
+    return before
+
+
+def routed(change):
+    """Change what an expert layer gives to run_experts: change(x, gates, chosen, layer)."""
+    def before(model):
+        for layer in model.modules():
+            if isinstance(layer, MixtureOfExperts):
+                right = layer.run_experts
+
+                def run(x, gates, chosen, right=right, layer=layer):
+                    return right(x, *change(x, gates, chosen, layer))
+                layer.run_experts = run
+    return before
+
+
+def softmax_over_all(x, gates, chosen, layer):
+    """Gates from the softmax over all experts, of which the chosen ones are taken."""
+    wide = torch.promote_types(x.dtype, torch.float)
+    scores = F.linear(x.to(wide), layer.router.weight.to(wide)).softmax(-1)
+    return scores.gather(-1, chosen).to(x.dtype), chosen
+
+
+def balance_times(factor):
+    def after(model, mesh):
+        for layer in model.modules():
+            if isinstance(layer, MixtureOfExperts):
+                layer.balance_weight *= factor
+    return after
+
+
+# pipelines: what crosses a boundary
+
+
+def cut_by_layout(config, layout):
+    """The layers before which a boundary of the pipeline lies, as train.py cuts it."""
+    stages = len(placement(layout["schedule"], layout["pp"], layout["chunks"]))
+    return [start for start, _ in cut(config.layer_costs(), stages)[1:]]
+
+
+def at_boundary(i, change):
+    """change(x, rank, n): what becomes of the activation that enters layer i, in a rank's forward
+    number n (which is a microbatch's)."""
+    def after(model, mesh):
+        layer = model.layers[i]
+        right = layer.forward
+        numbers = count()
+        layer.forward = lambda x, *targets: right(change(x, mesh.rank, next(numbers)), *targets)
+    return after
+
+
+class Crossing:
+    """The activations and gradients that cross a boundary in the right step."""
+
+    def __init__(self, step, i):
+        self.i = i
+        self.x = {}  # (rank, n): activation
+        self.grad = {}
+        step.run(Change("", after=at_boundary(i, self.record)))
+
+    def record(self, x, rank, n):
+        self.x[rank, n] = x.detach()
+        x.register_hook(lambda grad: self.grad.update({(rank, n): grad}))
+        return x
+
+    def swapped(self, m, order, forward):
+        """Another microbatch's activation (forward) or gradient. order(k): whose, of the same data
+        rank, microbatch k gets."""
+        def change(x, rank, n):
+            other = n // m * m + order(n % m)
+            if forward:
+                return WithBackward.apply(x, lambda x: self.x[rank, other], lambda grad: grad)
+            return WithBackward.apply(x, lambda x: x, lambda grad: self.grad[rank, other])
+        return at_boundary(self.i, change)
+
+
+def pipeline_changes(step):
+    """What a message between two pipeline ranks may carry in the place of the right one."""
+    m = step.layout["microbatches"]
+    orders = {"the one before": lambda k: (k - 1) % m, "the one after": lambda k: (k + 1) % m,
+              "the opposite one in order": lambda k: m - 1 - k, "the first one": lambda k: 0,
+              "the last one": lambda k: m - 1}
+    found = []
+    boundaries = cut_by_layout(step.config, step.layout)
+    for i in boundaries:
+        crossing = Crossing(step, i)
+        for forward, (whose, order) in product((True, False), orders.items() if m > 1 else ()):
+            what = "activation" if forward else "gradient"
+            found.append(Change(f"at the boundary before layer {i} a microbatch gets the {what} of "
+                                f"another microbatch: {whose}", forward=forward,
+                                after=crossing.swapped(m, order, forward)))
+    sizes = {1 / m: "divided by the microbatches", m: "times the microbatches"}
+    for axis in ("dp", "pp", "tp"):
+        size = step.layout[axis]
+        sizes |= {1 / size: f"divided by {axis}", size: f"times {axis}"}
+    sizes |= {0.5: "halved", 2.0: "doubled", 0.1: "divided by 10", 10.0: "times 10"}
+    sizes.pop(1, None)
+    for factor, words in sizes.items():
+        for name, ahead in (("gradients", False), ("activations", True)):
+            found.append(Change(f"{name} are {words} at each boundary of the pipeline",
+                                forward=ahead, after=scaled(boundaries, factor, ahead)))
+    return found
+
+
+def scaled(boundaries, factor, ahead):
+    """Multiply what crosses each boundary: activations (ahead) or gradients."""
+    def change(x, rank, n):
+        forward, backward = (lambda x: factor * x, lambda x: x)[:: 1 if ahead else -1]
+        return WithBackward.apply(x, forward, backward)
+
+    def after(model, mesh):
+        for i in boundaries:
+            at_boundary(i, change)(model, mesh)
+    return after
+
+
+def changes(step):
+    """The Changes of a step's layout."""
+    config, layout = step.config, step.layout
+    found = []
+    T, C = layout["tp"], layout["cp"]
+    sp = layout["sp"] and T > 1
+    if T > 1:
+        found += tensor_changes(config, sp)
+    if sp:
+        found += sequence_changes()
+    if C > 1:
+        found += context_changes()
+    if config.n_experts:
+        found += expert_changes(layout)
+    if layout["pp"] > 1:
+        found += pipeline_changes(step)
+    found += [
+        Change("attention sees later tokens", after=each_attention(all_tokens_seen)),
+        Change("attention scores are not divided by sqrt(head width)",
+               after=each_attention(unscaled_attention)),
+        Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu),
+        *(Change(f"the norms' epsilon is {eps:g}", before=norms_with(eps))
+          for eps in (1e-6, 1e-8, 1e-12, 1e-5))]
+    if C > 1:  # attention is replaced there
+        found = [change for change in found if not change.words.startswith("attention s")]
+    return found
+
+
+def tensor_changes(config, sp):
+    found = []
+    for place in ("attention", "MLP", "head", "model"):
+        where = "anywhere" if place == "model" else f"in the {place}"
+        if not sp:
+            found += [
+                Change(f"f is missing {where}: the gradient of a column's input is not summed over "
+                       "the tensor ranks (tp)", after=replace_f(place, nothing), forward=False),
+                Change(f"f averages over the tensor ranks (tp), and does not sum, {where}",
+                       after=replace_f(place, averaged(False, True)), forward=False)]
+    for place in ("attention", "MLP", "embedding", "model"):
+        where = "anywhere" if place == "model" else f"in the {place}"
+        if not sp:
+            found += [
+                Change(f"g is missing {where}: partial sums are not summed over the tensor ranks "
+                       "(tp)", after=replace_g(place, nothing)),
+                Change(f"g sums in backward, too, {where}: gradients are tp times too large there",
+                       after=replace_g(place, sums_both_ways), forward=False),
+                Change(f"g averages over the tensor ranks (tp), and does not sum, {where}",
+                       after=replace_g(place, averaged(True, False)))]
+        if place != "embedding" and not sp:
+            found.append(Change(f"a row's bias is added on each tensor rank (tp) {where}",
+                                after=biased_rows(place)))
+    found += [
+        Change("q, k and v are split over the tensor ranks (tp) as one matrix",
+               before=whole_c_attn),
+        Change("the ranks of the vocabulary look up the next rank's words",
+               after=words_of_next_rank),
+        Change("words of other ranks are not masked in the embedding", after=unmasked_embedding),
+        Change("the loss normalizes over a rank's own words only (tp)", after=own_words_only),
+        Change("the gradient of the logits is tp times too large: the loss's sums are summed in "
+               "backward, too", after=loss_sums_both_ways, forward=False)]
+    for padded in (8, 16, 32, 64, 128):
+        missing = -config.vocab_size % padded
+        if missing:
+            found.append(Change(f"the vocabulary's {missing} padding rows count in the loss",
+                                after=padded_rows(missing)))
+    return found
+
+
+def sequence_changes():
+    found = []
+    for place in ("attention", "MLP", "head", "model"):
+        where = "anywhere" if place == "model" else f"in the {place}"
+        found += [Change(f"--sp's all-gather has no reduce-scatter in backward {where}",
+                         after=replace_f(place, enter_without_sum), forward=False),
+                  Change(f"--sp's all-gather averages in backward {where}",
+                         after=replace_f(place, enter_with_mean), forward=False)]
+    for place in ("attention", "MLP", "embedding", "model"):
+        where = "anywhere" if place == "model" else f"in the {place}"
+        found += [Change(f"--sp's reduce-scatter does not sum {where}",
+                         after=replace_g(place, leave_without_sum)),
+                  Change(f"--sp's reduce-scatter has no all-gather in backward {where}",
+                         after=replace_g(place, leave_backward_alone), forward=False)]
+    found.append(Change("all tensor ranks (--sp) take the positions of the first tokens",
+                        after=positions_from(from_zero)))
+    return found
+
+
+def context_changes():
+    return [
+        Change("each context rank (cp) counts positions from 0", after=positions_from(from_zero)),
+        Change("positions are those of contiguous parts, the tokens are split by zigzag (cp)",
+               after=positions_from(in_one_piece)),
+        Change("each context rank (cp) attends to its own keys only",
+               after=replace_attention(lambda q, k, v, right, group: causal_attention(q, k, v))),
+        Change("gradients of keys and values do not come back to their context rank (cp)",
+               after=replace_attention(without_gradients_of_keys), forward=False),
+        Change("the ring's last hop is lost (cp)", after=replace_attention(without_last_hop)),
+        Change("keys of other context ranks (cp) are not masked",
+               after=replace_attention(without_mask)),
+        Change("the mask takes the tokens of context ranks (cp) for contiguous parts",
+               after=replace_attention(mask_in_one_piece))]
+
+
+def expert_changes(layout):
+    found = [
+        Change("experts' outputs are not multiplied by their gates",
+               before=routed(lambda x, gates, chosen, layer: (torch.ones_like(gates), chosen))),
+        Change("no gradient reaches the router through the gates",
+               before=routed(lambda x, gates, chosen, layer: (gates.detach(), chosen)), forward=False),
+        Change("gates are not normalized over the chosen experts (softmax over all)",
+               before=routed(softmax_over_all)),
+        Change("gates are in the wrong order",
+               before=routed(lambda x, gates, chosen, layer: (gates.flip(-1), chosen))),
+        Change("the experts' balance loss is missing", after=balance_times(0.0), forward=False)]
+    for axis in ("dp", "ep", "tp", "cp", "pp", "microbatches"):
+        size = layout[axis]
+        if size > 1:
+            found += [Change(f"the balance loss counts {size} times ({axis})",
+                             after=balance_times(size), forward=False),
+                      Change(f"the balance loss is divided by {size} ({axis})",
+                             after=balance_times(1 / size), forward=False)]
+    return found

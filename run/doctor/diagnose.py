@@ -1,0 +1,630 @@
+"""Goes through the two steps of a dump, stage by stage, and says where it differs and why.
+
+    initial weights    against REFERENCE's
+    tokens             against REFERENCE's: which rows each data rank had
+    of each step:
+        loss           against one process, from MINE's own weights and tokens
+        gradients      the same
+        norm           against the norm of MINE's own gradients
+        weights        against AdamW, from MINE's own weights, gradients and norms
+
+Each stage begins with MINE's own state, so a finding never follows from an earlier one. Tolerance
+is measured: five times what one process in MINE's dtype differs from float64.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from run.doctor.causes import RIGHT, changes, factors, gradient, shares
+from run.doctor.step import EMBEDDING, Step, sampled
+from run.doctor.update import Replay, Way, norms, ways
+
+NOISE = 5  # how many times the noise of one process still counts as equal
+# Floor of the tolerance, in roundings of the dtype, relative to a tensor's norm
+FLOOR = 8
+
+
+@dataclass
+class Finding:
+    """What one stage of one step says."""
+    stage: str
+    equal: bool
+    differs: str = ""  # where, and by how much
+    causes: list = field(default_factory=list)  # words; several fit the same numbers
+    advice: str = ""
+
+    @property
+    def named(self):
+        return bool(self.causes)
+
+
+def norm_of(tensor):
+    return tensor.double().norm().item()
+
+
+def off(mine, right):
+    """How far two tensors are apart; infinite if mine is not finite."""
+    error = norm_of(mine - right)
+    return error if math.isfinite(error) else math.inf
+
+
+def group_words(wrong, tensors, fits):
+    """Words for the set of tensors that a share explains. wrong: those that differ; fits(name):
+    does the share give MINE's tensor? None: no group that has a name."""
+    groups = {
+        "all gradients": lambda name: True,
+        "the gradients of LayerNorms, row biases and positions": lambda name: is_replicated(name),
+        "the gradients of LayerNorms and row biases":
+            lambda name: is_replicated(name) and "wpe" not in name,
+        "the gradients of LayerNorms": lambda name: ".ln_" in name,
+        "the gradients of the rows' biases": lambda name: name.endswith("c_proj.bias"),
+        "the gradients of biases": lambda name: name.endswith("bias"),
+        "the gradients of matrices": lambda name: name.endswith("weight") and ".ln_" not in name,
+        "the gradients of tensors that are split over tp": lambda name: not is_replicated(name),
+        "the gradient of the positions": lambda name: "wpe" in name,
+        "the gradient of the embedding": lambda name: name == EMBEDDING,
+        "the gradients of experts": lambda name: ".experts." in name,
+        "the gradients of routers": lambda name: ".router." in name,
+        "the gradients of all but experts": lambda name: ".experts." not in name,
+    }
+    blocks = sorted({int(name.split(".")[2]) for name in tensors if ".h." in name})
+    for i in blocks:
+        groups[f"the gradients before block {i}"] = lambda name, i=i: place_of(name) < i
+        groups[f"the gradients from block {i} on"] = lambda name, i=i: place_of(name) >= i
+        groups[f"the gradients of block {i}"] = lambda name, i=i: place_of(name) == i
+    groups["the gradients before the head"] = lambda name: place_of(name) < len(blocks)
+    for words, has in groups.items():
+        members = [name for name in tensors if has(name)]
+        if members and wrong <= set(members) and all(map(fits, members)):
+            return words
+    if all(map(fits, wrong)):
+        names = sorted(wrong)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"the gradients of {', '.join(names[:3])}{more}"
+    return None
+
+
+def is_replicated(name):
+    """Do all tensor ranks hold the whole parameter?"""
+    return ".ln_" in name or "wpe" in name or name.endswith("c_proj.bias") or ".router." in name
+
+
+def place_of(name):
+    """The number of a parameter's block; -1 for the embedding, infinite for what follows."""
+    if ".h." in name:
+        return int(name.split(".")[2])
+    return -1 if ".wte" in name or ".wpe" in name else math.inf
+
+
+class Examined:
+    """One step of MINE: what one process computes from MINE's weights and tokens, and the noise."""
+
+    def __init__(self, mine, number):
+        self.mine = mine
+        self.numbers = mine.steps[number - 1]
+        self.step = Step(mine.model, mine.layout, mine.balance, dict(mine.weights(number - 1)),
+                         mine.ids(number), mine.targets(number), mine.loss == "mean")
+        self.terms = self.step.run()
+        self.dtype = getattr(torch, mine.dtype)
+        self.grad_dtype = getattr(torch, mine.grad_dtype)
+        self.loss = self.terms.losses.sum().item() / self.terms.divisor
+        # {name: full gradient}
+        self.gradients = {name: full / self.terms.divisor for name, full in self.terms.full.items()}
+
+    @cached_property
+    def noise(self):
+        """(loss, {name: norm}): how far one process in MINE's dtype is from float64."""
+        # In 16 bits a token may choose other experts: try more than one rounding of the weights
+        runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
+        losses = []
+        errors = dict.fromkeys(self.gradients, 0.0)
+        for seed in range(runs):
+            terms = self.rounded(seed).run(None, self.dtype, self.grad_dtype,
+                                           self.numbers["scale"])
+            losses.append((terms.losses - self.terms.losses).abs().sum().item())
+            for name, full in terms.full.items():
+                error = off(full, self.terms.full[name]) / self.terms.divisor
+                errors[name] = max(errors[name], error)
+        sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
+        relative = sorted(errors[name] / size for name, size in sizes.items() if size)
+        # A tensor's noise may be small by chance: take the middle one of all tensors at least
+        floor = max(relative[len(relative) // 2], FLOOR * torch.finfo(self.dtype).eps / NOISE)
+        floors = {name: floor * size for name, size in sizes.items()}
+        return (max(losses) / self.terms.divisor,
+                {name: max(error, floors[name]) for name, error in errors.items()})
+
+    def rounded(self, seed):
+        """The step with weights that differ by a rounding. Seed 0: the step itself."""
+        if seed == 0:
+            return self.step
+        generator = torch.Generator().manual_seed(seed)
+        eps = torch.finfo(self.dtype).eps
+        weights = {name: weight * (1 + eps * torch.randn(weight.shape, generator=generator,
+                                                         dtype=torch.double))
+                   for name, weight in self.step.weights.items()}
+        return Step(self.mine.model, self.mine.layout, self.mine.balance, weights, self.step.ids,
+                    self.step.targets, self.step.is_mean)
+
+    def tolerance(self, name, size=1.0):
+        """How far MINE's gradient may be off. size: the largest weight of a term in it."""
+        return NOISE * self.noise[1][name] * size
+
+    def loss_is(self, mine, loss):
+        """Is MINE's loss this number?"""
+        wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
+        floor = FLOOR * torch.finfo(wide).eps * abs(loss)
+        size = max(1.0, abs(loss / self.loss))
+        return abs(mine - loss) <= max(NOISE * self.noise[0] * size, floor)
+
+
+# ---- loss and gradients ----
+
+
+def wrong_gradients(examined, given):
+    """Names of MINE's gradients that differ from one process's."""
+    return {name for name in given
+            if not off(given[name], examined.gradients[name]) <= examined.tolerance(name)}
+
+
+def causes_of_gradients(examined, given, wrong, deep):
+    """Words of the causes that fit MINE's loss and gradients."""
+    terms, layout = examined.terms, examined.mine.layout
+    mine = {name: sampled(given[name]) for name in given}
+    found = []
+    for share in shares(layout, terms, examined.numbers["scale"]):
+        def fits(name, share=share):
+            error = off(mine[name], gradient(terms, name, share))
+            return error <= examined.tolerance(name, share.largest())
+        if not any(map(fits, wrong)):
+            continue
+        words = group_words(wrong, mine, fits)
+        if words:
+            found.append(f"{words}: {share.words}")
+    loss = examined.numbers["loss"]
+    loss_is_right = examined.loss_is(loss, examined.loss)
+    if found or not deep:
+        return found
+    for change in changes(examined.step):
+        if change.forward != loss_is_right and fits_change(examined, change, mine, loss):
+            found.append(change.words)
+    return found
+
+
+def fits_change(examined, change, mine, loss):
+    """Are MINE's loss and all its gradients those of the changed step?"""
+    terms = examined.step.run(change)
+    if not examined.loss_is(loss, terms.losses.sum().item() / terms.divisor):
+        return False
+    for name, values in mine.items():
+        predicted = gradient(terms, name, RIGHT)
+        right = norm_of(gradient(examined.terms, name, RIGHT))
+        size = max(1.0, norm_of(predicted) / right) if right else 1.0
+        if not off(values, predicted) <= examined.tolerance(name, size):
+            return False
+    return True
+
+
+def causes_of_loss(examined, loss):
+    """Words of what MINE's loss may be, where its gradients are right."""
+    terms, layout = examined.terms, examined.mine.layout
+    D, m, C = terms.losses.shape
+    divisor = terms.divisor
+    found = {}
+    total = int(terms.tokens.sum())
+    for factor, words in factors(layout, total, examined.numbers["scale"]).items():
+        found[f"the loss is {words}"] = factor * examined.loss
+    for axis, parts in (("data rank", terms.losses.sum((1, 2))),
+                        ("microbatch", terms.losses.sum((0, 2))),
+                        ("context rank", terms.losses.sum((0, 1)))):
+        for i, part in enumerate(parts if len(parts) > 1 else ()):
+            words = f"the printed loss is {axis} {i}'s own"
+            found[f"{words} part"] = part.item() / divisor
+            found[f"{words} mean"] = part.item() / divisor * len(parts)
+    return [words for words, value in found.items() if examined.loss_is(loss, value)]
+
+
+# ---- the stages ----
+
+
+def first_difference(given, right, wrong):
+    """Where the first tensor that differs does: by how much, in which rows."""
+    name = next(name for name in right if name in wrong)
+    error = given[name] - right[name]
+    if not given[name].isfinite().all():
+        return f"{name} is not finite"
+    relative = norm_of(error) / max(norm_of(right[name]), 1e-300)
+    rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs()
+    bad = (rows > rows.max() / 1000).nonzero().flatten().tolist()
+    where = f"rows {bad[0]} to {bad[-1]}" if len(bad) > 1 else f"row {bad[0]}"
+    return (f"{len(wrong)} of {len(given)} tensors; first {name}, off by {relative:.2g} of its "
+            f"norm, {where} of {len(rows)}")
+
+
+def check_gradients(examined, number, deep, previous):
+    """Findings on loss and gradients of a step. previous: (gradients, causes) of step 1, if this is
+    step 2."""
+    given = examined.mine.gradients(number)
+    loss = examined.numbers["loss"]
+    findings = []
+    loss_is_right = examined.loss_is(loss, examined.loss)
+    if not math.isfinite(loss):
+        findings.append(Finding(f"step {number} loss", False, "not finite"))
+    wrong = wrong_gradients(examined, given)
+    causes = causes_of_gradients(examined, given, wrong, deep) if wrong else []
+    if not math.isfinite(loss):
+        pass
+    elif loss_is_right or (wrong and causes):
+        findings.append(Finding(f"step {number} loss", loss_is_right,
+                                "" if loss_is_right else ratio_words(loss, examined.loss)))
+    else:
+        findings.append(Finding(f"step {number} loss", False, ratio_words(loss, examined.loss),
+                                causes_of_loss(examined, loss)))
+    if not wrong:
+        findings.append(Finding(f"step {number} gradients", True))
+        return findings
+    return findings + [Finding(f"step {number} gradients", False,
+                               first_difference(given, examined.gradients, wrong), causes)]
+
+
+def ratio_words(mine, right):
+    return f"{mine:.8g}, not {right:.8g}: {mine / right:.6g} times"
+
+
+# ---- what goes in: initial weights, tokens ----
+
+
+def check_initial_weights(reference, mine):
+    """A Finding: are MINE's initial weights REFERENCE's, to the rounding of their dtypes?"""
+    given = mine.weights(0)
+    wanted = reference.weights(0)
+    eps = max(torch.finfo(getattr(torch, dump.dtype)).eps for dump in (reference, mine))
+    wrong = {name for name in given
+             if not off(given[name], wanted[name]) <= eps * norm_of(wanted[name])}
+    if not wrong:
+        return Finding("initial weights", True)
+    finding = Finding("initial weights", False, first_difference(given, wanted, wrong))
+    finding.causes = causes_of_weights(reference, mine, wrong, eps)
+    return finding
+
+
+def causes_of_weights(reference, mine, wrong, eps):
+    """Words for what MINE's initial weights are, if all wrong ones are of one kind."""
+    T = mine.layout["tp"]
+    kinds = {}
+
+    def is_close(name, tensor):
+        return off(mine.weights(0)[name], tensor) <= 2 * eps * norm_of(tensor)
+
+    def repeats(name):
+        """Is each rank's slice drawn with one seed, so that all slices are the same?"""
+        tensor = mine.weights(0)[name]
+        return any(n % T == 0 and T > 1 and off(*tensor.chunk(T, dim)[:2]) == 0
+                   for dim, n in enumerate(tensor.shape))
+
+    def transposed(name):
+        tensor = reference.weights(0)[name]
+        return tensor.dim() == 2 and mine.weights(0)[name].shape == tensor.shape and is_close(
+            name, tensor.mT) if tensor.dim() == 2 and tensor.size(0) == tensor.size(1) else False
+
+    kinds["are the same in each tensor rank's slice (tp): each rank draws with one seed"] = repeats
+    kinds["are transposed: a wrong map of names"] = transposed
+    if mine.model:
+        L, heads = mine.model.n_layer, mine.model.n_head
+        width = mine.model.n_embd // heads
+        factors_of = {math.sqrt(2 * L): "not divided by sqrt(2 n_layer)",
+                      1 / math.sqrt(2 * L): "divided by sqrt(2 n_layer) once too often"}
+        for factor, words in factors_of.items():
+            kinds[f"are {words}"] = lambda name, factor=factor: is_close(
+                name, factor * reference.weights(0)[name])
+
+        def interleaved(name):
+            """q, k and v of a head side by side, as in Megatron."""
+            if not name.endswith(("c_attn.weight", "c_attn.bias")) or mine.weights(0)[
+                    name].size(0) != 3 * heads * width:
+                return False
+            tensor = reference.weights(0)[name].unflatten(0, (3, heads, width))
+            return is_close(name, tensor.transpose(0, 1).flatten(0, 2))
+
+        kinds["have q, k and v side by side for each head (Megatron's order): a wrong map"] = \
+            interleaved
+    for words, is_kind in kinds.items():
+        if all(map(is_kind, wrong)):
+            return [f"the initial values of {listed(wrong)} {words}"]
+    ratios = [norm_of(mine.weights(0)[name]) / norm_of(reference.weights(0)[name])
+              for name in wrong]
+    if max(ratios) - min(ratios) < 1e-3 * max(ratios) and all(
+            is_close(name, ratios[0] * reference.weights(0)[name]) for name in wrong):
+        return [f"the initial values of {listed(wrong)} are {ratios[0]:.6g} times REFERENCE's"]
+    return []
+
+
+def listed(names):
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def rows_of(tokens):
+    """The sequences of a step as tuples, by data rank."""
+    return [[tuple(row.tolist()) for row in rank.flatten(0, 1)] for rank in tokens]
+
+
+def check_tokens(reference, mine, number):
+    """A Finding: did MINE's ranks have REFERENCE's sequences, each once?"""
+    stage = f"step {number} tokens"
+    wanted = sorted(row for rank in rows_of(reference.ids(number)) for row in rank)
+    ranks = rows_of(mine.ids(number))
+    had = sorted(row for rank in ranks for row in rank)
+    targets = sorted(row for rank in rows_of(mine.targets(number)) for row in rank)
+    wanted_targets = sorted(row for rank in rows_of(reference.targets(number)) for row in rank)
+    if had == wanted and targets == wanted_targets:
+        return Finding(stage, True)
+    missing = len(set(wanted) - set(had))
+    finding = Finding(stage, False, f"{missing} of {len(wanted)} sequences are missing")
+    if len(ranks) > 1 and all(rank == ranks[0] for rank in ranks):
+        finding.causes = ["every data rank (dp) has the same sequences"]
+    elif had == wanted:
+        finding.differs = "the sequences are right, the targets are not"
+        if targets == had:
+            finding.causes = ["targets are the tokens themselves, not the next ones"]
+    elif number == 2 and sorted(row for rank in rows_of(mine.ids(1)) for row in rank) == had:
+        finding.causes = ["the second step has the first step's sequences again"]
+    elif reference.ids(2) is not None and had == sorted(
+            row for rank in rows_of(reference.ids(3 - number)) for row in rank):
+        finding.causes = [f"the sequences are those of step {3 - number}"]
+    else:
+        own = {rank: rows_of(reference.ids(number)) for rank in (0,)}
+        parts = [row for rank in own[0] for row in rank]
+        each = [[parts.index(row) if row in parts else -1 for row in rank] for rank in ranks]
+        if all(-1 not in places for places in each):
+            texts = "; ".join(f"data rank {d}: {compact(places)}" for d, places in enumerate(each))
+            finding.differs += f" (rows of the batch that each had: {texts})"
+            finding.causes = ["the data ranks' parts of the batch overlap"]
+    return finding
+
+
+def compact(numbers):
+    text = " ".join(map(str, numbers[:12]))
+    return text + (" ..." if len(numbers) > 12 else "")
+
+
+# ---- norm and weights ----
+
+
+def check_norm(mine, number):
+    """A Finding: is MINE's norm that of MINE's gradients? None if it has none to compare."""
+    given = mine.gradients(number)
+    if not given or len(given) < len(mine.weights(0)):
+        return None
+    stage = f"step {number} norm"
+    norm = mine.steps[number - 1]["norm"]
+    squares = {name: given[name].square().sum().item() for name in given}
+    right = math.sqrt(sum(squares.values()))
+    if not math.isfinite(norm) or not math.isfinite(right):
+        same = math.isfinite(norm) == math.isfinite(right)
+        return Finding(stage, same, "not finite")
+    eps = 1e-10 if mine.grad_dtype == "float64" else 1e-5
+
+    def is_it(value, eps=eps):
+        return abs(norm - value) <= eps * abs(value)
+
+    if is_it(right):
+        return Finding(stage, True)
+    finding = Finding(stage, False, ratio_words(norm, right))
+    split = [name for name in given if not is_replicated(name)]
+    known = dict(norms(squares, split, mine.layout))
+    if mine.layout["pp"] > 1:
+        known |= stage_norms(mine, squares)
+    if number == 2 and mine.gradients(1):
+        known["that of the first step"] = mine.steps[0]["norm"]
+    clip = mine.optimizer["grad_clip"]
+    if clip:
+        known["that of the clipped gradients"] = min(clip, right)
+    scale = mine.steps[number - 1]["scale"]
+    if scale != 1:
+        known["that of gradients with the loss scale"] = scale * right
+    finding.causes = [f"the norm: {words}" for words, value in known.items() if is_it(value)]
+    # a trainer that computes norms in 16 bits
+    if not finding.causes and is_it(right, torch.finfo(getattr(torch, mine.grad_dtype)).eps):
+        return Finding(stage, True)
+    return finding
+
+
+def stage_norms(mine, squares):
+    """{words: norm} of the gradients of one pipeline rank only."""
+    from run.doctor.causes import cut_by_layout
+    starts = [0, *cut_by_layout(mine.model, mine.layout)] if mine.model else []
+    found = {}
+    for i, start in enumerate(starts):
+        stop = starts[i + 1] if i + 1 < len(starts) else math.inf
+        own = sum(square for name, square in squares.items() if start <= layer_of(name, mine) < stop
+                  or (name == EMBEDDING and stop == math.inf))
+        found[f"that of pipeline stage {i} only (pp)"] = math.sqrt(own)
+    return found
+
+
+def layer_of(name, mine):
+    place = place_of(name)
+    return mine.model.n_layer + 1 if place == math.inf else place + 1
+
+
+class Steps:
+    """MINE's two steps of the optimizer, tensor by tensor."""
+
+    def __init__(self, reference, mine):
+        self.reference = reference
+        self.mine = mine
+        self.uses_masters = len(mine.masters(1)) > 0
+        self.held = mine.masters if self.uses_masters else mine.weights
+        wide = torch.promote_types(getattr(torch, mine.dtype), torch.float)
+        self.eps = torch.finfo(wide).eps
+        self.replay = Replay(mine.optimizer)
+        self.rounded = Replay(mine.optimizer, wide)
+
+    def numbers(self):
+        """The steps of which there are weights and gradients."""
+        return [n for n in (1, 2) if self.held(n) and self.held(n - 1) and self.mine.gradients(n)]
+
+    def after(self, replay, number, name, way):
+        """The weight after a step, from MINE's weight before it. rate: of MINE's dump."""
+        steps = self.mine.steps[:number]
+        grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
+        return replay.step(number, name, self.held(number - 1)[name], grads,
+                           [step["norm"] for step in steps], steps[-1]["lr"], way)
+
+    def is_right(self, number, name, way):
+        predicted = self.after(self.replay, number, name, way)
+        noise = off(self.after(self.rounded, number, name, way), predicted)
+        noise = max(noise, self.eps * norm_of(predicted))
+        return off(self.held(number)[name], predicted) <= NOISE * noise
+
+
+def check_updates(reference, mine):
+    """Findings on the weights after each step."""
+    steps = Steps(reference, mine)
+    numbers = steps.numbers()
+    if mine.optimizer["name"] != "adamw":
+        return [Finding("weights", True, f"not examined: {mine.optimizer['name']} is not replayed")]
+    if getattr(torch, mine.dtype).itemsize == 2 and not steps.uses_masters:
+        return [Finding("weights", True, f"{mine.dtype} weights without masters say nothing about "
+                        "the optimizer")]
+    findings = []
+    right = Way()
+    names = [name for name in mine.gradients(1) if name in steps.held(1)]
+    for number in numbers:
+        stage = f"step {number} weights"
+        if not math.isfinite(mine.steps[number - 1]["norm"]):
+            findings.append(Finding(stage, True, "not examined: the norm is not finite"))
+            break
+        wrong = {name for name in names if not steps.is_right(number, name, right)}
+        if not wrong:
+            findings.append(Finding(stage, True))
+            continue
+        predicted = {name: steps.after(steps.replay, number, name, right) for name in names}
+        given = {name: steps.held(number)[name] for name in names}
+        finding = Finding(stage, False, first_difference(given, predicted, wrong))
+        finding.causes = causes_of_updates(steps, number, numbers, names, wrong)
+        findings.append(finding)
+        break  # the moments of step 2 are those of step 1: nothing to add
+    return findings
+
+
+def causes_of_updates(steps, number, numbers, names, wrong):
+    """Words of the ways of taking a step that fit all of MINE's steps."""
+    mine = steps.mine
+    rates = [(f"the one of {whose} step {n}", dump.steps[n - 1]["lr"])
+             for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference))
+             for n in (1, 2) if dump.steps[n - 1]["lr"] != mine.steps[number - 1]["lr"]]
+    scale = mine.steps[0]["scale"]
+    sizes = []
+    for axis in ("dp", "tp", "pp", "cp", "microbatches"):
+        size = mine.layout[axis]
+        if size > 1:
+            sizes += [(f"divided by {axis} = {size}", 1 / size),
+                      (f"multiplied by {axis} = {size}", size)]
+    found = []
+    right = Way()
+    for way in ways(rates, mine.optimizer, sizes, scale):
+        fitting = {name for name in wrong if steps.is_right(number, name, way)}
+        if not fitting:
+            continue
+        # a rate belongs to one step, any other way of stepping to both
+        others = [n for n in numbers if n != number] if way.rate is None else []
+        def fits(name, way=way, others=others):
+            return steps.is_right(number, name, way) and all(
+                steps.is_right(n, name, way) for n in others)
+        if all(map(fits, names)):
+            found.append(way.words)
+        elif all(map(fits, wrong)) and all(
+                steps.is_right(n, name, right) for n in others for name in set(names) - wrong):
+            found.append(f"{way.words}: {listed(wrong)}")
+    if not found:
+        found = fitted_rate(steps, number, names)
+    if not found and all(keeps_old(steps, number, name) for name in wrong):
+        found = [f"a part of {listed(wrong)} keeps its old values: new weights were not sent to "
+                 "the ranks that need them"]
+    return sorted(set(found), key=found.index)
+
+
+def fitted_rate(steps, number, names):
+    """Would another rate explain all weights? Weights move in proportion to it."""
+    right = Way()
+    moved = stepped = 0.0
+    for name in names:
+        before = steps.held(number - 1)[name]
+        predicted = steps.after(steps.replay, number, name, right) - before
+        moved += ((steps.held(number)[name] - before) * predicted).sum().item()
+        stepped += predicted.square().sum().item()
+    if not stepped or not math.isfinite(moved):
+        return []
+    said = steps.mine.steps[number - 1]["lr"]
+    rate = said * moved / stepped
+    if rate <= 0 or not all(steps.is_right(number, name, Way(rate=rate)) for name in names):
+        return []
+    return [f"the weights moved with a rate of {rate:.6g}, the dump says {said:.6g}"]
+
+
+def keeps_old(steps, number, name):
+    """Is each element that differs still its old value?"""
+    given = steps.held(number)[name]
+    predicted = steps.after(steps.replay, number, name, Way())
+    differs = (given - predicted).abs() > 1e-3 * (given - predicted).abs().max()
+    return bool((given == steps.held(number - 1)[name])[differs].all())
+
+
+# ---- all of it ----
+
+
+def comparable(reference, mine):
+    """ValueError, one line, if two dumps cannot be compared."""
+    if mine.model != reference.model:
+        raise ValueError(f"{mine.folder} and {reference.folder}: models of other sizes")
+    missing = set(mine.weights(0)) - set(reference.weights(0))
+    if missing:
+        raise ValueError(f"{mine.folder}: {listed(missing)} is not in {reference.folder}")
+    if reference.ids(1) is None:
+        raise ValueError(f"{reference.folder}: has no tokens-1.safetensors")
+
+
+def diagnose(reference, mine, deep=True):
+    """Yields Findings, stage by stage. reference, mine: Dumps (dump.py). deep: also run the step
+    again with each known bug."""
+    comparable(reference, mine)
+    yield check_initial_weights(reference, mine)
+    for number in (1, 2):
+        if mine.ids(number) is not None and reference.ids(number) is not None:
+            yield check_tokens(reference, mine, number)
+    seen = []
+    for number in (1, 2):
+        can = mine.model and mine.gradients(number) and mine.weights(number - 1)
+        if can and mine.ids(number) is not None:
+            examined = Examined(mine, number)
+            for finding in check_gradients(examined, number, deep, seen):
+                finding = once(finding, seen)
+                if finding:
+                    yield finding
+        for kind in ("gradients", "weights"):
+            names = mine.steps[number - 1][f"{kind}_differ"]
+            if names:
+                finding = once(Finding(f"step {number} copies of {kind}", False,
+                                       f"ranks hold different {kind} of {listed(names)}"), seen)
+                if finding:
+                    yield finding
+        finding = check_norm(mine, number)
+        if finding and (finding := once(finding, seen)):
+            yield finding
+    yield from check_updates(reference, mine)
+
+
+def once(finding, seen):
+    """The finding, or None if step 1 has said the same."""
+    kind = finding.stage.split(" ", 2)[-1]
+    for earlier in seen:
+        if earlier.stage.split(" ", 2)[-1] == kind and not finding.equal and not earlier.equal:
+            both = [words for words in earlier.causes if words in finding.causes]
+            if both or not finding.causes:
+                return None
+    seen.append(finding)
+    return finding
