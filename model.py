@@ -153,6 +153,11 @@ class GPT(nn.Module):
         return [self.layers[0]]
 
 
+def generator_of(seed, name):
+    """The source of the random values of the parameter with this canonical name."""
+    # sha256, not hash(): Python salts hash() anew in each process. 7 bytes fit a seed (int64)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def initial_value(name, shape, config, seed):
@@ -165,13 +170,11 @@ def initial_value(name, shape, config, seed):
         return torch.zeros(shape, dtype=torch.float32)
     if ".ln_" in name:
         return torch.ones(shape, dtype=torch.float32)
-    # sha256, not hash(): Python salts hash() anew in each process. 7 bytes fit a seed (int64)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     std = 0.02 * math.sqrt(768 / config.n_embd)
     if name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.n_layer)
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    return torch.empty(shape, dtype=torch.float32).normal_(
+        0.0, std, generator=generator_of(seed, name))
 
 
 def build(config, seed=0, dtype=torch.float32, kind=GPT):

@@ -50,7 +50,7 @@ FLAGS = {  # train.py has the same defaults, but for steps, dp and microbatches
 #     mesh.group("pp", "tp")    same replica, all its stages and slices
 
 
-def part_of_model(cfg, mesh, vocab_size):
+def part_of_model(cfg, mesh, vocab_size, build):
     """The layers of this rank's pipeline stage, with this rank's slice of each matrix. Each layout
     starts from the same whole model, so from the same weights."""
     config = GPTConfig(vocab_size, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
@@ -66,15 +66,16 @@ def part_of_model(cfg, mesh, vocab_size):
     return model.layers[start:stop]
 
 
-def training_steps(cfg, mesh, data):
-    """Yields (loss, gradient norm) of each step, the same on every rank."""
-    layers = part_of_model(cfg, mesh, data.vocab_size)
+def training_steps(cfg, mesh, data, build=build, optimizer=AdamW):
+    """Yields (loss, gradient norm) of each step, the same on every rank. build, optimizer: other
+    ones for a test or a dump."""
+    layers = part_of_model(cfg, mesh, data.vocab_size, build)
     dtype = getattr(torch, cfg.dtype)
     # DDP, ZeRO1, ZeRO2, or ZeRO3, which wraps the layers. reducer.weights: the part of each
     # parameter that the optimizer updates here: under DDP all of it, under ZeRO this rank's chunk
     reducer = REDUCERS[cfg.zero](layers)
     tags = [param.shard for param in reducer.params]
-    adamw = AdamW(cfg, reducer.weights, tags)
+    adamw = optimizer(cfg, reducer.weights, tags)
     # The ranks that together hold every summed gradient. DDP: one replica. ZeRO, from stage 1 on:
     # all ranks, because a rank gets the sum of its own chunk of each gradient only
     norm_group = mesh.world if cfg.zero else mesh.group("pp", "tp")

@@ -9,7 +9,6 @@ Any layout is the same computation: the same initial weights, the same batches, 
 only ever summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
-import hashlib
 import math
 import sys
 import time
@@ -30,7 +29,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import mesh as mesh_file
 from data.batches import Data, DataError
-from engine.collectives import all_reduce, barrier, broadcast
+from engine.collectives import all_reduce, barrier
 from engine.compiled import compile_layer
 from engine.context_parallel import split_sequences
 from engine.expert_parallel import spread_experts
@@ -51,6 +50,8 @@ from plain import training_steps
 from planner.hardware import peak_flops
 from run import checkpoint, signals
 from run.config import as_text, check, fail, read_command_line
+from run.copies import Copies
+from run.doctor.dump import random_value, write_plain, write_run
 from run.log import Log
 from run.processes import choose_device, give_up, init, out_of_memory, shutdown
 from run.routing import Routing
@@ -146,8 +147,8 @@ class Trainer:
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
         # random: no --init-from, or a checkpoint to resume from, which will replace all values
         if not cfg.init_from or cfg.resume != "no":
-            return lambda shard: shard.slice(
-                initial_value(shard.name, shard.shape, config, cfg.seed))
+            value = random_value if cfg.dump else initial_value
+            return lambda shard: shard.slice(value(shard.name, shard.shape, config, cfg.seed))
         with checkpoint.together(self.mesh.world):  # an error on one rank ends all
             given = read_weights(cfg.init_from, shapes, config)
         return lambda shard: shard.slice(given(shard.name))
@@ -223,23 +224,25 @@ class Trainer:
         loss *= self.cfg.batch_size / windows / self.mesh.sizes["tp"]
         return self.mesh.world.read(all_reduce(loss, self.mesh.world))[0]
 
-    def replicas_agree(self):
-        """Does every weight that several ranks hold have the same bits on all of them?"""
-        hashes = {}  # group -> a hash of each tensor that all its ranks hold
+    def whole_weights(self):
+        """Collective under ZeRO. Yields (tag, a copy on the CPU of this rank's slice) of each
+        weight, as forward uses it."""
+        seen = set()  # two layers may share a weight
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             self.reducer.gather_weights([layer])
             for param in layer.parameters():
-                # a copy, because torch cannot resize a storage that numpy holds (ZeRO-3 does)
-                copy = param.detach().cpu().clone()
-                digest = hashlib.sha256(copy.view(torch.uint8).numpy().tobytes()).digest()
-                for group in (param.shard.sum_over[0], *param.shard.shared_by):
-                    hashes.setdefault(group, []).append(int.from_bytes(digest[:7], "little"))
+                if param not in seen:
+                    seen.add(param)
+                    # a copy, because torch cannot resize a storage that numpy holds (ZeRO-3 does)
+                    yield param.shard, param.detach().cpu().clone()
         self.reducer.release_weights()
-        differ = torch.zeros(1, dtype=torch.long, device=self.mesh.device)
-        for group in sorted(hashes, key=lambda group: group.name):  # all ranks in one order
-            own = torch.tensor(hashes[group], dtype=torch.long, device=group.device)
-            differ += (broadcast(own.clone(), group) != own).sum()
-        return self.mesh.world.read(all_reduce(differ, self.mesh.world)) == [0]
+
+    def replicas_agree(self):
+        """Does every weight that several ranks hold have the same bits on all of them?"""
+        copies = Copies()
+        for shard, weight in self.whole_weights():
+            copies.add(shard, weight)
+        return not copies.differing([*self.shapes], self.mesh.world)
 
     def ask_to_stop(self):
         self.stop_asked = True
@@ -358,6 +361,17 @@ def train_plain(cfg, data):
                 f"{tokens / seconds:,.0f} tokens/s", flush=True)
 
 
+def dump_two_steps(cfg, data, mesh):
+    """--dump: two steps, by this page or by that of plain.py, for python -m run.doctor."""
+    signals.end_on_stop("in --dump, which is not complete")
+    if cfg.plain:
+        write_plain(cfg, mesh, data, training_steps)
+    else:
+        write_run(Trainer(cfg, mesh, data.vocab_size), data)
+    if mesh.rank == 0:
+        print(f"dump of two steps in {cfg.dump}", flush=True)
+
+
 def main():
     cfg, world, _ = read_command_line(__doc__)
     try:
@@ -369,11 +383,14 @@ def main():
     try:
         if world > 1:
             init(device, cfg.timeout)
-        if cfg.plain:
+        if cfg.plain and not cfg.dump:
             train_plain(cfg, data)
             return shutdown()
         mesh = Mesh(device, cfg.collectives == "native", cfg.timeout,
                     dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp)
+        if cfg.dump:
+            dump_two_steps(cfg, data, mesh)
+            return shutdown()
         checkpoint.agree(cfg, data, mesh.world)
         ended_well, log = train(cfg, data, mesh)
         shutdown()

@@ -16,6 +16,7 @@ AdamW or LAMB: 2 + 12 for 16-bit weights, 4 + 8 for float32.
 
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -30,13 +31,13 @@ import torch
 from engine.collectives import all_reduce
 from model import UNTIED
 from run import tensorfile
-from run.config import require
+from run.config import is_scaling, require
 from run.files import FOLDER, MANIFEST
 from run.processes import all_gather_text
 from run.signals import local_rank, note
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
 from shard import bounds
-from sizes import MOMENTS, config_from
+from sizes import MOMENTS, LlamaConfig, config_from
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 EMBEDDING = "transformer.wte.weight"
@@ -75,6 +76,27 @@ def seal(manifest):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def sound_config(values):
+    """The GPTConfig or LlamaConfig with these {name: value}. Raises one of DAMAGED unless each
+    value is of its type and range."""
+    config = config_from(values)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        require(type(value) is field.type, field.name)
+        if field.type is int:
+            least = 0 if field.name == "n_experts" else 1
+            require(is_whole(value, 2**31) and value >= least, field.name)
+        if field.type is float:
+            require(0 <= value < math.inf, field.name)
+    require(config.n_embd % config.n_head == 0, "n_head")
+    require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
+    if isinstance(config, LlamaConfig):
+        require(config.n_head % config.n_kv_head == 0, "n_kv_head")
+        require(config.n_embd // config.n_head % 2 == 0, "n_head")
+        require(not config.rope_scaling or is_scaling(config.rope_scaling), "rope_scaling")
+    return config
+
+
 def refuse_unsound(manifest):
     """Raise one of DAMAGED unless the seal is right and every value that is read is of its type and
     range."""
@@ -83,15 +105,7 @@ def refuse_unsound(manifest):
         require(is_whole(manifest[name]), name)
     for file in (MODEL, OPTIMIZER):
         require(all(map(is_whole, manifest["checksums"][file].values())), file)
-    config = config_from(manifest["model"])
-    for field in fields(config):
-        value = getattr(config, field.name)
-        require(type(value) is field.type, field.name)
-        if field.type is int:
-            least = 0 if field.name == "n_experts" else 1
-            require(is_whole(value, 2**31) and value >= least, field.name)
-    require(config.n_embd % config.n_head == 0, "n_head")
-    require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
+    sound_config(manifest["model"])
     scale = manifest["scale"]
     require(type(scale) is float and 0 < scale < 2.0**128, "scale")
     require(type(manifest["data"]) is str, "data")
@@ -457,7 +471,7 @@ def sources():
     found = set()
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "/")
-        if root in (file.parent, file.parent.parent):
+        if root in (file.parent, file.parent.parent, file.parent.parent.parent):
             found.add(file)
     return sorted(found)
 

@@ -19,7 +19,17 @@ from pathlib import Path
 
 from engine.schedules import make_schedule
 from run.command import Parser
-from run.files import MANIFEST, checkpoint_around, is_same, refuse_foreign, refuse_same
+from run.files import (
+    DUMP,
+    DUMP_BEGUN,
+    DUMP_TENSORS,
+    MANIFEST,
+    checkpoint_around,
+    is_same,
+    refuse_foreign,
+    refuse_foreign_dump,
+    refuse_same,
+)
 from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
 from schedules import SCHEDULES, chunks_of, is_plain
@@ -98,6 +108,8 @@ class Config:
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for one JSON line per step")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
+    dump: str = flag("", "run", "write a dump of two steps into this folder, for python -m "
+                     "run.doctor, and end")
     verbose: bool = flag(False, "run", "print all flags as they were resolved")
     log_interval: int = flag(20, "run", "steps between printed lines, after the first ten")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
@@ -293,6 +305,8 @@ def resolve(cfg, world):
         cfg.scale_lr = "none"  # done: from now on --lr is the rate of this batch
     if cfg.warmup_tokens:
         cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
+    if cfg.dump:  # two steps: one of the warm-up, one at the full rate
+        cfg.steps, cfg.warmup_steps, cfg.warmup_tokens = 2, 1, 0
 
 
 def choose_microbatches(cfg):
@@ -327,8 +341,9 @@ def refuse_wrong_layout(cfg, world):
 # eval_interval and eval_batches (no validation)
 PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
-    weight_decay beta1 beta2 grad_clip top_k balance seed data timeout verbose log_interval
+    weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump verbose log_interval
     eval_interval eval_batches device""".split()
+NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace")
 
 
 def refuse_what_plain_lacks(cfg):
@@ -412,8 +427,11 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
-    of --init-from count until --out has a checkpoint.)"""
+    """Refuse two sources of weights, a trace of too few steps, and what a dump does not write.
+    (With --resume auto the weights of --init-from count until --out has a checkpoint.)"""
+    for f in fields(cfg):
+        require(not cfg.dump or f.name not in NOT_IN_DUMP or getattr(cfg, f.name) == f.default,
+                f"--dump has no --{f.name.replace('_', '-')}; leave out one of the two")
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -422,6 +440,9 @@ def refuse_wrong_files(cfg):
 def refuse_same_files(cfg):
     """ValueError if the run would write over one of its own inputs, outputs or checkpoints."""
     outputs = [(given(cfg, name), getattr(cfg, name)) for name in MARKS if getattr(cfg, name)]
+    if cfg.dump:
+        outputs += [(given(cfg, "dump"), Path(cfg.dump, name))
+                    for name in (DUMP, DUMP_BEGUN, *DUMP_TENSORS)]
     data = Path(cfg.data)
     if cfg.data in ("stdlib", "shakespeare"):  # as data/batches.py finds them
         data = Path(__file__).parent.parent / "data" / cfg.data
@@ -517,7 +538,12 @@ def check(cfg, world):
         cfg.collectives = "native" if cuda else "ring"
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
-    if not cfg.plain:  # which saves nothing
+    if cfg.dump:
+        try:
+            refuse_foreign_dump(cfg.dump)
+        except OSError as error:
+            raise ValueError(f"{given(cfg, 'dump')}: {error.strerror}") from None
+    elif not cfg.plain:  # which saves nothing
         check_writable("out", Path(cfg.out, ".lock"))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)

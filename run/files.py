@@ -2,6 +2,7 @@
 
     refuse_same     no output is an input, another output, or in a checkpoint's folder
     refuse_foreign  a file that is to be written is new, empty, or begins like ours
+    refuse_foreign_dump   the same of the folder of --dump
     write_new       writes files that are not there yet, or have that content already
 
 All raise a ValueError of one line: flag, path, fix. No torch here.
@@ -13,6 +14,13 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"  # makes the folder of a checkpoint complete (run/checkpoint.py)
 FOLDER = re.compile(r"step-\d{8,}")  # the name of that folder, less .tmp or .old.tmp
+
+# The files of a dump (run/doctor/dump.py). DUMP_BEGUN becomes DUMP when the dump is complete
+DUMP, DUMP_BEGUN = "dump.json", "dump.json.tmp"
+DUMP_MARK = '{"format": 1'  # the first characters of both
+DUMP_TENSORS = [f"{kind}-{number}.safetensors" for kind, first in
+                (("weights", 0), ("masters", 0), ("tokens", 1), ("gradients", 1))
+                for number in range(first, 3)]
 
 
 def is_same(path, other):
@@ -57,6 +65,20 @@ def refuse_foreign(flag, path, mark):
         if not mark.encode().startswith(begin):
             raise ValueError(f"{flag} {path} holds something else than {flag} writes; name another "
                              "file")
+
+
+def refuse_foreign_dump(folder):
+    """Refuse --dump's folder unless it is new, empty, or holds a dump and nothing else. OSError if
+    it cannot be read."""
+    if not os.path.lexists(folder):
+        return
+    found = list(Path(folder).iterdir())
+    names = [path.name for path in found]
+    is_ours = {DUMP, DUMP_BEGUN} & {*names} and {*names} <= {DUMP, DUMP_BEGUN, *DUMP_TENSORS}
+    if found and not (is_ours and all(path.is_file() for path in found)):
+        raise ValueError(f"--dump {folder} holds something else than a dump; name another folder")
+    for name in (DUMP, DUMP_BEGUN):
+        refuse_foreign("--dump", Path(folder, name), DUMP_MARK)
 
 
 def write_new(flag, texts):

@@ -21,7 +21,9 @@ from pathlib import Path
 
 import torch
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {**FLOATS, "I64": torch.int64}
+MAX_HEADER = 100 << 20  # bytes of a header, as in the safetensors library
 READ_BYTES = 1 << 20  # bytes read at once for a checksum
 # What reading damaged JSON may raise. (AttributeError: a list where a dict should be.)
 DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -100,7 +102,7 @@ def read_header(path):
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         # a damaged length may be huge: read nothing, which is no JSON either
-        text = file.read(length) if length < size else b""
+        text = file.read(length) if length < min(size, MAX_HEADER) else b""
     try:
         entries = locate(path, json.loads(text), 8 + length)
     except DAMAGED:

@@ -20,7 +20,7 @@ from model import UNTIED
 from run import tensorfile
 from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other
 from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, llama_names
-from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
+from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
 from sizes import LlamaConfig, config_from
 
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
@@ -94,7 +94,7 @@ def find_tensors(path, shapes, config):
         wanted[name] = shape
         if name.endswith(transposed):  # if transposed is (), no name does
             wanted[name] = torch.Size(reversed(shape))
-    tensorfile.expect(path, entries, wanted, DTYPES)
+    tensorfile.expect(path, entries, wanted, FLOATS)
     # old files have masks
     refuse_more(path, entries, {*wanted, UNTIED}, (".attn.bias", ".attn.masked_bias"))
     return {name: [(entries[name], name.endswith(transposed))] for name in shapes}
@@ -112,7 +112,7 @@ def find_llama(path, entries, shapes, config):
         for theirs, rows in parts:
             wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
         found[name] = [theirs for theirs, _ in parts]
-    tensorfile.expect(path, entries, wanted, DTYPES)
+    tensorfile.expect(path, entries, wanted, FLOATS)
     # old files have the rotary frequencies
     refuse_more(path, entries, {*wanted, UNTIED}, (".rotary_emb.inv_freq",))
     return {name: [(entries[part], False) for part in parts] for name, parts in found.items()}
@@ -143,6 +143,15 @@ def read_tensor(entry):
     return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
+def load_parts(places):
+    """A tensor, on CPU, from the places that find_tensors found for it."""
+    parts = []
+    for entry, is_conv1d in places:
+        tensor = read_tensor(entry)
+        parts.append(tensor.t() if is_conv1d else tensor)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 def read_weights(path, shapes, config):
     """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
     shape}, and no others, and return a function from a name to the full tensor, on CPU.
@@ -161,14 +170,7 @@ def read_weights(path, shapes, config):
             # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
-    def get(name):
-        parts = []
-        for entry, is_conv1d in found[name]:
-            tensor = read_tensor(entry)
-            parts.append(tensor.t() if is_conv1d else tensor)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    return get
+    return lambda name: load_parts(found[name])
 
 
 def refuse_sizes(path, config):
@@ -185,7 +187,7 @@ def refuse_sizes(path, config):
         wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, C)
     elif isinstance(config, LlamaConfig):
         wanted["transformer.h.0.mlp.c_fc.weight"] = (2 * config.n_hidden, C)
-    tensorfile.expect(path, tensorfile.read_header(path), wanted, DTYPES)
+    tensorfile.expect(path, tensorfile.read_header(path), wanted, FLOATS)
 
 
 def load_model(folder, device="cpu"):

@@ -74,7 +74,8 @@ def umask():
 
 FOLDERS = [path.parent for path in HERE.glob("*/__init__.py") if path.parent.name != "tests"]
 MODULES = [*(path.stem for path in HERE.glob("*.py")),
-           *(f"{folder.name}.{path.stem}" for folder in FOLDERS for path in folder.glob("*.py"))]
+           *(".".join(path.relative_to(HERE).with_suffix("").parts)
+             for folder in FOLDERS for path in folder.rglob("*.py"))]
 
 
 def project():

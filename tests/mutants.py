@@ -229,8 +229,6 @@ MUTANTS = {
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
         (".clamp(min=1.0)", "", "values:scale"),
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
-        ("== [0]", "!= []", "zero:one_bit"),
-        ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
         ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "layouts:experts"),
         ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
         (" or scale > 1 else", " else", "values:float16_gives_up"),
@@ -238,6 +236,9 @@ MUTANTS = {
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes"),
         ("step - len(unread), saved)", "step, saved)", "values:gives_up_after"),
         ("saved = folder or saved", "saved = folder", "values:last_good")],
+    "run/copies.py": [
+        ("differ[name] |= is_unequal", "pass", "zero:one_bit"),
+        ("(shard.sum_over[0], *shard.shared_by)", "shard.shared_by", "zero:bit")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),

@@ -38,9 +38,9 @@ MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
     "experiments": [*ROOT, "engine", "data", "run", "planner", "show", "command"]}
 FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))
            if path.parent.name != "tests"]
-HOUSE = {path.stem if path.parent == HERE else f"{path.parent.name}.{path.stem}": path
-         for folder in (HERE, *FOLDERS)
-         for path in folder.glob("*.py") if path.name != "__init__.py"}
+FILES = [*HERE.glob("*.py"), *(path for folder in FOLDERS for path in folder.rglob("*.py"))]
+HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path  # "run.doctor.dump": its file
+         for path in FILES if path.name != "__init__.py"}
 
 
 def room(module):

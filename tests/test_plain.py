@@ -82,12 +82,7 @@ def _plain(rank, cfg):
             seen.append({"grads": before,
                          "weights": self.all([state.weights for state in self.states])})
 
-    kept = plain.AdamW
-    plain.AdamW = Recorded
-    try:
-        steps = list(plain.training_steps(cfg, mesh_of_root(cfg), Data(cfg)))
-    finally:
-        plain.AdamW = kept
+    steps = list(plain.training_steps(cfg, mesh_of_root(cfg), Data(cfg), optimizer=Recorded))
     trace += [{"loss": loss, "norm": norm, **more}
               for (loss, norm), more in zip(steps, seen, strict=True)]
     return trace

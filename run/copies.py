@@ -1,0 +1,36 @@
+"""Do all ranks that should hold the same bits hold them? Compared by hashes: each rank sends eight
+bytes per tensor and group. train.py asks at the end of a run, run/doctor/dump.py in each step."""
+
+import hashlib
+
+import torch
+
+from engine.collectives import all_reduce, broadcast
+
+
+class Copies:
+    """Hashes of this rank's tensors, for each group of ranks that all hold the same slice: the
+    replicas, and with tensor or pipeline ranks the groups in the tag's shared_by."""
+
+    def __init__(self):
+        self.hashes = {}  # group -> {name: hash of this rank's copy}
+
+    def add(self, shard, copy):
+        """Note a tensor on the CPU, this rank's whole slice under the tag `shard`. Every rank of a
+        group adds the group's tensors in the same order."""
+        digest = hashlib.sha256(copy.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+        for group in (shard.sum_over[0], *shard.shared_by):
+            self.hashes.setdefault(group, {})[shard.name] = int.from_bytes(digest[:7], "little")
+
+    def differing(self, names, world):
+        """Collective: those of `names`, which are the same on all ranks, whose copies differ."""
+        differ = dict.fromkeys(names, False)
+        for group in sorted(self.hashes, key=lambda group: group.name):  # all ranks in one order
+            hashes = self.hashes[group]
+            own = torch.tensor([*hashes.values()], device=group.device)
+            unequal = broadcast(own.clone(), group) != own
+            for name, is_unequal in zip(hashes, group.read(unequal), strict=True):
+                differ[name] |= is_unequal
+        counts = torch.tensor([*differ.values()], dtype=torch.long, device=world.device)
+        counts = world.read(all_reduce(counts, world))
+        return [name for name, count in zip(names, counts, strict=True) if count]
