@@ -1,0 +1,172 @@
+"""Bugs are planted and taken back (planted.py); each of bugs.py changes numbers in its layouts."""
+
+import itertools
+import re
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import model
+import schedules
+import train
+from collectives import WithBackward
+from data import batches
+from engine import ddp, zero
+from engine.group import CommunicationError, naming
+from engine.sequence_parallel import Region
+from shard import Shard
+from tests import bugs
+from tests.harness import FULL, config, same_model
+from tests.planted import CannotPlant, planted
+from tests.pool import pool
+
+# ---- planting ----
+
+
+def _seen(rank, changes, ask):
+    """What ask() returns before the changes, with them, and after they are taken back."""
+    before = ask()
+    with planted(*changes):
+        during = ask()
+    return before, during, ask()
+
+
+def _subclass():
+    """A method of DDP, by its subclass ZeRO-1, in another module."""
+    gathered = []
+    zero.ZeRO1.release_weights(SimpleNamespace(gather_weights=gathered.append))
+    return gathered
+
+
+def _imported():
+    """A function, by the name under which train.py imported it."""
+    return round(train.clip_coefficient(torch.tensor(2.0), 1.0).item(), 5)
+
+
+def _property():
+    return Shard("w", torch.Size([1]), shared_by=(SimpleNamespace(size=3),)).copies
+
+
+def _nested():
+    """A function that a function returns."""
+    region = Region(group=None)
+    return region.start(lambda *args, **more: None, torch.zeros(1), async_op=False)().item()
+
+
+def _static():
+    """The forward of an autograd.Function."""
+    return WithBackward.apply(torch.ones(1), lambda x: 2 * x, None).item()
+
+
+def _constants():
+    return model.ABSENT, batches.ABSENT, ddp.DDP.every_microbatch, zero.ZeRO1.every_microbatch
+
+
+def _generator():
+    """A context manager."""
+    with pytest.raises(CommunicationError) as error, naming("sending"):
+        raise RuntimeError("closed")
+    return str(error.value)
+
+
+def _cached():
+    return schedules.splits_backward("1f1b")
+
+
+@pytest.mark.parametrize("ask,before,during,changes", [
+    (_subclass, [[]], [[1]], [("engine/ddp.py", "gather_weights([])", "gather_weights([1])")]),
+    (_imported, 0.5, 2.0, [("optimizer.py", "(grad_clip / (norm + 1e-6))", "(norm / grad_clip)"),
+                           ("optimizer.py", ".clamp(max=1.0)", "")]),
+    (_property, 3, 1, [("shard.py", "group.size for group in self.shared_by)",
+                        "1 for group in self.shared_by)")]),
+    (_nested, 0.0, 1.0, [("engine/sequence_parallel.py", "            return tensor\n",
+                          "            return tensor + 1\n")]),
+    (_static, 2.0, 1.0, [("collectives.py", "return forward(x)", "return x.clone()")]),
+    (_constants, (-1, -1, False, False), (-2, -2, True, True), [
+        ("model.py", "ABSENT = -1", "ABSENT = -2"),
+        ("engine/ddp.py", "every_microbatch = False", "every_microbatch = True")]),
+    (_generator, "sending: closed", "asleep: closed",
+     [("engine/group.py", 'f"{what}: {text}"', 'f"asleep: {text}"')]),
+    (_cached, False, True, [("schedules.py", 'any(action[0] == "W"', 'any(action[0] == "B"')]),
+], ids=["subclass", "imported", "property", "nested", "static", "constants", "generator", "cached"])
+def test_a_change_is_planted_seen_and_gone(ask, before, during, changes):
+    assert pool(1, _seen, changes, ask) == [(before, during, before)]
+
+
+@pytest.mark.parametrize("changes,says", [
+    ([("optimizer.py", "no such line", "")], "has 0 times 'no such line'"),
+    ([("optimizer.py", "import", "")], "times 'import'"),
+    ([("optimizer.py", "# `weights` itself", "# itself")], "nothing but comments"),
+    ([("engine/ddp.py", "    zero = 0  #", "    one = 1\n    zero = 0  #")], "is added"),
+    ([("engine/group.py", "@contextmanager\n", "")], "cannot swap"),
+    ([("model.py", "seed=0,", "seed=1,")], "cannot swap"),
+    ([("shard.py", "dim: int = 0", "dim: int = 1")], "cannot swap"),
+    # and what was planted before the refused one is taken back
+    ([("shard.py", "group.size for group", "1 for group"), ("optimizer.py", "import", "")],
+     "times 'import'"),
+], ids=str)
+def test_what_cannot_be_planted_is_refused(changes, says):
+    assert _property() == 3
+    with pytest.raises(CannotPlant, match=re.escape(says)), planted(*changes):
+        pass
+    assert _property() == 3
+
+
+# ---- the table ----
+
+
+def first_copies(per_rank):
+    """{name: full tensor} from every rank's [(tag, its slice)]: where copies differ, the first."""
+    full = {}
+    for tag, local in itertools.chain(*reversed(per_rank)):
+        tensor = full.setdefault(tag.name, torch.zeros(tag.shape, dtype=local.dtype))
+        sizes = [b - a for a, b in tag.ranges]
+        parts = local.narrow(tag.dim, 0, sum(sizes)).split(sizes, tag.dim)
+        for (a, b), part in zip(tag.ranges, parts, strict=True):
+            tensor.narrow(tag.dim, a, b - a).copy_(part)
+    return full
+
+
+def numbers(traces):
+    """{what: a tensor} of a run."""
+    found = {f"initial {name}": value
+             for name, value in first_copies([t[0]["weights"] for t in traces]).items()}
+    for step in (1, 2):
+        found[f"{step} loss"] = torch.tensor(traces[0][step]["loss"], dtype=torch.double)
+        found[f"{step} norm"] = torch.tensor(traces[0][step]["norm"], dtype=torch.double)
+        for kind in ("grads", "weights"):
+            tensors = first_copies([trace[step][kind] for trace in traces])
+            found.update({f"{step} {kind} {name}": value for name, value in tensors.items()})
+    return found
+
+
+@cache
+def right(corpus, setting, **flags):
+    return numbers(bugs.run_with(corpus, setting, **{**bugs.SIZES, **flags}))
+
+
+def wrong_numbers(corpus, bug, layout):
+    """Which numbers of a layout with the bug are not those of one process: {what: by how much}."""
+    flags = bugs.flags_of(layout)
+    got = numbers(bugs.run_with(corpus, bug.setting + bug.changes, **flags))
+    model = {name: value for name, value in same_model(config(corpus, **flags)).items()}
+    want = right(corpus, bug.setting, **model)
+    assert got.keys() == want.keys()
+    found = {}
+    for what, value in want.items():
+        off = (got[what] - value).norm().item()
+        if not off <= 1e-9 * max(value.norm().item(), 1e-3):
+            found[what] = off / max(value.norm().item(), 1e-3)
+    return found
+
+
+CASES = [(bug, layout) for bug in bugs.BUGS for layout in bug.layouts[: 2 if FULL else 1]]
+
+
+@pytest.mark.parametrize("bug,layout", CASES, ids=[f"{bug.name}-{layout}" for bug, layout in CASES])
+def test_a_planted_bug_changes_numbers(corpus, bug, layout):
+    found = wrong_numbers(corpus, bug, layout)
+    print(list(found.items())[:4])
+    assert found
