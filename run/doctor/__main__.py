@@ -17,27 +17,13 @@ if __name__ == "__main__":
     end_quietly()
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
-import torch
-
 from run.config import fail
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import read_dump
+from run.doctor.words import lines
 
 # Parameters x tokens up to which all known bugs are tried without --deep: seconds
 SMALL = 1 << 34
-
-
-def words_of(findings):
-    """The lines to print, one finding after the other; yields (line, is it equal?)."""
-    for finding in findings:
-        if finding.equal:
-            yield f"{finding.stage:24} {finding.differs or 'equal'}", True
-            continue
-        yield f"{finding.stage:24} differs: {finding.differs}", False
-        if not finding.causes:
-            yield f"{'':24} fits nothing that is known", False
-        for i, words in enumerate(finding.causes):
-            yield f"{'':24} {'or' if i else '->'} {words}", False
 
 
 def main():
@@ -45,7 +31,7 @@ def main():
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
         equal = True
-        for line, is_equal in words_of(diagnose(reference, mine, args.deep or is_small(mine))):
+        for line, is_equal in lines(diagnose(reference, mine, args.deep or is_small(mine))):
             print(line, flush=True)
             equal = equal and is_equal
     except ValueError as error:
@@ -61,5 +47,4 @@ def is_small(mine):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(torch.get_num_threads())
     main()

@@ -14,7 +14,7 @@ from itertools import count, product
 import torch
 import torch.nn.functional as F
 
-from collectives import WithBackward, all_gather, all_reduce, own_chunk
+from collectives import WithBackward, all_gather
 from context_parallel import zigzag
 from experts import MixtureOfExperts
 from model import UNTIED, causal_attention
@@ -88,24 +88,25 @@ def factors(layout, tokens, scale):
                 "all tokens"),
         (P, f"{P} times: counted by each pipeline rank (pp)"),
         (1 / P, f"divided by the {P} pipeline ranks (pp)"),
-        (D * C, f"{D * C} times: divided by a rank's own tokens, and summed over dp and cp"),
-        (1 / (D * C), f"averaged over the {D * C} data and context ranks (dp, cp)"),
-        (D * m, f"{D * m} times: divided by the tokens of one microbatch only (dp, microbatches)"),
-        (1 / (D * m), f"divided by dp x microbatches = {D * m} once too often"),
         (tokens, f"{tokens} times: a sum over the tokens, not a mean"),
         (1 / tokens, f"divided by the {tokens} tokens twice"),
         (0.0, "zero: no gradient arrives (detached, or never computed)"),
         (-1.0, "of the wrong sign"),
     ]
+    if D > 1 and C > 1:
+        named += [(D * C, f"{D * C} times: divided by a rank's own tokens, and summed over dp and "
+                          "cp"),
+                  (1 / (D * C), f"averaged over the {D * C} data and context ranks (dp, cp)")]
+    if D > 1 and m > 1:
+        named += [(D * m, f"{D * m} times: divided by the tokens of one microbatch only"),
+                  (1 / (D * m), f"divided by dp x microbatches = {D * m} once too often")]
     if scale != 1:
         named += [(scale, f"{scale:g} times: the loss scale is still in it"),
                   (1 / scale, f"divided by the loss scale {scale:g} twice")]
     found = {}
     for factor, words in named:
         if factor != 1:
-            same = next((known for known in found if abs(known / factor - 1) < 1e-9), None) \
-                if factor else None
-            found.setdefault(factor if same is None else same, []).append(words)
+            found.setdefault(float(f"{factor:.12g}"), []).append(words)
     return {factor: " or ".join(words) for factor, words in found.items()}
 
 

@@ -55,7 +55,7 @@ def group_words(wrong, tensors, fits):
     """Words for the set of tensors that a share explains. wrong: those that differ; fits(name):
     does the share give MINE's tensor? None: no group that has a name."""
     groups = {
-        "all gradients": lambda name: True,
+        "all gradients": lambda name: True,  # (or all that the cause can change)
         "the gradients of LayerNorms, row biases and positions": lambda name: is_replicated(name),
         "the gradients of LayerNorms and row biases":
             lambda name: is_replicated(name) and "wpe" not in name,
@@ -76,10 +76,13 @@ def group_words(wrong, tensors, fits):
         groups[f"the gradients from block {i} on"] = lambda name, i=i: place_of(name) >= i
         groups[f"the gradients of block {i}"] = lambda name, i=i: place_of(name) == i
     groups["the gradients before the head"] = lambda name: place_of(name) < len(blocks)
+    fitting = {}  # words -> number of members
     for words, has in groups.items():
         members = [name for name in tensors if has(name)]
         if members and wrong <= set(members) and all(map(fits, members)):
-            return words
+            fitting[words] = len(members)
+    if fitting:
+        return min(fitting, key=fitting.get)
     if all(map(fits, wrong)):
         names = sorted(wrong)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -169,12 +172,16 @@ def wrong_gradients(examined, given):
             if not off(given[name], examined.gradients[name]) <= examined.tolerance(name)}
 
 
-def causes_of_gradients(examined, given, wrong, deep):
-    """Words of the causes that fit MINE's loss and gradients."""
+def causes_of_gradients(examined, given, wrong, deep, known):
+    """Words of the causes that fit MINE's loss and gradients. known: those of step 1, if that was
+    wrong: no others are tried in step 2."""
     terms, layout = examined.terms, examined.mine.layout
     mine = {name: sampled(given[name]) for name in given}
     found = []
     for share in shares(layout, terms, examined.numbers["scale"]):
+        if known and not any(words.endswith(share.words) for words in known):
+            continue
+
         def fits(name, share=share):
             error = off(mine[name], gradient(terms, name, share))
             return error <= examined.tolerance(name, share.largest())
@@ -188,6 +195,8 @@ def causes_of_gradients(examined, given, wrong, deep):
     if found or not deep:
         return found
     for change in changes(examined.step):
+        if known and change.words not in known:
+            continue
         if change.forward != loss_is_right and fits_change(examined, change, mine, loss):
             found.append(change.words)
     return found
@@ -243,9 +252,15 @@ def first_difference(given, right, wrong):
             f"norm, {where} of {len(rows)}")
 
 
-def check_gradients(examined, number, deep, previous):
-    """Findings on loss and gradients of a step. previous: (gradients, causes) of step 1, if this is
-    step 2."""
+def adds_first_step(examined, given):
+    """Are MINE's gradients the sums of both steps'?"""
+    first = examined.mine.gradients(1)
+    return all(name in first and off(given[name] - first[name], examined.gradients[name])
+               <= 2 * examined.tolerance(name) for name in given)
+
+
+def check_gradients(examined, number, deep, known):
+    """Findings on loss and gradients of a step. known: the causes found in step 1."""
     given = examined.mine.gradients(number)
     loss = examined.numbers["loss"]
     findings = []
@@ -253,7 +268,9 @@ def check_gradients(examined, number, deep, previous):
     if not math.isfinite(loss):
         findings.append(Finding(f"step {number} loss", False, "not finite"))
     wrong = wrong_gradients(examined, given)
-    causes = causes_of_gradients(examined, given, wrong, deep) if wrong else []
+    causes = causes_of_gradients(examined, given, wrong, deep, known) if wrong else []
+    if number == 2 and wrong and not known and adds_first_step(examined, given):
+        causes = ["the gradients of step 1 are still in it: they were not zeroed"]
     if not math.isfinite(loss):
         pass
     elif loss_is_right or (wrong and causes):
@@ -590,41 +607,36 @@ def comparable(reference, mine):
 
 def diagnose(reference, mine, deep=True):
     """Yields Findings, stage by stage. reference, mine: Dumps (dump.py). deep: also run the step
-    again with each known bug."""
+    again with each known bug. Ends where ranks hold different weights: what follows is the work of
+    no single model."""
     comparable(reference, mine)
     yield check_initial_weights(reference, mine)
     for number in (1, 2):
         if mine.ids(number) is not None and reference.ids(number) is not None:
             yield check_tokens(reference, mine, number)
-    seen = []
+    known = []  # causes that step 1 has shown
     for number in (1, 2):
         can = mine.model and mine.gradients(number) and mine.weights(number - 1)
         if can and mine.ids(number) is not None:
-            examined = Examined(mine, number)
-            for finding in check_gradients(examined, number, deep, seen):
-                finding = once(finding, seen)
-                if finding:
+            for finding in check_gradients(Examined(mine, number), number, deep, known):
+                repeats = number == 2 and set(finding.causes) & set(known)
+                known += finding.causes
+                if not repeats:
                     yield finding
-        for kind in ("gradients", "weights"):
-            names = mine.steps[number - 1][f"{kind}_differ"]
-            if names:
-                finding = once(Finding(f"step {number} copies of {kind}", False,
-                                       f"ranks hold different {kind} of {listed(names)}"), seen)
-                if finding:
+        differ = mine.steps[number - 1]["gradients_differ"]
+        if differ:
+            yield Finding(f"step {number} copies", False,
+                          f"ranks hold different gradients of {listed(differ)}")
+        else:
+            finding = check_norm(mine, number)
+            if finding:
+                repeats = number == 2 and set(finding.causes) & set(known)
+                known += finding.causes
+                if not repeats:
                     yield finding
-        finding = check_norm(mine, number)
-        if finding and (finding := once(finding, seen)):
-            yield finding
+        differ = mine.steps[number - 1]["weights_differ"]
+        if differ:
+            yield Finding(f"step {number} copies", False, f"ranks hold different weights of "
+                          f"{listed(differ)}; the rest is not examined")
+            return
     yield from check_updates(reference, mine)
-
-
-def once(finding, seen):
-    """The finding, or None if step 1 has said the same."""
-    kind = finding.stage.split(" ", 2)[-1]
-    for earlier in seen:
-        if earlier.stage.split(" ", 2)[-1] == kind and not finding.equal and not earlier.equal:
-            both = [words for words in earlier.causes if words in finding.causes]
-            if both or not finding.causes:
-                return None
-    seen.append(finding)
-    return finding

@@ -85,10 +85,11 @@ class World:
         with self.lock:
             if self.failed:
                 raise RuntimeError("another rank has failed")
-            if (name, *ranks) not in self.queues:
+            key = (name, *ranks)
+            if key not in self.queues:
                 pairs = product(range(len(ranks)), repeat=2)
-                self.queues[name, *ranks] = {pair: queue.SimpleQueue() for pair in pairs}
-            return self.queues[name, *ranks]
+                self.queues[key] = {pair: queue.SimpleQueue() for pair in pairs}
+            return self.queues[key]
 
     def run(self, fn):
         """Run fn(mesh) as each rank, and return the ranks' results. Raises what a rank raised."""

@@ -5,7 +5,7 @@ is wrong) does not make the norm or the new weights wrong here.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
