@@ -51,7 +51,7 @@ from planner.hardware import peak_flops
 from run import checkpoint, signals
 from run.config import as_text, check, fail, read_command_line
 from run.copies import Copies
-from run.doctor.dump import random_value, write_plain, write_run
+from run.doctor.record import random_value, write_plain, write_run
 from run.log import Log
 from run.processes import choose_device, give_up, init, out_of_memory, shutdown
 from run.routing import Routing

@@ -160,7 +160,462 @@ SUMS = [
         change("shard.py", "            if sum_gradients:", "            if True:")),
 ]
 
-BUGS = [*DATA, *INITIAL_VALUES, *LOSS, *SUMS]
+# ---- gradients: microbatches ----
+
+# The loss is scaled as for float16, in any number format
+SCALED = change("train.py", 'torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0,',
+                "torch.tensor(2.0**16,")
+MICROBATCHES = [
+    Bug("only the last microbatch's gradients count", "gradients",
+        ("dp 2 microbatches 5", "pp 2 microbatches 3"),
+        change("engine/pipeline.py", "        x, y, loss = self.in_flight.pop((s, k))\n",
+               "        self.reducer.zero_grad()\n"
+               "        x, y, loss = self.in_flight.pop((s, k))\n")),
+    Bug("only the last microbatch's gradients count, under ZeRO-2", "gradients",
+        ("dp 2 zero 2 microbatches 5", "dp 3 tp 2 zero 2 microbatches 5"),
+        change("engine/zero.py", "grad_shard.add_(", "grad_shard.copy_(")),
+    Bug("only the first microbatch's gradients count", "gradients",
+        ("dp 2 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("engine/pipeline.py", "outputs.append(loss * scale)",
+               "outputs.append(loss * scale * (k == 0))")),
+    Bug("only the first microbatch's gradients are summed over the replicas", "gradients",
+        ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
+        (("engine/pipeline.py", "for action in actions if action.kind in (\"B\", \"W\")}",
+          "for action in reversed(actions) if action.kind in (\"B\", \"W\")}"),
+         ("engine/ddp.py", REDUCE, "reduction(bucket.grad, bucket.group)"))),
+    Bug("the sum so far is summed over the replicas after each microbatch", "gradients",
+        ("dp 2 microbatches 5", "dp 3 tp 2 microbatches 5"),
+        (("engine/ddp.py", "every_microbatch = False", "every_microbatch = True"),
+         ("engine/ddp.py", REDUCE, "reduction(bucket.grad, bucket.group)"))),
+    Bug("gradients are times m, of a loss that is right", "gradients",
+        ("dp 2 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("train.py", EXECUTE,
+               "self.own(batches), self.tokens, scale * self.cfg.microbatches)")),
+    Bug("gradients are divided by m once more, of a loss that is right", "gradients",
+        ("dp 2 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("train.py", EXECUTE,
+               "self.own(batches), self.tokens, scale / self.cfg.microbatches)")),
+    Bug("gradients are not zeroed between steps", "gradients",
+        ("microbatches 5", "tp 3 microbatches 5"),
+        change("engine/ddp.py", "        for param in self.home:\n            param.grad = None\n",
+               "")),
+    Bug("gradients are not zeroed between steps, under ZeRO-2", "gradients",
+        ("dp 2 zero 2 microbatches 5", "dp 3 zero 3 microbatches 5"),
+        change("engine/zero.py", "bucket.grad_shard.zero_()", "pass")),
+    Bug("the loss scale is applied twice, and taken out once", "gradients",
+        ("dp 2 microbatches 5", "pp 2 microbatches 3"),
+        change("engine/pipeline.py", "outputs.append(loss * scale)",
+               "outputs.append(loss * scale * scale)"), SCALED),
+]
+
+# ---- gradients: f and g of tensor parallelism ----
+
+COLUMN = "leaving = ctx.region.start_leave(grad_x)"
+ROW = "return region.leave(F.linear(x, weight))"
+ROW_BACKWARD = "grad = ctx.region.enter(grad.contiguous())"
+
+
+def without_f(layer):
+    """The columns of these layers do not sum their input's gradient."""
+    return change("engine/tensor_parallel.py", COLUMN,
+                  f'skip = "{layer}" in ctx.weight.shard.name\n        {COLUMN} if not skip else '
+                  "lambda kept=grad_x: kept")
+
+
+def without_g(layer):
+    """The rows of these layers do not sum their output."""
+    return change("engine/tensor_parallel.py", ROW,
+                  f'y = F.linear(x, weight)\n        return y if "{layer}" in weight.shard.name '
+                  "else region.leave(y)")
+
+
+def g_twice(layer):
+    """The rows of these layers sum the gradient of their output, too."""
+    return change("engine/tensor_parallel.py", ROW_BACKWARD,
+                  f'{ROW_BACKWARD}\n        if "{layer}" in ctx.weight.shard.name:\n'
+                  "            grad = ctx.region.leave(grad.clone())")
+
+
+TENSOR = [
+    Bug("f is missing in attention: its backward does not sum", "gradients",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"), without_f("c_attn")),
+    Bug("f is missing in the MLP", "gradients",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"), without_f("c_fc")),
+    Bug("f is missing in all columns of blocks", "gradients",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"), without_f("")),
+    Bug("f is missing in the head", "gradients",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py",
+               "leaving = region.start_leave(grad_inputs.view(B, -1, C))",
+               "leaving = lambda kept=grad_inputs.view(B, -1, C): kept")),
+    Bug("g is missing in attention: its forward does not sum", "loss",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"), without_g("attn.c_proj")),
+    Bug("g is missing in the MLP", "loss",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"), without_g("mlp.c_proj")),
+    Bug("g is missing in the embedding", "loss",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", "return leave_region(x, self.region)", "return x")),
+    Bug("the sum of the loss over the T ranks is missing", "loss",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", "return all_reduce(loss, group)[0]",
+               "return loss[0]")),
+    Bug("the softmax is over a rank's own words", "loss",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", "if group.size > 1:", "if False:")),
+    Bug("g's backward sums too, in attention", "gradients",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"), g_twice("attn.c_proj")),
+    Bug("g's backward sums too, in the MLP", "gradients",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"), g_twice("mlp.c_proj")),
+    Bug("g's backward sums too, in all rows of blocks", "gradients",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"), g_twice("c_proj")),
+    Bug("g's backward sums too, in the embedding", "gradients",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/sequence_parallel.py",
+               "x.clone(memory_format=torch.contiguous_format)), region.enter)",
+               "x.clone(memory_format=torch.contiguous_format)),\n"
+               "        lambda grad: region.leave(grad.clone()))")),
+    Bug("g's backward sums too, after the loss: all gradients times T", "gradients",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        (("engine/vocabulary_parallel.py", "ctx.dtype = x.dtype",
+          "ctx.dtype = x.dtype\n        ctx.ranks = group.size"),
+         ("engine/vocabulary_parallel.py", "grad = grad.view(1)  #",
+          "grad = grad.view(1) * ctx.ranks  #"))),
+    Bug("under --sp the reduce-scatter scatters, and sums nothing", "loss",
+        ("tp 3 sp microbatches 5", "tp 2 pp 2 sp microbatches 5"),
+        change("engine/sequence_parallel.py",
+               "summed = self.start(reduce_scatter, parts, async_op)", "summed = lambda: parts")),
+    Bug("the row bias is added on each of the T ranks", "loss",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"),
+        change("engine/tensor_parallel.py", "else y.add_(self.bias)",
+               "else y.add_(self.bias).add_(self.bias.detach(), "
+               "alpha=self.region.group.size - 1)")),
+    Bug("the row bias is added on each of the T ranks, and its gradient summed", "loss",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/tensor_parallel.py", "else y.add_(self.bias)",
+               "else y.add_(self.bias * self.region.group.size)")),
+    Bug("q, k and v are split as one matrix", "loss",
+        ("tp 3 microbatches 5", "tp 2 microbatches 3 arch llama n_kv_head 4"),
+        change("engine/tensor_parallel.py", "now_or_later, attn.parts)", "now_or_later)")),
+    Bug("a Llama's gate and up are split as one matrix", "loss",
+        ("tp 3 microbatches 5 arch llama", "tp 2 pp 2 microbatches 5 arch llama n_kv_head 4"),
+        change("engine/tensor_parallel.py", "now_or_later, mlp.parts)", "now_or_later)")),
+]
+
+# ---- the vocabulary in slices ----
+
+OWN_WORDS = "start, stop = weight.shard.ranges[0]  # this rank's words"
+VOCABULARY = [
+    Bug("the embedding's slices begin at rank * rows, where the first ranks have a row more",
+        "loss", ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py",
+               "local, outside = to_local(idx, *self.weight.shard.ranges[0])",
+               "rows = self.weight.size(0)\n"
+               "        start = self.region.group.rank * rows\n"
+               "        local, outside = to_local(idx, start, start + rows)")),
+    Bug("the embedding's words are off by one", "loss",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", "to_local(idx, *self.weight.shard.ranges[0])",
+               "to_local(idx, *(word + 1 for word in self.weight.shard.ranges[0]))")),
+    Bug("the head's words are off by one", "loss",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", OWN_WORDS,
+               "start, stop = (word + 1 for word in weight.shard.ranges[0])")),
+    Bug("words of other ranks are not masked in the embedding", "loss",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", ".masked_fill(outside.unsqueeze(-1), 0)\n", "\n")),
+    Bug("words of other ranks are not masked in the loss", "loss",
+        ("tp 3 microbatches 5", "dp 2 tp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", "of_target.masked_fill(outside, 0).sum()",
+               "of_target.sum()")),
+    Bug("each rank takes the target for its own in the gradient of the logits", "gradients",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py",
+               "torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()")),
+    Bug("rows that pad the vocabulary are words", "loss",
+        ("tp 3 microbatches 5 pad_vocab 8", "dp 2 microbatches 5 pad_vocab 16"),
+        change("engine/vocabulary_parallel.py", "logits[:, stop - start :] = -torch.inf", "pass")),
+]
+
+# ---- pipeline ----
+
+PIPELINE = [
+    Bug("the tied matrix's two terms are not summed", "gradients",
+        ("pp 2 microbatches 5", "pp 3 microbatches 5"),
+        change("pipeline.py", "weight.shard.sum_over += (group,)", "pass")),
+    Bug("the tied matrix is not tied: two copies, each with its own term", "gradients",
+        ("pp 2 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("train.py", 'tie_ends(model.layers, mesh.ends("pp"))', 'mesh.ends("pp")')),
+    Bug("the tied matrix's two terms are summed twice", "gradients",
+        ("pp 2 microbatches 5", "pp 3 microbatches 5"),
+        change("engine/ddp.py", "for group in bucket.sum_at_end:",
+               "for group in bucket.sum_at_end * 2:")),
+    Bug("the tied matrix lacks the head's term", "gradients",
+        ("dp 2 microbatches 5", "pp 2 microbatches 5"),
+        change("engine/vocabulary_parallel.py", "grad_weight.mul_(grad).to(ctx.dtype), None",
+               "None, None")),
+    Bug("the tied matrix lacks the embedding's term", "gradients",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("model.py", "return self.wte(idx) + self",
+               "return self.wte(idx).detach() + self")),
+    Bug("the gradient is averaged over the stages at each boundary", "gradients",
+        ("pp 2 microbatches 5", "pp 3 microbatches 5"),
+        change("engine/pipeline.py", 'self.leaving["B", s, k] = x.grad  #',
+               'self.leaving["B", s, k] = x.grad / self.group.size  #')),
+    Bug("the gradient is divided by m at each boundary", "gradients",
+        ("pp 2 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("engine/pipeline.py", 'self.leaving["B", s, k] = x.grad  #',
+               'self.leaving["B", s, k] = x.grad / len(self.in_flight or [1, 1])  #')),
+    Bug("the activation is detached at a boundary: no gradient goes back", "gradients",
+        ("pp 2 microbatches 5", "pp 3 microbatches 5"),
+        change("engine/pipeline.py", 'self.leaving["B", s, k] = x.grad  #',
+               'self.leaving["B", s, k] = torch.zeros_like(x.grad)  #')),
+    Bug("a gradient meets the activation of the newest microbatch in flight", "gradients",
+        ("pp 2 microbatches 5", "pp 3 microbatches 5"),
+        change("engine/pipeline.py", "x, y, loss = self.in_flight.pop((s, k))",
+               "x, y, loss = self.in_flight.popitem()[1]")),
+    Bug("an activation meets the targets of the microbatch before", "loss",
+        ("pp 2 microbatches 5", "dp 2 pp 2 microbatches 3"),
+        change("engine/pipeline.py", "*batches[k], tokens", "*batches[k - (s > 0)], tokens")),
+    Bug("the activation is scaled at each boundary", "loss",
+        ("pp 2 microbatches 5", "pp 3 microbatches 5"),
+        change("engine/pipeline.py", "y = y.contiguous()  #", "y = 2 * y.contiguous()  #")),
+]
+
+# ---- split sequences ----
+
+SEQUENCES = [
+    Bug("each context rank numbers its tokens from 0", "loss",
+        ("cp 2 microbatches 5", "cp 3 arch llama microbatches 5"),
+        change("context_parallel.py", "module.positions = lambda x: positions",
+               "module.positions = lambda x: torch.arange(len(positions))")),
+    Bug("under --sp each rank takes the first positions", "loss",
+        ("tp 3 sp microbatches 5", "tp 2 pp 2 sp microbatches 5"),
+        change("sequence_parallel.py", "own_chunk(positions(idx), group)",
+               "positions(idx)[: idx.size(1) // group.size]")),
+    Bug("targets are shifted after the sequence was split", "loss",
+        ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
+        change("train.py", "(ids[:, self.positions], targets[:, self.positions])",
+               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1))")),
+    Bug("ranks have neighbouring segments, and the mask is zigzag's", "loss",
+        ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
+        change("context_parallel.py",
+               "torch.cat([segments[rank], segments[2 * size - 1 - rank]])",
+               "torch.cat([segments[2 * rank], segments[2 * rank + 1]])")),
+    Bug("zigzag's mask takes ranks before for ranks after", "loss",
+        ("cp 2 microbatches 5", "cp 3 microbatches 5"),
+        change("engine/context_parallel.py", "if key_rank < rank", "if key_rank > rank")),
+    Bug("the late segments come back in the wrong order, of the all-to-all", "loss",
+        ("cp 2 cp_attention all-to-all microbatches 5",
+         "dp 2 cp 3 cp_attention all-to-all microbatches 5"),
+        change("context_parallel.py", "[*early, *reversed(late)]", "[*early, *late]")),
+    Bug("the ring's last hop is lost", "loss", ("cp 2 microbatches 5", "cp 3 microbatches 5"),
+        change("engine/context_parallel.py", "                else:\n                    merge(",
+               "                elif hop < group.size - 1:\n                    merge(")),
+    Bug("partial results of attention are averaged, not weighted by their logsumexps", "loss",
+        ("cp 2 microbatches 5", "cp 3 microbatches 5"),
+        change("engine/context_parallel.py", "torch.sigmoid(part_lse - lse)",
+               "torch.full_like(lse, 0.5)")),
+    Bug("gradients of keys and values stay with the rank that computed them", "gradients",
+        ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
+        change("engine/context_parallel.py",
+               "grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)",
+               "grad_k, grad_v = own_dk, own_dv")),
+]
+
+# ---- norm ----
+
+SQUARE = "square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)"
+NORM = [
+    Bug("the norm is that of the rank's own part", "norm",
+        ("tp 3 microbatches 5", "dp 2 zero 1 pp 2 microbatches 5"),
+        change("train.py", SQUARE, "square = self.optimizer.grad_square()")),
+    Bug("what several ranks hold counts several times in the norm", "norm",
+        ("tp 3 microbatches 5", "pp 2 microbatches 5"),
+        change("engine/optimizer.py", "square() / self.copies).sum()", "square()).sum()")),
+    Bug("the norm is not the root of the sum of squares", "norm",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("train.py", "square.sqrt() / self.scale", "square / self.scale")),
+    Bug("the norm is over one stage", "norm", ("pp 2 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("train.py", 'mesh.group("ep", "pp", "tp")', 'mesh.group("ep", "tp")')),
+    Bug("the norm is over one of the T ranks", "norm",
+        ("tp 3 microbatches 5", "tp 2 pp 2 microbatches 3"),
+        change("train.py", 'mesh.group("ep", "pp", "tp")', 'mesh.group("ep", "pp")')),
+    Bug("the norm is over one shard of ZeRO", "norm",
+        ("dp 2 zero 1 microbatches 5", "dp 3 zero 3 microbatches 5"),
+        change("train.py", " if cfg.zero == 0 else mesh.world", "")),
+    Bug("the norm is the root of the sum of norms", "norm",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "torch.stack(norms).double().square()",
+               "torch.stack(norms).double()")),
+    Bug("the loss scale is left in the norm", "norm",
+        ("dp 2 microbatches 5", "tp 2 microbatches 3"),
+        change("train.py", "square.sqrt() / self.scale", "square.sqrt()"), SCALED),
+]
+
+# ---- update ----
+
+CLIP = "coefficient = clip_coefficient(norm, self.cfg.grad_clip)"
+KERNEL = "torch._fused_adamw_("
+# The kernel, as a function of the same arguments
+BY_HAND = """\
+def by_hand(weights, grads, means, squares, _, steps, lr, beta1, beta2, weight_decay, **rest):
+                    for w, g, mean, square, t in zip(weights, grads, means, squares, steps):
+                        mean.lerp_(g, 1 - beta1)
+                        square.lerp_(g.square(), 1 - beta2)
+                        root = {root}
+                        w.mul_(1 - lr * weight_decay)
+                        w.sub_(lr * mean / (1 - beta1**t) / root)
+
+                by_hand("""
+
+
+def adamw(root):
+    """AdamW with another denominator."""
+    return change("engine/optimizer.py", KERNEL, BY_HAND.format(root=root))
+
+
+UPDATE = [
+    Bug("gradients are not clipped", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("train.py", CLIP, "coefficient = clip_coefficient(norm, 0)")),
+    Bug("each rank clips by the norm of its own part", "update",
+        ("tp 3 microbatches 5", "pp 2 microbatches 5"),
+        change("train.py", CLIP,
+               "own = self.optimizer.grad_square().sqrt()\n"
+               "            coefficient = clip_coefficient(own, self.cfg.grad_clip)")),
+    Bug("gradients are clipped before the loss scale is taken out", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("train.py", CLIP,
+               "coefficient = clip_coefficient(norm * self.scale, self.cfg.grad_clip)"), SCALED),
+    Bug("the loss scale is left in the gradients that AdamW gets", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("train.py", "coefficient / self.scale", "coefficient"), SCALED),
+    Bug("clipping scales small gradients up", "update",
+        ("dp 2 microbatches 5 grad_clip 1000", "tp 3 microbatches 5 grad_clip 1000"),
+        change("optimizer.py", ".clamp(max=1.0)", "")),
+    Bug("everything decays", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "self.weight_decay if matrices else 0.0",
+               "self.weight_decay")),
+    Bug("nothing decays", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "self.weight_decay if matrices else 0.0", "0.0")),
+    Bug("the decay is coupled: added to the gradient", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", KERNEL, "torch._fused_adam_(")),
+    Bug("eps is 1e-6", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "eps=1e-8", "eps=1e-6")),
+    Bug("eps is inside of the root", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        adamw("(square / (1 - beta2**t) + 1e-8).sqrt()")),
+    Bug("the second moment is not corrected for its start at 0", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"), adamw("square.sqrt() + 1e-8")),
+    Bug("no moment is corrected for its start at 0", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "[self.updates] *", "[self.updates + 1e9] *")),
+    Bug("the correction of the moments stays at the first step's", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "self.updates += finite", "self.updates.fill_(1)")),
+    Bug("beta2 is 0.999", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "= cfg.beta1, cfg.beta2", "= cfg.beta1, 0.999")),
+    Bug("beta1 and beta2 are swapped", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("engine/optimizer.py", "= cfg.beta1, cfg.beta2", "= cfg.beta2, cfg.beta1")),
+    Bug("a step has the rate of the next one", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("optimizer.py", "    if step < cfg.warmup_steps:",
+               "    step += 1\n    if step < cfg.warmup_steps:")),
+    Bug("there is no warm-up", "update", ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("optimizer.py", "return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)",
+               "return cfg.lr")),
+    Bug("the rate stays at the first step's", "update",
+        ("dp 2 microbatches 5", "tp 3 microbatches 5"),
+        change("optimizer.py", "    if step < cfg.warmup_steps:",
+               "    step = 0\n    if step < cfg.warmup_steps:")),
+    Bug("the rate's schedule goes D steps at each step", "update",
+        ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
+        change("optimizer.py", "    if step < cfg.warmup_steps:",
+               "    step *= cfg.dp\n    if step < cfg.warmup_steps:")),
+    Bug("the rate is times D in the optimizer", "update",
+        ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
+        change("engine/optimizer.py", "lr=lr, beta1", "lr=lr * bucket.group.size, beta1")),
+    Bug("under ZeRO the new weights are not gathered", "update",
+        ("dp 2 zero 1 microbatches 5", "dp 3 zero 2 microbatches 5"),
+        change("engine/zero.py",
+               "= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def",
+               "= Work()\n\n    def")),
+]
+
+# ---- experts ----
+
+
+
+def balance(weight):
+    """Another weight of the balance loss; the printed loss is still without it."""
+    return (("run/routing.py", "layer.mlp.balance_weight = cfg.balance",
+             f"layer.mlp.balance_weight = {weight}"),
+            ("run/routing.py", "self.weight = cfg.balance", f"self.weight = {weight}"))
+
+
+EXPERTS = [
+    Bug("the gates are left out", "loss",
+        ("dp 2 ep 2 experts 4 microbatches 3", "tp 3 experts 6 microbatches 5"),
+        change("engine/expert_parallel.py", "gates.flatten()[assignments].unsqueeze(1) * rows",
+               "rows")),
+    Bug("the gates are not normalized over the chosen experts", "loss",
+        ("dp 2 ep 2 experts 4 microbatches 3", "tp 3 experts 6 microbatches 5"),
+        change("experts.py", "scores.softmax(-1).to", "logits.softmax(-1).gather(-1, chosen).to")),
+    Bug("the gates are in another order than the outputs", "loss",
+        ("dp 2 ep 2 experts 4 microbatches 3", "tp 3 experts 6 microbatches 5"),
+        change("engine/expert_parallel.py", "gates.flatten()[assignments]",
+               "gates.flatten()[: len(rows)]")),
+    Bug("outputs stay sorted by expert when they are combined", "loss",
+        ("dp 2 ep 2 experts 4 microbatches 3", "dp 3 ep 3 experts 6 microbatches 5"),
+        change("expert_parallel.py", "return outputs[order.argsort()]", "return outputs")),
+    Bug("tokens beyond an expert's capacity are dropped", "loss",
+        ("dp 2 ep 2 experts 4 microbatches 3", "tp 3 experts 6 microbatches 5"),
+        change("engine/expert_parallel.py", "gates.flatten()[assignments].unsqueeze(1) * rows",
+               "gates.flatten()[assignments].unsqueeze(1) * rows * (\n"
+               "            torch.arange(len(rows)) - torch.searchsorted(\n"
+               "                place[assignments], place[assignments])\n"
+               "            < len(place) // (self.num_reached * self.region.group.size)\n"
+               "        ).unsqueeze(1)")),
+    Bug("the balance loss is missing", "gradients",
+        ("dp 2 ep 2 experts 4 microbatches 3", "tp 3 experts 6 microbatches 5"), balance("0.0")),
+    Bug("the balance loss is times T", "gradients",
+        ("tp 3 experts 6 microbatches 5", "dp 2 tp 2 experts 4 microbatches 5"),
+        balance('cfg.balance * mesh.sizes["tp"]')),
+    Bug("the balance loss is times E", "gradients",
+        ("dp 2 ep 2 experts 4 microbatches 3", "dp 3 ep 3 experts 6 microbatches 5"),
+        balance('cfg.balance * mesh.sizes["ep"]')),
+    Bug("the balance loss sees a context rank's own tokens", "gradients",
+        ("cp 2 experts 4 microbatches 5", "tp 2 sp experts 4 microbatches 3"),
+        change("engine/expert_parallel.py", "for group in share_sequences:", "for group in ():")),
+    Bug("experts' gradients are divided by E", "gradients",
+        ("dp 2 ep 2 experts 4 microbatches 3", "dp 4 ep 2 experts 4 batch_size 60 microbatches 5"),
+        change("engine/ddp.py", "        wait_all(self.works)\n",
+               "        wait_all(self.works)\n"
+               "        E = max(b.group.size for b in self.buckets) // min(\n"
+               "            b.group.size for b in self.buckets)\n"
+               "        for param in self.home:\n"
+               "            if \".experts.\" in param.shard.name:\n"
+               "                param.grad.div_(E)\n")),
+    Bug("experts' gradients are not summed over the ranks with the same experts", "gradients",
+        ("dp 4 ep 2 experts 4 batch_size 60 microbatches 5",
+         "cp 2 dp 2 ep 2 experts 4 microbatches 5"),
+        change("engine/expert_parallel.py", "sum_over=(mesh.same_experts(),)",
+               'sum_over=(mesh.group("pp"),)')),
+    Bug("experts' gradients are summed over ranks with other experts, too", "gradients",
+        ("dp 2 ep 2 experts 4 microbatches 3", "dp 3 ep 3 experts 6 microbatches 5"),
+        change("engine/expert_parallel.py", "sum_over=(mesh.same_experts(),)",
+               "sum_over=full.shard.sum_over")),
+    Bug("f is missing before the experts", "gradients",
+        ("tp 3 experts 6 microbatches 5", "dp 2 tp 2 experts 4 microbatches 5"),
+        change("engine/expert_parallel.py", "x = enter_region(x, self.region)  #",
+               "x = self.region.enter(x)  #")),
+    Bug("the gates' gradients are not summed over the T ranks", "gradients",
+        ("tp 3 experts 6 microbatches 5", "dp 2 tp 2 experts 4 microbatches 5"),
+        change("engine/expert_parallel.py", "gates = enter_region(gates, self.region)",
+               "gates = self.region.enter(gates)")),
+]
+
+BUGS = [*DATA, *INITIAL_VALUES, *LOSS, *SUMS, *MICROBATCHES, *TENSOR, *VOCABULARY, *PIPELINE,
+        *SEQUENCES, *NORM, *UPDATE, *EXPERTS]
 
 
 # ---- running them ----
