@@ -7,7 +7,8 @@ from tests.runs import random_corpus
 from run.config import check
 import train
 from data.batches import Data
-from run.doctor.dump import write_run, read_dump
+from run.doctor.dump import read_dump
+from run.doctor.record import write_run
 from run.doctor.diagnose import diagnose
 from run.doctor.words import lines
 

@@ -391,15 +391,22 @@ def check_tokens(reference, mine, number):
     elif reference.ids(2) is not None and had == sorted(
             row for rank in rows_of(reference.ids(3 - number)) for row in rank):
         finding.causes = [f"the sequences are those of step {3 - number}"]
-    else:
-        own = {rank: rows_of(reference.ids(number)) for rank in (0,)}
-        parts = [row for rank in own[0] for row in rank]
-        each = [[parts.index(row) if row in parts else -1 for row in rank] for rank in ranks]
-        if all(-1 not in places for places in each):
-            texts = "; ".join(f"data rank {d}: {compact(places)}" for d, places in enumerate(each))
-            finding.differs += f" (rows of the batch that each had: {texts})"
-            finding.causes = ["the data ranks' parts of the batch overlap"]
+    elif len(set(had)) < len(had):
+        finding.causes = repeated_rows(rows_of(reference.ids(number)), ranks)
     return finding
+
+
+def repeated_rows(batch, ranks):
+    """Words for sequences that come twice. batch: REFERENCE's; ranks: each of MINE's data ranks'.
+    """
+    batch = [row for rank in batch for row in rank]
+    if any(row not in batch for rank in ranks for row in rank):
+        return []
+    places = [compact([batch.index(row) for row in rank]) for rank in ranks]
+    texts = "; ".join(f"data rank {d} {rows}" for d, rows in enumerate(places))
+    if all(len(set(rank)) == len(rank) for rank in ranks):
+        return [f"the data ranks' parts of the batch overlap: rows of {texts}"]
+    return [f"a data rank's microbatches repeat sequences: rows of {texts}"]
 
 
 def compact(numbers):
