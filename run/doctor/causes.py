@@ -21,7 +21,7 @@ from model import UNTIED, causal_attention
 from run.doctor.step import EMBEDDING
 from schedules import cut, placement
 from sequence_parallel import all_tokens, own_tokens_of_sum
-from tensor_parallel import Row, sum_of_copy, to_local
+from tensor_parallel import Row, copy_to_ranks, sum_of_copy, to_local
 
 # ---- shares: which terms are in a gradient, and how often ----
 
@@ -138,6 +138,8 @@ def shares(layout, terms, scale):
     for t in range(T if T > 1 else 0):
         found.append(Share(f"not summed over the tensor ranks (tp), which see different tokens: "
                            f"tensor rank {t}'s own gradient", tensor=t))
+    if total < terms.positions:
+        found.append(Share("padding tokens count in the mean", total / terms.positions))
     if terms.tokens.min() < terms.tokens.max():
         found += uneven(terms.tokens.double())
     if terms.tied:
@@ -166,6 +168,7 @@ class Change:
     before: object = None  # before(model): changes the whole model
     after: object = None  # after(model, mesh): changes a rank's part of it
     forward: bool = True  # does the loss change, too?
+    by_microbatch: bool = False  # does the change depend on what a microbatch is?
 
 
 def nothing(x, group):
@@ -188,12 +191,16 @@ def sums_both_ways(x, group):
     return WithBackward.apply(x, lambda x: sum_of_copy(x, group), lambda x: sum_of_copy(x, group))
 
 
+WHERE = {"blocks": "in all blocks", "model": "everywhere"}
+PLACES = {"blocks": ["attention", "MLP"], "model": ["attention", "MLP", "head", "embedding"]}
+
+
 def columns(model, place):
     blocks = model.layers[1:-1]
     found = {"attention": [block.attn.c_attn for block in blocks],
              "MLP": [block.mlp.c_fc for block in blocks if hasattr(block.mlp, "c_fc")],
              "head": [model.layers[-1].lm_head]}
-    return sum(found.values(), []) if place == "model" else found[place]
+    return sum((found[part] for part in PLACES.get(place, [place]) if part in found), [])
 
 
 def rows(model, place):
@@ -201,7 +208,7 @@ def rows(model, place):
     found = {"attention": [block.attn.c_proj for block in blocks],
              "MLP": [block.mlp.c_proj for block in blocks if hasattr(block.mlp, "c_proj")],
              "embedding": [model.layers[0].wte]}
-    return sum(found.values(), []) if place == "model" else found[place]
+    return sum((found[part] for part in PLACES.get(place, [place]) if part in found), [])
 
 
 def replace_f(place, f):
@@ -218,15 +225,16 @@ def replace_g(place, g):
     return after
 
 
-def biased_rows(place):
-    """Row.forward with the bias inside of the sum: it is added on each of the T ranks."""
+def biased_rows(place, f):
+    """Row.forward with the bias inside of the sum: it is added on each of the T ranks. f: what
+    becomes of the bias's gradient."""
     def after(model, mesh):
         for row in rows(model, place):
             if isinstance(row, Row) and row.bias is not None:
                 row.forward = partial(forward, row)
 
     def forward(row, x):
-        return row.g(F.linear(x, row.weight) + row.bias, row.group)
+        return row.g(F.linear(x, row.weight) + f(row.bias, row.group), row.group)
     return after
 
 
@@ -541,7 +549,8 @@ def pipeline_changes(step):
             what = "activation" if forward else "gradient"
             found.append(Change(f"at the boundary before layer {i} a microbatch gets the {what} of "
                                 f"another microbatch: {whose}", forward=forward,
-                                after=crossing.swapped(m, order, forward)))
+                                after=crossing.swapped(m, order, forward),
+                                by_microbatch=True))
     sizes = {1 / m: "divided by the microbatches", m: "times the microbatches"}
     for axis in ("dp", "pp", "tp"):
         size = step.layout[axis]
@@ -597,16 +606,16 @@ def changes(step):
 
 def tensor_changes(config, sp):
     found = []
-    for place in ("attention", "MLP", "head", "model"):
-        where = "anywhere" if place == "model" else f"in the {place}"
+    for place in ("attention", "MLP", "head", "blocks", "model"):
+        where = WHERE.get(place, f"in the {place}")
         if not sp:
             found += [
                 Change(f"f is missing {where}: the gradient of a column's input is not summed over "
                        "the tensor ranks (tp)", after=replace_f(place, nothing), forward=False),
                 Change(f"f averages over the tensor ranks (tp), and does not sum, {where}",
                        after=replace_f(place, averaged(False, True)), forward=False)]
-    for place in ("attention", "MLP", "embedding", "model"):
-        where = "anywhere" if place == "model" else f"in the {place}"
+    for place in ("attention", "MLP", "embedding", "blocks", "model"):
+        where = WHERE.get(place, f"in the {place}")
         if not sp:
             found += [
                 Change(f"g is missing {where}: partial sums are not summed over the tensor ranks "
@@ -615,9 +624,12 @@ def tensor_changes(config, sp):
                        after=replace_g(place, sums_both_ways), forward=False),
                 Change(f"g averages over the tensor ranks (tp), and does not sum, {where}",
                        after=replace_g(place, averaged(True, False)))]
-        if place != "embedding" and not sp:
-            found.append(Change(f"a row's bias is added on each tensor rank (tp) {where}",
-                                after=biased_rows(place)))
+        if place not in ("embedding", "model") and not sp:
+            found += [
+                Change(f"a row's bias is added on each tensor rank (tp) {where}",
+                       after=biased_rows(place, nothing)),
+                Change(f"a row's bias is added on each tensor rank (tp) {where}, and its gradient "
+                       "is summed over them", after=biased_rows(place, copy_to_ranks))]
     found += [
         Change("q, k and v are split over the tensor ranks (tp) as one matrix",
                before=whole_c_attn),
@@ -637,14 +649,14 @@ def tensor_changes(config, sp):
 
 def sequence_changes():
     found = []
-    for place in ("attention", "MLP", "head", "model"):
-        where = "anywhere" if place == "model" else f"in the {place}"
+    for place in ("attention", "MLP", "head", "blocks", "model"):
+        where = WHERE.get(place, f"in the {place}")
         found += [Change(f"--sp's all-gather has no reduce-scatter in backward {where}",
                          after=replace_f(place, enter_without_sum), forward=False),
                   Change(f"--sp's all-gather averages in backward {where}",
                          after=replace_f(place, enter_with_mean), forward=False)]
-    for place in ("attention", "MLP", "embedding", "model"):
-        where = "anywhere" if place == "model" else f"in the {place}"
+    for place in ("attention", "MLP", "embedding", "blocks", "model"):
+        where = WHERE.get(place, f"in the {place}")
         found += [Change(f"--sp's reduce-scatter does not sum {where}",
                          after=replace_g(place, leave_without_sum)),
                   Change(f"--sp's reduce-scatter has no all-gather in backward {where}",
@@ -675,7 +687,8 @@ def expert_changes(layout):
         Change("experts' outputs are not multiplied by their gates",
                before=routed(lambda x, gates, chosen, layer: (torch.ones_like(gates), chosen))),
         Change("no gradient reaches the router through the gates",
-               before=routed(lambda x, gates, chosen, layer: (gates.detach(), chosen)), forward=False),
+               before=routed(lambda x, gates, chosen, layer: (gates.detach(), chosen)),
+               forward=False),
         Change("gates are not normalized over the chosen experts (softmax over all)",
                before=routed(softmax_over_all)),
         Change("gates are in the wrong order",

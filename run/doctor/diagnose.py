@@ -113,7 +113,7 @@ class Examined:
         self.terms = self.step.run()
         self.dtype = getattr(torch, mine.dtype)
         self.grad_dtype = getattr(torch, mine.grad_dtype)
-        self.loss = self.terms.losses.sum().item() / self.terms.divisor
+        self.loss = self.terms.loss()
         # {name: full gradient}
         self.gradients = {name: full / self.terms.divisor for name, full in self.terms.full.items()}
 
@@ -204,8 +204,13 @@ def causes_of_gradients(examined, given, wrong, deep, known):
 
 def fits_change(examined, change, mine, loss):
     """Are MINE's loss and all its gradients those of the changed step?"""
-    terms = examined.step.run(change)
-    if not examined.loss_is(loss, terms.losses.sum().item() / terms.divisor):
+    step = examined.step if change.by_microbatch else examined.step.merged()
+    if change.forward:
+        terms = step.run(change, losses_only=True)
+        if not is_loss(examined, terms, loss):
+            return False
+    terms = step.run(change)
+    if not is_loss(examined, terms, loss):
         return False
     for name, values in mine.items():
         predicted = gradient(terms, name, RIGHT)
@@ -216,18 +221,24 @@ def fits_change(examined, change, mine, loss):
     return True
 
 
+def is_loss(examined, terms, loss):
+    """Is it the loss that train.py prints, or the one of tensor rank 0?"""
+    return (examined.loss_is(loss, terms.loss())
+            or examined.loss_is(loss, terms.losses[..., 0].sum().item() / terms.divisor))
+
+
 def causes_of_loss(examined, loss):
     """Words of what MINE's loss may be, where its gradients are right."""
     terms, layout = examined.terms, examined.mine.layout
-    D, m, C = terms.losses.shape
+    losses = terms.losses.mean(-1)  # (D, m, C)
     divisor = terms.divisor
     found = {}
     total = int(terms.tokens.sum())
     for factor, words in factors(layout, total, examined.numbers["scale"]).items():
         found[f"the loss is {words}"] = factor * examined.loss
-    for axis, parts in (("data rank", terms.losses.sum((1, 2))),
-                        ("microbatch", terms.losses.sum((0, 2))),
-                        ("context rank", terms.losses.sum((0, 1)))):
+    for axis, parts in (("data rank", losses.sum((1, 2))),
+                        ("microbatch", losses.sum((0, 2))),
+                        ("context rank", losses.sum((0, 1)))):
         for i, part in enumerate(parts if len(parts) > 1 else ()):
             words = f"the printed loss is {axis} {i}'s own"
             found[f"{words} part"] = part.item() / divisor
@@ -252,11 +263,19 @@ def first_difference(given, right, wrong):
             f"norm, {where} of {len(rows)}")
 
 
-def adds_first_step(examined, given):
-    """Are MINE's gradients the sums of both steps'?"""
+def keeps_first_step(examined, given):
+    """Words, if MINE's gradients are this step's and a share of the first step's."""
     first = examined.mine.gradients(1)
-    return all(name in first and off(given[name] - first[name], examined.gradients[name])
-               <= 2 * examined.tolerance(name) for name in given)
+    if set(first) != set(given):
+        return []
+    errors = {name: given[name] - examined.gradients[name] for name in given}
+    squares = sum(first[name].square().sum().item() for name in given)
+    share = sum((errors[name] * first[name]).sum().item() for name in given) / squares
+    left = (off(errors[name], share * first[name]) <= 2 * examined.tolerance(name)
+            for name in given)
+    if abs(share) < 1e-3 or not all(left):
+        return []
+    return [f"{share:.3g} of the first step's gradients is still in them: they were not zeroed"]
 
 
 def check_gradients(examined, number, deep, known):
@@ -269,8 +288,8 @@ def check_gradients(examined, number, deep, known):
         findings.append(Finding(f"step {number} loss", False, "not finite"))
     wrong = wrong_gradients(examined, given)
     causes = causes_of_gradients(examined, given, wrong, deep, known) if wrong else []
-    if number == 2 and wrong and not known and adds_first_step(examined, given):
-        causes = ["the gradients of step 1 are still in it: they were not zeroed"]
+    if number == 2 and wrong and not known:
+        causes = causes or keeps_first_step(examined, given)
     if not math.isfinite(loss):
         pass
     elif loss_is_right or (wrong and causes):
@@ -350,6 +369,12 @@ def causes_of_weights(reference, mine, wrong, eps):
     for words, is_kind in kinds.items():
         if all(map(is_kind, wrong)):
             return [f"the initial values of {listed(wrong)} {words}"]
+    given = mine.weights(0)
+    twins = [(name, name.replace(".h.0.", ".h.1.")) for name in given
+             if ".h.0." in name and name.endswith("weight") and name in wrong]
+    if twins and all(twin in given and off(given[name], given[twin]) <= 1e-6 * norm_of(given[name])
+                     for name, twin in twins):
+        return ["all blocks have the same initial values: drawn with one seed"]
     ratios = [norm_of(mine.weights(0)[name]) / norm_of(reference.weights(0)[name])
               for name in wrong]
     if max(ratios) - min(ratios) < 1e-3 * max(ratios) and all(

@@ -45,13 +45,15 @@ def sampled(tensor):
 class Terms:
     """What a step computes, before any sum over ranks and microbatches.
 
-    losses     (D, m, C): sums over the tokens of a microbatch that a context rank has
+    losses     (D, m, C, T): sums over the tokens of a microbatch that a context rank has. The T
+               tensor ranks have the same, but where a bug makes them differ
     gradients  {name: (D, m, C, R, n)} of the summed loss: n sampled elements of the full tensor.
                R = 1 for a tensor that is split over the tensor ranks; else R = T: copies of a
                replicated tensor's gradient or, where they see different tokens, terms of it
     is_summed  {name: are the R ones terms?}
     full       {name: the full gradient}: all terms, summed one after the other
     tokens     (D, m): tokens that count
+    positions  number of tokens, padding too
     divisor    what the loss is divided by: all tokens or, if it is a sum, 1
     tied       are embedding and head one matrix, whose terms are apart here?
     """
@@ -60,8 +62,13 @@ class Terms:
     is_summed: dict
     full: dict
     tokens: torch.Tensor
+    positions: int
     divisor: int
     tied: bool
+
+    def loss(self):
+        """The loss that a run prints: the mean over the T ranks (train.py)."""
+        return self.losses.mean(-1).sum().item() / self.divisor
 
 
 def split_layers(model, group, f, g):
@@ -126,19 +133,27 @@ class Step:
                 layer.sum_counts = partial(all_reduce, group=sharing)
         return positions
 
-    def run(self, cause=None, dtype=torch.double, grad_dtype=torch.double, scale=1.0):
+    def merged(self):
+        """The same step with all sequences in one microbatch of one data rank: sooner computed."""
+        tokens = [part.flatten(0, 2)[None, None] for part in (self.ids, self.targets)]
+        return Step(self.config, self.layout, self.balance, self.weights, *tokens, self.is_mean)
+
+    def run(self, cause=None, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
+            losses_only=False):
         """The Terms of the step, computed in this dtype and summed in grad_dtype. cause: what to do
-        otherwise (causes.py). scale: the loss is multiplied by it, the gradients divided by it."""
+        otherwise (causes.py). scale: the loss is multiplied by it, the gradients divided by it.
+        losses_only: forward only, no gradients."""
         boards = {}  # name -> (C, R, full shape): the gradients of one microbatch
         is_summed = {}
         D, m, B, _ = self.ids.shape
         world = World(self.sizes)
         C, T = self.sizes.values()
-        losses = torch.zeros(D, m, C, dtype=torch.double)
+        losses = torch.zeros(D, m, C, T, dtype=torch.double)
         found = {}  # name -> its sampled gradients, by microbatch
         full = {}
 
         def rank(mesh):
+            torch.set_grad_enabled(not losses_only)  # of this thread
             model = self.whole_model(dtype)
             if cause and cause.before:
                 cause.before(model)
@@ -158,9 +173,9 @@ class Step:
                     ids, targets = self.ids[d, k], self.targets[d, k]
                     loss = model(ids[:, positions], targets[:, positions])
                     balance = balance_loss(model.layers)
-                    if t == 0:
-                        own = loss if balance is None else loss - balance
-                        losses[d, k, c] = own.item()
+                    losses[d, k, c, t] = loss.item() - (0 if balance is None else balance.item())
+                    if losses_only:
+                        continue
                     (loss * scale).backward()
                     for param in model.parameters():
                         tag = param.shard
@@ -184,7 +199,7 @@ class Step:
         gradients = {name: torch.stack(rows).unflatten(0, (D, m)) for name, rows in found.items()}
         tokens = (self.targets != ABSENT).sum((-1, -2))
         divisor = tokens.sum().item() if self.is_mean else 1
-        return Terms(losses, gradients, is_summed, full, tokens, divisor,
+        return Terms(losses, gradients, is_summed, full, tokens, self.targets.numel(), divisor,
                      tied=UNTIED not in self.weights)
 
 
