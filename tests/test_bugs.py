@@ -1,8 +1,6 @@
 """Bugs are planted and taken back (planted.py); each of bugs.py changes numbers in its layouts."""
 
-import itertools
 import re
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +14,11 @@ from data import batches
 from engine import ddp, zero
 from engine.group import CommunicationError, naming
 from engine.sequence_parallel import Region
+from run.config import check
+from run.doctor.dump import read_dump
 from shard import Shard
 from tests import bugs
-from tests.harness import FULL, config, same_model
+from tests.harness import FULL, config
 from tests.planted import CannotPlant, planted
 from tests.pool import pool
 
@@ -117,56 +117,61 @@ def test_what_cannot_be_planted_is_refused(changes, says):
 # ---- the table ----
 
 
-def first_copies(per_rank):
-    """{name: full tensor} from every rank's [(tag, its slice)]: where copies differ, the first."""
-    full = {}
-    for tag, local in itertools.chain(*reversed(per_rank)):
-        tensor = full.setdefault(tag.name, torch.zeros(tag.shape, dtype=local.dtype))
-        sizes = [b - a for a, b in tag.ranges]
-        parts = local.narrow(tag.dim, 0, sum(sizes)).split(sizes, tag.dim)
-        for (a, b), part in zip(tag.ranges, parts, strict=True):
-            tensor.narrow(tag.dim, a, b - a).copy_(part)
-    return full
+def test_each_row_has_a_name_of_its_own_a_stage_and_two_layouts_that_can_be(corpus):
+    assert len({bug.name for bug in bugs.BUGS}) == len(bugs.BUGS)
+    for bug in bugs.BUGS:
+        assert bug.stage in bugs.STAGES and len({*bug.layouts}) == 2
+        assert all(check(config(corpus, **bugs.flags_of(layout)), 1) <= 8
+                   for layout in bug.layouts)
 
 
-def numbers(traces):
-    """{what: a tensor} of a run."""
-    found = {f"initial {name}": value
-             for name, value in first_copies([t[0]["weights"] for t in traces]).items()}
-    for step in (1, 2):
-        found[f"{step} loss"] = torch.tensor(traces[0][step]["loss"], dtype=torch.double)
-        found[f"{step} norm"] = torch.tensor(traces[0][step]["norm"], dtype=torch.double)
-        for kind in ("grads", "weights"):
-            tensors = first_copies([trace[step][kind] for trace in traces])
-            found.update({f"{step} {kind} {name}": value for name, value in tensors.items()})
+def test_there_are_90_right_runs_that_can_be(corpus):
+    assert len(bugs.RIGHT_RUNS) >= 90
+    for flags in bugs.RIGHT_RUNS:
+        assert check(config(corpus, **flags), 1) <= 8
+
+
+def numbers(folder):
+    """{what: a tensor} of all numbers in a dump."""
+    dump = read_dump(folder)
+    found = {f"weights 0 {name}": value for name, value in dump.weights(0).items()}
+    for number, step in enumerate(dump.steps, 1):
+        for name in ("loss", "norm"):
+            found[f"{name} {number}"] = torch.tensor(step[name], dtype=torch.double)
+        for kind, tensors in (("gradients", dump.gradients(number)),
+                              ("weights", dump.weights(number))):
+            found.update({f"{kind} {number} {name}": value for name, value in tensors.items()})
     return found
 
 
-@cache
-def right(corpus, setting, **flags):
-    return numbers(bugs.run_with(corpus, setting, **{**bugs.SIZES, **flags}))
+@pytest.fixture(scope="module")
+def right(corpus, tmp_path_factory):
+    """A function that returns the numbers of one process; each run is made once."""
+    known = {}
 
+    def numbers_of(bug, layout):
+        key = bug.setting, tuple(sorted(bugs.alone(layout).items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("right") / "dump"
+            known[key] = numbers(bugs.reference_of(corpus, bug, layout, "float64", folder))
+        return known[key]
 
-def wrong_numbers(corpus, bug, layout):
-    """Which numbers of a layout with the bug are not those of one process: {what: by how much}."""
-    flags = bugs.flags_of(layout)
-    got = numbers(bugs.run_with(corpus, bug.setting + bug.changes, **flags))
-    model = {name: value for name, value in same_model(config(corpus, **flags)).items()}
-    want = right(corpus, bug.setting, **model)
-    assert got.keys() == want.keys()
-    found = {}
-    for what, value in want.items():
-        off = (got[what] - value).norm().item()
-        if not off <= 1e-9 * max(value.norm().item(), 1e-3):
-            found[what] = off / max(value.norm().item(), 1e-3)
-    return found
+    return numbers_of
 
 
 CASES = [(bug, layout) for bug in bugs.BUGS for layout in bug.layouts[: 2 if FULL else 1]]
 
 
 @pytest.mark.parametrize("bug,layout", CASES, ids=[f"{bug.name}-{layout}" for bug, layout in CASES])
-def test_a_planted_bug_changes_numbers(corpus, bug, layout):
-    found = wrong_numbers(corpus, bug, layout)
-    print(list(found.items())[:4])
-    assert found
+def test_a_planted_bug_changes_numbers(corpus, right, tmp_path, bug, layout):
+    got = numbers(bugs.dump_of(corpus, bug, layout, "float64", tmp_path / "dump"))
+    want = right(bug, layout)
+    assert got.keys() == want.keys()
+    off = {}  # by how much of the right tensor's norm
+    for what, value in want.items():
+        error = (got[what] - value).norm().item()
+        size = max(value.norm().item(), 1e-3)
+        if not error <= 1e-9 * size:
+            off[what] = error / size
+    print(list(off.items())[:4])
+    assert off
