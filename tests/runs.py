@@ -180,10 +180,10 @@ def contents(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("step*/*") if path.is_file()}
 
 
-def rewrite(path, change):
-    """A safetensors file again, with change({name: (shape, bytes)}) in it."""
+def rewrite(path, change, code="F64"):
+    """A safetensors file again, with change({name: (shape, bytes)}) in it. code: of its dtype."""
     entries, raw = tensorfile.read_header(path), path.read_bytes()
     tensors = {n: (e.shape, raw[e.begin : e.end]) for n, e in entries.items()}
     change(tensors)
-    head, _ = tensorfile.make_header({n: torch.Size(s) for n, (s, _) in tensors.items()}, "F64")
+    head, _ = tensorfile.make_header({n: torch.Size(s) for n, (s, _) in tensors.items()}, code)
     path.write_bytes(head + b"".join(data for _, data in tensors.values()))

@@ -452,5 +452,5 @@ def test_a_long_text_is_encoded_in_pieces_as_it_is_whole():
 
 def test_only_processes_py_of_the_rooms_names_torch_distributed():
     for folder in ("run", "data"):
-        for path in (HERE / folder).glob("*.py"):
+        for path in (HERE / folder).rglob("*.py"):
             assert ("torch.distributed" in path.read_text()) == (path.name == "processes.py"), path
