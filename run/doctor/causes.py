@@ -38,7 +38,7 @@ class Share:
 
     def largest(self):
         """The largest weight of a term: rounding errors grow with it."""
-        weight = 1.0 if self.data is None else self.data.max().item()
+        weight = 1.0 if self.data is None else self.data.abs().max().item()
         return max(1.0, abs(self.factor) * weight * max(self.tied))
 
 
@@ -123,6 +123,8 @@ def shares(layout, terms, scale):
         words = f"not summed over the data ranks (dp): data rank {d}'s own gradient"
         found += [Share(words, data=only), Share(f"{words}, divided by its own tokens", D, only),
                   Share(f"{words}, divided by dp = {D}", 1 / D, only)]
+    if D > 1 and m > 1:
+        found += sums_too_often_or_seldom(D, m)
     for k in range(m if m > 1 else 0):
         only = torch.zeros(D, m, dtype=torch.double)
         only[:, k] = 1
@@ -147,6 +149,22 @@ def shares(layout, terms, scale):
                   Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
                   Share("the tied matrix has the head's term twice", tied=(1, 2)),
                   Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
+    return found
+
+
+def sums_too_often_or_seldom(D, m):
+    """Gradients are to be summed over the data ranks once per step, or one microbatch's at a time.
+    """
+    found = []
+    for k, which in ((0, "first"), (m - 1, "last")):
+        own = torch.zeros(D, m, dtype=torch.double)
+        own[0] = 1
+        own[:, k] = 1
+        found.append(Share(f"only the {which} microbatch's gradients are summed over the data "
+                           "ranks (dp); data rank 0's own of the others", data=own))
+    again = D ** torch.arange(m - 1, -1, -1, dtype=torch.double).expand(D, m)
+    found.append(Share("the sum so far is summed over the data ranks (dp) again after each "
+                       "microbatch", data=again))
     return found
 
 

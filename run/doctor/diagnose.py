@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from run.doctor.causes import RIGHT, changes, factors, gradient, shares
+from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, shares
 from run.doctor.step import EMBEDDING, Step, sampled
 from run.doctor.update import Replay, Way, norms, ways
 
@@ -190,6 +190,7 @@ def causes_of_gradients(examined, given, wrong, deep, known):
         words = group_words(wrong, mine, fits)
         if words:
             found.append(f"{words}: {share.words}")
+    found = found or fitted_weights(examined, mine)
     loss = examined.numbers["loss"]
     loss_is_right = examined.loss_is(loss, examined.loss)
     if found or not deep:
@@ -200,6 +201,31 @@ def causes_of_gradients(examined, given, wrong, deep, known):
         if change.forward != loss_is_right and fits_change(examined, change, mine, loss):
             found.append(change.words)
     return found
+
+
+def fitted_weights(examined, mine):
+    """Words, if MINE's gradients are the right step's terms, with a weight for each data rank's
+    microbatch: those weights, found by least squares."""
+    terms = examined.terms
+    D, m = terms.tokens.shape
+    if D * m == 1:
+        return []
+    shares = [Share("", data=torch.eye(D * m, dtype=torch.double)[i].view(D, m))
+              for i in range(D * m)]
+    columns = torch.stack([torch.cat([gradient(terms, name, share) / examined.tolerance(name)
+                                      for name in mine]) for share in shares], dim=1)
+    wanted = torch.cat([mine[name] / examined.tolerance(name) for name in mine])
+    if not wanted.isfinite().all():
+        return []
+    weights = torch.linalg.lstsq(columns, wanted.unsqueeze(1)).solution.view(D, m)
+    share = Share("", data=weights)
+    for name in mine:
+        error = off(mine[name], gradient(terms, name, share))
+        if not error <= examined.tolerance(name, share.largest()):
+            return []
+    rows = "; ".join(f"data rank {d} {' '.join(f'{w:.3g}' for w in row.tolist())}"
+                     for d, row in enumerate(weights))
+    return [f"all gradients: the microbatches' terms count this often: {rows}"]
 
 
 def fits_change(examined, change, mine, loss):
@@ -328,59 +354,76 @@ def check_initial_weights(reference, mine):
 
 def causes_of_weights(reference, mine, wrong, eps):
     """Words for what MINE's initial weights are, if all wrong ones are of one kind."""
-    T = mine.layout["tp"]
-    kinds = {}
+    given = mine.weights(0)
+    wanted = reference.weights(0)
 
-    def is_close(name, tensor):
-        return off(mine.weights(0)[name], tensor) <= 2 * eps * norm_of(tensor)
+    def is_close(tensor, right):
+        return tensor.shape == right.shape and off(tensor, right) <= 2 * eps * norm_of(right)
 
-    def repeats(name):
-        """Is each rank's slice drawn with one seed, so that all slices are the same?"""
-        tensor = mine.weights(0)[name]
-        return any(n % T == 0 and T > 1 and off(*tensor.chunk(T, dim)[:2]) == 0
-                   for dim, n in enumerate(tensor.shape))
+    def ratio(name):
+        return norm_of(given[name]) / norm_of(wanted[name])
 
-    def transposed(name):
-        tensor = reference.weights(0)[name]
-        return tensor.dim() == 2 and mine.weights(0)[name].shape == tensor.shape and is_close(
-            name, tensor.mT) if tensor.dim() == 2 and tensor.size(0) == tensor.size(1) else False
-
-    kinds["are the same in each tensor rank's slice (tp): each rank draws with one seed"] = repeats
-    kinds["are transposed: a wrong map of names"] = transposed
+    kinds = {"are transposed: a wrong map of names":
+             lambda name: given[name].dim() == 2 and is_close(given[name], wanted[name].mT)}
+    factor = ratio(min(wrong))
+    times = f"{factor:.6g} times REFERENCE's"
     if mine.model:
-        L, heads = mine.model.n_layer, mine.model.n_head
-        width = mine.model.n_embd // heads
-        factors_of = {math.sqrt(2 * L): "not divided by sqrt(2 n_layer)",
-                      1 / math.sqrt(2 * L): "divided by sqrt(2 n_layer) once too often"}
-        for factor, words in factors_of.items():
-            kinds[f"are {words}"] = lambda name, factor=factor: is_close(
-                name, factor * reference.weights(0)[name])
-
-        def interleaved(name):
-            """q, k and v of a head side by side, as in Megatron."""
-            if not name.endswith(("c_attn.weight", "c_attn.bias")) or mine.weights(0)[
-                    name].size(0) != 3 * heads * width:
-                return False
-            tensor = reference.weights(0)[name].unflatten(0, (3, heads, width))
-            return is_close(name, tensor.transpose(0, 1).flatten(0, 2))
-
-        kinds["have q, k and v side by side for each head (Megatron's order): a wrong map"] = \
-            interleaved
+        kinds |= kinds_of_model(mine, given, wanted, is_close)
+        root = math.sqrt(2 * mine.model.n_layer)
+        if abs(factor / root - 1) < 1e-6:
+            times += ": not divided by sqrt(2 n_layer)"
+    kinds[f"are {times}"] = lambda name: is_close(given[name], factor * wanted[name])
     for words, is_kind in kinds.items():
         if all(map(is_kind, wrong)):
             return [f"the initial values of {listed(wrong)} {words}"]
-    given = mine.weights(0)
-    twins = [(name, name.replace(".h.0.", ".h.1.")) for name in given
-             if ".h.0." in name and name.endswith("weight") and name in wrong]
-    if twins and all(twin in given and off(given[name], given[twin]) <= 1e-6 * norm_of(given[name])
-                     for name, twin in twins):
-        return ["all blocks have the same initial values: drawn with one seed"]
-    ratios = [norm_of(mine.weights(0)[name]) / norm_of(reference.weights(0)[name])
-              for name in wrong]
-    if max(ratios) - min(ratios) < 1e-3 * max(ratios) and all(
-            is_close(name, ratios[0] * reference.weights(0)[name]) for name in wrong):
-        return [f"the initial values of {listed(wrong)} are {ratios[0]:.6g} times REFERENCE's"]
     return []
+
+
+def kinds_of_model(mine, given, wanted, is_close):
+    """{words: function of a name} for a model of a known form."""
+    heads = mine.model.n_head
+    layout, L = mine.layout, mine.model.n_layer
+    step = Step(mine.model, layout, 0.0, dict(given), None, None)
+    tags = step.tags()
+    starts = cut_by_layout(mine.model, layout) if layout["pp"] > 1 else []
+
+    def slices(name, tensors):
+        return [rank[name].slice(tensors[name]).flatten() for rank in tags]
+
+    def repeats(name):
+        first, second = slices(name, given)[:2]
+        n = min(len(first), len(second))
+        return torch.equal(first[:n], second[:n])
+
+    def first_rank_alone(name):
+        """Are only the first tensor rank's and the first pipeline rank's values right?"""
+        if starts and layer_of(name, L) >= starts[0]:
+            return True
+        both = zip(slices(name, given), slices(name, wanted), strict=True)
+        right = [is_close(*pair) for pair in both]
+        return right[0] and len(right) > 1 and not any(right[1:])
+
+    def interleaved(name):
+        """Are q, k and v of a head side by side, as in Megatron?"""
+        if ".c_attn." not in name:
+            return False
+        tensor = wanted[name].unflatten(0, (3, heads, -1))
+        return is_close(given[name], tensor.transpose(0, 1).flatten(0, 2))
+
+    def like_next_block(name):
+        twin = name.replace(".h.0.", ".h.1.")
+        return name.endswith("bias") or ".ln_" in name or twin not in given or (
+            off(given[name], given[twin]) <= 1e-6 * norm_of(given[name]))
+
+    kinds = {"have q, k and v of a head side by side (Megatron's order): a wrong map": interleaved,
+             "are the same in all blocks: all drawn with one seed": like_next_block}
+    if layout["tp"] > 1:
+        kinds["are the same in each tensor rank's slice (tp): each draws its slice, with one seed"
+              ] = repeats
+    if layout["tp"] > 1 or starts:
+        kinds["are REFERENCE's on the first rank only: each rank draws with a seed of its own"
+              ] = first_rank_alone
+    return kinds
 
 
 def listed(names):
@@ -418,6 +461,10 @@ def check_tokens(reference, mine, number):
         finding.causes = [f"the sequences are those of step {3 - number}"]
     elif len(set(had)) < len(had):
         finding.causes = repeated_rows(rows_of(reference.ids(number)), ranks)
+    elif len(ranks) > 1 and set(ranks[0]) <= set(wanted) and not any(
+            set(rank) & set(wanted) for rank in ranks[1:]):
+        finding.causes = ["only data rank 0 has sequences of REFERENCE: each data rank (dp) draws "
+                          "a batch of its own"]
     return finding
 
 
@@ -483,20 +530,20 @@ def check_norm(mine, number):
 
 def stage_norms(mine, squares):
     """{words: norm} of the gradients of one pipeline rank only."""
-    from run.doctor.causes import cut_by_layout
     starts = [0, *cut_by_layout(mine.model, mine.layout)] if mine.model else []
     found = {}
     for i, start in enumerate(starts):
         stop = starts[i + 1] if i + 1 < len(starts) else math.inf
-        own = sum(square for name, square in squares.items() if start <= layer_of(name, mine) < stop
-                  or (name == EMBEDDING and stop == math.inf))
+        layers = {name: layer_of(name, mine.model.n_layer) for name in squares}
+        own = sum(square for name, square in squares.items() if start <= layers[name] < stop
+                  or (name == EMBEDDING and stop == math.inf))  # the tied head
         found[f"that of pipeline stage {i} only (pp)"] = math.sqrt(own)
     return found
 
 
-def layer_of(name, mine):
-    place = place_of(name)
-    return mine.model.n_layer + 1 if place == math.inf else place + 1
+def layer_of(name, n_layer):
+    """The number of a parameter's layer: 0 the embedding, n_layer + 1 the head."""
+    return min(place_of(name), n_layer) + 1
 
 
 class Steps:

@@ -133,6 +133,14 @@ class Step:
                 layer.sum_counts = partial(all_reduce, group=sharing)
         return positions
 
+    def tags(self):
+        """[{name: tag}] of each tensor rank: which slice it holds."""
+        def rank(mesh):
+            model = self.whole_model(torch.double)
+            self.parallel(model, mesh)
+            return {param.shard.name: param.shard for param in model.parameters()}
+        return World({"cp": 1, "tp": self.layout["tp"]}).run(rank)
+
     def merged(self):
         """The same step with all sequences in one microbatch of one data rank: sooner computed."""
         tokens = [part.flatten(0, 2)[None, None] for part in (self.ids, self.targets)]
