@@ -110,7 +110,7 @@ def factors(layout, tokens, scale):
     return {factor: " or ".join(words) for factor, words in found.items()}
 
 
-def shares(layout, terms, scale):
+def known_shares(layout, terms, scale):
     """The Shares of a layout."""
     D, m, C, _ = next(iter(terms.gradients.values())).shape[:4]
     T = layout["tp"]
