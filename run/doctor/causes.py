@@ -261,11 +261,49 @@ def whole_c_attn(model):
         block.attn.parts = ()
 
 
-def words_of_next_rank(model, mesh):
-    embedding, head = model.layers[0].wte, model.layers[-1]
-    width = embedding.words[1] - embedding.words[0]
-    embedding.words = tuple(min(word + width, model.config.vocab_size) for word in embedding.words)
-    head.loss = partial(head.loss, words=embedding.words)
+def other_words(change, ends):
+    """change(words, rank, rows): the words that a rank takes for its own, in the embedding, the
+    head, or both."""
+    def after(model, mesh):
+        embedding, head = model.layers[0].wte, model.layers[-1]
+        words = change(embedding.words, mesh.group("tp").rank, embedding.weight.size(0))
+        if "embedding" in ends:
+            embedding.words = words
+        if "head" in ends:
+            head.loss = partial(head.loss, words=words)
+    return after
+
+
+def moved(distance):
+    return lambda words, rank, rows: (words[0] + distance, words[1] + distance)
+
+
+def equal_slices(words, rank, rows):
+    """As if all ranks had as many rows as this one."""
+    return rank * rows, (rank + 1) * rows
+
+
+def unmasked_targets(in_loss):
+    """Ranks that lack a target's row take their row 0 for it: in the loss, or in its gradient."""
+    def after(model, mesh):
+        head = model.layers[-1]
+        right = head.loss
+        group = mesh.group("tp")
+        words = model.layers[0].wte.words
+
+        def loss(logits, targets):
+            local, outside = to_local(targets, *words)
+            row = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+            total = right(logits, targets)
+            if in_loss:  # such a rank adds the loss of its row 0
+                lse = sum_of_copy(logits.detach().exp().sum(-1), group).log()
+                more = sum_of_copy((lse - row.detach()).masked_fill(~outside, 0).sum(), group)
+                return WithBackward.apply(total, lambda total: total + more, lambda grad: grad)
+            extra = row.masked_fill(~outside, 0).sum()
+            return total - WithBackward.apply(extra, torch.zeros_like, lambda grad: grad)
+
+        head.loss = loss
+    return after
 
 
 def unmasked_embedding(model, mesh):
@@ -284,10 +322,11 @@ def own_words_only(model, mesh):
 
     def loss(logits, targets, words):
         local, outside = to_local(targets, *words)
-        own = logits.logsumexp(-1)
         at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
-        at_target = WithBackward.apply(at_target, lambda x: sum_of_copy(x, group), lambda x: x)
-        return (own - at_target).sum()
+        own = logits.logsumexp(-1) - at_target
+        # A token's loss is that of the rank that has its target
+        counted = sum_of_copy(own.detach().masked_fill(outside, 0).sum(), group)
+        return WithBackward.apply(own.sum(), lambda own: counted, lambda grad: grad)
 
     head = model.layers[-1]
     head.loss = partial(loss, words=model.layers[0].wte.words)
@@ -306,13 +345,16 @@ def loss_sums_both_ways(model, mesh):
     head.loss = loss
 
 
-def padded_rows(count):
-    """The rows that pad the vocabulary count in the loss, with logits of 0."""
+def padded_rows(multiple):
+    """The rows that pad a rank's slice of the vocabulary count in the loss, with logits of 0."""
     def after(model, mesh):
         head = model.layers[-1]
         right = head.loss
-        if mesh.group("tp").rank == 0:
-            head.loss = lambda logits, targets: right(F.pad(logits, (0, count)), targets)
+
+        def loss(logits, targets):
+            return right(F.pad(logits, (0, -logits.size(-1) % multiple)), targets)
+
+        head.loss = loss
     return after
 
 
@@ -335,6 +377,13 @@ def leave_without_sum(x, group):
     def own(x):
         return x.chunk(group.size, dim=1)[group.rank].contiguous()
     return WithBackward.apply(x, own, lambda grad: all_tokens(grad, group))
+
+
+def scatter_only(model, mesh):
+    """The reduce-scatter of rows in forward, and of columns in backward, scatters and does not sum.
+    """
+    replace_f("model", enter_without_sum)(model, mesh)
+    replace_g("model", leave_without_sum)(model, mesh)
 
 
 def leave_backward_alone(x, group):
@@ -615,6 +664,8 @@ def changes(step):
         Change("attention scores are not divided by sqrt(head width)",
                after=each_attention(unscaled_attention)),
         Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu),
+        *(Change(f"the rows that pad the vocabulary to a multiple of {multiple} count in the loss",
+                 after=padded_rows(multiple)) for multiple in (2, 4, 8, 16, 32, 64, 128)),
         *(Change(f"the norms' epsilon is {eps:g}", before=norms_with(eps))
           for eps in (1e-6, 1e-8, 1e-12, 1e-5))]
     if C > 1:  # attention is replaced there
@@ -651,17 +702,20 @@ def tensor_changes(config, sp):
     found += [
         Change("q, k and v are split over the tensor ranks (tp) as one matrix",
                before=whole_c_attn),
-        Change("the ranks of the vocabulary look up the next rank's words",
-               after=words_of_next_rank),
         Change("words of other ranks are not masked in the embedding", after=unmasked_embedding),
         Change("the loss normalizes over a rank's own words only (tp)", after=own_words_only),
         Change("the gradient of the logits is tp times too large: the loss's sums are summed in "
                "backward, too", after=loss_sums_both_ways, forward=False)]
-    for padded in (8, 16, 32, 64, 128):
-        missing = -config.vocab_size % padded
-        if missing:
-            found.append(Change(f"the vocabulary's {missing} padding rows count in the loss",
-                                after=padded_rows(missing)))
+    for ends in (["embedding"], ["head"], ["embedding", "head"]):
+        where = " and ".join(ends)
+        found += [Change(f"the words of a rank's slice are off by {distance:+d} in the {where}",
+                         after=other_words(moved(distance), ends)) for distance in (1, -1)]
+        found.append(Change("all slices of the vocabulary count as equally long, and one is longer, "
+                            f"in the {where}", after=other_words(equal_slices, ends)))
+    found += [Change("words of other ranks are not masked in the loss",
+                     after=unmasked_targets(in_loss=True)),
+              Change("words of other ranks are not masked in the gradient of the logits",
+                     after=unmasked_targets(in_loss=False), forward=False)]
     return found
 
 
@@ -679,6 +733,8 @@ def sequence_changes():
                          after=replace_g(place, leave_without_sum)),
                   Change(f"--sp's reduce-scatter has no all-gather in backward {where}",
                          after=replace_g(place, leave_backward_alone), forward=False)]
+    found.append(Change("--sp's reduce-scatter does not sum, forward or in backward, everywhere",
+                        after=scatter_only))
     found.append(Change("all tensor ranks (--sp) take the positions of the first tokens",
                         after=positions_from(from_zero)))
     return found

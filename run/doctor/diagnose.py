@@ -191,16 +191,17 @@ def causes_of_gradients(examined, given, wrong, deep, known):
         if words:
             found.append(f"{words}: {share.words}")
     found = found or fitted_weights(examined, mine)
-    loss = examined.numbers["loss"]
-    loss_is_right = examined.loss_is(loss, examined.loss)
     if found or not deep:
         return found
-    for change in changes(examined.step):
-        if known and change.words not in known:
-            continue
-        if change.forward != loss_is_right and fits_change(examined, change, mine, loss):
-            found.append(change.words)
-    return found
+    return fitting_changes(examined, mine, examined.numbers["loss"], known)
+
+
+def fitting_changes(examined, mine, loss, known):
+    """Words of the Changes that give MINE's loss and (sampled) gradients."""
+    loss_is_right = examined.loss_is(loss, examined.loss)
+    return [change.words for change in changes(examined.step)
+            if (not known or change.words in known) and change.forward != loss_is_right
+            and fits_change(examined, change, mine, loss)]
 
 
 def fitted_weights(examined, mine):
@@ -322,8 +323,12 @@ def check_gradients(examined, number, deep, known):
         findings.append(Finding(f"step {number} loss", loss_is_right,
                                 "" if loss_is_right else ratio_words(loss, examined.loss)))
     else:
+        fitting = causes_of_loss(examined, loss)
+        if not wrong and not fitting and deep:
+            mine = {name: sampled(given[name]) for name in given}
+            fitting = fitting_changes(examined, mine, loss, known)
         findings.append(Finding(f"step {number} loss", False, ratio_words(loss, examined.loss),
-                                causes_of_loss(examined, loss)))
+                                fitting))
     if not wrong:
         findings.append(Finding(f"step {number} gradients", True))
         return findings

@@ -72,7 +72,7 @@ class Terms:
 
 
 def split_but_experts(model, group, f, g):
-    """tensor_parallel.split_but_experts, but for experts, which all ranks hold whole here."""
+    """Like tensor_parallel.split_layers, but experts stay whole on each rank."""
     embedding, *blocks, head = model.layers
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:
