@@ -21,6 +21,7 @@ from model import UNTIED, causal_attention
 from run.doctor.step import EMBEDDING
 from schedules import cut, placement
 from sequence_parallel import all_tokens, own_tokens_of_sum
+from sizes import LlamaConfig
 from tensor_parallel import Row, copy_to_ranks, sum_of_copy, to_local
 
 # ---- shares: which terms are in a gradient, and how often ----
@@ -256,9 +257,12 @@ def biased_rows(place, f):
     return after
 
 
-def whole_c_attn(model):
-    for block in model.layers[1:-1]:
-        block.attn.parts = ()
+def in_one_part(layer):
+    """The matrices in the first tensor of each block's layer ("attn", "mlp") are split as one."""
+    def before(model):
+        for block in model.layers[1:-1]:
+            getattr(block, layer).parts = ()
+    return before
 
 
 def other_words(change, ends):
@@ -516,9 +520,7 @@ def unscaled_attention(q, k, v):
 
 def exact_gelu(model):
     for block in model.layers[1:-1]:
-        if hasattr(block.mlp, "c_fc"):
-            block.mlp.forward = partial(
-                lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
+        block.mlp.forward = partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
 
 
 def norms_with(eps):
@@ -663,11 +665,12 @@ def changes(step):
         Change("attention sees later tokens", after=each_attention(all_tokens_seen)),
         Change("attention scores are not divided by sqrt(head width)",
                after=each_attention(unscaled_attention)),
-        Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu),
         *(Change(f"the rows that pad the vocabulary to a multiple of {multiple} count in the loss",
                  after=padded_rows(multiple)) for multiple in (2, 4, 8, 16, 32, 64, 128)),
         *(Change(f"the norms' epsilon is {eps:g}", before=norms_with(eps))
           for eps in (1e-6, 1e-8, 1e-12, 1e-5))]
+    if not isinstance(config, LlamaConfig) and not config.n_experts:
+        found.append(Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu))
     if C > 1:  # attention is replaced there
         found = [change for change in found if not change.words.startswith("attention s")]
     return found
@@ -701,17 +704,20 @@ def tensor_changes(config, sp):
                        "is summed over them", after=biased_rows(place, copy_to_ranks))]
     found += [
         Change("q, k and v are split over the tensor ranks (tp) as one matrix",
-               before=whole_c_attn),
+               before=in_one_part("attn")),
         Change("words of other ranks are not masked in the embedding", after=unmasked_embedding),
         Change("the loss normalizes over a rank's own words only (tp)", after=own_words_only),
         Change("the gradient of the logits is tp times too large: the loss's sums are summed in "
                "backward, too", after=loss_sums_both_ways, forward=False)]
+    if isinstance(config, LlamaConfig) and not config.n_experts:
+        found.append(Change("gate and up are split over the tensor ranks (tp) as one matrix",
+                            before=in_one_part("mlp")))
     for ends in (["embedding"], ["head"], ["embedding", "head"]):
         where = " and ".join(ends)
         found += [Change(f"the words of a rank's slice are off by {distance:+d} in the {where}",
                          after=other_words(moved(distance), ends)) for distance in (1, -1)]
-        found.append(Change("all slices of the vocabulary count as equally long, and one is longer, "
-                            f"in the {where}", after=other_words(equal_slices, ends)))
+        found.append(Change("a rank takes all slices of the vocabulary for as long as its own, in "
+                            f"the {where}", after=other_words(equal_slices, ends)))
     found += [Change("words of other ranks are not masked in the loss",
                      after=unmasked_targets(in_loss=True)),
               Change("words of other ranks are not masked in the gradient of the logits",
