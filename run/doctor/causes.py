@@ -148,6 +148,7 @@ def known_shares(layout, terms, scale):
     if terms.tied:
         found += [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),
                   Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
+                  Share("the tied matrix's two terms are summed twice", tied=(2, 2)),
                   Share("the tied matrix has the head's term twice", tied=(1, 2)),
                   Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
     return found
@@ -612,7 +613,11 @@ def pipeline_changes(step):
               "the last one": lambda k: m - 1}
     found = []
     boundaries = cut_by_layout(step.config, step.layout)
+    found.append(Change("no gradient goes back over the pipeline's boundaries", forward=False,
+                        after=scaled(boundaries, 0.0, ahead=False)))
     for i in boundaries:
+        found.append(Change(f"no gradient goes back over the boundary before layer {i}",
+                            forward=False, after=scaled([i], 0.0, ahead=False)))
         crossing = Crossing(step, i)
         for forward, (whose, order) in product((True, False), orders.items() if m > 1 else ()):
             what = "activation" if forward else "gradient"
