@@ -18,6 +18,7 @@ from functools import cached_property
 
 import torch
 
+from model import UNTIED
 from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, known_shares
 from run.doctor.step import EMBEDDING, Step, sampled
 from run.doctor.update import Replay, Way, norms, ways
@@ -516,8 +517,8 @@ def check_norm(mine, number):
     finding = Finding(stage, False, ratio_words(norm, right))
     split = [name for name in given if not is_replicated(name)]
     known = dict(norms(squares, split, mine.layout))
-    if mine.layout["pp"] > 1:
-        known |= stage_norms(mine, squares)
+    if mine.model and max(mine.layout["pp"], mine.layout["tp"]) > 1:
+        known |= norms_of_parts(mine, given)
     if number == 2 and mine.gradients(1):
         known["that of the first step"] = mine.steps[0]["norm"]
     clip = mine.optimizer["grad_clip"]
@@ -533,16 +534,30 @@ def check_norm(mine, number):
     return finding
 
 
-def stage_norms(mine, squares):
-    """{words: norm} of the gradients of one pipeline rank only."""
-    starts = [0, *cut_by_layout(mine.model, mine.layout)] if mine.model else []
+def norms_of_parts(mine, given):
+    """{words: norm} of the gradients that single pipeline stages or tensor ranks hold."""
+    layout, L = mine.layout, mine.model.n_layer
+    T, P = layout["tp"], layout["pp"]
+    starts = [0, *(cut_by_layout(mine.model, layout) if P > 1 else [])]
+    step = Step(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
+    parts = torch.zeros(len(starts), T, dtype=torch.double)  # squares of each stage's rank
+    for t, tags in enumerate(step.tags()):
+        for name, grad in given.items():
+            piece = tags[name].slice(grad)
+            copies = T if piece.shape == grad.shape else 1
+            stages = {max(i for i, start in enumerate(starts) if start <= layer_of(name, L))}
+            if name == EMBEDDING and UNTIED not in given:
+                stages.add(len(starts) - 1)  # the tied head
+            for stage in stages:
+                parts[stage, t] += piece.square().sum() / copies / len(stages)
     found = {}
-    for i, start in enumerate(starts):
-        stop = starts[i + 1] if i + 1 < len(starts) else math.inf
-        layers = {name: layer_of(name, mine.model.n_layer) for name in squares}
-        own = sum(square for name, square in squares.items() if start <= layers[name] < stop
-                  or (name == EMBEDDING and stop == math.inf))  # the tied head
-        found[f"that of pipeline stage {i} only (pp)"] = math.sqrt(own)
+    for i, row in enumerate(parts if P > 1 else ()):
+        found[f"that of pipeline stage {i}'s part only (pp)"] = row.sum().sqrt().item()
+    for t, column in enumerate(parts.T if T > 1 else ()):
+        found[f"that of tensor rank {t}'s part only (tp)"] = column.sum().sqrt().item()
+    if P > 1 and T > 1:
+        found |= {f"that of the part of one rank only (pp {i}, tp {t})": parts[i, t].sqrt().item()
+                  for i in range(len(starts)) for t in range(T)}
     return found
 
 

@@ -22,7 +22,11 @@ def norms(squares, split, layout):
     whole = sum(squares.values())
     parts = sum(squares[name] for name in split)
     copies = whole - parts
-    found = {"its square: the root is missing": whole}
+    found = {"its square: the root is missing": whole,
+             "the root of the sum of the tensors' norms, not of their squares":
+             math.sqrt(sum(math.sqrt(square) for square in squares.values())),
+             "the sum of the tensors' norms, not the root of the sum of their squares":
+             sum(math.sqrt(square) for square in squares.values())}
     if T > 1:
         found |= {
             f"replicated gradients count {T} times (tp)": math.sqrt(parts + T * copies),
