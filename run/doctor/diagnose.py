@@ -587,7 +587,8 @@ class Steps:
         """The weight after a step, from MINE's weight before it. rate: of MINE's dump."""
         steps = self.mine.steps[:number]
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
-        return replay.step(number, name, self.held(number - 1)[name], grads,
+        weights = [self.held(n)[name] for n in range(number)]
+        return replay.step(number, name, weights, grads,
                            [step["norm"] for step in steps], steps[-1]["lr"], way)
 
     def is_right(self, number, name, way):
@@ -690,6 +691,19 @@ def keeps_old(steps, number, name):
     return bool((given == steps.held(number - 1)[name])[differs].all())
 
 
+def check_rate(reference, mine, number):
+    """A Finding: is the rate that MINE's dump gives REFERENCE's?"""
+    stage = f"step {number} rate"
+    rate, right, other = (dump.steps[n - 1]["lr"] for dump, n in (
+        (mine, number), (reference, number), (reference, 3 - number)))
+    if abs(rate - right) <= 1e-6 * right:
+        return Finding(stage, True)
+    finding = Finding(stage, False, f"{rate:.6g}, not {right:.6g}")
+    if abs(rate - other) <= 1e-6 * other:
+        finding.causes = [f"it is that of step {3 - number}"]
+    return finding
+
+
 # ---- all of it ----
 
 
@@ -738,4 +752,8 @@ def diagnose(reference, mine, deep=True):
             yield Finding(f"step {number} copies", False, f"ranks hold different weights of "
                           f"{first_of(differ)}; the rest is not examined")
             return
+    for number in (1, 2):
+        finding = check_rate(reference, mine, number)
+        if not finding.equal:
+            yield finding
     yield from check_updates(reference, mine)
