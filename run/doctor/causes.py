@@ -22,7 +22,7 @@ from run.doctor.step import EMBEDDING
 from schedules import cut, placement
 from sequence_parallel import all_tokens, own_tokens_of_sum
 from sizes import LlamaConfig
-from tensor_parallel import Row, copy_to_ranks, sum_of_copy, to_local
+from tensor_parallel import Row, copy_to_ranks, sum_of_copy, sum_over_ranks, to_local
 
 # ---- shares: which terms are in a gradient, and how often ----
 
@@ -267,17 +267,31 @@ def in_one_part(layer):
     return before
 
 
-def other_words(change, ends):
+def other_words(change, ends, by_owner=False):
     """change(words, rank, rows): the words that a rank takes for its own, in the embedding, the
-    head, or both."""
+    head, or both. by_owner: a token's loss is added by the rank that has its target, so a target
+    that no rank has adds nothing."""
     def after(model, mesh):
         embedding, head = model.layers[0].wte, model.layers[-1]
-        words = change(embedding.words, mesh.group("tp").rank, embedding.weight.size(0))
+        group = mesh.group("tp")
+        words = change(embedding.words, group.rank, embedding.weight.size(0))
         if "embedding" in ends:
             embedding.words = words
         if "head" in ends:
-            head.loss = partial(head.loss, words=words)
+            head.loss = partial(loss_by_owner if by_owner else head.loss, words=words)
+            if by_owner:
+                head.loss = partial(head.loss, group=group)
     return after
+
+
+def loss_by_owner(logits, targets, words, group):
+    local, outside = to_local(targets, *words)
+    at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+    sums = sum_over_ranks(torch.stack([logits.exp().sum(-1), at_target]), group)
+    losses = sums[0].log() - at_target
+    counted = sum_of_copy(losses.detach().masked_fill(outside, 0).sum(), group)
+    total = (sums[0].log() - sums[1]).sum()
+    return WithBackward.apply(total, lambda total: counted, lambda grad: grad)
 
 
 def moved(distance):
@@ -787,7 +801,8 @@ def tensor_changes(config, sp):
     for ends in (["embedding"], ["head"], ["embedding", "head"]):
         where = " and ".join(ends)
         found += [Change(f"the words of a rank's slice are off by {distance:+d} in the {where}",
-                         after=other_words(moved(distance), ends)) for distance in (1, -1)]
+                         after=other_words(moved(distance), ends, by_owner))
+                  for distance, by_owner in product((1, -1), {False, "head" in ends})]
         found.append(Change("a rank takes all slices of the vocabulary for as long as its own, in "
                             f"the {where}", after=other_words(equal_slices, ends)))
     found += [Change("words of other ranks are not masked in the loss",

@@ -748,6 +748,8 @@ def diagnose(reference, mine, deep=True):
                 if not repeats:
                     yield finding
         differ = mine.steps[number - 1]["weights_differ"]
+        if differ and not mine.steps[number - 1]["gradients_differ"]:
+            yield from check_updates(reference, mine)
         if differ:
             yield Finding(f"step {number} copies", False, f"ranks hold different weights of "
                           f"{first_of(differ)}; the rest is not examined")
