@@ -60,6 +60,15 @@ def bench_flags(description):
     return parser
 
 
+def doctor_flags(description):
+    parser = Parser(description)
+    parser.add_argument("reference", help="folder of one process's dump")
+    parser.add_argument("mine", help="folder of the dump to examine")
+    parser.add_argument("--deep", action="store_true", help="try all known bugs, however large the "
+                        "model is (a small one: always)")
+    return parser
+
+
 def large_batches_flags(description):
     parser = Parser(description)
     parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")

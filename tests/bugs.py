@@ -707,6 +707,10 @@ def reference_of(corpus, bug, layout, dtype, folder):
 
 def alone(layout):
     """The flags of one process that trains what a layout should train."""
-    given = flags_of(layout)
+    return alone_of(flags_of(layout))
+
+
+def alone_of(given):
+    """Those of the given flags that one process takes, too."""
     kept = {f.name for f in fields(Config) if f.metadata["group"] in ("model", "training")}
     return {"microbatches": 1, **{name: given[name] for name in given if name in kept}}

@@ -1,0 +1,118 @@
+"""Ranks as threads of one process: the root's plain forms run as on many processes, unchanged.
+
+A communicator carries the messages of a Group (group.py). Here it is a queue for each pair of
+ranks, in place of gloo's connections. So the doctor can run a step of any layout, right or wrong,
+in one process, and look at the gradients of each rank before they are summed.
+"""
+
+import queue
+import threading
+from itertools import product
+
+import torch
+
+from group import Group
+from mesh import Mesh
+
+
+class Sent:
+    """A message that has been put into its queue."""
+
+    def wait(self):
+        pass
+
+
+class Receiving:
+    """A receive that has been posted. wait() fills the tensor."""
+
+    def __init__(self, tensor, messages):
+        self.tensor = tensor
+        self.messages = messages
+
+    def wait(self):
+        message = self.messages.get()
+        if message is None:
+            raise RuntimeError("another rank has failed")
+        self.tensor.copy_(message)
+
+
+class Communicator:
+    """What one rank of a group needs of torch's ProcessGroup: send and recv of one tensor."""
+
+    def __init__(self, queues, rank):
+        self.queues = queues  # {(source, destination): Queue}, shared by the group's ranks
+        self.rank = rank
+
+    def send(self, tensors, dst, tag):
+        self.queues[self.rank, dst].put(tensors[0].clone())
+        return Sent()
+
+    def recv(self, tensors, src, tag):
+        return Receiving(tensors[0], self.queues[src, self.rank])
+
+
+class ThreadMesh(Mesh):
+    """The Mesh of one thread."""
+
+    def __init__(self, rank, sizes, world):
+        """world: the World that has started the threads."""
+        self.rank = rank
+        self.sizes = sizes
+        self.queues_of = world.queues_of
+        self.group_class = Group
+        self.device = torch.device("cpu")
+        self.groups = {}
+
+    def communicator(self, name, ranks):
+        """This rank's end of a group's queues; None where the rank is not in the group."""
+        if self.rank not in ranks:
+            return None
+        return Communicator(self.queues_of(name, ranks), ranks.index(self.rank))
+
+
+class World:
+    """Threads on a mesh of these sizes, such as {"cp": 2, "tp": 3}."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+        self.size = torch.Size(sizes.values()).numel()
+        self.queues = {}  # (group's name, its ranks) -> {(source, destination): Queue}
+        self.failed = False  # has a rank raised an error?
+        self.barrier = threading.Barrier(self.size)
+        self.lock = threading.Lock()
+
+    def queues_of(self, name, ranks):
+        with self.lock:
+            if self.failed:
+                raise RuntimeError("another rank has failed")
+            key = (name, *ranks)
+            if key not in self.queues:
+                pairs = product(range(len(ranks)), repeat=2)
+                self.queues[key] = {pair: queue.SimpleQueue() for pair in pairs}
+            return self.queues[key]
+
+    def run(self, fn):
+        """Run fn(mesh) as each rank, and return the ranks' results. Raises what a rank raised."""
+        results = [None] * self.size
+        errors = []
+
+        def run_rank(rank):
+            try:
+                results[rank] = fn(ThreadMesh(rank, self.sizes, self))
+            except Exception as error:
+                errors.append(error)
+                with self.lock:  # wake the ranks that wait for this one
+                    self.failed = True
+                    self.barrier.abort()
+                    for queues in self.queues.values():
+                        for messages in queues.values():
+                            messages.put(None)
+
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results

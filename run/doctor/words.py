@@ -1,0 +1,14 @@
+"""What the doctor prints."""
+
+
+def lines(findings):
+    """The lines to print, one finding after the other; yields (line, is it equal?)."""
+    for finding in findings:
+        if finding.equal:
+            yield f"{finding.stage:24} {finding.differs or 'equal'}", True
+            continue
+        yield f"{finding.stage:24} differs: {finding.differs}", False
+        if not finding.causes and not finding.stage.endswith("copies"):
+            yield f"{'':24} fits nothing that is known", False
+        for i, words in enumerate(finding.causes):
+            yield f"{'':24} {'or' if i else '->'} {words}", False
