@@ -352,8 +352,7 @@ def refuse_wrong_layout(cfg, world):
 PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
     weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump watch verbose
-    log_interval
-    eval_interval eval_batches device""".split()
+    log_interval eval_interval eval_batches device""".split()
 NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch")
 
 
