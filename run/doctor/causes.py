@@ -50,13 +50,13 @@ def gradient(terms, name, share):
     """The sampled gradient (n,) of the mean loss that a share gives for a tensor. None if the share
     is about terms that the tensor does not have."""
     if name == EMBEDDING and terms.tied:
-        embedding = part_of(terms, EMBEDDING, share)
-        head = part_of(terms, UNTIED, share)
+        embedding = summed_terms(terms, EMBEDDING, share)
+        head = summed_terms(terms, UNTIED, share)
         return share.tied[0] * embedding + share.tied[1] * head
-    return part_of(terms, name, share)
+    return summed_terms(terms, name, share)
 
 
-def part_of(terms, name, share):
+def summed_terms(terms, name, share):
     grad = terms.gradients[name]  # (D, m, C, R, n)
     if share.data is not None:
         grad = grad * share.data[:, :, None, None, None]

@@ -403,7 +403,7 @@ def kinds_of_model(mine, given, wanted, is_close):
 
     def first_rank_alone(name):
         """Are only the first tensor rank's and the first pipeline rank's values right?"""
-        if starts and layer_of(name, L) >= starts[0]:
+        if starts and layer_number(name, L) >= starts[0]:
             return True
         both = zip(slices(name, given), slices(name, wanted), strict=True)
         right = [is_close(*pair) for pair in both]
@@ -545,7 +545,7 @@ def norms_of_parts(mine, given):
         for name, grad in given.items():
             piece = tags[name].slice(grad)
             copies = T if piece.shape == grad.shape else 1
-            stages = {max(i for i, start in enumerate(starts) if start <= layer_of(name, L))}
+            stages = {max(i for i, start in enumerate(starts) if start <= layer_number(name, L))}
             if name == EMBEDDING and UNTIED not in given:
                 stages.add(len(starts) - 1)  # the tied head
             for stage in stages:
@@ -561,7 +561,7 @@ def norms_of_parts(mine, given):
     return found
 
 
-def layer_of(name, n_layer):
+def layer_number(name, n_layer):
     """The number of a parameter's layer: 0 the embedding, n_layer + 1 the head."""
     return min(place_of(name), n_layer) + 1
 
