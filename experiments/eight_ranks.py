@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import Data
+from model import build
 from plain import FLAGS, part_of_model
 from run.config import parse
 from run.files import write_new
@@ -46,7 +47,7 @@ class HeldMatrix(NamedTuple):
 
 def held_matrices(cfg, mesh, vocab_size):
     """[HeldMatrix] of this rank, in the order of its layers."""
-    layers = part_of_model(cfg, mesh, vocab_size)
+    layers = part_of_model(cfg, mesh, vocab_size, build)
     reducer = REDUCERS[cfg.zero](layers)
     found = []
     for param, chunk in zip(reducer.params, reducer.weights, strict=True):
