@@ -489,7 +489,7 @@ class Flash(torch.autograd.Function):
                 continue
             weight = torch.sigmoid(own_lse - lse)
             if even:  # only queries that have a key in this part
-                weight = torch.where(own_lse > -torch.inf, 0.5, 0.0)
+                weight = (own_lse > -torch.inf).to(out.dtype) / 2
             out = torch.lerp(out, own_out, weight.unsqueeze(-1))
             lse = torch.logaddexp(lse, own_lse)
         ctx.save_for_backward(q, k, v, out, lse, seen_back.any(0))
