@@ -58,8 +58,8 @@ DATA = [
         ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
         change("data/batches.py", "default_rng([cfg.seed, step])",
                'default_rng([cfg.seed, step, mesh.place("dp", "ep")[0]])')),
-    Bug("tensor and pipeline ranks draw batches of their own", "data",
-        ("tp 3 microbatches 2", "dp 2 pp 3 microbatches 5"),
+    Bug("tensor and pipeline ranks draw batches of their own", "loss",
+        ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("data/batches.py", "default_rng([cfg.seed, step])",
                "default_rng([cfg.seed, step, mesh.rank])")),
     Bug("targets are not shifted", "data", ("dp 2", "tp 3 microbatches 2"),
@@ -707,6 +707,10 @@ def reference_of(corpus, bug, layout, dtype, folder):
 
 def alone(layout):
     """The flags of one process that trains what a layout should train."""
-    given = flags_of(layout)
+    return alone_of(flags_of(layout))
+
+
+def alone_of(given):
+    """Those of the given flags that one process takes, too."""
     kept = {f.name for f in fields(Config) if f.metadata["group"] in ("model", "training")}
     return {"microbatches": 1, **{name: given[name] for name in given if name in kept}}

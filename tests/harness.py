@@ -27,6 +27,7 @@ from experts import balance_loss, kind_of
 from model import build
 from run.config import Config, check, check_layout
 from sizes import config_of
+from tests.diagnosis import diagnosis
 from tests.pool import pool
 
 # This file is imported where processes are forked from: CUDA is not to be touched there
@@ -180,6 +181,19 @@ def assemble(per_rank):
     return full
 
 
+def first_copies(per_rank):
+    """{name: full tensor} like assemble(), but of copies that differ the first rank's."""
+    full = {}
+    for tag, local in reversed(list(itertools.chain(*per_rank))):
+        tensor = full.setdefault(tag.name, torch.zeros(tag.shape, dtype=local.dtype))
+        begin = 0
+        for start, stop in tag.ranges:
+            part = local.narrow(tag.dim, begin, stop - start)
+            tensor.narrow(tag.dim, start, stop - start).copy_(part)
+            begin += stop - start
+    return full
+
+
 def close(got, want, what, tolerance=TOLERANCE):
     """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
     got = torch.as_tensor(got, dtype=torch.double)
@@ -221,10 +235,29 @@ def equals_one_process(corpus, run=_train, *args, **flags):
     world = check(cfg, 1) if cfg.device == "cpu" else check_layout(cfg, 1)
     got = pool(world, run, cfg, *args)
     want = reference(corpus, **same_model(cfg))
+    try:
+        compare(cfg, got, want)
+    except AssertionError as error:  # the doctor knows many bugs by their numbers
+        raise AssertionError(f"{error}\n{words(cfg, got, want)}") from None
+    return got, want
+
+
+def compare(cfg, got, want):
+    """AssertionError unless the ranks' traces are that of one process."""
     weights = assemble([trace[0]["weights"] for trace in got])
     for name, value in want[0]["weights"].items():
         assert torch.equal(weights[name], value), f"initial {name} differs"
     for step in range(1, STEPS + 1):
         matches(cfg, got, step, ("grads", "weights"), want)
     assert all(trace[0]["agree"] for trace in got), "replicas disagree"
-    return got, want
+
+
+def words(cfg, got, want):
+    """What the doctor says of the ranks' traces (got), whose copies may differ."""
+    rates = [{"lr": 0.0}] + [{"lr": train.learning_rate(cfg, step)} for step in range(STEPS)]
+    mine = [{kind: first_copies([trace[n][kind] for trace in got])
+             for kind in ("weights", "grads") if kind in got[0][n]}
+            | {name: got[0][n].get(name) for name in ("loss", "norm")} | rates[n]
+            for n in range(STEPS)]
+    reference = [{**step, **rate} for step, rate in zip(want, rates, strict=True)]
+    return diagnosis(cfg, mine, reference, VOCAB)

@@ -239,6 +239,13 @@ MUTANTS = {
     "run/copies.py": [
         ("differ[name] |= is_unequal", "pass", "zero:one_bit"),
         ("(shard.sum_over[0], *shard.shared_by)", "shard.shared_by", "zero:bit")],
+    "run/doctor/record.py": [
+        (" and shard.sum_over[0].rank == 0", "", "dump:copies"),
+        ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
+        ("whole.div_(divisor)", "whole", "dump:16_bits"),
+        ("max(0, bucket.offset - bucket.starts[param])", "0", "dump:any_layout"),
+        ("yield tag, params[tag.name]", "yield self.gather(tag, state.weights)",
+         "dump:forward_uses")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ('fill_(manifest["good_steps"])', "zero_()", "values:keeps"),

@@ -271,8 +271,8 @@ def _growth(rank, cfg):
     return own, max(map(max, bytes_of)), max(map(sum, bytes_of)), max(peaks)
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "tp": 2, "zero": 1}, {"dp": 2, "zero": 3}],
-                         ids=str)
+@pytest.mark.parametrize("layout", [
+    {"dp": 2, "arch": "llama"}, {"dp": 2, "tp": 2, "zero": 1}, {"dp": 2, "zero": 3}], ids=str)
 def test_writing_holds_one_slice_at_a_time(corpus, tmp_path, layout):
     """Its copy and, while it is summed, its messages. ZeRO-3: and one layer, gathered, and the
     layer that is freed then. 16 KB for small things."""

@@ -21,6 +21,7 @@ from model import UNTIED, causal_attention
 from run.doctor.step import EMBEDDING
 from schedules import cut, placement
 from sequence_parallel import all_tokens, own_tokens_of_sum
+from sizes import LlamaConfig
 from tensor_parallel import Row, copy_to_ranks, sum_of_copy, to_local
 
 # ---- shares: which terms are in a gradient, and how often ----
@@ -110,7 +111,7 @@ def factors(layout, tokens, scale):
     return {factor: " or ".join(words) for factor, words in found.items()}
 
 
-def shares(layout, terms, scale):
+def known_shares(layout, terms, scale):
     """The Shares of a layout."""
     D, m, C, _ = next(iter(terms.gradients.values())).shape[:4]
     T = layout["tp"]
@@ -256,16 +257,57 @@ def biased_rows(place, f):
     return after
 
 
-def whole_c_attn(model):
-    for block in model.layers[1:-1]:
-        block.attn.parts = ()
+def in_one_part(layer):
+    """The matrices in the first tensor of each block's layer ("attn", "mlp") are split as one."""
+    def before(model):
+        for block in model.layers[1:-1]:
+            getattr(block, layer).parts = ()
+    return before
 
 
-def words_of_next_rank(model, mesh):
-    embedding, head = model.layers[0].wte, model.layers[-1]
-    width = embedding.words[1] - embedding.words[0]
-    embedding.words = tuple(min(word + width, model.config.vocab_size) for word in embedding.words)
-    head.loss = partial(head.loss, words=embedding.words)
+def other_words(change, ends):
+    """change(words, rank, rows): the words that a rank takes for its own, in the embedding, the
+    head, or both."""
+    def after(model, mesh):
+        embedding, head = model.layers[0].wte, model.layers[-1]
+        words = change(embedding.words, mesh.group("tp").rank, embedding.weight.size(0))
+        if "embedding" in ends:
+            embedding.words = words
+        if "head" in ends:
+            head.loss = partial(head.loss, words=words)
+    return after
+
+
+def moved(distance):
+    return lambda words, rank, rows: (words[0] + distance, words[1] + distance)
+
+
+def equal_slices(words, rank, rows):
+    """As if all ranks had as many rows as this one."""
+    return rank * rows, (rank + 1) * rows
+
+
+def unmasked_targets(in_loss):
+    """Ranks that lack a target's row take their row 0 for it: in the loss, or in its gradient."""
+    def after(model, mesh):
+        head = model.layers[-1]
+        right = head.loss
+        group = mesh.group("tp")
+        words = model.layers[0].wte.words
+
+        def loss(logits, targets):
+            local, outside = to_local(targets, *words)
+            row = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+            total = right(logits, targets)
+            if in_loss:  # such a rank adds the loss of its row 0
+                lse = sum_of_copy(logits.detach().exp().sum(-1), group).log()
+                more = sum_of_copy((lse - row.detach()).masked_fill(~outside, 0).sum(), group)
+                return WithBackward.apply(total, lambda total: total + more, lambda grad: grad)
+            extra = row.masked_fill(~outside, 0).sum()
+            return total - WithBackward.apply(extra, torch.zeros_like, lambda grad: grad)
+
+        head.loss = loss
+    return after
 
 
 def unmasked_embedding(model, mesh):
@@ -284,10 +326,11 @@ def own_words_only(model, mesh):
 
     def loss(logits, targets, words):
         local, outside = to_local(targets, *words)
-        own = logits.logsumexp(-1)
         at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
-        at_target = WithBackward.apply(at_target, lambda x: sum_of_copy(x, group), lambda x: x)
-        return (own - at_target).sum()
+        own = logits.logsumexp(-1) - at_target
+        # A token's loss is that of the rank that has its target
+        counted = sum_of_copy(own.detach().masked_fill(outside, 0).sum(), group)
+        return WithBackward.apply(own.sum(), lambda own: counted, lambda grad: grad)
 
     head = model.layers[-1]
     head.loss = partial(loss, words=model.layers[0].wte.words)
@@ -306,13 +349,16 @@ def loss_sums_both_ways(model, mesh):
     head.loss = loss
 
 
-def padded_rows(count):
-    """The rows that pad the vocabulary count in the loss, with logits of 0."""
+def padded_rows(multiple):
+    """The rows that pad a rank's slice of the vocabulary count in the loss, with logits of 0."""
     def after(model, mesh):
         head = model.layers[-1]
         right = head.loss
-        if mesh.group("tp").rank == 0:
-            head.loss = lambda logits, targets: right(F.pad(logits, (0, count)), targets)
+
+        def loss(logits, targets):
+            return right(F.pad(logits, (0, -logits.size(-1) % multiple)), targets)
+
+        head.loss = loss
     return after
 
 
@@ -335,6 +381,13 @@ def leave_without_sum(x, group):
     def own(x):
         return x.chunk(group.size, dim=1)[group.rank].contiguous()
     return WithBackward.apply(x, own, lambda grad: all_tokens(grad, group))
+
+
+def scatter_only(model, mesh):
+    """The reduce-scatter of rows in forward, and of columns in backward, scatters and does not sum.
+    """
+    replace_f("model", enter_without_sum)(model, mesh)
+    replace_g("model", leave_without_sum)(model, mesh)
 
 
 def leave_backward_alone(x, group):
@@ -467,9 +520,7 @@ def unscaled_attention(q, k, v):
 
 def exact_gelu(model):
     for block in model.layers[1:-1]:
-        if hasattr(block.mlp, "c_fc"):
-            block.mlp.forward = partial(
-                lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
+        block.mlp.forward = partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
 
 
 def norms_with(eps):
@@ -614,9 +665,12 @@ def changes(step):
         Change("attention sees later tokens", after=each_attention(all_tokens_seen)),
         Change("attention scores are not divided by sqrt(head width)",
                after=each_attention(unscaled_attention)),
-        Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu),
+        *(Change(f"the rows that pad the vocabulary to a multiple of {multiple} count in the loss",
+                 after=padded_rows(multiple)) for multiple in (2, 4, 8, 16, 32, 64, 128)),
         *(Change(f"the norms' epsilon is {eps:g}", before=norms_with(eps))
           for eps in (1e-6, 1e-8, 1e-12, 1e-5))]
+    if not isinstance(config, LlamaConfig) and not config.n_experts:
+        found.append(Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu))
     if C > 1:  # attention is replaced there
         found = [change for change in found if not change.words.startswith("attention s")]
     return found
@@ -650,18 +704,24 @@ def tensor_changes(config, sp):
                        "is summed over them", after=biased_rows(place, copy_to_ranks))]
     found += [
         Change("q, k and v are split over the tensor ranks (tp) as one matrix",
-               before=whole_c_attn),
-        Change("the ranks of the vocabulary look up the next rank's words",
-               after=words_of_next_rank),
+               before=in_one_part("attn")),
         Change("words of other ranks are not masked in the embedding", after=unmasked_embedding),
         Change("the loss normalizes over a rank's own words only (tp)", after=own_words_only),
         Change("the gradient of the logits is tp times too large: the loss's sums are summed in "
                "backward, too", after=loss_sums_both_ways, forward=False)]
-    for padded in (8, 16, 32, 64, 128):
-        missing = -config.vocab_size % padded
-        if missing:
-            found.append(Change(f"the vocabulary's {missing} padding rows count in the loss",
-                                after=padded_rows(missing)))
+    if isinstance(config, LlamaConfig) and not config.n_experts:
+        found.append(Change("gate and up are split over the tensor ranks (tp) as one matrix",
+                            before=in_one_part("mlp")))
+    for ends in (["embedding"], ["head"], ["embedding", "head"]):
+        where = " and ".join(ends)
+        found += [Change(f"the words of a rank's slice are off by {distance:+d} in the {where}",
+                         after=other_words(moved(distance), ends)) for distance in (1, -1)]
+        found.append(Change("a rank takes all slices of the vocabulary for as long as its own, in "
+                            f"the {where}", after=other_words(equal_slices, ends)))
+    found += [Change("words of other ranks are not masked in the loss",
+                     after=unmasked_targets(in_loss=True)),
+              Change("words of other ranks are not masked in the gradient of the logits",
+                     after=unmasked_targets(in_loss=False), forward=False)]
     return found
 
 
@@ -679,6 +739,8 @@ def sequence_changes():
                          after=replace_g(place, leave_without_sum)),
                   Change(f"--sp's reduce-scatter has no all-gather in backward {where}",
                          after=replace_g(place, leave_backward_alone), forward=False)]
+    found.append(Change("--sp's reduce-scatter does not sum, forward or in backward, everywhere",
+                        after=scatter_only))
     found.append(Change("all tensor ranks (--sp) take the positions of the first tokens",
                         after=positions_from(from_zero)))
     return found

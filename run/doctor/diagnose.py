@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, shares
+from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, known_shares
 from run.doctor.step import EMBEDDING, Step, sampled
 from run.doctor.update import Replay, Way, norms, ways
 
@@ -178,7 +178,7 @@ def causes_of_gradients(examined, given, wrong, deep, known):
     terms, layout = examined.terms, examined.mine.layout
     mine = {name: sampled(given[name]) for name in given}
     found = []
-    for share in shares(layout, terms, examined.numbers["scale"]):
+    for share in known_shares(layout, terms, examined.numbers["scale"]):
         if known and not any(words.endswith(share.words) for words in known):
             continue
 
@@ -191,16 +191,17 @@ def causes_of_gradients(examined, given, wrong, deep, known):
         if words:
             found.append(f"{words}: {share.words}")
     found = found or fitted_weights(examined, mine)
-    loss = examined.numbers["loss"]
-    loss_is_right = examined.loss_is(loss, examined.loss)
     if found or not deep:
         return found
-    for change in changes(examined.step):
-        if known and change.words not in known:
-            continue
-        if change.forward != loss_is_right and fits_change(examined, change, mine, loss):
-            found.append(change.words)
-    return found
+    return fitting_changes(examined, mine, examined.numbers["loss"], known)
+
+
+def fitting_changes(examined, mine, loss, known):
+    """Words of the Changes that give MINE's loss and (sampled) gradients."""
+    loss_is_right = examined.loss_is(loss, examined.loss)
+    return [change.words for change in changes(examined.step)
+            if (not known or change.words in known) and change.forward != loss_is_right
+            and fits_change(examined, change, mine, loss)]
 
 
 def fitted_weights(examined, mine):
@@ -322,8 +323,12 @@ def check_gradients(examined, number, deep, known):
         findings.append(Finding(f"step {number} loss", loss_is_right,
                                 "" if loss_is_right else ratio_words(loss, examined.loss)))
     else:
+        fitting = causes_of_loss(examined, loss)
+        if not wrong and not fitting and deep:
+            mine = {name: sampled(given[name]) for name in given}
+            fitting = fitting_changes(examined, mine, loss, known)
         findings.append(Finding(f"step {number} loss", False, ratio_words(loss, examined.loss),
-                                causes_of_loss(examined, loss)))
+                                fitting))
     if not wrong:
         findings.append(Finding(f"step {number} gradients", True))
         return findings
@@ -375,7 +380,7 @@ def causes_of_weights(reference, mine, wrong, eps):
     kinds[f"are {times}"] = lambda name: is_close(given[name], factor * wanted[name])
     for words, is_kind in kinds.items():
         if all(map(is_kind, wrong)):
-            return [f"the initial values of {listed(wrong)} {words}"]
+            return [f"the initial values of {first_of(wrong)} {words}"]
     return []
 
 
@@ -426,7 +431,7 @@ def kinds_of_model(mine, given, wanted, is_close):
     return kinds
 
 
-def listed(names):
+def first_of(names):
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -635,11 +640,11 @@ def causes_of_updates(steps, number, numbers, names, wrong):
             found.append(way.words)
         elif all(map(fits, wrong)) and all(
                 steps.is_right(n, name, right) for n in others for name in set(names) - wrong):
-            found.append(f"{way.words}: {listed(wrong)}")
+            found.append(f"{way.words}: {first_of(wrong)}")
     if not found:
         found = fitted_rate(steps, number, names)
     if not found and all(keeps_old(steps, number, name) for name in wrong):
-        found = [f"a part of {listed(wrong)} keeps its old values: new weights were not sent to "
+        found = [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
                  "the ranks that need them"]
     return sorted(set(found), key=found.index)
 
@@ -679,7 +684,7 @@ def comparable(reference, mine):
         raise ValueError(f"{mine.folder} and {reference.folder}: models of other sizes")
     missing = set(mine.weights(0)) - set(reference.weights(0))
     if missing:
-        raise ValueError(f"{mine.folder}: {listed(missing)} is not in {reference.folder}")
+        raise ValueError(f"{mine.folder}: {first_of(missing)} is not in {reference.folder}")
     if reference.ids(1) is None:
         raise ValueError(f"{reference.folder}: has no tokens-1.safetensors")
 
@@ -705,7 +710,7 @@ def diagnose(reference, mine, deep=True):
         differ = mine.steps[number - 1]["gradients_differ"]
         if differ:
             yield Finding(f"step {number} copies", False,
-                          f"ranks hold different gradients of {listed(differ)}")
+                          f"ranks hold different gradients of {first_of(differ)}")
         else:
             finding = check_norm(mine, number)
             if finding:
@@ -716,6 +721,6 @@ def diagnose(reference, mine, deep=True):
         differ = mine.steps[number - 1]["weights_differ"]
         if differ:
             yield Finding(f"step {number} copies", False, f"ranks hold different weights of "
-                          f"{listed(differ)}; the rest is not examined")
+                          f"{first_of(differ)}; the rest is not examined")
             return
     yield from check_updates(reference, mine)

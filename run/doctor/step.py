@@ -71,8 +71,8 @@ class Terms:
         return self.losses.mean(-1).sum().item() / self.divisor
 
 
-def split_layers(model, group, f, g):
-    """tensor_parallel.split_layers, but for experts, which all ranks hold whole here."""
+def split_but_experts(model, group, f, g):
+    """Like tensor_parallel.split_layers, but experts stay whole on each rank."""
     embedding, *blocks, head = model.layers
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:
@@ -122,7 +122,7 @@ class Step:
         positions = split_sequences(model, context,
                                     ring_attention if ring else all_to_all_attention)
         f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
-        split_layers(model, tensor, f, g)
+        split_but_experts(model, tensor, f, g)
         tag_replicated(model, tensor, sum_gradients=sp)
         if sp:
             positions_of_own_tokens(model, tensor)
