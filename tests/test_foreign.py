@@ -133,6 +133,25 @@ def test_targets_that_are_shifted_twice_are_named(folder):
     assert not any("fits nothing" in line for line in printed)
 
 
+MIXED = [("import fully_shard", "import MixedPrecisionPolicy, fully_shard\n"
+          "POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)\n"),
+         ("(block, mesh=mesh)", "(block, mesh=mesh, mp_policy=POLICY)"),
+         ("(model, mesh=mesh)", "(model, mesh=mesh, mp_policy=POLICY)"),
+         ('about["layout"]', 'about["dtype"] = "bfloat16"\n    about["layout"]')]
+
+
+@pytest.mark.parametrize("changes,says", [
+    ([], None),
+    ([("targets.numel()", "reference.targets(number).numel()")], "averaged over the 2 data ranks"),
+    ([('"weight_decay": 0.0', '"weight_decay": 0.1')], "biases and norms decay, too")], ids=str)
+def test_in_mixed_precision_weights_of_32_bits_are_the_masters(folder, changes, says):
+    mine = run_loop(folder, 0, [*MIXED, *changes])
+    printed, causes = answer(read_dump(folder / "reference"), mine)
+    assert (printed[-1] == "equal") == (says is None)
+    assert any("step 1 weights" in line for line in printed)
+    assert causes and all(says in words for words in causes) if says else not causes, printed
+
+
 # ---- a model of another form ----
 
 

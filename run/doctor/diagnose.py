@@ -625,7 +625,11 @@ class Steps:
         self.mine = mine
         self.uses_masters = len(mine.masters(1)) > 0
         self.held = mine.masters if self.uses_masters else mine.weights
-        wide = torch.promote_types(getattr(torch, mine.dtype), torch.float)
+        dtype = getattr(torch, mine.dtype)
+        wide = torch.promote_types(dtype, torch.float)
+        # Without masters too the weights may have more digits than the dtype: under autocast
+        self.are_wide = dtype == wide or self.uses_masters or not all(
+            torch.equal(weight.to(dtype).double(), weight) for weight in mine.weights(1).values())
         self.eps = torch.finfo(wide).eps
         self.replay = Replay(mine.optimizer)
         self.rounded = Replay(mine.optimizer, wide)
@@ -654,7 +658,7 @@ def check_updates(reference, mine):
     numbers = steps.numbers()
     if mine.optimizer["name"] != "adamw":
         return [Finding("weights", True, f"not examined: {mine.optimizer['name']} is not replayed")]
-    if getattr(torch, mine.dtype).itemsize == 2 and not steps.uses_masters:
+    if not steps.are_wide:
         return [Finding("weights", True, f"{mine.dtype} weights without masters say nothing about "
                         "the optimizer")]
     findings = []
