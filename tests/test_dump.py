@@ -44,16 +44,16 @@ def _dump(rank, cfg, spoil=None):
 
 
 def dump_config(corpus, folder, **layout):
+    """(Config, number of ranks)."""
     cfg = config(corpus, dump=str(folder), out=Config.out,
                  **{"microbatches": 1, "block_size": 12, **layout})
-    check(cfg, 1)
-    return cfg
+    return cfg, check(cfg, 1)
 
 
 def dump_of(corpus, folder, *spoil, **layout):
     """The Dump that the ranks of this layout write."""
-    cfg = dump_config(corpus, folder, **layout)
-    pool(check(cfg, 1), _dump, cfg, *spoil)
+    cfg, world = dump_config(corpus, folder, **layout)
+    pool(world, _dump, cfg, *spoil)
     return read_dump(folder)
 
 
@@ -241,7 +241,8 @@ def _dump_unpublished(rank, cfg):
 def test_weights_are_those_that_forward_uses(corpus, one, tmp_path, layout):
     """ZeRO-1 without its all-gather: rank 0 goes on with its own half of the new weights, and with
     the old other half. (The optimizers of both ranks together hold all of the new ones.)"""
-    pool(2, _dump_unpublished, dump_config(corpus, tmp_path / "dump", dp=2, zero=1, **layout))
+    cfg, world = dump_config(corpus, tmp_path / "dump", dp=2, zero=1, **layout)
+    pool(world, _dump_unpublished, cfg)
     dump = read_dump(tmp_path / "dump")
     assert [*dump.weights(0)] == dump.steps[0]["weights_differ"]
     old = torch.cat([weight.flatten() for weight in one().weights(0).values()])

@@ -22,7 +22,7 @@ from run.doctor.step import EMBEDDING
 from schedules import cut, placement
 from sequence_parallel import all_tokens, own_tokens_of_sum
 from sizes import LlamaConfig
-from tensor_parallel import Row, copy_to_ranks, sum_of_copy, to_local
+from tensor_parallel import Row, copy_to_ranks, sum_of_copy, sum_over_ranks, to_local
 
 # ---- shares: which terms are in a gradient, and how often ----
 
@@ -50,13 +50,13 @@ def gradient(terms, name, share):
     """The sampled gradient (n,) of the mean loss that a share gives for a tensor. None if the share
     is about terms that the tensor does not have."""
     if name == EMBEDDING and terms.tied:
-        embedding = part_of(terms, EMBEDDING, share)
-        head = part_of(terms, UNTIED, share)
+        embedding = summed_terms(terms, EMBEDDING, share)
+        head = summed_terms(terms, UNTIED, share)
         return share.tied[0] * embedding + share.tied[1] * head
-    return part_of(terms, name, share)
+    return summed_terms(terms, name, share)
 
 
-def part_of(terms, name, share):
+def summed_terms(terms, name, share):
     grad = terms.gradients[name]  # (D, m, C, R, n)
     if share.data is not None:
         grad = grad * share.data[:, :, None, None, None]
@@ -148,6 +148,7 @@ def known_shares(layout, terms, scale):
     if terms.tied:
         found += [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),
                   Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
+                  Share("the tied matrix's two terms are summed twice", tied=(2, 2)),
                   Share("the tied matrix has the head's term twice", tied=(1, 2)),
                   Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
     return found
@@ -188,6 +189,7 @@ class Change:
     after: object = None  # after(model, mesh): changes a rank's part of it
     forward: bool = True  # does the loss change, too?
     by_microbatch: bool = False  # does the change depend on what a microbatch is?
+    feed: object = None  # feed(ids, targets, k, mesh, positions): in the place of step.own_tokens
 
 
 def nothing(x, group):
@@ -265,17 +267,31 @@ def in_one_part(layer):
     return before
 
 
-def other_words(change, ends):
+def other_words(change, ends, by_owner=False):
     """change(words, rank, rows): the words that a rank takes for its own, in the embedding, the
-    head, or both."""
+    head, or both. by_owner: a token's loss is added by the rank that has its target, so a target
+    that no rank has adds nothing."""
     def after(model, mesh):
         embedding, head = model.layers[0].wte, model.layers[-1]
-        words = change(embedding.words, mesh.group("tp").rank, embedding.weight.size(0))
+        group = mesh.group("tp")
+        words = change(embedding.words, group.rank, embedding.weight.size(0))
         if "embedding" in ends:
             embedding.words = words
         if "head" in ends:
-            head.loss = partial(head.loss, words=words)
+            head.loss = partial(loss_by_owner if by_owner else head.loss, words=words)
+            if by_owner:
+                head.loss = partial(head.loss, group=group)
     return after
+
+
+def loss_by_owner(logits, targets, words, group):
+    local, outside = to_local(targets, *words)
+    at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+    sums = sum_over_ranks(torch.stack([logits.exp().sum(-1), at_target]), group)
+    losses = sums[0].log() - at_target
+    counted = sum_of_copy(losses.detach().masked_fill(outside, 0).sum(), group)
+    total = (sums[0].log() - sums[1]).sum()
+    return WithBackward.apply(total, lambda total: counted, lambda grad: grad)
 
 
 def moved(distance):
@@ -433,9 +449,9 @@ def replace_attention(make):
     return after
 
 
-def whole(x, group, backward=True):
-    """All ranks' tokens of x (B, nh, S/N, hs), in the order of positions. backward: do gradients of
-    other ranks' queries come back?"""
+def whole_keys(x, group, comes_back=True):
+    """All ranks' tokens of x (B, nh, S/N, hs), in the order of positions. comes_back: do gradients
+    from other ranks' queries come back?"""
     N = group.size
 
     def forward(x):
@@ -449,55 +465,111 @@ def whole(x, group, backward=True):
         return full
 
     def back(grad):
-        summed = sum_of_copy(grad, group) if backward else grad
+        summed = sum_of_copy(grad, group) if comes_back else grad
         return summed[:, :, zigzag(grad.size(2), N, group.rank)].contiguous()
 
     return WithBackward.apply(x, forward, back)
 
 
-def attend_to(q, k, v, group, seen, backward=True):
-    """Attention of own queries to all ranks' keys. seen: (S/N, S), may a query see a key?"""
-    shared_by = q.size(1) // k.size(1)
-    keys, values = (whole(x, group, backward).repeat_interleave(shared_by, 1) for x in (k, v))
-    scores = q @ keys.mT / q.size(-1) ** 0.5
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+class Flash(torch.autograd.Function):
+    """Attention of own queries to parts of the keys, merged part by part; backward computes the
+    softmax again from its logsumexp, like the ring's. seen, seen_back: (parts, S/N, S), which key a
+    query sees in forward, and in backward; even: parts are averaged, not weighted."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seen, seen_back, even):
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        out = lse = None
+        for part in seen:
+            own = scores.masked_fill(~part, -torch.inf)
+            own_lse = own.logsumexp(-1)
+            own_out = (own - own_lse.unsqueeze(-1)).exp().nan_to_num(0) @ v
+            if out is None:
+                out, lse = own_out, own_lse
+                continue
+            weight = torch.sigmoid(own_lse - lse)
+            if even:  # only queries that have a key in this part
+                weight = torch.where(own_lse > -torch.inf, 0.5, 0.0)
+            out = torch.lerp(out, own_out, weight.unsqueeze(-1))
+            lse = torch.logaddexp(lse, own_lse)
+        ctx.save_for_backward(q, k, v, out, lse, seen_back.any(0))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, seen = ctx.saved_tensors
+        scale = q.size(-1) ** -0.5
+        weights = (q @ k.mT * scale - lse.unsqueeze(-1)).exp().masked_fill(~seen, 0)
+        grad_weights = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
+        grad_scores = weights * grad_weights * scale
+        return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad, None, None, None
 
 
-def own_and_seen(q, group):
-    S = group.size * q.size(2)
-    own = zigzag(S, group.size, group.rank)
-    return own, torch.arange(S) <= own.unsqueeze(1)
+def ring_that_sees(see, see_back=None, comes_back=True, even=False):
+    """An attention. see(own, keys, rank, key_rank, hop): (S/N, S/N), which of a rank's keys the own
+    queries see, from the positions of both; see_back: in backward, if that differs."""
+    def attend(q, k, v, right, group):
+        N = group.size
+        S = N * q.size(2)
+        own = zigzag(S, N, group.rank)
+
+        def table(see):
+            seen = torch.zeros(N, len(own), S, dtype=torch.bool)
+            for hop in range(N):
+                key_rank = (group.rank - hop) % N
+                keys = zigzag(S, N, key_rank)
+                seen[hop][:, keys] = see(own, keys, group.rank, key_rank, hop, N)
+            return seen
+
+        shared_by = q.size(1) // k.size(1)
+        k, v = (whole_keys(x, group, comes_back).repeat_interleave(shared_by, 1) for x in (k, v))
+        return Flash.apply(q, k, v, table(see), table(see_back or see), even)
+    return replace_attention(attend)
 
 
-def without_gradients_of_keys(q, k, v, right, group):
-    _, seen = own_and_seen(q, group)
-    return attend_to(q, k, v, group, seen, backward=False)
+def earlier(own, keys, rank, key_rank, hop, N):
+    """The right mask."""
+    return keys <= own.unsqueeze(1)
 
 
-def without_last_hop(q, k, v, right, group):
-    """The last hop of the ring is lost: the next rank's keys."""
-    own, seen = own_and_seen(q, group)
-    lost = torch.zeros(seen.size(1), dtype=torch.bool)
-    lost[zigzag(seen.size(1), group.size, (group.rank + 1) % group.size)] = True
-    return attend_to(q, k, v, group, seen & ~lost)
+def but_last_hop(own, keys, rank, key_rank, hop, N):
+    return earlier(own, keys, rank, key_rank, hop, N) & (hop < N - 1 or N == 1)
 
 
-def without_mask(q, k, v, right, group):
-    """Keys of other ranks are seen whole, later tokens too."""
-    own, seen = own_and_seen(q, group)
-    others = torch.ones(seen.size(1), dtype=torch.bool)
-    others[own] = False
-    return attend_to(q, k, v, group, seen | others)
+def all_of_others(own, keys, rank, key_rank, hop, N):
+    return earlier(own, keys, rank, key_rank, hop, N) | (key_rank != rank)
 
 
-def mask_in_one_piece(q, k, v, right, group):
-    """The mask takes the ranks' tokens for contiguous parts of the sequence."""
-    own, seen = own_and_seen(q, group)
-    S, n = seen.size(1), len(own)
-    place = torch.empty(S, dtype=torch.long)
-    for rank in range(group.size):
-        place[zigzag(S, group.size, rank)] = torch.arange(n) + rank * n
-    return attend_to(q, k, v, group, place <= (torch.arange(n) + group.rank * n).unsqueeze(1))
+def in_contiguous_parts(own, keys, rank, key_rank, hop, N):
+    """As if rank r had the r-th part of the sequence."""
+    if key_rank == rank:
+        return earlier(own, keys, rank, key_rank, hop, N)
+    return torch.full((len(own), len(keys)), key_rank < rank)
+
+
+def before_for_after(own, keys, rank, key_rank, hop, N):
+    """The two cases of zigzag's mask are swapped: keys of ranks before and after."""
+    if key_rank == rank:
+        return earlier(own, keys, rank, key_rank, hop, N)
+    half = len(own) // 2
+    seen = torch.zeros(len(own), len(keys), dtype=torch.bool)
+    if key_rank > rank:
+        seen[:, :half] = True
+    else:
+        seen[half:] = True
+    return seen
+
+
+def contiguous(ids, targets, k, mesh, positions):
+    """Tokens of one contiguous part of the sequence for each context rank."""
+    own = torch.arange(len(positions)) + mesh.group("cp").rank * len(positions)
+    return ids[k][:, own], targets[k][:, own]
+
+
+def targets_from_own(ids, targets, k, mesh, positions):
+    """Targets made of the rank's own tokens, after the sequence was split."""
+    own = ids[k][:, positions]
+    return own, own.roll(-1, 1)
 
 
 # the model itself, and experts
@@ -624,7 +696,11 @@ def pipeline_changes(step):
               "the last one": lambda k: m - 1}
     found = []
     boundaries = cut_by_layout(step.config, step.layout)
+    found.append(Change("no gradient goes back over the pipeline's boundaries", forward=False,
+                        after=scaled(boundaries, 1, 0)))
     for i in boundaries:
+        found.append(Change(f"no gradient goes back over the boundary before layer {i}",
+                            forward=False, after=scaled([i], 1, 0)))
         crossing = Crossing(step, i)
         for forward, (whose, order) in product((True, False), orders.items() if m > 1 else ()):
             what = "activation" if forward else "gradient"
@@ -632,6 +708,10 @@ def pipeline_changes(step):
                                 f"another microbatch: {whose}", forward=forward,
                                 after=crossing.swapped(m, order, forward),
                                 by_microbatch=True))
+    if m > 1:
+        found += [Change(f"a microbatch's activation meets the targets of another one: {whose}",
+                         feed=targets_of(order), by_microbatch=True)
+                  for whose, order in orders.items()]
     sizes = {1 / m: "divided by the microbatches", m: "times the microbatches"}
     for axis in ("dp", "pp", "tp"):
         size = step.layout[axis]
@@ -639,17 +719,23 @@ def pipeline_changes(step):
     sizes |= {0.5: "halved", 2.0: "doubled", 0.1: "divided by 10", 10.0: "times 10"}
     sizes.pop(1, None)
     for factor, words in sizes.items():
-        for name, ahead in (("gradients", False), ("activations", True)):
-            found.append(Change(f"{name} are {words} at each boundary of the pipeline",
-                                forward=ahead, after=scaled(boundaries, factor, ahead)))
+        for name, ways in (("gradients are", (1, factor)), ("activations are", (factor, 1)),
+                           ("activations and gradients are", (factor, factor))):
+            found.append(Change(f"{name} {words} at each boundary of the pipeline",
+                                forward=ways[0] != 1, after=scaled(boundaries, *ways)))
     return found
 
 
-def scaled(boundaries, factor, ahead):
-    """Multiply what crosses each boundary: activations (ahead) or gradients."""
+def targets_of(order):
+    def feed(ids, targets, k, mesh, positions):
+        return ids[k][:, positions], targets[order(k)][:, positions]
+    return feed
+
+
+def scaled(boundaries, ahead, back):
+    """Multiply what crosses each boundary: activations by `ahead`, gradients by `back`."""
     def change(x, rank, n):
-        forward, backward = (lambda x: factor * x, lambda x: x)[:: 1 if ahead else -1]
-        return WithBackward.apply(x, forward, backward)
+        return WithBackward.apply(x, lambda x: ahead * x, lambda grad: back * grad)
 
     def after(model, mesh):
         for i in boundaries:
@@ -730,7 +816,8 @@ def tensor_changes(config, sp):
     for ends in (["embedding"], ["head"], ["embedding", "head"]):
         where = " and ".join(ends)
         found += [Change(f"the words of a rank's slice are off by {distance:+d} in the {where}",
-                         after=other_words(moved(distance), ends)) for distance in (1, -1)]
+                         after=other_words(moved(distance), ends, by_owner))
+                  for distance, by_owner in product((1, -1), {False, "head" in ends})]
         found.append(Change("a rank takes all slices of the vocabulary for as long as its own, in "
                             f"the {where}", after=other_words(equal_slices, ends)))
     found += [Change("words of other ranks are not masked in the loss",
@@ -762,19 +849,31 @@ def sequence_changes():
 
 
 def context_changes():
-    return [
+    found = [
         Change("each context rank (cp) counts positions from 0", after=positions_from(from_zero)),
         Change("positions are those of contiguous parts, the tokens are split by zigzag (cp)",
                after=positions_from(in_one_piece)),
+        Change("tokens and positions are those of contiguous parts, the mask is zigzag's (cp)",
+               after=positions_from(in_one_piece), feed=contiguous),
+        Change("targets are shifted after the sequence was split (cp): the last one of a rank is "
+               "its first token", feed=targets_from_own),
         Change("each context rank (cp) attends to its own keys only",
                after=replace_attention(lambda q, k, v, right, group: causal_attention(q, k, v))),
         Change("gradients of keys and values do not come back to their context rank (cp)",
-               after=replace_attention(without_gradients_of_keys), forward=False),
-        Change("the ring's last hop is lost (cp)", after=replace_attention(without_last_hop)),
-        Change("keys of other context ranks (cp) are not masked",
-               after=replace_attention(without_mask)),
-        Change("the mask takes the tokens of context ranks (cp) for contiguous parts",
-               after=replace_attention(mask_in_one_piece))]
+               after=ring_that_sees(earlier, comes_back=False), forward=False),
+        Change("the ring's last hop is lost in forward and backward (cp)",
+               after=ring_that_sees(but_last_hop)),
+        Change("the ring's last hop is lost in forward (cp)",
+               after=ring_that_sees(but_last_hop, earlier)),
+        Change("the ring's last hop is lost in backward (cp)", forward=False,
+               after=ring_that_sees(earlier, but_last_hop)),
+        Change("partial results of attention are averaged, not weighted by their logsumexps (cp)",
+               after=ring_that_sees(earlier, even=True))]
+    masks = {"keys of other context ranks (cp) are not masked": all_of_others,
+             "the mask takes the tokens of context ranks (cp) for contiguous parts":
+             in_contiguous_parts,
+             "the mask takes context ranks (cp) before for ranks after": before_for_after}
+    return found + [Change(words, after=ring_that_sees(see)) for words, see in masks.items()]
 
 
 def expert_changes(layout):

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import torch
 
-from model import ABSENT
+from model import ABSENT, UNTIED
 from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, known_shares
 from run.doctor.step import EMBEDDING, Step, Terms, sampled
 from run.doctor.update import Replay, Way, norms, ways
@@ -456,7 +456,7 @@ def kinds_of_model(mine, given, wanted, is_close):
 
     def first_rank_alone(name):
         """Are only the first tensor rank's and the first pipeline rank's values right?"""
-        if starts and layer_of(name, L) >= starts[0]:
+        if starts and layer_number(name, L) >= starts[0]:
             return True
         both = zip(slices(name, given), slices(name, wanted), strict=True)
         right = [is_close(*pair) for pair in both]
@@ -570,7 +570,9 @@ def check_norm(mine, number):
     finding = Finding(stage, False, ratio_words(norm, right))
     split = [name for name in given if not is_replicated(name)]
     known = dict(norms(squares, split, mine.layout))
-    known |= stage_norms(mine, squares) | shard_norms(mine, given)
+    known |= shard_norms(mine, given)
+    if mine.model and max(mine.layout["pp"], mine.layout["tp"]) > 1:
+        known |= norms_of_parts(mine, given)
     if number == 2 and mine.gradients(1):
         known["that of the first step"] = mine.steps[0]["norm"]
     clip = mine.optimizer["grad_clip"]
@@ -586,18 +588,30 @@ def check_norm(mine, number):
     return finding
 
 
-def stage_norms(mine, squares):
-    """{words: norm} of the gradients of one pipeline rank only."""
-    if not mine.model or mine.layout["pp"] == 1:
-        return {}
-    starts = [0, *cut_by_layout(mine.model, mine.layout)]
+def norms_of_parts(mine, given):
+    """{words: norm} of the gradients that single pipeline stages or tensor ranks hold."""
+    layout, L = mine.layout, mine.model.n_layer
+    T, P = layout["tp"], layout["pp"]
+    starts = [0, *(cut_by_layout(mine.model, layout) if P > 1 else [])]
+    step = Step(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
+    parts = torch.zeros(len(starts), T, dtype=torch.double)  # squares of each stage's rank
+    for t, tags in enumerate(step.tags()):
+        for name, grad in given.items():
+            piece = tags[name].slice(grad)
+            copies = T if piece.shape == grad.shape else 1
+            stages = {max(i for i, start in enumerate(starts) if start <= layer_number(name, L))}
+            if name == EMBEDDING and UNTIED not in given:
+                stages.add(len(starts) - 1)  # the tied head
+            for stage in stages:
+                parts[stage, t] += piece.square().sum() / copies / len(stages)
     found = {}
-    for i, start in enumerate(starts):
-        stop = starts[i + 1] if i + 1 < len(starts) else math.inf
-        layers = {name: layer_of(name, mine.model.n_layer) for name in squares}
-        own = sum(square for name, square in squares.items() if start <= layers[name] < stop
-                  or (name == EMBEDDING and stop == math.inf))  # the tied head
-        found[f"that of pipeline stage {i} only (pp)"] = math.sqrt(own)
+    for i, row in enumerate(parts if P > 1 else ()):
+        found[f"that of pipeline stage {i}'s part only (pp)"] = row.sum().sqrt().item()
+    for t, column in enumerate(parts.T if T > 1 else ()):
+        found[f"that of tensor rank {t}'s part only (tp)"] = column.sum().sqrt().item()
+    if P > 1 and T > 1:
+        found |= {f"that of the part of one rank only (pp {i}, tp {t})": parts[i, t].sqrt().item()
+                  for i in range(len(starts)) for t in range(T)}
     return found
 
 
@@ -612,7 +626,7 @@ def shard_norms(mine, given):
     return found
 
 
-def layer_of(name, n_layer):
+def layer_number(name, n_layer):
     """The number of a parameter's layer: 0 the embedding, n_layer + 1 the head."""
     return min(place_of(name), n_layer) + 1
 
@@ -642,7 +656,8 @@ class Steps:
         """The weight after a step, from MINE's weight before it. rate: of MINE's dump."""
         steps = self.mine.steps[:number]
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
-        return replay.step(number, name, self.held(number - 1)[name], grads,
+        weights = [self.held(n)[name] for n in range(number)]
+        return replay.step(number, name, weights, grads,
                            [step["norm"] for step in steps], steps[-1]["lr"], way)
 
     def is_right(self, number, name, way):
@@ -745,6 +760,19 @@ def keeps_old(steps, number, name):
     return bool((given == steps.held(number - 1)[name])[differs].all())
 
 
+def check_rate(reference, mine, number):
+    """A Finding: is the rate that MINE's dump gives REFERENCE's?"""
+    stage = f"step {number} rate"
+    rate, right, other = (dump.steps[n - 1]["lr"] for dump, n in (
+        (mine, number), (reference, number), (reference, 3 - number)))
+    if abs(rate - right) <= 1e-6 * right:
+        return Finding(stage, True)
+    finding = Finding(stage, False, f"{rate:.6g}, not {right:.6g}")
+    if abs(rate - other) <= 1e-6 * other:
+        finding.causes = [f"it is that of step {3 - number}"]
+    return finding
+
+
 # ---- all of it ----
 
 
@@ -806,8 +834,14 @@ def diagnose(reference, mine, deep=True):
                 if not repeats:
                     yield finding
         differ = mine.steps[number - 1]["weights_differ"]
+        if differ and not mine.steps[number - 1]["gradients_differ"]:
+            yield from check_updates(reference, mine)
         if differ:
             yield Finding(f"step {number} copies", False, f"ranks hold different weights of "
                           f"{first_of(differ)}; the rest is not examined")
             return
+    for number in (1, 2):
+        finding = check_rate(reference, mine, number)
+        if not finding.equal:
+            yield finding
     yield from check_updates(reference, mine)

@@ -166,8 +166,11 @@ class Step:
             if cause and cause.before:
                 cause.before(model)
             positions = self.parallel(model, mesh)
+            own = partial(own_tokens, positions=positions)
             if cause and cause.after:
                 cause.after(model, mesh)
+            if cause and cause.feed:
+                own = partial(cause.feed, mesh=mesh, positions=positions)
             c, t = mesh.group("cp").rank, mesh.group("tp").rank
             if mesh.rank == 0:
                 for param in model.parameters():
@@ -178,8 +181,7 @@ class Step:
             world.barrier.wait()
             for d in range(D):
                 for k in range(m):
-                    ids, targets = self.ids[d, k], self.targets[d, k]
-                    loss = model(ids[:, positions], targets[:, positions])
+                    loss = model(*own(self.ids[d], self.targets[d], k))
                     balance = balance_loss(model.layers)
                     losses[d, k, c, t] = loss.item() - (0 if balance is None else balance.item())
                     if losses_only:
@@ -218,6 +220,11 @@ def add_up(full, name, board, is_summed, dtype):
         for term in copies if is_summed else copies[:1]:
             before = full.get(name, torch.zeros_like(term))
             full[name] = (before + term).to(dtype).double()
+
+
+def own_tokens(ids, targets, k, positions):
+    """(ids, targets) that this rank is fed as microbatch k. ids, targets: (m, B, S)."""
+    return ids[k][:, positions], targets[k][:, positions]
 
 
 def put_slice(full, tag, values):

@@ -15,7 +15,7 @@ from group import Group
 from mesh import Mesh
 
 
-class Sent:
+class Posted:
     """A message that has been put into its queue."""
 
     def wait(self):
@@ -45,7 +45,7 @@ class Communicator:
 
     def send(self, tensors, dst, tag):
         self.queues[self.rank, dst].put(tensors[0].clone())
-        return Sent()
+        return Posted()
 
     def recv(self, tensors, src, tag):
         return Receiving(tensors[0], self.queues[src, self.rank])

@@ -22,7 +22,11 @@ def norms(squares, split, layout):
     whole = sum(squares.values())
     parts = sum(squares[name] for name in split)
     copies = whole - parts
-    found = {"its square: the root is missing": whole}
+    found = {"its square: the root is missing": whole,
+             "the root of the sum of the tensors' norms, not of their squares":
+             math.sqrt(sum(math.sqrt(square) for square in squares.values())),
+             "the sum of the tensors' norms, not the root of the sum of their squares":
+             sum(math.sqrt(square) for square in squares.values())}
     if T > 1:
         found |= {
             f"replicated gradients count {T} times (tp)": math.sqrt(parts + T * copies),
@@ -59,9 +63,11 @@ class Way:
     eps_inside: bool = False  # sqrt(square + eps)
     corrected: tuple = (True, True)  # is the bias of mean and square corrected?
     late_count: int = 0  # added to the step's number in the corrections
+    counts: bool = True  # False: the corrections stay at the first step's
     betas: tuple | None = None
     keeps_moments: bool = True
     grad_factor: float = 1.0  # what gradients are multiplied by before the step
+    norm_factor: float = 1.0  # what the norm is multiplied by before clipping
     moves: bool = True  # False: the weights stay as they are
 
 
@@ -81,6 +87,7 @@ def ways(rates, optimizer, sizes, scale):
         Way("the bias of the first moment is not corrected", corrected=(False, True)),
         Way("the bias of the second moment is not corrected", corrected=(True, False)),
         Way("the corrections count one step too many", late_count=1),
+        Way("the corrections stay at the first step's", counts=False),
         Way("beta1 and beta2 are swapped", betas=(beta2, beta1)),
         Way("moments are not kept from step to step", keeps_moments=False),
         Way("the weights are not updated", moves=False)]
@@ -94,7 +101,9 @@ def ways(rates, optimizer, sizes, scale):
     for words, factor in sizes:
         found.append(Way(f"gradients are {words} before the step", grad_factor=factor))
     if scale != 1:
-        found.append(Way("the loss scale is not taken out of the gradients", grad_factor=scale))
+        found += [Way("the loss scale is not taken out of the gradients", grad_factor=scale),
+                  Way("gradients are clipped by a norm with the loss scale in it",
+                      norm_factor=scale)]
     return found
 
 
@@ -105,12 +114,12 @@ class Replay:
         self.optimizer = optimizer
         self.dtype = dtype
 
-    def step(self, number, name, weight, grads, norms, rate, way):
-        """The weight after step `number`, 1 or 2. weight: before that step; grads, norms: of step
-        1 to `number`; rate: of this step."""
+    def step(self, number, name, weights, grads, norms, rate, way):
+        """The weight after step `number`, 1 or 2. weights, grads, norms: before and of the steps 1
+        to `number`; rate: of this step."""
         beta1, beta2 = way.betas or (self.optimizer["beta1"], self.optimizer["beta2"])
         eps = self.optimizer["eps"] if way.eps is None else way.eps
-        weight = weight.to(self.dtype)
+        weight = weights[-1].to(self.dtype)
         decay = self.optimizer["weight_decay"]
         tag = Shard(name, weight.shape)
         if way.decay == "none" or (way.decay != "all" and not decays(tag)):
@@ -118,15 +127,15 @@ class Replay:
         rate = rate if way.rate is None else way.rate
         mean = torch.zeros_like(weight)
         square = torch.zeros_like(weight)
-        for grad, norm in zip(grads, norms, strict=True):
+        for before, grad, norm in zip(weights, grads, norms, strict=True):
             if not way.keeps_moments:
                 mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
             grad = self.clipped(grad.to(self.dtype) * way.grad_factor, norm, way)
             if way.decay == "coupled":
-                grad = grad + decay * weight
+                grad = grad + decay * before.to(self.dtype)
             mean = beta1 * mean + (1 - beta1) * grad
             square = beta2 * square + (1 - beta2) * grad.square()
-        count = number + way.late_count
+        count = (number if way.counts else 1) + way.late_count
         mean = mean / (1 - beta1**count) if way.corrected[0] else mean
         square = square / (1 - beta2**count) if way.corrected[1] else square
         root = (square + eps).sqrt() if way.eps_inside else square.sqrt() + eps
@@ -143,7 +152,7 @@ class Replay:
         limit = self.optimizer["grad_clip"]
         if not limit or way.clip == "none":
             return grad
-        coefficient = limit / (norm + 1e-6)
+        coefficient = limit / (norm * way.norm_factor + 1e-6)
         if way.clip != "always":
             coefficient = min(1.0, coefficient)
         return grad * (coefficient**2 if way.clip == "twice" else coefficient)
