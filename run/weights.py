@@ -2,7 +2,7 @@
 
     written by              names
     this one, nanoGPT       transformer.h.0.attn.c_attn.weight, ...; run/checkpoint.py
-    after torch.compile     _orig_mod.transformer. ...
+    in a wrapper            _orig_mod.transformer. ..., module.transformer. ...: see WRAPPERS
     Hugging Face's GPT-2    h.0.attn.c_attn.weight, ..., four of a block transposed
     Hugging Face's Llama    model.layers.0.self_attn.q_proj.weight, ...; run/hugging_face.py
 
@@ -24,6 +24,8 @@ from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, chec
 from sizes import LlamaConfig, config_from
 
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
+# Parts of a name that torch.compile, DDP, FSDP and checkpointing put in where they wrap a module
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def read_headers(path):
@@ -70,10 +72,13 @@ def refuse_config(folder, config):
                                   f"{ours[name]}")
 
 
+def unwrapped(name):
+    """The name without its wrappers: module.h.0._orig_mod.ln_1.weight -> h.0.ln_1.weight."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def canonical(name):
-    """Our name for a tensor of nanoGPT (with or without torch.compile) or of Hugging Face's GPT-2.
-    """
-    name = name.removeprefix("_orig_mod.")
+    """Our name for a tensor of nanoGPT or of Hugging Face's GPT-2."""
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
@@ -82,7 +87,7 @@ def find_tensors(path, shapes, config):
     {canonical name: [(Entry, is it stored as (in, out)?)]}. Several entries (a Llama's q, k and v):
     our tensor is their rows, one below the other. CheckpointError unless the file has these
     tensors, and no others."""
-    entries = read_headers(path)
+    entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
     entries = {canonical(name): entry for name, entry in entries.items()}

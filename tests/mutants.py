@@ -289,7 +289,23 @@ MUTANTS = {
     "run/hugging_face.py": [
         ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
          "weights:starts_from or exported")],
+    "run/doctor/foreign.py": [
+        ("heads[:, of_q], heads[:, of_q + 1]", "heads[:, of_q + 1], heads[:, of_q]",
+         "foreign:megatrons"),
+        ("return tensor[: shape[0]]", "return tensor", "foreign:megatrons"),
+        ("name = name.replace(fused, apart)", "pass", "foreign:megatrons")],
+    "run/doctor/diagnose.py": [
+        ("torch.finfo(self.dtype).eps + self.distance", "torch.finfo(self.dtype).eps",
+         "foreign:another_form_is"),
+        ("if examined.distance > FAR:", "if False:", "foreign:from_other_weights"),
+        ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic"),
+        ("(grad.chunk(D) for", "(grad.chunk(1) for", "foreign:ranks_shards"),
+        ("given[name].shape != wanted[name].shape\n             or", "", "foreign:another_shape"),
+        ('fitting or causes))', "fitting))", "foreign:shifted_twice")],
+    "run/doctor/causes.py": [
+        ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
+        ("if part not in WRAPPERS", "", "foreign:wrappers"),
         ("if not param.isfinite().all():", "if False:", "weights:not_finite")],
     "run/timeline.py": [
         ("actions[-1].end - actions[0].start",

@@ -69,6 +69,7 @@ LONG = {  # {command: what is compared}
     "python -m experiments.large_batches --out large-batches --svg pictures":
         "19 trainings: what the program prints, given the results on the page",
     "python plan.py --measure": "figures of the machine: which flags are printed",
+    "python -m run.doctor reference mine": "test_foreign.py runs the page's loops, and compares",
     "torchrun train.py --dp 4 --batch-size 512 --optimizer lamb --lr 2e-2 --scale-lr sqrt "
     "--warmup-tokens 500000 | grep rate": "large batches: the lines before the first step"}
 OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which test has it}}
@@ -87,6 +88,9 @@ CODE = {  # {how code on a page begins, if no output follows: what it is}
     "for param in self.params:": "an excerpt of ddp.py",
     "num_warmup = min(P - 1 - rank, m)": "an excerpt of schedules.py",
     "model = build(config, seed)": "the skeleton of plain.py",
+    '"""Write two steps of a training loop': "run by test_foreign.py, as are both loops",
+    '"""Two steps of FSDP2': "run by test_foreign.py",
+    '"""Two steps of transformers': "run by test_foreign.py",
     '"""A schedule of my own': "tests/test_eager.py",
     '"""A collective of my own': "tests/test_doubling.py"}
 

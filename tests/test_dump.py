@@ -467,7 +467,7 @@ DAMAGE = {  # what happens to the folder: (how, the line)
     "dump.json a pipe": (in_file(files.DUMP, replaced(os.mkfifo)), "dump.json: not a file"),
     "format 2": (inside("format", 2), "its format is not that of a dump"),
     "format true": (inside("format", True), "its format is not"),
-    "names": (inside("names", "megatron"), "its names is not"),
+    "names": (inside("names", "deepspeed"), "its names is not"),
     "names a list": (inside("names", [[]]), "its names is not"),
     "dtype": (inside("dtype", "int8"), "its dtype is not"),
     "grad dtype a list": (inside("grad_dtype", []), "its grad_dtype is not"),

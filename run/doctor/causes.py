@@ -590,6 +590,18 @@ def unscaled_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
 
 
+def shifted_targets(model, mesh):
+    """The loss shifts targets that are the next tokens already, and leaves out the last place."""
+    head = model.layers[-1]
+    right = head.loss
+
+    def loss(logits, targets):
+        S = targets.size(1)
+        return right(logits[:, :-1], targets[:, 1:]) * S / (S - 1)
+
+    head.loss = loss
+
+
 def exact_gelu(model):
     for block in model.layers[1:-1]:
         block.mlp.forward = partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
@@ -751,14 +763,17 @@ def changes(step):
         Change("attention sees later tokens", after=each_attention(all_tokens_seen)),
         Change("attention scores are not divided by sqrt(head width)",
                after=each_attention(unscaled_attention)),
+        Change("targets are shifted twice: the loss shifts labels that are the next tokens already",
+               after=shifted_targets),
         *(Change(f"the rows that pad the vocabulary to a multiple of {multiple} count in the loss",
                  after=padded_rows(multiple)) for multiple in (2, 4, 8, 16, 32, 64, 128)),
         *(Change(f"the norms' epsilon is {eps:g}", before=norms_with(eps))
           for eps in (1e-6, 1e-8, 1e-12, 1e-5))]
     if not isinstance(config, LlamaConfig) and not config.n_experts:
         found.append(Change("GELU is computed exactly (erf), not by tanh", before=exact_gelu))
-    if C > 1:  # attention is replaced there
-        found = [change for change in found if not change.words.startswith("attention s")]
+    if C > 1:  # attention is replaced there, and a rank has no run of tokens
+        found = [change for change in found
+                 if not change.words.startswith(("attention s", "targets are shifted"))]
     return found
 
 

@@ -13,19 +13,23 @@ is measured: five times what one process in MINE's dtype differs from float64.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from model import UNTIED
+from model import ABSENT, UNTIED
 from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, known_shares
-from run.doctor.step import EMBEDDING, Step, sampled
+from run.doctor.step import EMBEDDING, Step, Terms, sampled
 from run.doctor.update import Replay, Way, norms, ways
 
 NOISE = 5  # how many times the noise of one process still counts as equal
 # Floor of the tolerance, in roundings of the dtype, relative to a tensor's norm
 FLOOR = 8
+# How far weights may be from REFERENCE's, relative to their norm, where its gradients are the right
+# ones (a model of another form)
+FAR = 1e-2
 
 
 @dataclass
@@ -71,7 +75,7 @@ def group_words(wrong, tensors, fits):
         "the gradients of routers": lambda name: ".router." in name,
         "the gradients of all but experts": lambda name: ".experts." not in name,
     }
-    blocks = sorted({int(name.split(".")[2]) for name in tensors if ".h." in name})
+    blocks = sorted({place_of(name) for name in tensors} - {-1, math.inf})
     for i in blocks:
         groups[f"the gradients before block {i}"] = lambda name, i=i: place_of(name) < i
         groups[f"the gradients from block {i} on"] = lambda name, i=i: place_of(name) >= i
@@ -98,9 +102,10 @@ def is_replicated(name):
 
 def place_of(name):
     """The number of a parameter's block; -1 for the embedding, infinite for what follows."""
-    if ".h." in name:
-        return int(name.split(".")[2])
-    return -1 if ".wte" in name or ".wpe" in name else math.inf
+    number = re.search(r"\.(\d+)\.", name)  # transformer.h.0.ln_1.weight
+    if number:
+        return int(number[1])
+    return -1 if re.search(r"\b(wte|wpe|\w*embed\w*)\b", name) else math.inf
 
 
 class Examined:
@@ -162,6 +167,52 @@ class Examined:
         floor = FLOOR * torch.finfo(wide).eps * abs(loss)
         size = max(1.0, abs(loss / self.loss))
         return abs(mine - loss) <= max(NOISE * self.noise[0] * size, floor)
+
+
+class LikeReference(Examined):
+    """One step of MINE, a model of another form: REFERENCE's loss and gradients are the right ones.
+    Nothing is computed, so a gradient is one term, and the noise is a multiple of the dtype's
+    rounding."""
+
+    def __init__(self, reference, mine, number):
+        self.mine = mine
+        self.numbers = mine.steps[number - 1]
+        self.loss = reference.steps[number - 1]["loss"]
+        self.gradients = dict(reference.gradients(number))
+        coarsest = max((reference, mine), key=eps_of)
+        self.dtype = getattr(torch, coarsest.dtype)
+        self.grad_dtype = getattr(torch, coarsest.grad_dtype)
+        self.distance = distance_of(mine.weights(number - 1), reference.weights(number - 1))
+        tokens = (reference.targets(number) != ABSENT).sum().view(1, 1)
+        self.terms = Terms(
+            losses=torch.full((1, 1, 1, 1), self.loss, dtype=torch.double),
+            gradients={name: sampled(grad).view(1, 1, 1, 1, -1)
+                       for name, grad in self.gradients.items()},
+            is_summed=dict.fromkeys(self.gradients, False), full=self.gradients, tokens=tokens,
+            positions=reference.targets(number).numel(), divisor=1, tied=False)
+
+    @cached_property
+    def noise(self):
+        """(loss, {name: norm}). Weights that are apart, because rounding errors of a first step
+        were, move loss and gradients about as far."""
+        relative = FLOOR * torch.finfo(self.dtype).eps + self.distance
+        sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
+        # A gradient that is zero in exact arithmetic (of a key's bias) is rounding errors of others
+        least = 1e-2 * max(sizes.values())
+        return (relative * abs(self.loss),
+                {name: relative * max(size, least) for name, size in sizes.items()})
+
+
+def eps_of(dump):
+    return torch.finfo(getattr(torch, dump.dtype)).eps
+
+
+def distance_of(given, wanted):
+    """How far MINE's tensors are from REFERENCE's, relative to their norm."""
+    if any(given[name].shape != wanted[name].shape for name in given):
+        return math.inf
+    errors = [off(given[name], wanted[name]) for name in given]
+    return math.hypot(*errors) / math.hypot(*(norm_of(wanted[name]) for name in given))
 
 
 # ---- loss and gradients ----
@@ -280,6 +331,9 @@ def causes_of_loss(examined, loss):
 def first_difference(given, right, wrong):
     """Where the first tensor that differs does: by how much, in which rows."""
     name = next(name for name in right if name in wrong)
+    if given[name].shape != right[name].shape:
+        return (f"{len(wrong)} of {len(given)} tensors; first {name}, of shape "
+                f"{list(given[name].shape)}, not {list(right[name].shape)}")
     error = given[name] - right[name]
     if not given[name].isfinite().all():
         return f"{name} is not finite"
@@ -320,16 +374,15 @@ def check_gradients(examined, number, deep, known):
         causes = causes or keeps_first_step(examined, given)
     if not math.isfinite(loss):
         pass
-    elif loss_is_right or (wrong and causes):
-        findings.append(Finding(f"step {number} loss", loss_is_right,
-                                "" if loss_is_right else ratio_words(loss, examined.loss)))
+    elif loss_is_right:
+        findings.append(Finding(f"step {number} loss", True))
     else:
         fitting = causes_of_loss(examined, loss)
         if not wrong and not fitting and deep:
             mine = {name: sampled(given[name]) for name in given}
             fitting = fitting_changes(examined, mine, loss, known)
         findings.append(Finding(f"step {number} loss", False, ratio_words(loss, examined.loss),
-                                fitting))
+                                fitting or causes))
     if not wrong:
         findings.append(Finding(f"step {number} gradients", True))
         return findings
@@ -348,9 +401,9 @@ def check_initial_weights(reference, mine):
     """A Finding: are MINE's initial weights REFERENCE's, to the rounding of their dtypes?"""
     given = mine.weights(0)
     wanted = reference.weights(0)
-    eps = max(torch.finfo(getattr(torch, dump.dtype)).eps for dump in (reference, mine))
-    wrong = {name for name in given
-             if not off(given[name], wanted[name]) <= eps * norm_of(wanted[name])}
+    eps = max(map(eps_of, (reference, mine)))
+    wrong = {name for name in given if given[name].shape != wanted[name].shape
+             or not off(given[name], wanted[name]) <= eps * norm_of(wanted[name])}
     if not wrong:
         return Finding("initial weights", True)
     finding = Finding("initial weights", False, first_difference(given, wanted, wrong))
@@ -517,6 +570,7 @@ def check_norm(mine, number):
     finding = Finding(stage, False, ratio_words(norm, right))
     split = [name for name in given if not is_replicated(name)]
     known = dict(norms(squares, split, mine.layout))
+    known |= shard_norms(mine, given)
     if mine.model and max(mine.layout["pp"], mine.layout["tp"]) > 1:
         known |= norms_of_parts(mine, given)
     if number == 2 and mine.gradients(1):
@@ -561,6 +615,17 @@ def norms_of_parts(mine, given):
     return found
 
 
+def shard_norms(mine, given):
+    """{words: norm} of one data rank's shards only: FSDP's, which are cut along dim 0."""
+    D = mine.layout["dp"]
+    found = {}
+    for d in range(D if D > 1 else 0):
+        squares = [chunks[d].square().sum().item()
+                   for chunks in (grad.chunk(D) for grad in given.values()) if d < len(chunks)]
+        found[f"that of data rank {d}'s shards only (FSDP, dp)"] = math.sqrt(sum(squares))
+    return found
+
+
 def layer_number(name, n_layer):
     """The number of a parameter's layer: 0 the embedding, n_layer + 1 the head."""
     return min(place_of(name), n_layer) + 1
@@ -574,7 +639,11 @@ class Steps:
         self.mine = mine
         self.uses_masters = len(mine.masters(1)) > 0
         self.held = mine.masters if self.uses_masters else mine.weights
-        wide = torch.promote_types(getattr(torch, mine.dtype), torch.float)
+        dtype = getattr(torch, mine.dtype)
+        wide = torch.promote_types(dtype, torch.float)
+        # Without masters too the weights may have more digits than the dtype: under autocast
+        self.are_wide = dtype == wide or self.uses_masters or not all(
+            torch.equal(weight.to(dtype).double(), weight) for weight in mine.weights(1).values())
         self.eps = torch.finfo(wide).eps
         self.replay = Replay(mine.optimizer)
         self.rounded = Replay(mine.optimizer, wide)
@@ -604,7 +673,7 @@ def check_updates(reference, mine):
     numbers = steps.numbers()
     if mine.optimizer["name"] != "adamw":
         return [Finding("weights", True, f"not examined: {mine.optimizer['name']} is not replayed")]
-    if getattr(torch, mine.dtype).itemsize == 2 and not steps.uses_masters:
+    if not steps.are_wide:
         return [Finding("weights", True, f"{mine.dtype} weights without masters say nothing about "
                         "the optimizer")]
     findings = []
@@ -716,6 +785,25 @@ def comparable(reference, mine):
         raise ValueError(f"{mine.folder}: {first_of(missing)} is not in {reference.folder}")
     if reference.ids(1) is None:
         raise ValueError(f"{reference.folder}: has no tokens-1.safetensors")
+    if not mine.model and not reference.gradients(1):
+        raise ValueError(f"{reference.folder}: has no gradients-1.safetensors; a model of another "
+                         "form is compared with them")
+
+
+def check_step(reference, mine, number, deep, known):
+    """Findings on loss and gradients of a step; none if MINE has not what it takes."""
+    if not mine.gradients(number) or not mine.weights(number - 1):
+        return []
+    if mine.model:
+        can = mine.ids(number) is not None
+        return check_gradients(Examined(mine, number), number, deep, known) if can else []
+    if not reference.gradients(number) or not reference.weights(number - 1):
+        return []
+    examined = LikeReference(reference, mine, number)
+    if examined.distance > FAR:
+        return [Finding(f"step {number} gradients", True,
+                        "not examined: MINE's weights before the step are not REFERENCE's")]
+    return check_gradients(examined, number, False, known)
 
 
 def diagnose(reference, mine, deep=True):
@@ -729,13 +817,11 @@ def diagnose(reference, mine, deep=True):
             yield check_tokens(reference, mine, number)
     known = []  # causes that step 1 has shown
     for number in (1, 2):
-        can = mine.model and mine.gradients(number) and mine.weights(number - 1)
-        if can and mine.ids(number) is not None:
-            for finding in check_gradients(Examined(mine, number), number, deep, known):
-                repeats = number == 2 and set(finding.causes) & set(known)
-                known += finding.causes
-                if not repeats:
-                    yield finding
+        for finding in check_step(reference, mine, number, deep, known):
+            repeats = number == 2 and set(finding.causes) & set(known)
+            known += finding.causes
+            if not repeats:
+                yield finding
         differ = mine.steps[number - 1]["gradients_differ"]
         if differ:
             yield Finding(f"step {number} copies", False,

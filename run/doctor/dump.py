@@ -10,14 +10,16 @@
         masters-1.safetensors     16-bit weights only: their 32-bit masters (also masters-0)
         tokens-2, gradients-2, weights-2, masters-2             the same of step 2
 
-Names and shapes are nanoGPT's, the tied matrix once, or Hugging Face's. This file reads a dump of
-any trainer, of which only dump.json and weights-0 must be there; run/doctor/record.py writes ours.
+Names and shapes are nanoGPT's, the tied matrix once, or those of run/doctor/foreign.py. This file
+reads a dump of any trainer, of which only dump.json and weights-0 must be there;
+run/doctor/record.py writes ours.
 """
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,9 +29,10 @@ from model import ABSENT
 from run import tensorfile
 from run.checkpoint import sound_config
 from run.config import require
+from run.doctor.foreign import NAMES, readers
 from run.files import DUMP, DUMP_TENSORS
 from run.tensorfile import DAMAGED, FLOATS, about, is_whole
-from run.weights import find_tensors, load_parts, read_tensor
+from run.weights import read_tensor, unwrapped
 from sizes import WIDTHS, GPTConfig
 
 MAX_JSON = 64 << 20  # bytes of dump.json
@@ -39,20 +42,20 @@ PLAIN_VALUES = ("names", "dtype", "grad_dtype", "layout", "loss", "optimizer", "
 class Tensors(Mapping):
     """{name: tensor} of a file; each is read when it is asked for, as float64 on the CPU."""
 
-    def __init__(self, places):
-        self.places = places  # {name: [(Entry, is it (in, out)?)]}, see weights.find_tensors
+    def __init__(self, readers):
+        self.readers = readers  # {name: function that reads the tensor}
 
     def __getitem__(self, name):
-        return load_parts(self.places[name]).double()
+        return self.readers[name]().double()
 
     def __contains__(self, name):  # Mapping's own would read the tensor
-        return name in self.places
+        return name in self.readers
 
     def __iter__(self):
-        return iter(self.places)
+        return iter(self.readers)
 
     def __len__(self):
-        return len(self.places)
+        return len(self.readers)
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Dump:
     """A dump on the disk. Tensors have nanoGPT's names and shapes or, if model is None, the
     file's own. weights(), masters(), gradients() of a file that is not there: no tensors."""
     folder: Path
-    names: str  # in the files: "nanogpt", "hugging_face"
+    names: str  # in the files: "nanogpt", "hugging_face", "megatron"
     model: GPTConfig | None  # or a LlamaConfig; None: another form
     dtype: str  # of weights and activations
     grad_dtype: str  # of summed gradients
@@ -113,7 +116,7 @@ def read_dump(folder):
         raise ValueError(f"{folder}: no such folder; train.py --dump makes a dump")
     given, model = read_json(folder / DUMP)
     first = tensorfile.read_header(folder / DUMP_TENSORS[0])  # weights-0
-    shapes = {name: entry.shape for name, entry in first.items()}
+    shapes = {unwrapped(name): entry.shape for name, entry in first.items()}
     if model:
         shapes = shapes_of(model, folder / DUMP_TENSORS[0], first)
     tensors = {}
@@ -125,7 +128,7 @@ def read_dump(folder):
             tokens[path.stem] = find_tokens(path, given["layout"], model)
         elif model:
             tensorfile.read_header(path)  # refuses a folder, which find_tensors would take
-            tensors[path.stem] = Tensors(find_tensors(path, shapes, model))
+            tensors[path.stem] = Tensors(readers(path, shapes, model, given["names"]))
         else:
             tensors[path.stem] = Tensors(find_foreign(path, shapes))
     return Dump(folder, model=model, tensors=tensors, tokens=tokens,
@@ -161,7 +164,7 @@ def refuse_unsound_dump(given):
     """Raise one of DAMAGED, with the name of a value, unless every value is of its type and range.
     Returns the model's GPTConfig, or None for a foreign model."""
     require(type(given["format"]) is int and given["format"] == 1, "format")
-    require(given["names"] in ("nanogpt", "hugging_face"), "names")
+    require(given["names"] in NAMES, "names")
     for name in ("dtype", "grad_dtype"):
         require(type(given[name]) is str and given[name] in WIDTHS, name)
     require(given["loss"] in ("mean", "sum"), "loss")
@@ -211,13 +214,14 @@ def shapes_of(model, path, entries):
 
 
 def find_foreign(path, shapes):
-    """{name: [(Entry, False)]} of a file of a model of another form: the names and shapes of
-    weights-0."""
-    entries = tensorfile.expect(path, tensorfile.read_header(path), shapes, FLOATS)
+    """{name: function that reads the tensor} of a file of a model of another form: the names and
+    shapes of weights-0."""
+    entries = {unwrapped(name): entry for name, entry in tensorfile.read_header(path).items()}
+    entries = tensorfile.expect(path, entries, shapes, FLOATS)
     for name, shape in shapes.items():
         if math.prod(shape) == 0:
             raise ValueError(f"{path}, tensor {name}: empty")
-    return {name: [(entry, False)] for name, entry in entries.items()}
+    return {name: partial(read_tensor, entry) for name, entry in entries.items()}
 
 
 def find_tokens(path, layout, model):

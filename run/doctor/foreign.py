@@ -1,0 +1,105 @@
+"""Names and orders of other trainers: from a tensor in their file to ours.
+
+    ours                        Megatron-core's GPTModel
+    transformer.wte.weight      embedding.word_embeddings.weight, with rows that pad the vocabulary
+    transformer.wpe.weight      embedding.position_embeddings.weight
+    transformer.ln_f            decoder.final_layernorm
+    lm_head.weight              output_layer.weight, padded too, if it is not tied
+    in transformer.h.0.         in decoder.layers.0.
+        ln_1                        input_layernorm or, fused, self_attention.linear_qkv.layer_norm_
+        attn.c_attn                 self_attention.linear_qkv, q, k and v of a head side by side
+        attn.c_proj                 self_attention.linear_proj
+        ln_2                        pre_mlp_layernorm or, fused, mlp.linear_fc1.layer_norm_
+        mlp.c_fc                    mlp.linear_fc1
+        mlp.c_proj                  mlp.linear_fc2
+
+nanoGPT's and Hugging Face's: run/weights.py, which also takes off what wrappers (torch.compile,
+DDP, FSDP) put before a name.
+"""
+
+from functools import partial
+
+import torch
+
+from model import UNTIED
+from run import tensorfile
+from run.checkpoint import EMBEDDING
+from run.tensorfile import FLOATS
+from run.weights import find_tensors, load_parts, read_tensor, refuse_more, unwrapped
+
+NAMES = ("nanogpt", "hugging_face", "megatron")
+MEGATRON_ENDS = {EMBEDDING: "embedding.word_embeddings.weight",
+                 "transformer.wpe.weight": "embedding.position_embeddings.weight",
+                 "transformer.ln_f.weight": "decoder.final_layernorm.weight",
+                 "transformer.ln_f.bias": "decoder.final_layernorm.bias",
+                 UNTIED: "output_layer.weight"}
+MEGATRON_BLOCK = {"ln_1": "input_layernorm",
+                  "attn.c_attn": "self_attention.linear_qkv",
+                  "attn.c_proj": "self_attention.linear_proj",
+                  "ln_2": "pre_mlp_layernorm",
+                  "mlp.c_fc": "mlp.linear_fc1",
+                  "mlp.c_proj": "mlp.linear_fc2"}
+# A norm that is fused with the matrix that follows it has this name
+FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def megatron_name(name):
+    """Megatron's name for the tensor of this canonical name, with norms that are not fused."""
+    if name in MEGATRON_ENDS:
+        return MEGATRON_ENDS[name]
+    _, _, i, local = name.split(".", 3)  # transformer.h.0.attn.c_attn.weight
+    module, _, kind = local.rpartition(".")
+    return f"decoder.layers.{i}.{MEGATRON_BLOCK[module]}.{kind}"
+
+
+def unfused(name):
+    for apart, fused in FUSED.items():
+        name = name.replace(fused, apart)
+    return name
+
+
+def q_k_v(tensor, config):
+    """Megatron's order of rows to ours. Megatron has, for each head of k and v, the heads of q that
+    share it, then k, then v; ours has all heads of q, then those of k, then those of v."""
+    groups = getattr(config, "n_kv_head", config.n_head)
+    of_q = config.n_head // groups
+    heads = tensor.unflatten(0, (groups, of_q + 2, config.n_embd // config.n_head))
+    parts = heads[:, :of_q], heads[:, of_q], heads[:, of_q + 1]
+    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
+def read_megatron(entry, name, shape, config):
+    """Our tensor of this canonical name and shape."""
+    tensor = read_tensor(entry)
+    if ".c_attn." in name:
+        return q_k_v(tensor, config)
+    return tensor[: shape[0]]  # without rows that pad the vocabulary
+
+
+def find_megatron(path, shapes, config):
+    """{canonical name: function that reads the tensor}. ValueError unless the file has these
+    tensors, and no others."""
+    entries = {unfused(unwrapped(name)): entry
+               for name, entry in tensorfile.read_header(path).items()}
+    names = {name: megatron_name(name) for name in shapes}
+    wanted = {}
+    for name, theirs in names.items():
+        wanted[theirs] = shapes[name]
+        padded = entries[theirs].shape if theirs in entries else ()
+        if name in (EMBEDDING, UNTIED) and padded[:1] > shapes[name][:1]:
+            wanted[theirs] = torch.Size((padded[0], *shapes[name][1:]))
+    tensorfile.expect(path, entries, wanted, FLOATS)
+    refuse_more(path, entries, {*wanted, MEGATRON_ENDS[UNTIED]}, ("._extra_state",))
+    return {name: partial(read_megatron, entries[theirs], name, shapes[name], config)
+            for name, theirs in names.items()}
+
+
+def readers(path, shapes, config, names):
+    """{canonical name: function that reads the tensor} of a file in which tensors have the names of
+    `names`, one of NAMES. ValueError unless the file has tensors of these {canonical name: shape},
+    and no others."""
+    if names == "megatron":
+        return find_megatron(path, shapes, config)
+    return {name: partial(load_parts, places)
+            for name, places in find_tensors(path, shapes, config).items()}
