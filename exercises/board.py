@@ -8,6 +8,7 @@ receive of different sizes are noticed before the message travels.
     sizes[g, way, src, dst, k]   bytes of message k
     state[rank, thread]          what a thread of a rank does; thread 0: the main one, thread 1: the
                                  one that runs submitted collectives (engine/group.py)
+    meetings[rank]               how many meshes the rank has begun to make
     changes[rank]                how often the rank has written any of the above
 """
 
@@ -28,8 +29,8 @@ GROUPS, RANKS, KEPT = 16, 8, 1024  # KEPT: sizes of messages that the board keep
 SEND, RECV = 0, 1
 # Values of state[rank, thread, 0]. RUNS: it computes. IDLE: no work was submitted. ENDED: the rank
 # has returned or failed. WAITS: for a message; state[..., 1:] is (group, way, src, dst, k). JOINS:
-# the main thread waits for what it has submitted
-RUNS, IDLE, ENDED, WAITS, JOINS = range(5)
+# the main thread waits for what it has submitted. MEETS: it waits for all ranks to make a mesh
+RUNS, IDLE, ENDED, WAITS, JOINS, MEETS = range(6)
 
 
 class Stuck(Exception):
@@ -46,7 +47,7 @@ class Board:
         self.rank = rank
         self.size = size
         shapes = {"posted": (GROUPS, 2, RANKS, RANKS), "sizes": (GROUPS, 2, RANKS, RANKS, KEPT),
-                  "state": (RANKS, 2, 6), "changes": (RANKS,)}
+                  "state": (RANKS, 2, 6), "meetings": (RANKS,), "changes": (RANKS,)}
         with open(os.open(path, os.O_CREAT | os.O_RDWR), "r+b") as file:
             os.truncate(file.fileno(), 8 * sum(map(math.prod, shapes.values())))  # zeros
         parts = {}
@@ -57,6 +58,7 @@ class Board:
         self.posted = parts["posted"]
         self.sizes = parts["sizes"]
         self.state = parts["state"]
+        self.meetings = parts["meetings"]
         self.changes = parts["changes"]
         self.groups = []  # (mesh, name) of the groups so far: their numbers are the same on all
         self.main = threading.get_ident()
@@ -98,12 +100,25 @@ class Board:
             time.sleep(0.0002)
         self.write(RUNS)
 
+    def meet(self):
+        """Return when all ranks have called this as often; raise Stuck if one never will."""
+        with self.lock:
+            self.meetings[self.rank] += 1
+            self.write(MEETS)
+        while min(self.meetings[: self.size]) < self.meetings[self.rank]:
+            if self.all_are_stuck():
+                raise Stuck(self.circle())
+            time.sleep(0.0002)
+        self.write(RUNS)
+
     def can_go_on(self, rank):
         """Does a thread of the rank compute, or wait for something that has been posted?"""
         main, worker = self.state[rank].tolist()
         for kind, group, way, src, dst, k in (main, worker):
             if kind == RUNS or kind == WAITS and self.posted[group, 1 - way, src, dst] > k:
                 return True
+        if main[0] == MEETS:
+            return min(self.meetings[: self.size]) >= self.meetings[rank]
         return main[0] == JOINS and worker[0] == IDLE  # what it has waited for is done
 
     def all_are_stuck(self):
@@ -116,6 +131,8 @@ class Board:
         """What a rank waits for, in words; "" if it does not wait."""
         main, worker = self.state[rank].tolist()
         kind, group, way, src, dst, k = worker if main[0] == JOINS else main
+        if kind == MEETS:
+            return f"rank {rank} has ended its part, and waits for the other ranks"
         if kind != WAITS:
             return ""
         where = f" in group {self.groups[group][1]}"
@@ -200,6 +217,7 @@ class WatchedMesh(engine.mesh.Mesh):
     def __init__(self, board, **sizes):
         self.board = board
         self.native = False
+        board.meet()  # torch has no way to give up the making of a group
         mesh.Mesh.__init__(self, WatchedGroup, **sizes)
 
     def communicator(self, name, ranks):

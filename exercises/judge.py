@@ -6,7 +6,7 @@
 """
 
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -153,9 +153,9 @@ class RandomTokens:
 
 def small_config(mesh_sizes, **flags):
     return Config(**{
-        "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4, "batch_size": 8, "steps": 2,
-        "dtype": "float64", "device": "cpu", "microbatches": 1, "schedule": "1f1b", "zero": 0,
-        "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2, **mesh_sizes, **flags})
+        "dp": 1, "pp": 1, "tp": 1, "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4,
+        "batch_size": 8, "steps": 2, "dtype": "float64", "device": "cpu", "microbatches": 1,
+        "schedule": "1f1b", "zero": 0, "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2, **mesh_sizes, **flags})
 
 
 class Step(NamedTuple):
@@ -183,6 +183,15 @@ def steps_of(cfg, mesh):
     return [Step(loss, norm, *more) for (loss, norm), more in zip(losses, seen, strict=True)]
 
 
+@contextmanager
+def placed(places):
+    """The values in these places [(owner, name, value)], for a while."""
+    with ExitStack() as stack:
+        for owner, name, value in places:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
 def trains(make_mesh, places, sizes, **flags):
     """Train two steps of a small GPT on a mesh of these sizes, with the attempt in the places
     [(owner, name, value)]; raise Wrong unless the gradients, norms and losses are those of one
@@ -190,9 +199,7 @@ def trains(make_mesh, places, sizes, **flags):
     cfg = small_config(sizes, **flags)
     want = steps_of(small_config({}), Alone())
     mesh = make_mesh(**{"dp": 1, "pp": 1, "tp": 1, **sizes})
-    with ExitStack() as stack:
-        for owner, name, value in places:
-            stack.enter_context(patch.object(owner, name, value))
+    with placed(places):
         got = steps_of(cfg, mesh)
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     for number, (mine, alone) in enumerate(zip(got, want, strict=True)):

@@ -8,6 +8,7 @@ import torch
 import collectives
 from exercises.catalogue import RANKS
 from exercises.judge import Wrong, beside, same, trains
+from tensor_parallel import maximum
 
 
 def terms(total, N):
@@ -57,6 +58,8 @@ def judge_reduce_scatter(make_mesh, forms):
             complete = [c for c in range(N) if not explain_sum(chunks[c][0].item(), c, N)]
             if complete:
                 said += f"; complete here is chunk {complete[0]}: start one chunk earlier or later"
+            elif hops != N - 1:
+                said += f"; {hops} hops were made, and {N - 1} are needed"
             raise Wrong(f"rank {r}: its own chunk {r} {said}")
     # Sent are all chunks but the one that this rank receives last, its own
     facts = [beside("bytes sent by this rank", sent, "n - own chunk",
@@ -71,10 +74,9 @@ def judge_reduce_scatter(make_mesh, forms):
         if not same(own, want.tensor_split(three.size)[three.rank]):
             raise Wrong(f"right on {N} ranks with {n} numbers, wrong on {three.size} with {size}: "
                         f"rank {three.rank} has {own.tolist()}")
-    largest = torch.tensor([float(r)] * N)
-    form(largest, group, torch.Tensor.copy_)
-    before = mesh.rank - 1 if mesh.rank else N - 1
-    if largest[r] != before:
+    largest = torch.full((N,), float(r))
+    form(largest, group, maximum)
+    if largest[r] != N - 1:
         raise Wrong("combine is ignored: call combine(into, received)")
     return [*facts, trains(make_mesh, [(collectives, "reduce_scatter", form)], {"dp": 4})[1]]
 

@@ -1,8 +1,11 @@
 """The exercises: the repository's own forms are right, typical wrong ones are told apart in words,
 and a hang is named."""
 
+import os
 import tempfile
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,24 +14,36 @@ import collectives
 import ddp
 import engine.collectives
 import engine.ddp
-from collectives import own_chunk
+import tensor_parallel
+import zero
+from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
 from exercises.catalogue import EXERCISES, RANKS
 from exercises.judge import attempt, verdict
 from exercises.start import load_forms
+from model import ABSENT, cross_entropy
+from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
+from shard import bounds
+from tensor_parallel import Column, Row, maximum, sum_of_copy, sum_over_ranks, to_local
 from tests.harness import HERE, pool
 
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 
 
 def _attempts(rank, name, cases, folder):
-    """One rank's Reports of several attempts. cases: [{name: function}], or None for the file."""
+    """One rank's Reports of several attempts. cases: [{name: function}], or None for the file.
+
+    The pool's gloo connects two ranks when both first use their connection. A rank whose peer never
+    does would block in the send itself, before it can report: here connect at once, like the
+    command does."""
     exercise = BY_NAME[name]
     reports = []
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     for number, forms in enumerate(cases):
         found = partial(dict, forms)
         if forms is None:
             found = partial(load_forms, HERE / f"exercises/{name}.py", exercise.forms)
         reports.append(attempt(rank, exercise.judge, found, f"{folder}/{number}"))
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     return reports
 
 
@@ -101,7 +116,7 @@ def gather_own_chunk_only(tensor, group):
     for hop in range(N - 1):
         received = torch.empty_like(chunks[(r - 1) % N])
         group.exchange(chunks[r], group.next, received, group.prev).wait()
-        chunks[(r - 1 - hop) % N].copy_(received[: chunks[(r - 1 - hop) % N].numel()])
+        chunks[(r - 1 - hop) % N].fill_(received[0])
     return tensor
 
 
@@ -210,18 +225,226 @@ class TheEngines(ddp.DDP):
         return [grads[param] for param in self.params]
 
 
+class StepsWhole(zero.ZeRO1):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.weights = [param.data for param in self.params]
+
+
+class StepsCopies(zero.ZeRO1):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.weights = [weight.clone() for weight in self.weights]
+
+
+class NeverPublishes(zero.ZeRO1):
+    def publish(self):
+        pass
+
+
+class KeepsGradients(zero.ZeRO1):
+    def gradients(self):
+        return [own_chunk(reduce_scatter(param.grad, param.shard.sum_over[0]),
+                          param.shard.sum_over[0]) for param in self.params]
+
+
+class AllReduces(zero.ZeRO1):
+    def gradients(self):
+        for param in self.params:
+            all_gather(reduce_scatter(param.grad, param.shard.sum_over[0]),
+                       param.shard.sum_over[0])
+            param.kept = own_chunk(param.grad, param.shard.sum_over[0])
+            param.grad = None
+        return [param.kept for param in self.params]
+
+
+class AveragesChunks(zero.ZeRO1):
+    def gradients(self):
+        return [grad / RANKS for grad in super().gradients()]
+
+
+def gather_without_backward(chunk, shape, replicas):
+    return zero.gather(chunk.detach(), shape, replicas)
+
+
+def gather_own_gradient(chunk, shape, replicas):
+    def forward(chunk):
+        return zero.gather(chunk.detach(), shape, replicas)
+
+    return WithBackward.apply(chunk, forward, lambda grad: own_chunk(grad, replicas).clone())
+
+
+def gather_average(chunk, shape, replicas):
+    return zero.gather(chunk, shape, replicas) / 1 + (
+        0 if not chunk.requires_grad else chunk.register_hook(lambda grad: grad / RANKS) and 0)
+
+
+def gather_nothing(chunk, shape, replicas):
+    whole = chunk.new_zeros(shape)
+    own_chunk(whole, replicas).copy_(chunk.detach())
+    return whole
+
+
+def gather_flat(chunk, shape, replicas):
+    return zero.gather(chunk, shape, replicas).flatten()
+
+
+class Keeps(zero.Gathered):
+    def forward(self, *inputs):
+        return self.run(*inputs)
+
+
+# ---- tensor and sequence parallelism ----
+
+
+def nothing(x, group):
+    return WithBackward.apply(x, lambda x: x.clone(), lambda grad: grad.clone())
+
+
+def sum_both_ways(x, group):
+    return WithBackward.apply(x, lambda x: sum_of_copy(x, group),
+                              lambda grad: sum_of_copy(grad, group))
+
+
+def average_backward(x, group):
+    return WithBackward.apply(x, lambda x: x, lambda grad: sum_of_copy(grad, group) / group.size)
+
+
+def sum_in_place(x, group):
+    return WithBackward.apply(x, lambda x: collectives.all_reduce(x, group), lambda grad: grad)
+
+
+def sum_without_backward(x, group):
+    return sum_of_copy(x.detach(), group)
+
+
+class AllRows(Column):
+    def __init__(self, linear, group, f, parts=()):
+        super().__init__(linear, group, f)
+
+
+class NoF(Column):
+    def __init__(self, linear, group, f, parts=()):
+        super().__init__(linear, group, lambda x, group: x, parts)
+
+
+class NoBias(Column):
+    def forward(self, x):
+        return torch.nn.functional.linear(self.f(x, self.group), self.weight)
+
+
+class BiasOnEach(Row):
+    def forward(self, x):
+        return self.g(torch.nn.functional.linear(x, self.weight, self.bias), self.group)
+
+
+class NoG(Row):
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class Whole(Column):
+    def __init__(self, linear, group, f, parts=()):
+        super().__init__(linear, group, f, parts)
+        self.weight, self.bias = linear.weight, linear.bias
+
+
+def loss_of_all_words(logits, targets, words, group, overflow=False, padding=False, target=True):
+    """vocabulary_loss with one thing missing."""
+    largest = collectives.all_reduce(logits.detach().amax(-1), group, maximum)
+    if overflow:
+        largest = torch.zeros_like(largest)
+    sum_exp = (logits - largest.unsqueeze(-1)).exp().sum(-1)
+    local, outside = to_local(targets, *words)
+    at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+    sum_exp, at_target = sum_over_ranks(torch.stack([sum_exp, at_target]), group)
+    losses = sum_exp.log() + largest - (at_target if target else 0)
+    return losses.sum() if padding else losses.masked_fill(targets == ABSENT, 0).sum()
+
+
+def loss_of_own_words(logits, targets, words, group):
+    local, outside = to_local(targets, *words)
+    at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+    losses = logits.logsumexp(-1) - at_target
+    return losses.masked_fill(targets == ABSENT, 0).sum()
+
+
+def loss_of_own_largest(logits, targets, words, group):
+    with patch.object(tensor_parallel, "all_reduce", lambda x, *_: x):
+        largest = logits.detach().amax(-1)
+    sum_exp = (logits - largest.unsqueeze(-1)).exp().sum(-1)
+    local, outside = to_local(targets, *words)
+    at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+    sum_exp, at_target = sum_over_ranks(torch.stack([sum_exp, at_target]), group)
+    return (sum_exp.log() + largest - at_target).masked_fill(targets == ABSENT, 0).sum()
+
+
+def loss_of_gathered_logits(logits, targets, words, group):
+    widest = 6
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.size(-1)), value=-1e30)
+    whole = gather_with_own_gradient(padded.movedim(-1, 0).reshape(1, widest, -1), group)
+    whole = whole.view(widest * group.size, *targets.shape).movedim(0, -1)
+    row = torch.cat([torch.arange(*bounds(22, _of(group, r))) * 0 + widest * r + torch.arange(
+        bounds(22, _of(group, r))[1] - bounds(22, _of(group, r))[0]) for r in range(group.size)])
+    return cross_entropy(whole[..., row], targets)
+
+
+def _of(group, rank):
+    return SimpleNamespace(size=group.size, rank=rank)
+
+
+def tokens_in_ranks_order(x, group):
+    """Forgets that each rank's tokens lie within each sequence."""
+    def forward(x):
+        parts = x.new_empty((group.size, *x.shape))
+        parts[group.rank] = x
+        return all_gather(parts, group).view(x.size(0), -1, x.size(2))
+
+    return WithBackward.apply(x, forward, lambda grad: own_tokens_of_sum(grad, group))
+
+
+def gather_with_own_gradient(x, group):
+    return WithBackward.apply(x, lambda x: all_tokens(x, group), lambda grad: grad.unflatten(
+        1, (group.size, -1))[:, group.rank].clone())
+
+
+def scatter_without_sum(x, group):
+    return WithBackward.apply(x, lambda x: x.unflatten(1, (group.size, -1))[:, group.rank].clone(),
+                              lambda grad: all_tokens(grad, group))
+
+
+def scatter_with_own_gradient(x, group):
+    def backward(grad):
+        whole = grad.new_zeros((grad.size(0), group.size, *grad.shape[1:]))
+        whole[:, group.rank] = grad
+        return whole.flatten(1, 2)
+
+    return WithBackward.apply(x, lambda x: own_tokens_of_sum(x, group), backward)
+
+
+def scatter_average(x, group):
+    return scatter_tokens(x, group) / group.size
+
+
+def scatter_after_all_reduce(x, group):
+    def forward(x):
+        return sum_of_copy(x, group).unflatten(1, (group.size, -1))[:, group.rank].clone()
+
+    return WithBackward.apply(x, forward, lambda grad: all_tokens(grad, group))
+
+
 CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)])}
     "e01_reduce_scatter": ({"reduce_scatter": collectives.reduce_scatter}, [
         (partial(scatter_ring, send=0, take=1), "complete here is chunk 1"),
         (average_scatter, "its own chunk 0 is divided by 4"),
-        (hop_missing, "lacks the term of rank 1"),
+        (hop_missing, "2 hops were made, and 3 are needed"),
         (copies_instead, "lacks the term of ranks 0 and 2 and 3"),
         (only_sends, "waits until rank 1 receives its message 1"),
         (scatter_of_all, "right, but bytes sent by this rank: 1")]),
     "e02_all_gather": ({"all_gather": collectives.all_gather}, [
         (gather_hop_missing, "is what stood there before: nothing arrived"),
         (partial(gather_ring, first=1), "sent on before the valid chunk had arrived"),
-        (gather_own_chunk_only, "chunk 2 holds the chunk of rank 3"),
+        (gather_own_chunk_only, "chunk 1 holds the chunk of rank 3"),
         (gather_all_to_one, "rank 0 waits for message 1 from rank 1"),
         (gather_whole_tensors, "right, but bytes sent by this rank: 240"),
         (partial(gather_ring, combine=torch.Tensor.add_), "chunks are copied, not added")]),
@@ -232,6 +455,53 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (OneEach, "put parameters side by side into buckets"),
         (AfterBackward, "no bucket was on its way when backward ended"),
         (ddp.DDP, "no all-reduce ran in the background")]),
+    "e04_zero1": ({"ZeRO1": zero.ZeRO1}, [
+        (StepsWhole, "this rank's chunk has"),
+        (StepsCopies, "keep a view, so that a step changes the parameter"),
+        (NeverPublishes, "after publish(), rank 0 has the old chunk 1"),
+        (KeepsGradients, "leaves param.grad: the next step would add to it"),
+        (AllReduces, "right, but bytes sent by this rank"),
+        (AveragesChunks, "is divided by 4: gradients are summed, never averaged")]),
+    "e05_zero3": ({"gather": zero.gather, "Gathered": zero.Gathered}, [
+        (gather_without_backward, "gather() has no backward"),
+        (gather_own_gradient, "is this rank's own term: not summed over the replicas"),
+        (gather_average, "is divided by 4: gradients are summed, never averaged"),
+        (gather_nothing, "chunks of other ranks are missing"),
+        (gather_flat, "has shape [15], and should have [3, 5]"),
+        ({"Gathered": Keeps}, "the gathered weights are not freed")]),
+    "e06_f_and_g": ({"copy_to_ranks": tensor_parallel.copy_to_ranks,
+                     "sum_over_ranks": sum_over_ranks}, [
+        ({"copy_to_ranks": nothing}, "the gradient in f's backward is this rank's own term"),
+        ({"copy_to_ranks": average_backward}, "f's backward is the sum divided by 4"),
+        ({"copy_to_ranks": sum_both_ways}, "f's forward is a sum over the ranks"),
+        ({"sum_over_ranks": nothing}, "the result of g's forward is this rank's own term"),
+        ({"sum_over_ranks": sum_both_ways}, "the gradient in g's backward is a sum over the ranks"),
+        ({"sum_over_ranks": sum_in_place}, "changed in place"),
+        ({"sum_over_ranks": sum_without_backward}, "the result has no backward")]),
+    "e07_column_and_row": ({"Column": Column, "Row": Row}, [
+        ({"Column": AllRows}, "should have 1/4 of each of the parts (q, k, v)"),
+        ({"Column": NoF}, "the gradient of Column's input is this rank's own term"),
+        ({"Column": NoBias}, "Column's output lacks the bias"),
+        ({"Column": Whole}, "Column's output has shape [2, 3, 24], and should have [2, 3, 6]"),
+        ({"Row": BiasOnEach}, "Row's output has the bias 4 times: add it once, after the sum"),
+        ({"Row": NoG}, "Row's output is this rank's partial sum: g is missing")]),
+    "e08_vocabulary_loss": ({"vocabulary_loss": tensor_parallel.vocabulary_loss}, [
+        (partial(loss_of_all_words, overflow=True), "exp overflows"),
+        (partial(loss_of_all_words, padding=True), "the loss counts padding"),
+        (partial(loss_of_all_words, target=False), "the loss lacks the logit of the target"),
+        (loss_of_own_words, "the loss is of this rank's words only"),
+        (loss_of_own_largest, "do all ranks subtract the same number"),
+        (loss_of_gathered_logits, "the logits are not to be gathered")]),
+    "e09_sequence_parallel": ({"gather_tokens": gather_tokens, "scatter_tokens": scatter_tokens}, [
+        ({"gather_tokens": tokens_in_ranks_order}, "has all numbers in another order"),
+        ({"gather_tokens": gather_with_own_gradient},
+         "the gradient in gather_tokens' backward is this rank's own term"),
+        ({"scatter_tokens": scatter_without_sum},
+         "what scatter_tokens returns is this rank's own term"),
+        ({"scatter_tokens": scatter_with_own_gradient},
+         "the gradient in scatter_tokens' backward is right for tokens [0, 1] only"),
+        ({"scatter_tokens": scatter_average}, "is the sum divided by 4"),
+        ({"scatter_tokens": scatter_after_all_reduce}, "right, but bytes sent by this rank")]),
 }
 
 
