@@ -8,7 +8,7 @@ receive of different sizes are noticed before the message travels.
     sizes[g, way, src, dst, k]   bytes of message k
     state[rank, thread]          what a thread of a rank does; thread 0: the main one, thread 1: the
                                  one that runs submitted collectives (engine/group.py)
-    meetings[rank]               how many meshes the rank has begun to make
+    meetings[rank]               how many groups the rank has begun to make
     changes[rank]                how often the rank has written any of the above
 """
 
@@ -25,11 +25,11 @@ import engine.group
 import engine.mesh
 import mesh
 
-GROUPS, RANKS, KEPT = 16, 8, 1024  # KEPT: sizes of messages that the board keeps per pair of ranks
+GROUPS, RANKS, KEPT = 64, 4, 1024  # KEPT: sizes of messages that the board keeps per pair of ranks
 SEND, RECV = 0, 1
 # Values of state[rank, thread, 0]. RUNS: it computes. IDLE: no work was submitted. ENDED: the rank
 # has returned or failed. WAITS: for a message; state[..., 1:] is (group, way, src, dst, k). JOINS:
-# the main thread waits for what it has submitted. MEETS: it waits for all ranks to make a mesh
+# the main thread waits for what it has submitted. MEETS: it waits for all ranks to make a group
 RUNS, IDLE, ENDED, WAITS, JOINS, MEETS = range(6)
 
 
@@ -44,6 +44,7 @@ class OtherSize(Exception):
 
 class Board:
     def __init__(self, path, rank, size):
+        self.path = path
         self.rank = rank
         self.size = size
         shapes = {"posted": (GROUPS, 2, RANKS, RANKS), "sizes": (GROUPS, 2, RANKS, RANKS, KEPT),
@@ -217,8 +218,12 @@ class WatchedMesh(engine.mesh.Mesh):
     def __init__(self, board, **sizes):
         self.board = board
         self.native = False
-        board.meet()  # torch has no way to give up the making of a group
         mesh.Mesh.__init__(self, WatchedGroup, **sizes)
+
+    def join(self, name, rows):
+        if name not in self.groups:
+            self.board.meet()  # torch has no way to give up the making of a group
+        return super().join(name, rows)
 
     def communicator(self, name, ranks):
         return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))

@@ -47,17 +47,18 @@ EXERCISES = (
     Exercise(
         "e04_zero1", "ZeRO-1's step", ("ZeRO1",),
         "zero.py: ZeRO1", "replicas.judge_zero1",
-        ("self.weights = [own_chunk(param.data, ...) for param in self.params]: views, so that a "
-         "step in place changes the parameter.",
-         "reduce_scatter(param.grad, replicas) sums in place; then own_chunk(param.grad, replicas).",
+        ("self.weights = [own_chunk(param.data, ...) for param in self.params]: views, so a step "
+         "in place changes the parameter.",
+         "reduce_scatter(param.grad, replicas) sums in place; then take own_chunk of it.",
          "publish(): all_gather(param.data, replicas) for each parameter.")),
     Exercise(
         "e05_zero3", "ZeRO-3's gather and free", ("gather", "Gathered"),
         "zero.py: gather, Gathered", "replicas.judge_zero3",
         ("forward(chunk): an empty whole tensor; copy the chunk into own_chunk(whole, replicas); "
          "all_gather(whole, replicas).",
-         "backward(grad): reduce_scatter a contiguous clone of grad; its own_chunk is the chunk's.",
-         "Gather inside of the function that checkpoint() runs. What is gathered outside is kept.")),
+         "backward(grad): reduce_scatter a contiguous clone of grad; own_chunk of that is the "
+         "chunk's gradient.",
+         "Gather inside of the function that checkpoint() runs: what is gathered outside is kept.")),
     Exercise(
         "e06_f_and_g", "f and g of tensor parallelism", ("copy_to_ranks", "sum_over_ranks"),
         "tensor_parallel.py: copy_to_ranks, sum_over_ranks", "slices.judge_f_and_g",
@@ -90,4 +91,58 @@ EXERCISES = (
          ".movedim(0, 1).flatten(1, 2) puts the tokens side by side.",
          "Scatter: x.unflatten(1, (T, -1)).movedim(1, 0), a contiguous clone of that, "
          "reduce_scatter, and take entry group.rank.")),
+    Exercise(
+        "e10_ring_attention", "zigzag, and two softmaxes merged in a ring",
+        ("zigzag", "ring_attention"),
+        "context_parallel.py: zigzag, ring_attention", "tokens.judge_ring_attention",
+        ("torch.arange(S).tensor_split(2 * size) are the segments; rank r has segments r and "
+         "2 * size - 1 - r.",
+         "After `hop` hops a rank has the keys of rank (rank - hop) % N: their positions say what "
+         "to hide (scores.masked_fill(later, -inf)). Stack k and v: one message.",
+         "new = maximum(largest, scores.amax(-1)); numerator = numerator * exp(largest - new) + "
+         "exp(scores - new) @ v; the denominator likewise. new cancels: detach() it.")),
+    Exercise(
+        "e11_experts", "dispatch and combine of experts", ("dispatch_and_combine",),
+        "expert_parallel.py: dispatch_and_combine", "tokens.judge_experts",
+        ("chosen.flatten().argsort(stable=True) sorts the B * S * k choices by expert; choice i is "
+         "of token i // k.",
+         "torch.bincount(chosen, minlength=E * n).view(E, n) is what goes to each rank's experts; "
+         "one all_to_all(list(to_run), list(to_send), group) tells the others.",
+         "send_rows there, run_by_expert, send_rows back with sent and received swapped; then "
+         "y.index_add_(0, token, gate * output).")),
+    Exercise(
+        "e12_one_f_one_b", "the order of GPipe and 1F1B", ("gpipe", "one_f_one_b"),
+        "schedules.py: gpipe, one_f_one_b", "orders.judge_orders",
+        ("num_warmup = P - 1 - rank, but never more than m.",
+         "Warm up num_warmup forwards; [\"F0\", \"B0\"] for the m - num_warmup others; then "
+         "num_warmup backwards.")),
+    Exercise(
+        "e13_interleaved", "interleaved 1F1B", ("interleaved",),
+        "schedules.py: interleaved", "orders.judge_interleaved",
+        ("Of the m * v forwards, forward i is of chunk i // P % v; backward i of chunk "
+         "v - 1 - i // P % v.",
+         "num_warmup = (v - 1) * P + 2 * (P - 1 - rank); with v = 1 it is P - 1 - rank.")),
+    Exercise(
+        "e14_own_schedule", "a schedule of your own that beats 1F1B", ("own_schedule",),
+        "schedules.py: zero_bubble with depth 1 (zb-h1) is one that does",
+        "orders.judge_own_schedule",
+        ("Start from 1F1B, with I and W in the place of each B. Where does a rank wait?",
+         "The last rank has work all the time. If it puts its Ws off, its Is come earlier, and the "
+         "ranks before it wait less.",
+         "Rank r puts off `rank` Ws: W of microbatch k comes after I of microbatch k + rank; those "
+         "that are left come at the end.")),
+    Exercise(
+        "e15_tied_norm", "the tied matrix, and the global norm", ("tie_ends", "global_norm"),
+        "pipeline.py: tie_ends; optimizer.py: global_norm", "states.judge_tied_norm",
+        ("Both tuples are appended to: tag.sum_over += (group,). Ask first: is it one Parameter, "
+         "and is group.size > 1?",
+         "Square in float64, divide by tag.copies, add up, all_reduce, sqrt.")),
+    Exercise(
+        "e16_checkpoint", "a checkpoint for another layout", ("runs",),
+        "shard.py: Shard.runs", "states.judge_checkpoint",
+        ("One index along dim has inner = shape[dim + 1:].numel() elements side by side; there are "
+         "shape[:dim].numel() rows of shape[dim] * inner elements.",
+         "Walk over rows, then ranges. Keep `position`, the place in the flattened slice: a range "
+         "covers position to position + (last - first) * inner. Cut that by start and stop.",
+         "It begins in the full tensor at (row * shape[dim] + first) * inner + what was cut off.")),
 )

@@ -1,7 +1,7 @@
-"""Exercise 6: f and g of tensor parallelism. T ranks hold the same x before a column-parallel matrix
-and have one partial sum each after a row-parallel one. f stands before the column: what does its
-backward do, if each rank's gradient of x comes from its own slice of the matrix? g stands after
-the row: what does its forward do? All ranks then compute the same loss, which counts once.
+"""Exercise 6: f and g of tensor parallelism. T ranks hold the same x before a column-parallel
+matrix, and have one partial sum each after a row-parallel one. f stands before the column: what
+does its backward do, if each rank's gradient of x comes from its own slice of the matrix? g stands
+after the row: what does its forward do? All ranks then compute the same loss, which counts once.
 """
 
 from collectives import WithBackward, all_reduce

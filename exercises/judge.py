@@ -153,9 +153,10 @@ class RandomTokens:
 
 def small_config(mesh_sizes, **flags):
     return Config(**{
-        "dp": 1, "pp": 1, "tp": 1, "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4,
-        "batch_size": 8, "steps": 2, "dtype": "float64", "device": "cpu", "microbatches": 1,
-        "schedule": "1f1b", "zero": 0, "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2, **mesh_sizes, **flags})
+        "dp": 1, "pp": 1, "tp": 1, "microbatches": 1, "schedule": "1f1b", "zero": 0,
+        "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4, "batch_size": 8, "steps": 2,
+        "dtype": "float64", "device": "cpu", "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2,
+        **mesh_sizes, **flags})
 
 
 class Step(NamedTuple):

@@ -1,8 +1,10 @@
 """The exercises: the repository's own forms are right, typical wrong ones are told apart in words,
 and a hang is named."""
 
+import math
 import os
 import tempfile
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,9 +13,14 @@ import pytest
 import torch
 
 import collectives
+import context_parallel
 import ddp
 import engine.collectives
 import engine.ddp
+import expert_parallel
+import optimizer
+import pipeline
+import schedules
 import tensor_parallel
 import zero
 from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
@@ -22,7 +29,7 @@ from exercises.judge import attempt, verdict
 from exercises.start import load_forms
 from model import ABSENT, cross_entropy
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
-from shard import bounds
+from shard import Shard, bounds
 from tensor_parallel import Column, Row, maximum, sum_of_copy, sum_over_ranks, to_local
 from tests.harness import HERE, pool
 
@@ -433,6 +440,204 @@ def scatter_after_all_reduce(x, group):
     return WithBackward.apply(x, forward, lambda grad: all_tokens(grad, group))
 
 
+# ---- sequences and experts ----
+
+
+def quarters(S, size, rank):
+    return torch.arange(S).tensor_split(size)[rank]
+
+
+def stripes(S, size, rank):
+    return torch.arange(rank, S, size)
+
+
+def late_first(S, size, rank):
+    segments = torch.arange(S).tensor_split(2 * size)
+    return torch.cat([segments[2 * size - 1 - rank], segments[rank]])
+
+
+def overlapping(S, size, rank):
+    segments = torch.arange(S).tensor_split(2 * size)
+    return torch.cat([segments[rank], segments[rank + 1]])
+
+
+def ring(q, k, v, group, masked=True, hops=None, merge="sums", subtract=True, passes=True):
+    """ring_attention with one thing wrong. merge="softmaxes": adds up what each hop gives."""
+    N = group.size
+    S = N * q.size(2)
+    positions = context_parallel.zigzag(S, N, group.rank)
+    kv = torch.stack([k, v])
+    largest = q.new_full((*q.shape[:-1], 1), -math.inf)
+    numerator = denominator = total = 0.0
+    for hop in range(hops or N):
+        theirs = context_parallel.zigzag(S, N, (group.rank - hop) % N)
+        scores = q @ kv[0].mT / math.sqrt(q.size(-1))
+        if masked:
+            scores = scores.masked_fill(theirs > positions.unsqueeze(1), -math.inf)
+        total = total + scores.softmax(-1).nan_to_num() @ kv[1]
+        new = torch.maximum(largest, scores.detach().amax(-1, keepdim=True))
+        if not subtract:
+            new = torch.zeros_like(new)
+            largest = torch.zeros_like(new)
+        weights = (scores - new).exp()
+        shrink = (largest - new).exp() if merge == "sums" else 1.0
+        numerator = numerator * shrink + weights @ kv[1]
+        denominator = denominator * shrink + weights.sum(-1, keepdim=True)
+        largest = new
+        if hop < N - 1:
+            kv = context_parallel.pass_on(kv if passes else kv.detach(), group)
+    return total if merge == "softmaxes" else numerator / denominator
+
+
+def combine_wrong(x, gates, chosen, experts, group, gated=True, back=True, both=True):
+    """dispatch_and_combine with one thing wrong."""
+    if not gated:
+        gates = torch.ones_like(gates)
+    if not both:
+        gates = torch.stack([gates[..., 0], torch.zeros_like(gates[..., 1])], -1)
+    if not back:
+        y = expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+        return y.flatten(0, 1).roll(1, 0).view_as(y)
+    return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+
+
+def counts_unsent(x, gates, chosen, experts, group):
+    """Takes what it sends for what it receives."""
+    with patch.object(expert_parallel, "all_to_all", lambda outputs, inputs, group: [
+            out.copy_(own) for out, own in zip(outputs, inputs, strict=True)]):
+        return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+
+
+def combine_twice(x, gates, chosen, experts, group):
+    return 2 * expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+
+
+# ---- schedules ----
+
+
+def warm_up_too_long(P, m, v, rank):
+    return schedules.weave(["F0"] * m, ["B0"] * m, P - rank)
+
+
+def no_warm_up(P, m, v, rank):
+    return ["F0", "B0"] * m
+
+
+def one_backward_missing(P, m, v, rank):
+    return schedules.one_f_one_b(P, m, v, rank)[:-1]
+
+
+def backward_first(P, m, v, rank):
+    return ["B0"] * m + ["F0"] * m
+
+
+def letters(P, m, v, rank):
+    return ["F"] * m + ["B"] * m
+
+
+def interleaved_of(P, m, v, rank, num_warmup=None, order=None, reverse=True):
+    chunks = order(P, m, v) if order else [i // P % v for i in range(m * v)]
+    warm = num_warmup(P, v, rank) if num_warmup else (v - 1) * P + 2 * (P - 1 - rank)
+    return schedules.weave([f"F{c}" for c in chunks],
+                           [f"B{v - 1 - c if reverse else c}" for c in chunks],
+                           warm if v > 1 else P - 1 - rank)
+
+
+def warm_up_once(P, v, rank):
+    return (v - 1) * P + P - 1 - rank
+
+
+def warm_up_of_1f1b(P, v, rank):
+    return P - 1 - rank
+
+
+def warm_up_thrice(P, v, rank):
+    return (v - 1) * P + 3 * (P - 1 - rank)
+
+
+def chunk_by_chunk(P, m, v):
+    return [i // m for i in range(m * v)]
+
+
+def no_weights(P, m, v, rank):
+    return [action for action in schedules.zero_bubble(1, P, m, v, rank) if action != "W0"]
+
+
+def weights_first(P, m, v, rank):
+    return ["F0"] * m + ["W0", "I0"] * m
+
+
+# ---- tags, norm, checkpoint ----
+
+
+def tie_without_sum(all_layers, group):
+    if group.size > 1 and all_layers[0].wte.weight is all_layers[-1].lm_head.weight:
+        all_layers[0].wte.weight.shard.shared_by += (group,)
+
+
+def tie_without_copies(all_layers, group):
+    if group.size > 1 and all_layers[0].wte.weight is all_layers[-1].lm_head.weight:
+        all_layers[0].wte.weight.shard.sum_over += (group,)
+
+
+def tie_without_replicas(all_layers, group):
+    if group.size > 1 and all_layers[0].wte.weight is all_layers[-1].lm_head.weight:
+        all_layers[0].wte.weight.shard.sum_over = (group,)
+        all_layers[0].wte.weight.shard.shared_by += (group,)
+
+
+def tie_always(all_layers, group):
+    if group.size > 1:
+        all_layers[0].wte.weight.shard.sum_over += (group,)
+        all_layers[0].wte.weight.shard.shared_by += (group,)
+
+
+def norm_of(grads, tags, group, copies=1, root=True, summed=True):
+    square = torch.zeros((), dtype=torch.double)
+    for grad, tag in zip(grads, tags, strict=True):
+        square += grad.double().square().sum() / tag.copies**copies
+    if summed:
+        collectives.all_reduce(square, group)
+    return square.sqrt() if root else square
+
+
+def sum_of_norms(grads, tags, group):
+    square = sum(grad.double().square().sum() / tag.copies
+                 for grad, tag in zip(grads, tags, strict=True))
+    return collectives.all_reduce(square.sqrt(), group)
+
+
+def runs_from(tag, start, stop, change):
+    """Shard.runs, with each run changed."""
+    return [change(run, start) for run in tag.runs(start, stop)]
+
+
+def counted_from_the_slice(run, start):
+    return run[0], run[1] + start, run[2]
+
+
+def runs_of_whole_slice(tag, start, stop):
+    return list(tag.runs(0, 10**6))
+
+
+def runs_of_first_range(tag, start, stop):
+    return list(replace(tag, ranges=tag.ranges[:1]).runs(start, stop))
+
+
+def runs_along_dim_0(tag, start, stop):
+    return list(replace(tag, dim=0, ranges=((0, tag.shape[0]),)).runs(start, stop))
+
+
+def runs_of_one(tag, start, stop):
+    for index, position, length in tag.runs(start, stop):
+        for i in range(length):
+            yield index + i, position + i, 1
+
+
+def runs_twice(tag, start, stop):
+    return list(tag.runs(start, stop)) * 2
+
+
 CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)])}
     "e01_reduce_scatter": ({"reduce_scatter": collectives.reduce_scatter}, [
         (partial(scatter_ring, send=0, take=1), "complete here is chunk 1"),
@@ -502,6 +707,62 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
          "the gradient in scatter_tokens' backward is right for tokens [0, 1] only"),
         ({"scatter_tokens": scatter_average}, "is the sum divided by 4"),
         ({"scatter_tokens": scatter_after_all_reduce}, "right, but bytes sent by this rank")]),
+    "e10_ring_attention": ({"zigzag": context_parallel.zigzag,
+                            "ring_attention": context_parallel.ring_attention}, [
+        ({"zigzag": quarters}, "the ranks' queries meet [10, 26] keys: all should meet as many"),
+        ({"zigzag": stripes}, "the ranks' queries meet [16, 20] keys"),
+        ({"zigzag": late_first}, "rank 0 has [6, 7, 0, 1], and segments 0 and 3 are"),
+        ({"zigzag": overlapping}, "each of the tokens is to be on one rank"),
+        ({"ring_attention": partial(ring, masked=False)}, "the causal mask is missing"),
+        ({"ring_attention": partial(ring, hops=1)}, "has met this rank's own keys only"),
+        ({"ring_attention": partial(ring, merge="softmaxes")},
+         "keep numerator and denominator apart"),
+        ({"ring_attention": partial(ring, merge="unshrunk")}, "differs: whose keys are these"),
+        ({"ring_attention": partial(ring, subtract=False)},
+         "with large scores: the result is not finite"),
+        ({"ring_attention": partial(ring, passes=False)}, "the gradient of k differs")]),
+    "e11_experts": ({"dispatch_and_combine": expert_parallel.dispatch_and_combine}, [
+        (partial(combine_wrong, gated=False), "without their gates"),
+        (partial(combine_wrong, both=False), "of one of a token's k experts only"),
+        (partial(combine_wrong, back=False), "has the outputs at other tokens"),
+        (combine_twice, "is 2 times what it should be"),
+        (counts_unsent, "bytes to rank")]),
+    "e12_one_f_one_b": ({"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}, [
+        ({"one_f_one_b": warm_up_too_long}, "in flight, and should have at most"),
+        ({"one_f_one_b": no_warm_up}, "who waits, and for what?"),
+        ({"one_f_one_b": one_backward_missing}, "is missing"),
+        ({"one_f_one_b": backward_first}, "misordered: rank"),
+        ({"one_f_one_b": letters}, "'F' is no action"),
+        ({"gpipe": schedules.one_f_one_b}, "a backward comes before the last forward")]),
+    "e13_interleaved": ({"interleaved": schedules.interleaved}, [
+        (partial(interleaved_of, num_warmup=warm_up_once), "messages of 0.1 F: it takes"),
+        (partial(interleaved_of, num_warmup=warm_up_of_1f1b), "misordered: rank"),
+        (partial(interleaved_of, num_warmup=warm_up_thrice), "deadlock: rank 0 at F(stage 4"),
+        (partial(interleaved_of, order=chunk_by_chunk), "waits for F(stage 6, microbatch 0)"),
+        (partial(interleaved_of, reverse=False), "at B(stage 0, microbatch 0) waits")]),
+    "e14_own_schedule": ({"own_schedule": partial(schedules.zero_bubble, 1)}, [
+        (schedules.one_f_one_b, "a bubble of 27.27% is not below 1F1B's"),
+        (schedules.gpipe, "rank 0 has 8 in flight, and may have 4"),
+        (partial(schedules.zero_bubble, 2), "rank 0 has 7 in flight, and may have 4"),
+        (no_weights, "W(stage 0, microbatch 0) is missing"),
+        (weights_first, "misordered: rank 0 at W")]),
+    "e15_tied_norm": ({"tie_ends": pipeline.tie_ends, "global_norm": optimizer.global_norm}, [
+        ({"tie_ends": tie_without_sum}, "sum_over lacks the two stages"),
+        ({"tie_ends": tie_without_copies}, "shared_by lacks the two stages"),
+        ({"tie_ends": tie_without_replicas}, "drops the replicas from sum_over"),
+        ({"tie_ends": tie_always}, "tags a matrix that is not tied"),
+        ({"global_norm": partial(norm_of, copies=0)}, "counts what 4 ranks hold 4 times"),
+        ({"global_norm": partial(norm_of, copies=2)}, "divide its square by copies once"),
+        ({"global_norm": partial(norm_of, root=False)}, "is the square of the norm"),
+        ({"global_norm": partial(norm_of, summed=False)}, "is of this rank's gradients only"),
+        ({"global_norm": sum_of_norms}, "is a sum of norms")]),
+    "e16_checkpoint": ({"runs": Shard.runs}, [
+        (partial(runs_from, change=counted_from_the_slice), "is to be counted from start"),
+        (runs_of_whole_slice, "elements outside of start and stop are in the runs"),
+        (runs_of_first_range, "of the full tensor are missing"),
+        (runs_along_dim_0, "is said to lie at"),
+        (runs_of_one, "a run is as long as elements lie side by side"),
+        (runs_twice, "comes twice")]),
 }
 
 
