@@ -58,7 +58,7 @@ EXERCISES = (
          "all_gather(whole, replicas).",
          "backward(grad): reduce_scatter a contiguous clone of grad; own_chunk of that is the "
          "chunk's gradient.",
-         "Gather inside of the function that checkpoint() runs: what is gathered outside is kept.")),
+         "Gather in the function that checkpoint() runs: what is gathered outside is kept.")),
     Exercise(
         "e06_f_and_g", "f and g of tensor parallelism", ("copy_to_ranks", "sum_over_ranks"),
         "tensor_parallel.py: copy_to_ranks, sum_over_ranks", "slices.judge_f_and_g",

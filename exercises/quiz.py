@@ -43,7 +43,8 @@ def model_states():
 def ring_of_eight():
     sent = ring_bytes(4, 8)
     return Question(
-        "Eight ranks all-reduce 4 GB of gradients in a ring. How many GB does each rank send?", sent,
+        "Eight ranks all-reduce 4 GB of gradients in a ring. How many GB does each rank send?",
+        sent,
         ("reduce-scatter: N - 1 = 7 hops of 4 / 8 GB each; all-gather: as many",
          f"2 (N-1)/N n = 2 * 7/8 * 4 = {sent:g} GB"))
 
@@ -66,15 +67,15 @@ def zero3_of_70b():
         "70B parameters, 16-bit training with AdamW under ZeRO-3 on 128 GPUs. How many GB of model "
         "states has each GPU?", 70e9 * per / GB,
         ("ZeRO-3 shards weights, gradients and optimizer states: 16 / D bytes per parameter",
-         f"70e9 * 16 / 128 = {70e9 * per / GB:g} GB; beside them activations, and the whole weights "
-         "of a layer while it runs"))
+         f"70e9 * 16 / 128 = {70e9 * per / GB:g} GB; beside them activations, and the whole "
+         "weights of a layer while it runs"))
 
 
 def zero1_of_7b():
     per = bytes_per_parameter(1, 8)
     return Question(
-        "7B parameters under ZeRO-1 on 8 GPUs (16-bit training, AdamW). How many GB of model states "
-        "has each?", 7e9 * sum(per) / GB,
+        "7B parameters under ZeRO-1 on 8 GPUs (16-bit training, AdamW). How many GB of model "
+        "states has each?", 7e9 * sum(per) / GB,
         ("ZeRO-1 shards the 12 bytes of the optimizer: 2 + 2 + 12/8 = "
          f"{sum(per):g} bytes per parameter", f"7e9 * {sum(per):g} = {7e9 * sum(per) / GB:g} GB"))
 
@@ -84,8 +85,8 @@ def bubble_of_four():
     return Question(
         "A pipeline of P = 4 ranks runs m = 12 microbatches. What share of the time is the bubble, "
         "in percent?", bubble,
-        (f"(P-1) / (m+P-1) = 3 / 15 = {bubble:g}%: the pipeline fills and drains for 3 of 15 turns",
-         f"1F1B and GPipe have the same: GPipe's, simulated, is {100 * bubble_of('gpipe', 4, 12):g}%"))
+        (f"(P-1) / (m+P-1) = 3 / 15 = {bubble:g}%: the pipeline fills and drains in 3 of 15 turns",
+         f"GPipe's is the same: simulated, {100 * bubble_of('gpipe', 4, 12):g}%"))
 
 
 def in_flight_of_1f1b():
@@ -120,8 +121,8 @@ def data_ranks():
     per = sum(bytes_per_parameter(1, D))
     held = 13e9 / (T * P) * per / GB
     return Question(
-        "13B on 64 GPUs with P = 4 and T = 4, ZeRO-1 over the replicas. How many GB of model states "
-        "has each GPU?", held,
+        "13B on 64 GPUs with P = 4 and T = 4, ZeRO-1 over the replicas. How many GB of model "
+        "states has each GPU?", held,
         (f"D = 64 / (P T) = {D} replicas; a rank has 13e9 / 16 = {13e9 / 16 / 1e9:.4g}e9 "
          "parameters", f"of 2 + 2 + 12/{D} = {per:g} bytes: {held:.4g} GB"))
 

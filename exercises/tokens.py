@@ -25,18 +25,14 @@ def judge_ring_attention(make_mesh, forms):
     N, r = group.size, group.rank
     S = 16
     mine = zigzag_of(S, N, r)
-    for scale, says in ((1, ""), (900, "with large scores: ")):
-        whole = [random(2, 2, S, 3, seed=7 + i) for i in range(3)]
-        whole[0] *= scale
-        parts = [x[:, :, mine].clone().requires_grad_() for x in whole]
-        group.bytes_sent = 0
-        got = form(*parts, group)
-        sent = group.bytes_sent
-        want = causal_attention(*whole)[:, :, mine]
-        check_shape("what ring_attention returns", got, want)
-        if not same(got, want):
-            raise Wrong(f"rank {r}: {says}the result " + explain_attention(got, want, whole, mine,
-                                                                           N))
+    whole = [random(2, 2, S, 3, seed=7 + i) for i in range(3)]
+    parts = [x[:, :, mine].clone().requires_grad_() for x in whole]
+    got = form(*parts, group)
+    sent = group.bytes_sent
+    check_attention(got, whole, mine, r, N, "the result ")
+    large = [900 * whole[0], *whole[1:]]
+    check_attention(form(*(x[:, :, mine] for x in large), group), large, mine, r, N,
+                    "with large scores the result ")
     wholes = [x.clone().requires_grad_() for x in whole]
     causal_attention(*wholes).sin().sum().backward()
     if not got.requires_grad:
@@ -50,6 +46,13 @@ def judge_ring_attention(make_mesh, forms):
     formula = 2 * (N - 1) * n // N
     facts = [beside("bytes sent forward by this rank", sent, "2 (N-1)/N B S C elements", formula)]
     return [*facts, one_training(make_mesh, forms)]
+
+
+def check_attention(got, whole, mine, rank, N, what):
+    want = causal_attention(*whole)[:, :, mine]
+    check_shape("what ring_attention returns", got, want)
+    if not same(got, want):
+        raise Wrong(f"rank {rank}: {what}" + explain_attention(got, want, whole, mine, N))
 
 
 def check_zigzag(form):

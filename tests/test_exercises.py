@@ -719,7 +719,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
          "keep numerator and denominator apart"),
         ({"ring_attention": partial(ring, merge="unshrunk")}, "differs: whose keys are these"),
         ({"ring_attention": partial(ring, subtract=False)},
-         "with large scores: the result is not finite"),
+         "with large scores the result is not finite"),
         ({"ring_attention": partial(ring, passes=False)}, "the gradient of k differs")]),
     "e11_experts": ({"dispatch_and_combine": expert_parallel.dispatch_and_combine}, [
         (partial(combine_wrong, gated=False), "without their gates"),
