@@ -87,6 +87,7 @@ def main():
         from exercises.quiz import ask_all
         sys.exit(ask_all(input, print))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch beside our lines
     from exercises.catalogue import EXERCISES
     progress = read_progress(FOLDER)
     if not args.which and not args.hint:

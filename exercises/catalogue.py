@@ -36,7 +36,7 @@ EXERCISES = (
          "Receive straight into the chunk: nothing is added.")),
     Exercise(
         "e03_all_reduce", "all-reduce in buckets, while backward goes on", ("BucketDDP",),
-        "engine/ddp.py: DDP (ddp.py has the plain form, without buckets)",
+        "engine/ddp.py: DDP; ddp.py: DDP (without buckets)",
         "replicas.judge_buckets",
         ("One hook for all parameters: append the parameter to a list; when the next would not "
          "fit, send the list as a bucket.",
@@ -124,7 +124,7 @@ EXERCISES = (
          "num_warmup = (v - 1) * P + 2 * (P - 1 - rank); with v = 1 it is P - 1 - rank.")),
     Exercise(
         "e14_own_schedule", "a schedule of your own that beats 1F1B", ("own_schedule",),
-        "schedules.py: zero_bubble with depth 1 (zb-h1) is one that does",
+        "schedules.py: zero_bubble (with depth 1: zb-h1)",
         "orders.judge_own_schedule",
         ("Start from 1F1B, with I and W in the place of each B. Where does a rank wait?",
          "The last rank has work all the time. If it puts its Ws off, its Is come earlier, and the "
@@ -139,7 +139,7 @@ EXERCISES = (
          "Square in float64, divide by tag.copies, add up, all_reduce, sqrt.")),
     Exercise(
         "e16_checkpoint", "a checkpoint for another layout", ("runs",),
-        "shard.py: Shard.runs", "states.judge_checkpoint",
+        "shard.py: runs, of the class Shard", "states.judge_checkpoint",
         ("One index along dim has inner = shape[dim + 1:].numel() elements side by side; there are "
          "shape[:dim].numel() rows of shape[dim] * inner elements.",
          "Walk over rows, then ranges. Keep `position`, the place in the flattened slice: a range "

@@ -39,7 +39,7 @@ def actions_of_form(form, P, m, v):
     return lists
 
 
-def played(form, P, m, v=1, costs=(1, 1, 1, 0)):
+def play_form(form, P, m, v=1, costs=(1, 1, 1, 0)):
     """The Timeline. Raises Wrong for lists that cannot run."""
     lists = actions_of_form(form, P, m, v)
     where = schedules.in_turn(P, v)
@@ -53,7 +53,7 @@ def played(form, P, m, v=1, costs=(1, 1, 1, 0)):
     return simulate(lists, where, costs)
 
 
-def explain_timeline(got, want, m):
+def explain_timeline(got, want):
     """How a valid schedule is worse than it should be; "" if it is not."""
     for rank, (held, most) in enumerate(zip(got.peak_in_flight, want.peak_in_flight, strict=True)):
         if held > most:
@@ -64,7 +64,7 @@ def explain_timeline(got, want, m):
     return ""
 
 
-def figures(name, timeline, P, m, v, formula):
+def schedule_facts(name, timeline, P, m, formula):
     return [*schedule_text(timeline.times, 110).splitlines(),
             f"{name}, P = {P}, m = {m}: bubble {timeline.bubble:.2%}    formula {formula}; "
             f"in flight {timeline.peak_in_flight}"]
@@ -76,14 +76,15 @@ def judge_orders(make_mesh, forms):
     for name, key in (("gpipe", "gpipe"), ("one_f_one_b", "1f1b")):
         form = forms[name]
         for P, m in ((3, 3), (4, 8), (4, 2), (1, 3)):
-            got = played(form, P, m)
-            want = played(getattr(schedules, name), P, m)
-            said = explain_timeline(got, want, m)
+            got = play_form(form, P, m)
+            want = play_form(getattr(schedules, name), P, m)
+            said = explain_timeline(got, want)
             if not said and name == "gpipe" and min(got.peak_in_flight) < m:
                 said = "a backward comes before the last forward"
             if said:
                 raise Wrong(f"{name}, P = {P}, m = {m}: {said}")
-        facts += figures(name, played(form, 4, 8), 4, 8, 1, f"(P-1)/(m+P-1) = {3 / 11:.2%}")
+        facts += schedule_facts(name, play_form(form, 4, 8), 4, 8,
+                                f"(P-1)/(m+P-1) = {3 / 11:.2%}")
         places[key] = Schedule(form)
     with patch.dict(schedules.SCHEDULES, places):
         for key in places:
@@ -121,13 +122,13 @@ def judge_interleaved(make_mesh, forms):
     form = forms["interleaved"]
     for P, m, v in ((2, 2, 2), (4, 8, 2), (3, 6, 3), (4, 8, 1)):
         for costs in ((1, 1, 1, 0), (10, 10, 10, 1)):
-            got = played(form, P, m, v, costs)
-            said = explain_timeline(got, played(schedules.interleaved, P, m, v, costs), m)
+            got = play_form(form, P, m, v, costs)
+            said = explain_timeline(got, play_form(schedules.interleaved, P, m, v, costs))
             if said:
                 slow = ", messages of 0.1 F" if costs[3] else ""
                 raise Wrong(f"P = {P}, m = {m}, v = {v}{slow}: {said}")
     schedule = schedules.SCHEDULES["interleaved"]._replace(actions=form)
-    return [*figures("interleaved", played(form, 4, 8, 2), 4, 8, 2,
+    return [*schedule_facts("interleaved", play_form(form, 4, 8, 2), 4, 8,
                      f"(P-1)/(vm+P-1) = {3 / 19:.2%}"),
             trains_in_engine(make_mesh, schedule, 8, 2)]
 
@@ -135,14 +136,14 @@ def judge_interleaved(make_mesh, forms):
 def judge_own_schedule(make_mesh, forms):
     form = forms["own_schedule"]
     P, m, most = 4, 8, 4
-    timeline = played(form, P, m)
+    timeline = play_form(form, P, m)
     held = max(timeline.peak_in_flight)
     if held > most:
         rank = timeline.peak_in_flight.index(held)
         raise Wrong(f"rank {rank} has {held} in flight, and may have {most}")
-    bubble = played(schedules.one_f_one_b, P, m).bubble
+    bubble = play_form(schedules.one_f_one_b, P, m).bubble
     if timeline.bubble >= bubble - 1e-9:
         raise Wrong(f"a bubble of {timeline.bubble:.2%} is not below 1F1B's {bubble:.2%}: what can "
                     "a rank do while it waits?")
-    return [*figures("your own", timeline, P, m, 1, f"of 1F1B: {bubble:.2%}"),
+    return [*schedule_facts("your own", timeline, P, m, f"of 1F1B: {bubble:.2%}"),
             trains_in_engine(make_mesh, Schedule(form), m, 1)]

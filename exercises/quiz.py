@@ -30,7 +30,7 @@ def in_flight(name, P, m):
     return max(simulate(make_schedule(name, P, m), placement(name, P)).peak_in_flight)
 
 
-def model_states():
+def states_of_7b():
     parts = bytes_per_parameter(0, 1)
     total = sum(parts)
     return Question(
@@ -143,14 +143,14 @@ def zero3_bytes():
     m, D = 4, 8
     gb = 3 * m * 7e9 * 2 * (D - 1) / D / GB
     return Question(
-        "ZeRO-3 of 7B on 8 GPUs in 16 bits, 4 microbatches per step. How many GB does each GPU send "
-        "in a step?", gb,
+        "ZeRO-3 of 7B on 8 GPUs in 16 bits, 4 microbatches per step. How many GB does each GPU "
+        "send in a step?", gb,
         ("each microbatch gathers the weights twice and reduce-scatters the gradients once",
          f"3 m Psi (D-1)/D = 3 * 4 * 7e9 * 7/8 elements of 2 bytes = {gb:g} GB; DDP: "
          f"{ring_bytes(14, 8):g} GB"))
 
 
-QUESTIONS = (model_states, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, zero3_bytes,
+QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, zero3_bytes,
              bubble_of_four, in_flight_of_1f1b, columns_of_qkv, bytes_of_tensor_parallelism,
              ranks_of_a_layout, data_ranks)
 

@@ -22,7 +22,7 @@ from exercises.replicas import SMALL, gradients_of
 from shard import Shard, bounds, tag_whole
 
 
-def random(*shape, seed=0):
+def random_tensor(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
 
 
@@ -74,8 +74,9 @@ def judge_f_and_g(make_mesh, forms):
     mesh = make_mesh(tp=RANKS)
     group = mesh.group("tp")
     T, t = group.size, group.rank
-    values = [random(2, 3, 4, seed=r) for r in range(T)]
-    x, grad = random(2, 3, 4, seed=50), random(2, 3, 4, seed=60)  # the same on all ranks
+    values = [random_tensor(2, 3, 4, seed=r) for r in range(T)]
+    x = random_tensor(2, 3, 4, seed=50)  # the same on all ranks, like the gradient
+    grad = random_tensor(2, 3, 4, seed=60)
     summed = sum(values)
     y, grad_x = through(forms["copy_to_ranks"], x, values[t], group)
     check_shape("f(x)", y, x)
@@ -102,8 +103,8 @@ def judge_f_and_g(make_mesh, forms):
 def tagged_linear(n_in, n_out):
     """A linear layer, the same on every rank, and its tags: whole."""
     linear = torch.nn.Linear(n_in, n_out, dtype=torch.double)
-    linear.weight.data.copy_(random(n_out, n_in, seed=1))
-    linear.bias.data.copy_(random(n_out, seed=2))
+    linear.weight.data.copy_(random_tensor(n_out, n_in, seed=1))
+    linear.bias.data.copy_(random_tensor(n_out, seed=2))
     for name, param in linear.named_parameters():
         param.shard = Shard(name, param.shape, 0, ((0, n_out),), sum_over=(Alone().world,))
     return linear
@@ -114,7 +115,7 @@ def judge_linear(make_mesh, forms):
     group = mesh.group("tp")
     T, t = group.size, group.rank
     f, g = tensor_parallel.copy_to_ranks, tensor_parallel.sum_over_ranks
-    x = random(2, 3, 8, seed=3)
+    x = random_tensor(2, 3, 8, seed=3)
     linear = tagged_linear(8, 24)
     y = linear(x).detach()
     parts = (8, 8, 8)  # like q, k and v
@@ -130,7 +131,7 @@ def judge_linear(make_mesh, forms):
                         "the parts (q, k, v)")
         raise Wrong(f"rank {t}: Column's output "
                     + explain_bias(got, want, linear.bias.detach()[rows]))
-    grad = random(2, 3, 24, seed=4)
+    grad = random_tensor(2, 3, 24, seed=4)
     got.backward(grad[..., rows])
     summed = grad @ linear.weight.detach()
     own = grad[..., rows] @ linear.weight.detach()[rows]
@@ -170,7 +171,7 @@ def judge_vocabulary_loss(make_mesh, forms):
     V = 22  # rank 0 and 1 have 6 words, the others 5
     words = bounds(V, group)
     targets = torch.tensor([[0, 7, 21, 3], [12, 20, model_file.ABSENT, 9]])
-    whole = random(2, 4, V, seed=5)
+    whole = random_tensor(2, 4, V, seed=5)
     whole[0, 0, 20] += 3  # the largest logit of a token is on one rank
     for big, says in ((0, ""), (800, "logits near 800: ")):
         logits = (whole + big).requires_grad_()
@@ -230,8 +231,8 @@ def judge_sequence(make_mesh, forms):
     T, t = group.size, group.rank
     B, S, C = 2, 2 * T, 3
     mine = slice(2 * t, 2 * t + 2)
-    whole = random(B, S, C, seed=6)
-    grads = [random(B, S, C, seed=10 + r) for r in range(T)]
+    whole = random_tensor(B, S, C, seed=6)
+    grads = [random_tensor(B, S, C, seed=10 + r) for r in range(T)]
     summed = sum(grads)
     y, grad = through(forms["gather_tokens"], whole[:, mine], grads[t], group)
     check_shape("what gather_tokens returns", y, whole)

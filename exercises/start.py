@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import torch._dynamo  # autograd's functions need it: imported once, before processes are forked
 
 from exercises.catalogue import RANKS
 from exercises.judge import Report, Wrong, attempt, verdict

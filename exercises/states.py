@@ -10,7 +10,7 @@ import torch
 import plain
 from exercises.catalogue import RANKS
 from exercises.judge import Wrong, check_shape, in_numbers, same, trains
-from exercises.slices import random
+from exercises.slices import random_tensor
 from model import build
 from shard import Shard, bounds, tag_whole
 from sizes import GPTConfig
@@ -58,8 +58,8 @@ def check_norm(form, group):
     T, t = group.size, group.rank
     matrix = Shard("matrix.weight", torch.Size((T, 3)), 0, ((t, t + 1),))
     norms = Shard("ln.weight", torch.Size((5,)), 0, ((0, 5),), shared_by=(group,))
-    parts = [random(1, 3, seed=r) for r in range(T)]
-    both = random(5, seed=99)
+    parts = [random_tensor(1, 3, seed=r) for r in range(T)]
+    both = random_tensor(5, seed=99)
     grads = [parts[t], both]
     before = [grad.clone() for grad in grads]
     got = form(grads, [matrix, norms], group)
@@ -164,7 +164,7 @@ def through_a_file(form, mesh, group):
     """Each rank writes its columns into a file; then each reads rows."""
     tags = tags_of(group)
     path = f"{mesh.board.path}.weights"
-    full = random(6, 8, seed=1)
+    full = random_tensor(6, 8, seed=1)
     tag, start, stop = tags["columns"]
     mine = tag.slice(full).flatten().numpy()
     with open(os.open(path, os.O_CREAT | os.O_RDWR), "r+b") as file:

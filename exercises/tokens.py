@@ -10,7 +10,7 @@ from context_parallel import split_sequences
 from context_parallel import zigzag as zigzag_of
 from exercises.catalogue import RANKS
 from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, placed, same
-from exercises.slices import random
+from exercises.slices import random_tensor
 from experts import MixtureGPT, MixtureOfExperts
 from model import GPT, build, causal_attention
 from shard import tag_whole
@@ -25,7 +25,7 @@ def judge_ring_attention(make_mesh, forms):
     N, r = group.size, group.rank
     S = 16
     mine = zigzag_of(S, N, r)
-    whole = [random(2, 2, S, 3, seed=7 + i) for i in range(3)]
+    whole = [random_tensor(2, 2, S, 3, seed=7 + i) for i in range(3)]
     parts = [x[:, :, mine].clone().requires_grad_() for x in whole]
     got = form(*parts, group)
     sent = group.bytes_sent
@@ -140,10 +140,10 @@ def judge_experts(make_mesh, forms):
     E, e = group.size, group.rank
     layer = mixture_layer(range(8))
     own = mixture_layer(range(2 * e, 2 * e + 2))
-    x = random(2, 5, 8, seed=20 + e)
+    x = random_tensor(2, 5, 8, seed=20 + e)
     chosen = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(10 * e + i))[:2]
                           for i in range(10)]).view(2, 5, 2)
-    gates = random(2, 5, 2, seed=30 + e).softmax(-1)
+    gates = random_tensor(2, 5, 2, seed=30 + e).softmax(-1)
     want = layer.run_experts(x, gates, chosen)
     got = form(x, gates, chosen, own.experts, group)
     check_shape("what dispatch_and_combine returns", got, want)
@@ -167,7 +167,7 @@ def mixture_layer(experts):
     config = GPTConfig(21, n_layer=1, n_embd=8, n_experts=8, top_k=2)
     layer = MixtureOfExperts(config).double()
     for number, param in enumerate(layer.experts.parameters()):
-        param.data = random(*param.shape, seed=number)[list(experts)]
+        param.data = random_tensor(*param.shape, seed=number)[list(experts)]
     return layer
 
 

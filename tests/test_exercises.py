@@ -1,11 +1,17 @@
 """The exercises: the repository's own forms are right, typical wrong ones are told apart in words,
 and a hang is named."""
 
+import ast
 import math
 import os
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -24,14 +30,19 @@ import schedules
 import tensor_parallel
 import zero
 from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
+from exercises import __main__ as program
+from exercises import quiz, start
 from exercises.catalogue import EXERCISES, RANKS
-from exercises.judge import attempt, verdict
+from exercises.judge import Report, Wrong, attempt, verdict
 from exercises.start import load_forms
 from model import ABSENT, cross_entropy
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
 from shard import Shard, bounds
 from tensor_parallel import Column, Row, maximum, sum_of_copy, sum_over_ranks, to_local
 from tests.harness import HERE, pool
+from tests.isolation import as_it_was
+from tests.pool import HANG
+from tests.runs import one_line
 
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 
@@ -778,3 +789,170 @@ def test_the_repositorys_form_is_right_and_wrong_ones_are_told_apart(name):
     for line, (_, words) in zip(said, wrong, strict=True):
         assert words in line, said
     assert len(set(said)) == len(said) >= 5
+
+
+# ---- the files ----
+
+
+def test_an_exercise_is_one_file_with_a_short_task_and_a_body_to_write():
+    files = sorted(path.stem for path in HERE.glob("exercises/e[0-9]*.py"))
+    assert files == [exercise.name for exercise in EXERCISES] == list(CASES)
+    for number, exercise in enumerate(EXERCISES, 1):
+        tree = ast.parse(Path(HERE, f"exercises/{exercise.name}.py").read_text())
+        task = ast.get_docstring(tree)
+        assert task.startswith(f"Exercise {number}: ") and len(task.splitlines()) <= 5
+        written = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        assert tuple(node.name for node in written) == exercise.forms
+        for node in written:
+            inner = [node] if isinstance(node, ast.FunctionDef) else [
+                part for part in node.body if isinstance(part, ast.FunctionDef)]
+            assert ast.get_docstring(node), "a worked example"
+            for function in inner:
+                assert ast.unparse(function.body[-1]) == "raise NotImplementedError"
+
+
+def test_every_form_of_an_exercise_stands_where_it_says():
+    """What is printed after an exercise is solved names a file and what to look for in it."""
+    for exercise in EXERCISES:
+        for part in exercise.where.split("; "):
+            file, name = re.match(r"([\w/]+\.py): (\w+)", part).groups()
+            assert re.search(rf"(def|class) {name}\b", Path(HERE, file).read_text())
+
+
+def test_an_attempt_may_fail_in_other_ways():
+    """Names are kept; an error comes before a difference, and that before a hang."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "e01_reduce_scatter.py")
+        path.write_text("def reduce_scater(): pass")
+        with pytest.raises(Wrong, match="e01_reduce_scatter.py has no reduce_scatter"):
+            load_forms(path, ("reduce_scatter",))
+    reports = [Report("wrong", "a"), Report("a hang", "b"), Report("an error", "c")]
+    assert verdict(reports).line == "c" and verdict(reports[:2]).line == "a"
+
+
+def raises(tensor, group, combine=None):
+    if group.rank == 2:
+        raise IndexError("no such chunk")
+    return collectives.reduce_scatter(tensor, group)
+
+
+def returns_at_once(tensor, group, combine=None):
+    if group.rank == 2:
+        return tensor
+    return collectives.reduce_scatter(tensor, group)
+
+
+def other_size(tensor, group, combine=None):
+    received = torch.empty_like(tensor)
+    group.exchange(tensor[: 1 + group.rank].clone(), group.next, received, group.prev).wait()
+    return tensor
+
+
+def test_an_error_of_one_rank_is_told_and_not_that_the_others_wait_for_it():
+    error, hang, size = told("e01_reduce_scatter", [
+        {"reduce_scatter": form} for form in (raises, returns_at_once, other_size)])
+    assert error.kind == "an error"
+    assert "rank 2: IndexError in test_exercises.py, line" in error.line
+    # Rank 2 was wrong, too: said is what differs there, and not who waits
+    assert hang.kind == "wrong" and hang.line.startswith("rank 2: its own chunk 2 lacks")
+    assert re.match(r"rank \d sends \d+ bytes to rank \d, and rank \d receives", size.line)
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch):
+    """exercises/ as a learner's own folder; a function that runs the command in this process."""
+    folder = tmp_path / "exercises"
+    folder.mkdir()
+    for exercise in EXERCISES:
+        shutil.copy(HERE / f"exercises/{exercise.name}.py", folder)
+    monkeypatch.setattr(program, "FOLDER", folder)
+    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, "1" if name.startswith("OMP") else "ERROR"))
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["exercises", *words])
+        with as_it_was():
+            try:
+                program.main()
+            except SystemExit as stop:
+                return stop.code
+        return 0
+
+    return run
+
+
+def test_the_list_says_what_is_solved_and_hints_come_one_at_a_time(learner, capsys, monkeypatch):
+    monkeypatch.setattr(start, "run_on_ranks", lambda exercise, path: Report("right", "", ("12",)))
+    assert learner() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(EXERCISES) + 2
+    assert all(line.endswith("to do") for line in lines[: len(EXERCISES)])
+    assert not any(exercise.where in line for exercise in EXERCISES for line in lines)
+    hints = []
+    for _ in range(4):
+        assert learner("2", "--hint") == 0
+        hints.append(capsys.readouterr().out)
+    assert [hint[:13] for hint in hints] == [f"hint {n} of 3: " for n in (1, 2, 3, 3)]
+    assert learner("2") == 0
+    out = capsys.readouterr().out
+    assert "right\n  12\nthe repository's form: collectives.py: all_gather\n" in out
+    learner()
+    assert capsys.readouterr().out.splitlines()[1].endswith(" solved")
+    with open(program.FOLDER / "e02_all_gather.py", "a") as file:
+        file.write("\n")
+    learner()
+    assert capsys.readouterr().out.splitlines()[1].endswith("changed since it was solved")
+
+
+@pytest.mark.parametrize("words,says", [
+    (["17"], "17: say which exercise, 1 to 16, or quiz"), (["x"], "x: say which"),
+    (["--hint"], "--hint: say which exercise"), (["quiz", "--hint"], "quiz: say which")])
+def test_a_wrong_command_line_is_answered_in_one_line(words, says, capsys, monkeypatch):
+    assert says in one_line(program.main, ["exercises", *words], capsys, monkeypatch)
+
+
+def test_a_hang_is_named_by_the_command_within_seconds(tmp_path):
+    """The whole command, in processes of its own: exit code 1, no solution named."""
+    for path in HERE.glob("*"):
+        if path.name not in ("exercises", ".git", "out"):
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(HERE / "exercises", tmp_path / "exercises")
+    (tmp_path / "exercises/e02_all_gather.py").write_text(
+        "def all_gather(tensor, group):\n    group.recv(tensor, group.prev).wait()\n")
+    run = subprocess.run([sys.executable, "-m", "exercises", "2"], cwd=tmp_path, text=True,
+                         capture_output=True, timeout=HANG)
+    assert run.returncode == 1
+    assert "a hang: rank 0 waits for message 1 from rank 3 in group dp; rank 1 waits" in run.stdout
+    assert "the repository's form" not in run.stdout and run.stderr == ""
+
+
+# ---- the quiz ----
+
+
+def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
+    questions = [make() for make in quiz.QUESTIONS]
+    answers = iter([f"{question.answer:.4g} GB" for question in questions])
+    said = []
+    assert quiz.ask_all(lambda prompt: next(answers), said.append) == 0
+    assert said.count("right") == len(questions) >= 10
+    assert all(f"   {line}" in said for question in questions for line in question.derivation)
+    # By hand, from the papers' formulas
+    assert [round(question.answer, 4) for question in questions] == [
+        112, 7, 1.1417, 38.5, 8.75, 147, 20, 4, 12.5829, 100.6633, 256, 5.6875]
+
+
+def test_the_quiz_counts_wrong_answers_and_asks_again_for_a_number():
+    lines = iter(["many", "113,5", "", "99"])
+
+    def ask(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    said = []
+    assert quiz.ask_all(ask, said.append) == 1
+    assert said[1] == "right" and said[-1] == "1 of 12 right"
