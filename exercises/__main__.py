@@ -110,4 +110,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "exercises"  # the name with which error lines begin; else __main__.py
     main()
