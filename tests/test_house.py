@@ -35,7 +35,8 @@ MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
     "show": [*ROOT, "engine", "data", "run", "planner", "show"],
     "command": [*ROOT, "engine", "data", "run", "planner", "show", "races", "command"],
     "races": [*ROOT, "engine", "data", "run", "planner", "races", "command"],
-    "experiments": [*ROOT, "engine", "data", "run", "planner", "show", "command"]}
+    "experiments": [*ROOT, "engine", "data", "run", "planner", "show", "command"],
+    "exercises": [*ROOT, "engine", "data", "run", "planner", "show", "command", "exercises"]}
 FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))
            if path.parent.name != "tests"]
 FILES = [*HERE.glob("*.py"), *(path for folder in FOLDERS for path in folder.rglob("*.py"))]
@@ -109,8 +110,8 @@ def test_every_folder_is_a_room_of_the_house():
 
 def test_arrows_point_down():
     """The root imports neither the engine nor a room; the engine imports the root; run/ and
-    planner/ of the engine only messages and schedules; data/ and run/ no planner/; only commands
-    and experiments/ import them. No circle."""
+    planner/ of the engine only messages and schedules; data/ and run/ no planner/; only commands,
+    experiments/ and exercises/ import them, and nothing imports exercises/. No circle."""
     imports = {module: imported(path) for module, path in HOUSE.items()}
     up = [(module, other) for module, others in imports.items() for other in others
           if not {room(other), other} & {*MAY_IMPORT[room(module)]}]
@@ -149,15 +150,17 @@ def test_messages_pass_through_the_ground():
                if module != "bench" and room(module) != "races" and
                re.search("import torch.distributed|torch.distributed[.]", path.read_text())}
     assert talkers <= {"mesh", "engine.mesh", "engine.group", "engine.nccl_group",
-                       "engine.collectives", "run.processes"}
+                       "engine.collectives", "run.processes", "exercises.board",
+                       "exercises.judge"}
 
 
 def test_one_name_means_one_thing():
     """No two top-level functions or classes of one name, but for a technique's on its two floors,
-    and what every file may have."""
+    what every file may have, and an exercise, which has the name of the form that it asks for."""
     where = {}
     for module, path in HOUSE.items():
-        if module not in ("bench", "test_all") and room(module) != "races":
+        is_exercise = re.match(r"exercises\.e\d", module)
+        if module not in ("bench", "test_all") and room(module) != "races" and not is_exercise:
             for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
                 where.setdefault(name, []).append(module)
     twice = {name: files for name, files in where.items() if len(files) > 1}

@@ -1,0 +1,114 @@
+"""Write the techniques yourself: each exercise is one file in exercises/, tested on real processes.
+
+    python -m exercises                 the list, and what is solved
+    python -m exercises 3               test exercise 3: right, or what differs
+    python -m exercises 3 --hint        the next hint
+    python -m exercises quiz            questions with a number for an answer
+"""
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from run.command import Parser
+from run.signals import end_quietly
+
+FOLDER = Path(__file__).parent
+KEPT_IN = "solved.json"  # {name of an exercise: {"solved": hash of its file, "hints": shown}}
+
+
+def hash_of(name):
+    return hashlib.sha256(Path(FOLDER, f"{name}.py").read_bytes()).hexdigest()
+
+
+def read_progress(folder):
+    """What is solved, and how many hints were shown. A file that cannot be read counts as none."""
+    with suppress(OSError, ValueError):
+        return json.loads(Path(folder, KEPT_IN).read_text())
+    return {}
+
+
+def keep(folder, progress):
+    Path(folder, KEPT_IN).write_text(json.dumps(progress, indent=1))
+
+
+def state_of(name, progress):
+    """One word on an exercise."""
+    solved = progress.get(name, {}).get("solved")
+    if solved is None:
+        return "to do" if "raise NotImplementedError" in Path(
+            FOLDER, f"{name}.py").read_text() else "begun"
+    return "solved" if solved == hash_of(name) else "changed since it was solved"
+
+
+def overview(exercises, progress):
+    """Yields the lines of the list."""
+    for number, exercise in enumerate(exercises, 1):
+        yield (f"{number:3}  exercises/{exercise.name + '.py':28} {exercise.title:52} "
+               f"{state_of(exercise.name, progress)}")
+    yield ""
+    yield "python -m exercises 1 tests the first; --hint helps; python -m exercises quiz asks"
+
+
+def next_hint(exercise, progress):
+    """The next hint, the last one again if all were shown. Counts it in `progress`."""
+    entry = progress.setdefault(exercise.name, {})
+    shown = min(entry.get("hints", 0), len(exercise.hints) - 1)
+    entry["hints"] = shown + 1
+    return f"hint {shown + 1} of {len(exercise.hints)}: {exercise.hints[shown]}"
+
+
+def test(number, exercise, progress):
+    """Test an exercise; print what came of it. Returns the exit code."""
+    from exercises.catalogue import RANKS
+    from exercises.start import run_on_ranks
+    print(f"exercise {number}, {exercise.title}: exercises/{exercise.name}.py on "
+          f"{RANKS} processes", flush=True)
+    report = run_on_ranks(exercise, Path(FOLDER, f"{exercise.name}.py"))
+    if report.kind != "right":
+        print(f"{report.kind}: {report.line}")
+        return 1
+    print("right", *report.facts, sep="\n  ")
+    print("the repository's form:", exercise.where)
+    progress.setdefault(exercise.name, {})["solved"] = hash_of(exercise.name)
+    return 0
+
+
+def main():
+    end_quietly()
+    parser = Parser(__doc__)
+    parser.add_argument("which", nargs="?", default="", metavar="N", help="a number, or quiz")
+    parser.add_argument("--hint", action="store_true", help="show the next hint of exercise N")
+    args = parser.parse_args()
+    if args.which == "quiz" and not args.hint:
+        from exercises.quiz import ask_all
+        sys.exit(ask_all(input, print))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch beside our lines
+    from exercises.catalogue import EXERCISES
+    progress = read_progress(FOLDER)
+    if not args.which and not args.hint:
+        print(*overview(EXERCISES, progress), sep="\n")
+        return
+    if not args.which.isdecimal() or not 1 <= int(args.which) <= len(EXERCISES):
+        parser.error(f"{args.which or '--hint'}: say which exercise, 1 to {len(EXERCISES)}, "
+                     "or quiz")
+    exercise = EXERCISES[int(args.which) - 1]
+    code = 0
+    if args.hint:
+        print(next_hint(exercise, progress))
+    else:
+        code = test(int(args.which), exercise, progress)
+    try:
+        keep(FOLDER, progress)
+    except OSError as error:
+        parser.error(error)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "exercises"  # the name with which error lines begin; else __main__.py
+    main()

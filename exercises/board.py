@@ -1,0 +1,229 @@
+"""Who waits for whom: groups that report each message to a board, a file that all ranks map.
+
+A rank writes on the board what it posts and what it waits for. So each rank that waits can see that
+nobody can ever send what it waits for, and says so at once: no time limit is needed. A send and a
+receive of different sizes are noticed before the message travels.
+
+    posted[g, way, src, dst]     messages posted so far in group g; way 0: sends, way 1: receives
+    sizes[g, way, src, dst, k]   bytes of message k
+    state[rank, thread]          what a thread of a rank does; thread 0: the main one, thread 1: the
+                                 one that runs submitted collectives (engine/group.py)
+    meetings[rank]               how many groups the rank has begun to make
+    changes[rank]                how often the rank has written any of the above
+"""
+
+import math
+import os
+import threading
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+
+import engine.group
+import engine.mesh
+import mesh
+
+GROUPS, RANKS, KEPT = 64, 4, 1024  # KEPT: sizes of messages that the board keeps per pair of ranks
+SEND, RECV = 0, 1
+# Values of state[rank, thread, 0]. RUNS: it computes. IDLE: no work was submitted. ENDED: the rank
+# has returned or failed. WAITS: for a message; state[..., 1:] is (group, way, src, dst, k). JOINS:
+# the main thread waits for what it has submitted. MEETS: it waits for all ranks to make a group
+RUNS, IDLE, ENDED, WAITS, JOINS, MEETS = range(6)
+
+
+class Stuck(Exception):
+    """This rank waits for a message that cannot come: each rank that could send it has ended, or
+    waits too."""
+
+
+class OtherSize(Exception):
+    """A send and its receive have different sizes."""
+
+
+class Board:
+    def __init__(self, path, rank, size):
+        self.path = path
+        self.rank = rank
+        self.size = size
+        shapes = {"posted": (GROUPS, 2, RANKS, RANKS), "sizes": (GROUPS, 2, RANKS, RANKS, KEPT),
+                  "state": (RANKS, 2, 6), "meetings": (RANKS,), "changes": (RANKS,)}
+        with open(os.open(path, os.O_CREAT | os.O_RDWR), "r+b") as file:
+            os.truncate(file.fileno(), 8 * sum(map(math.prod, shapes.values())))  # zeros
+        parts = {}
+        offset = 0
+        for name, shape in shapes.items():
+            parts[name] = np.memmap(path, np.int64, "r+", offset, shape)
+            offset += parts[name].nbytes
+        self.posted = parts["posted"]
+        self.sizes = parts["sizes"]
+        self.state = parts["state"]
+        self.meetings = parts["meetings"]
+        self.changes = parts["changes"]
+        self.groups = []  # (mesh, name) of the groups so far: their numbers are the same on all
+        self.main = threading.get_ident()
+        self.lock = threading.RLock()  # held while this rank writes: two threads may
+        self.write(IDLE, thread=1)
+
+    def write(self, kind, *what, thread=None):
+        """Say what a thread of this rank does; None: the thread that calls."""
+        if thread is None:
+            thread = 0 if threading.get_ident() == self.main else 1
+        with self.lock:
+            self.state[self.rank, thread, 1 : 1 + len(what)] = what
+            self.state[self.rank, thread, 0] = kind
+            self.changes[self.rank] += 1
+
+    def post(self, group, way, src, dst, nbytes):
+        """Count a message of this rank. Returns its number. Raises OtherSize."""
+        k = int(self.posted[group, way, src, dst])
+        with self.lock:
+            self.sizes[group, way, src, dst, k % KEPT] = nbytes
+            self.posted[group, way, src, dst] += 1
+            self.changes[self.rank] += 1
+        if self.posted[group, 1 - way, src, dst] > k:
+            other = self.sizes[group, 1 - way, src, dst, k % KEPT]
+            if other != nbytes:
+                sent, taken = (nbytes, other) if way == SEND else (other, nbytes)
+                raise OtherSize(f"rank {src} sends {sent} bytes to rank {dst}, and rank {dst} "
+                                f"receives into a tensor of {taken} bytes (their message "
+                                f"{k + 1})")
+        return k
+
+    def wait(self, group, way, src, dst, k):
+        """Return when the other rank has posted its end of message k; raise Stuck if it never
+        will."""
+        self.write(WAITS, group, way, src, dst, k)
+        while self.posted[group, 1 - way, src, dst] <= k:
+            if self.all_are_stuck():
+                raise Stuck(self.circle())
+            time.sleep(0.0002)
+        self.write(RUNS)
+
+    def meet(self):
+        """Return when all ranks have called this as often; raise Stuck if one never will."""
+        with self.lock:
+            self.meetings[self.rank] += 1
+            self.write(MEETS)
+        while min(self.meetings[: self.size]) < self.meetings[self.rank]:
+            if self.all_are_stuck():
+                raise Stuck(self.circle())
+            time.sleep(0.0002)
+        self.write(RUNS)
+
+    def can_go_on(self, rank):
+        """Does a thread of the rank compute, or wait for something that has been posted?"""
+        main, worker = self.state[rank].tolist()
+        for kind, group, way, src, dst, k in (main, worker):
+            if kind == RUNS or kind == WAITS and self.posted[group, 1 - way, src, dst] > k:
+                return True
+        if main[0] == MEETS:
+            return min(self.meetings[: self.size]) >= self.meetings[rank]
+        return main[0] == JOINS and worker[0] == IDLE  # what it has waited for is done
+
+    def all_are_stuck(self):
+        """True only if it stays so: no rank has written anything while all were looked at."""
+        before = self.changes.copy()
+        stuck = not any(self.can_go_on(rank) for rank in range(self.size))
+        return stuck and np.array_equal(before, self.changes)
+
+    def waits_of(self, rank):
+        """What a rank waits for, in words; "" if it does not wait."""
+        main, worker = self.state[rank].tolist()
+        kind, group, way, src, dst, k = worker if main[0] == JOINS else main
+        if kind == MEETS:
+            return f"rank {rank} has ended its part, and waits for the other ranks"
+        if kind != WAITS:
+            return ""
+        where = f" in group {self.groups[group][1]}"
+        if way == RECV:
+            return f"rank {rank} waits for message {k + 1} from rank {src}{where}"
+        return f"rank {rank} waits until rank {dst} receives its message {k + 1}{where}"
+
+    def circle(self):
+        """Which rank waits for whom, all of them, in one line."""
+        said = [self.waits_of(rank) for rank in range(self.size)]
+        ended = [str(rank) for rank in range(self.size) if self.state[rank, 0, 0] == ENDED]
+        if ended:
+            said.append(f"rank {' and '.join(ended)} {'have' if ended[1:] else 'has'} returned")
+        return "; ".join(line for line in said if line)
+
+
+class WatchedGroup(engine.group.Group):
+    """A Group whose messages are on the board. Counts them, too."""
+
+    def __init__(self, mesh, name, ranks, rank, communicator=None):
+        super().__init__(mesh, name, ranks, rank, communicator)
+        self.board = mesh.board
+        self.hops = 0  # exchanges of this rank
+        self.jobs = 0  # submitted, and not yet done
+        self.unjoined = 0  # submitted, and not yet waited for
+        self.submitted = 0
+        if (mesh, name) not in self.board.groups:
+            self.board.groups.append((mesh, name))
+        self.number = self.board.groups.index((mesh, name))
+
+    def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
+        me = self.ranks[self.rank]
+        posted = []  # (way, src, dst, k), in the order in which the Work waits for them
+        for out, to, into, source in [(send, dst, recv, src), *more]:
+            if into is not None and into.numel() > 0:
+                ends = self.ranks[source], me
+                posted.append((RECV, *ends, self.board.post(self.number, RECV, *ends, into.nbytes)))
+            if out is not None and out.numel() > 0:
+                ends = me, self.ranks[to]
+                posted.append((SEND, *ends, self.board.post(self.number, SEND, *ends, out.nbytes)))
+        self.hops += 1
+        work = super().exchange(send, dst, recv, src, more)
+        work.waits = [lambda message=message, wait=wait: self.finish(message, wait)
+                      for message, wait in zip(posted, work.waits, strict=True)]
+        return work
+
+    def finish(self, message, wait):
+        self.board.wait(self.number, *message)
+        wait()
+
+    def submit(self, job, name):
+        with self.board.lock:
+            self.jobs += 1
+            self.submitted += 1
+            self.unjoined += 1
+            self.board.write(RUNS, thread=1)
+
+        def watched():
+            job()
+            with self.board.lock:
+                self.jobs -= 1
+                if self.jobs == 0:
+                    self.board.write(IDLE)
+
+        work = super().submit(watched, name)
+        ended, = work.waits
+
+        def join():
+            self.board.write(JOINS)
+            ended()
+            self.unjoined -= 1
+            self.board.write(RUNS)
+
+        work.waits = [join]
+        return work
+
+
+class WatchedMesh(engine.mesh.Mesh):
+    """A Mesh of watched groups, with connections of its own: an attempt that fails may leave
+    messages on their way, which no later attempt must receive."""
+
+    def __init__(self, board, **sizes):
+        self.board = board
+        self.native = False
+        mesh.Mesh.__init__(self, WatchedGroup, **sizes)
+
+    def join(self, name, rows):
+        if name not in self.groups:
+            self.board.meet()  # torch has no way to give up the making of a group
+        return super().join(name, rows)
+
+    def communicator(self, name, ranks):
+        return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))

@@ -1,0 +1,33 @@
+"""Exercise 5: ZeRO-3 keeps a chunk of each weight. gather() makes the whole weight from the ranks'
+chunks; in backward each rank has a gradient of the whole, from its own tokens, and the chunk gets
+the sum of its part. Gathered runs a layer with gathered weights, and frees them after forward:
+under checkpoint() autograd keeps only the inputs, and backward runs the layer again.
+"""
+
+import torch
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
+
+
+def gather(chunk, shape, replicas):
+    """Returns the whole parameter, of this shape. WithBackward.apply(x, forward, backward) computes
+    forward(x), and in backward grad_x = backward(grad_y); both may send messages.
+
+    Two ranks with chunks [1 2] and [3 4]: both get [1 2 3 4]. With gradients [1 1 1 1] and
+    [2 2 2 2] of the whole, the chunks' gradients are [3 3] on both."""
+    raise NotImplementedError
+
+
+class Gathered(torch.nn.Module):
+    """layer: runs with the weights that functional_call(layer, {name: weight}, inputs) gives it.
+    chunks: {name: (this rank's chunk, shape of the whole)}; chunk.shard.sum_over[0]: the replicas.
+    checkpoint(function, *inputs, use_reentrant=False) runs function(*inputs) as told above."""
+
+    def __init__(self, layer, chunks):
+        super().__init__()
+        raise NotImplementedError
+
+    def forward(self, *inputs):
+        raise NotImplementedError

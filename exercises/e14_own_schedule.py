@@ -1,0 +1,12 @@
+"""Exercise 14: a schedule of your own. With P = 4 and m = 8 beat the bubble of 1F1B, 27%, with at
+most 4 microbatches in flight on any rank. A backward B may be split into I (the gradient of the
+input, for which the rank before waits) and W (the gradient of the weights, for which nobody waits);
+F, I and W take one tick each. A microbatch is in flight from its F to the end of its W (or B).
+"""
+
+
+def own_schedule(P, m, v, rank):
+    """One rank's list of "F0", and "B0" or "I0" and "W0": m of each; v is 1. The tester plays and
+    draws it. P = 2, m = 2: rank 0  F0 F0 I0 W0 I0 W0, rank 1  F0 I0 F0 I0 W0 W0 takes 7 ticks,
+    as rank 1 does its Ws when it would wait; 1F1B takes 9."""
+    raise NotImplementedError

@@ -1,0 +1,23 @@
+"""Exercise 15: what tags are for. tie_ends: the first and the last stage hold one matrix, the
+embedding's and the head's; each has a term of its gradient. Write into its tag that the terms are
+to be summed over both stages, and that both hold it. global_norm: the norm of all gradients of the
+model, each element counted once, however many ranks of a replica hold it (tag.copies).
+"""
+
+import torch
+
+from collectives import all_reduce
+
+
+def tie_ends(all_layers, group):
+    """all_layers[0].wte.weight and all_layers[-1].lm_head.weight are one Parameter, if tied (else
+    there is nothing to do). Its tag, .shard, has two tuples of groups: sum_over and shared_by.
+    group: the two stages that hold it; any other rank is alone in its group: nothing to do there.
+    """
+    raise NotImplementedError
+
+
+def global_norm(grads, tags, group):
+    """A float64 tensor, the same on every rank. Two ranks with [3] and [4] of one matrix, and both
+    with the same [12] of a LayerNorm (copies 2): sqrt(9 + 16 + 144) = 13 on both."""
+    raise NotImplementedError

@@ -1,0 +1,229 @@
+"""Runs an attempt on real processes, and trains plain.py's small GPT with it.
+
+    attempt      one rank: runs an exercise's judge; returns a Report, whatever happens
+    verdict      what the reports of all ranks say together
+    trains       puts forms into the root's files, trains two steps, compares with one process
+"""
+
+import traceback
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+
+import plain
+from collectives import own_chunk
+from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
+from group import Group
+from run.config import Config
+
+TOLERANCE = 1e-10  # of a tensor's norm: float64 has 16 digits, sums in another order cost a few
+
+
+class Wrong(Exception):
+    """The attempt is wrong. One line: what differs, in plain words."""
+
+
+class Report(NamedTuple):
+    kind: str  # one of KINDS
+    line: str  # what to say; "" if right
+    facts: tuple = ()  # lines: figures beside their formulas
+
+
+# Of several ranks' reports the first kind of these is told: the others may follow from it
+KINDS = ("not written", "an error", "wrong", "a hang", "right")
+
+
+def place_of(error):
+    """The line of the learner's file (or the last one) that an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).name.startswith(("e0", "e1"))]
+    frame = (own or frames)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def attempt(rank, judge, forms, board):
+    """One rank's Report. judge: of an Exercise; forms(): {name: function or class}; board: the path
+    of a file that only this attempt uses."""
+    board = Board(board, rank, torch.distributed.get_world_size())
+
+    def make_mesh(**sizes):
+        return WatchedMesh(board, **sizes)
+
+    try:
+        report = Report("right", "", tuple(judge(make_mesh, forms())))
+    except NotImplementedError:
+        report = Report("not written", "the body is still to be written")
+    except (Wrong, OtherSize) as error:
+        report = Report("wrong", str(error))
+    except Stuck as error:
+        return Report("a hang", str(error))  # on the board this rank goes on waiting
+    except Exception as error:
+        line = str(error).strip().splitlines() or [""]
+        report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
+                                    f"{line[0]}")
+    board.write(IDLE, thread=1)
+    board.write(ENDED, thread=0)
+    return report
+
+
+def verdict(reports):
+    """The report to tell: the first of the worst kind."""
+    return min(reports, key=lambda report: KINDS.index(report.kind))
+
+
+# ---- words that several families use ----
+
+
+def same(got, want):
+    got = torch.as_tensor(got)
+    want = torch.as_tensor(want)
+    if got.shape != want.shape:
+        return False
+    error = (got.detach().double() - want.double()).norm().item()
+    return error <= TOLERANCE * max(want.double().norm().item(), 1e-3)
+
+
+def factor(got, want):
+    """The number k with got = k want; None if there is none, or if it is 1."""
+    got, want = got.detach().double().flatten(), want.detach().double().flatten()
+    if got.shape != want.shape or not want.any():
+        return None
+    k = ((got @ want) / (want @ want)).item()
+    return k if same(got, k * want) and abs(k - 1) > 1e-9 else None
+
+
+def in_numbers(k):
+    """0.25 as 1/4, 2.0 as 2, else three digits."""
+    if k and abs(1 / k - round(1 / k)) < 1e-9 and abs(k) < 1:
+        return f"1/{round(1 / k)}"
+    return f"{round(k)}" if abs(k - round(k)) < 1e-9 else f"{k:.3g}"
+
+
+def check_shape(what, got, want):
+    if not isinstance(got, torch.Tensor):
+        raise Wrong(f"{what}: a tensor is to be returned, and {type(got).__name__} was")
+    if got.shape != want.shape:
+        raise Wrong(f"{what} has shape {[*got.shape]}, and should have {[*want.shape]}")
+
+
+def beside(what, got, formula, value):
+    """A line of figures. Raises Wrong if they differ."""
+    if got != value:
+        raise Wrong(f"right, but {what}: {got}, and the formula {formula} says {value}")
+    return f"{what}: {got}    formula {formula} = {value}"
+
+
+# ---- a training with the attempt in it ----
+
+
+class Alone:
+    """The mesh of one process."""
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+        self.rank = 0
+        self.world = Group(self, "alone", [0], 0)
+
+    def group(self, *axes):
+        return self.world
+
+    def ends(self, axis):
+        return self.world
+
+    def place(self, *axes):
+        return 0, 1
+
+
+class RandomTokens:
+    """Takes the place of Data (data/batches.py): random tokens, the same for any layout."""
+
+    vocab_size = 21  # divides by no T
+
+    def training(self, cfg, step, mesh):
+        generator = torch.Generator().manual_seed(step)
+        shape = (cfg.batch_size, cfg.block_size + 1)
+        tokens = torch.randint(self.vocab_size, shape, generator=generator)
+        index, size = mesh.place("dp")
+        mine = tokens.chunk(size)[index].chunk(cfg.microbatches)
+        return [(part[:, :-1], part[:, 1:]) for part in mine]
+
+
+def small_config(mesh_sizes, **flags):
+    return Config(**{
+        "dp": 1, "pp": 1, "tp": 1, "microbatches": 1, "schedule": "1f1b", "zero": 0,
+        "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4, "batch_size": 8, "steps": 2,
+        "dtype": "float64", "device": "cpu", "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2,
+        **mesh_sizes, **flags})
+
+
+class Step(NamedTuple):
+    loss: float
+    norm: float
+    grads: list  # what the optimizer gets
+    tags: list
+
+
+def steps_of(cfg, mesh):
+    """Train with plain.py; a list of Steps. AdamW is where a step's gradients are seen."""
+    seen = []
+
+    class Recorded(plain.AdamW):
+        def __init__(self, cfg, weights, tags):
+            super().__init__(cfg, weights, tags)
+            self.tags = tags
+
+        def step(self, grads, norm):
+            seen.append(([grad.clone() for grad in grads], self.tags))
+            super().step(grads, norm)
+
+    with patch.object(plain, "AdamW", Recorded):
+        losses = list(plain.training_steps(cfg, mesh, RandomTokens()))
+    return [Step(loss, norm, *more) for (loss, norm), more in zip(losses, seen, strict=True)]
+
+
+@contextmanager
+def placed(places):
+    """The values in these places [(owner, name, value)], for a while."""
+    with ExitStack() as stack:
+        for owner, name, value in places:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def trains(make_mesh, places, sizes, **flags):
+    """Train two steps of a small GPT on a mesh of these sizes, with the attempt in the places
+    [(owner, name, value)]; raise Wrong unless the gradients, norms and losses are those of one
+    process. Returns the mesh and a line."""
+    cfg = small_config(sizes, **flags)
+    want = steps_of(small_config({}), Alone())
+    mesh = make_mesh(**{"dp": 1, "pp": 1, "tp": 1, **sizes})
+    with placed(places):
+        got = steps_of(cfg, mesh)
+    layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    for number, (mine, alone) in enumerate(zip(got, want, strict=True)):
+        full = {tag.name: grad for grad, tag in zip(alone.grads, alone.tags, strict=True)}
+        for grad, tag in zip(mine.grads, mine.tags, strict=True):
+            part = tag.slice(full[tag.name])
+            if cfg.zero:
+                part = own_chunk(part.contiguous(), tag.sum_over[0])
+            if not same(grad, part):
+                raise Wrong(f"a training step ({layout}): rank {mesh.rank}, step {number}: "
+                            f"the gradient of {tag.name} " + against_alone(grad, part))
+        for what in ("norm", "loss"):
+            mine_value, value = getattr(mine, what), getattr(alone, what)
+            if not same(mine_value, value):
+                raise Wrong(f"a training step ({layout}): rank {mesh.rank}, step {number}: the "
+                            f"{what} is {mine_value:.6g}, and one process's {value:.6g}")
+    return mesh, f"two steps of a small GPT ({layout}): every gradient is one process's, to 1e-10"
+
+
+def against_alone(got, want):
+    if got.shape != want.shape:
+        return f"has shape {[*got.shape]}, and should have {[*want.shape]}"
+    k = factor(got, want)
+    if k is None:
+        return "differs from one process's"
+    return f"is {in_numbers(k)} times one process's"

@@ -1,0 +1,122 @@
+"""Judges the collectives: reduce-scatter and all-gather (exercises 1 and 2).
+
+Rank r's term of chunk c is 10^(r + N c), so a sum tells, digit by digit, how often each rank's term
+of each chunk is in it."""
+
+import torch
+
+import collectives
+from exercises.catalogue import RANKS
+from exercises.judge import Wrong, beside, same, trains
+from tensor_parallel import maximum
+
+
+def terms(total, N):
+    """counts[c][r]: how often rank r's term of chunk c is in this number."""
+    digits = f"{round(total):0{N * N}d}"[::-1]
+    return [[int(digits[r + N * c]) for r in range(N)] for c in range(N)]
+
+
+def ranks_in_words(ranks):
+    return ("rank " if len(ranks) == 1 else "ranks ") + " and ".join(map(str, ranks))
+
+
+def explain_sum(total, c, N):
+    """What is wrong with the sum of chunk c; "" if nothing is."""
+    if total * N == round(total * N) and total != round(total):
+        return f"is divided by {N}: sums are never averaged here"
+    if total < 0 or total >= 10 ** (N * N):
+        return "is no sum of the ranks' terms"
+    counts = terms(total, N)
+    own = counts[c]
+    foreign = [other for other in range(N) if other != c and any(counts[other])]
+    if foreign and not any(own):
+        return f"holds terms of chunk {foreign[0]}"
+    if foreign:
+        return f"has terms of chunk {foreign[0]} added to it"
+    missing = [r for r in range(N) if own[r] == 0]
+    if missing:
+        return f"lacks the term of {ranks_in_words(missing)}: not summed"
+    often = [r for r in range(N) if own[r] > 1]
+    return f"has the term of {ranks_in_words(often)} {own[often[0]]} times" if often else ""
+
+
+def judge_reduce_scatter(make_mesh, forms):
+    form = forms["reduce_scatter"]
+    mesh = make_mesh(dp=RANKS)
+    group = mesh.group("dp")
+    N, r = group.size, group.rank
+    n = 10  # chunks of 3 3 2 2
+    x = torch.cat([torch.full_like(chunk, 10.0 ** (r + N * c)) for c, chunk in
+                   enumerate(torch.zeros(n, dtype=torch.double).tensor_split(N))])
+    form(x, group)
+    sent, hops = group.bytes_sent, group.hops
+    chunks = x.tensor_split(N)
+    for value in chunks[r].tolist():
+        said = explain_sum(value, r, N)
+        if said:
+            complete = [c for c in range(N) if not explain_sum(chunks[c][0].item(), c, N)]
+            if complete:
+                said += f"; complete here is chunk {complete[0]}: start one chunk earlier or later"
+            elif hops != N - 1:
+                said += f"; {hops} hops were made, and {N - 1} are needed"
+            raise Wrong(f"rank {r}: its own chunk {r} {said}")
+    # Sent are all chunks but the one that this rank receives last, its own
+    facts = [beside("bytes sent by this rank", sent, "n - own chunk",
+                    8 * (n - chunks[r].numel())),
+             beside("hops", hops, "N - 1", N - 1)]
+    for size in (2, 7):  # a chunk may be empty; three ranks
+        three = mesh.join("three", [[0, 1, 2], [3]])
+        y = torch.arange(size, dtype=torch.double) + 10 * three.rank
+        want = three.size * torch.arange(size, dtype=torch.double) + 10 * sum(range(three.size))
+        form(y, three)
+        own = y.tensor_split(three.size)[three.rank]
+        if not same(own, want.tensor_split(three.size)[three.rank]):
+            raise Wrong(f"right on {N} ranks with {n} numbers, wrong on {three.size} with {size}: "
+                        f"rank {three.rank} has {own.tolist()}")
+    largest = torch.full((N,), float(r))
+    form(largest, group, maximum)
+    if largest[r] != N - 1:
+        raise Wrong("combine is ignored: call combine(into, received)")
+    return [*facts, trains(make_mesh, [(collectives, "reduce_scatter", form)], {"dp": 4})[1]]
+
+
+def judge_all_gather(make_mesh, forms):
+    form = forms["all_gather"]
+    mesh = make_mesh(dp=RANKS)
+    group = mesh.group("dp")
+    N, r = group.size, group.rank
+    n = 10
+    # Chunk c of rank r before: 100 r + c, on its own chunk 1000 + r
+    chunks = [torch.full_like(chunk, 1000.0 + r if c == r else 100.0 * r + c) for c, chunk in
+              enumerate(torch.zeros(n, dtype=torch.double).tensor_split(N))]
+    x = torch.cat(chunks)
+    form(x, group)
+    sent, hops = group.bytes_sent, group.hops
+    for c, chunk in enumerate(x.tensor_split(N)):
+        value = chunk[0].item()
+        if not same(chunk, torch.full_like(chunk, 1000.0 + c)):
+            if value == 100 * r + c:
+                said = "is what stood there before: nothing arrived"
+            elif value < 100 * N:
+                said = (f"is what stood on rank {int(value // 100)} in chunk {int(value % 100)} "
+                        "before: sent on before the valid chunk had arrived")
+            elif value in range(1000, 1000 + N):
+                said = f"holds the chunk of rank {int(value - 1000)}"
+            else:
+                said = f"holds {value:g}: chunks are copied, not added"
+            raise Wrong(f"rank {r}: chunk {c} {said}")
+    # Sent are all chunks but the one that the next rank owns
+    facts = [beside("bytes sent by this rank", sent, "n - chunk of the next rank",
+                    8 * (n - chunks[group.next].numel())),
+             beside("hops", hops, "N - 1", N - 1)]
+    for size in (2, 7):
+        three = mesh.join("three", [[0, 1, 2], [3]])
+        want = torch.arange(size, dtype=torch.double)
+        y = torch.zeros_like(want)
+        collectives.own_chunk(y, three).copy_(collectives.own_chunk(want, three))
+        form(y, three)
+        if not same(y, want):
+            raise Wrong(f"right on {N} ranks with {n} numbers, wrong on {three.size} with {size}: "
+                        f"rank {three.rank} has {y.tolist()}")
+    return [*facts, trains(make_mesh, [(collectives, "all_gather", form)], {"dp": 4})[1]]

@@ -1,0 +1,149 @@
+"""Judges the schedules: exercises 12 to 14."""
+
+from unittest.mock import patch
+
+import schedules
+import train
+from engine.schedules import Action, simulate, validate
+from exercises.catalogue import RANKS
+from exercises.judge import (
+    Alone,
+    RandomTokens,
+    Wrong,
+    against_alone,
+    same,
+    small_config,
+    steps_of,
+    trains,
+)
+from schedules import Schedule
+from show.draw import schedule_text
+
+
+def actions_of_form(form, P, m, v):
+    """The ranks' lists of Actions. Raises Wrong for what is no list of actions."""
+    lists = []
+    for rank in range(P):
+        stages = [rank + P * chunk for chunk in range(v)]
+        count = {}
+        actions = []
+        codes = form(P, m, v, rank)
+        for code in codes if isinstance(codes, list) else [codes]:
+            letter, chunk = (code[:1], code[1:]) if isinstance(code, str) else ("", "")
+            if letter not in tuple("FBIW") or not chunk.isdecimal() or int(chunk) >= v:
+                raise Wrong(f'rank {rank}: {code!r} is no action: a list of "F0", "B0", ... is to '
+                            "be returned")
+            actions.append(Action(letter, stages[int(chunk)], count.get(code, 0)))
+            count[code] = count.get(code, 0) + 1
+        lists.append(actions)
+    return lists
+
+
+def play_form(form, P, m, v=1, costs=(1, 1, 1, 0)):
+    """The Timeline. Raises Wrong for lists that cannot run."""
+    lists = actions_of_form(form, P, m, v)
+    where = schedules.in_turn(P, v)
+    try:
+        validate(lists, where)
+    except ValueError as error:
+        raise Wrong(f"P = {P}, m = {m}: {error}") from None
+    longest = max(action.microbatch for actions in lists for action in actions) + 1
+    if longest != m:
+        raise Wrong(f"P = {P}, m = {m}: {longest} microbatches are run")
+    return simulate(lists, where, costs)
+
+
+def explain_timeline(got, want):
+    """How a valid schedule is worse than it should be; "" if it is not."""
+    for rank, (held, most) in enumerate(zip(got.peak_in_flight, want.peak_in_flight, strict=True)):
+        if held > most:
+            return f"rank {rank} has {held} in flight, and should have at most {most}"
+    if got.makespan > want.makespan:
+        return (f"it takes {got.makespan:g} ticks, and should take {want.makespan:g}: who waits, "
+                "and for what?")
+    return ""
+
+
+def schedule_facts(name, timeline, P, m, formula):
+    return [*schedule_text(timeline.times, 110).splitlines(),
+            f"{name}, P = {P}, m = {m}: bubble {timeline.bubble:.2%}    formula {formula}; "
+            f"in flight {timeline.peak_in_flight}"]
+
+
+def judge_orders(make_mesh, forms):
+    facts = []
+    places = {}
+    for name, key in (("gpipe", "gpipe"), ("one_f_one_b", "1f1b")):
+        form = forms[name]
+        for P, m in ((3, 3), (4, 8), (4, 2), (1, 3)):
+            got = play_form(form, P, m)
+            want = play_form(getattr(schedules, name), P, m)
+            said = explain_timeline(got, want)
+            if not said and name == "gpipe" and min(got.peak_in_flight) < m:
+                said = "a backward comes before the last forward"
+            if said:
+                raise Wrong(f"{name}, P = {P}, m = {m}: {said}")
+        facts += schedule_facts(name, play_form(form, 4, 8), 4, 8,
+                                f"(P-1)/(m+P-1) = {3 / 11:.2%}")
+        places[key] = Schedule(form)
+    with patch.dict(schedules.SCHEDULES, places):
+        for key in places:
+            line = trains(make_mesh, [], {"pp": 4}, microbatches=8, schedule=key)[1]
+            facts.append(f"{key}: {line}")
+    return facts
+
+
+def trains_in_engine(make_mesh, schedule, m, v):
+    """One step of train.py's Trainer under this schedule: gradients, norm and loss, against one
+    process. Raises Wrong if they differ."""
+    cfg = small_config({"pp": RANKS}, microbatches=m, schedule="attempt", n_layer=6,
+                       chunks=v)
+    want = steps_of(small_config({}, n_layer=6), Alone())[0]
+    schedules.splits_backward.cache_clear()  # it may know an earlier attempt
+    with patch.dict(schedules.SCHEDULES, {"attempt": schedule}):
+        mesh = make_mesh(dp=1, ep=1, pp=RANKS, cp=1, tp=1)
+        trainer = train.Trainer(cfg, mesh, RandomTokens.vocab_size)
+        norm, read = trainer.gradients(RandomTokens().training(cfg, 0, mesh))
+        loss, norm, _ = read()
+    full = {tag.name: grad for grad, tag in zip(want.grads, want.tags, strict=True)}
+    for bucket in trainer.reducer.buckets:
+        for param, piece in trainer.reducer.grad_pieces(bucket):
+            whole = full[param.shard.name].flatten()
+            if not same(piece.flatten(), whole):
+                raise Wrong(f"a training step: rank {mesh.rank}: the gradient of "
+                            f"{param.shard.name} {against_alone(piece.flatten(), whole)}")
+    if not same(loss, want.loss) or not same(norm, want.norm):
+        raise Wrong(f"a training step: loss {loss:.6g} and norm {norm:.6g}, and one process's are "
+                    f"{want.loss:.6g} and {want.norm:.6g}")
+    return "a step of a small GPT (pp 4, train.py's pipeline): every gradient is one process's"
+
+
+def judge_interleaved(make_mesh, forms):
+    form = forms["interleaved"]
+    for P, m, v in ((2, 2, 2), (4, 8, 2), (3, 6, 3), (4, 8, 1)):
+        for costs in ((1, 1, 1, 0), (10, 10, 10, 1)):
+            got = play_form(form, P, m, v, costs)
+            said = explain_timeline(got, play_form(schedules.interleaved, P, m, v, costs))
+            if said:
+                slow = ", messages of 0.1 F" if costs[3] else ""
+                raise Wrong(f"P = {P}, m = {m}, v = {v}{slow}: {said}")
+    schedule = schedules.SCHEDULES["interleaved"]._replace(actions=form)
+    return [*schedule_facts("interleaved", play_form(form, 4, 8, 2), 4, 8,
+                     f"(P-1)/(vm+P-1) = {3 / 19:.2%}"),
+            trains_in_engine(make_mesh, schedule, 8, 2)]
+
+
+def judge_own_schedule(make_mesh, forms):
+    form = forms["own_schedule"]
+    P, m, most = 4, 8, 4
+    timeline = play_form(form, P, m)
+    held = max(timeline.peak_in_flight)
+    if held > most:
+        rank = timeline.peak_in_flight.index(held)
+        raise Wrong(f"rank {rank} has {held} in flight, and may have {most}")
+    bubble = play_form(schedules.one_f_one_b, P, m).bubble
+    if timeline.bubble >= bubble - 1e-9:
+        raise Wrong(f"a bubble of {timeline.bubble:.2%} is not below 1F1B's {bubble:.2%}: what can "
+                    "a rank do while it waits?")
+    return [*schedule_facts("your own", timeline, P, m, f"of 1F1B: {bubble:.2%}"),
+            trains_in_engine(make_mesh, Schedule(form), m, 1)]

@@ -1,0 +1,183 @@
+"""Judges data parallelism and ZeRO: exercises 3 to 5."""
+
+import torch
+
+import plain
+import zero
+from collectives import own_chunk
+from exercises.catalogue import RANKS
+from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, placed, same, trains
+from model import build
+from shard import tag_whole
+from sizes import GPTConfig
+
+SMALL = GPTConfig(21, block_size=4, n_layer=2, n_head=4, n_embd=8)
+
+
+def gradients_of(tokens):
+    """{name: gradient} of one process."""
+    model = build(SMALL, dtype=torch.double)
+    model(tokens, tokens).backward()
+    return {name: param.grad for name, param in model.canonical_parameters()}
+
+
+def small_model(group):
+    """A tagged GPT and this rank's tokens; the gradients of all ranks' tokens, and those of this
+    rank's."""
+    model = build(SMALL, dtype=torch.double)
+    tag_whole(model, group)
+    tokens = torch.randint(21, (group.size, 1, 4), generator=torch.Generator().manual_seed(0))
+    mine = tokens[group.rank]
+    return model, mine, gradients_of(tokens.flatten(0, 1)), gradients_of(mine)
+
+
+def explain_gradient(got, want, own, N):
+    """How a gradient differs from the sum over N replicas, of which `own` is this rank's term."""
+    if got is None:
+        return "is None"
+    if got.shape != want.shape:
+        return f"has shape {[*got.shape]}, and should have {[*want.shape]}"
+    k = factor(got, want)
+    if k is not None and abs(k - 1 / N) < 1e-9:
+        return f"is divided by {N}: gradients are summed, never averaged"
+    if k is not None:
+        return f"is {in_numbers(k)} times the sum: summed once too often?"
+    if same(got, own):
+        return "is this rank's own term: not summed over the replicas"
+    return "differs from the sum over the replicas"
+
+
+def judge_buckets(make_mesh, forms):
+    form = forms["BucketDDP"]
+    mesh = make_mesh(dp=RANKS)
+    group = mesh.group("dp")
+    model, mine, whole, terms = small_model(group)
+    ours = form(model.layers)
+    model(mine, mine).backward()
+    on_their_way = group.submitted
+    grads = ours.gradients()
+    left = group.unjoined
+    if grads is None or len(grads) != len(ours.params):
+        raise Wrong("gradients() returns a list: a summed gradient for each of self.params")
+    if left:
+        raise Wrong(f"rank {group.rank}: gradients() has returned, and {left} of "
+                    f"{group.submitted} all-reduces were not waited for")
+    for grad, param in zip(grads, ours.params, strict=True):
+        name = param.shard.name
+        said = "" if grad is not None and same(grad, whole[name]) else explain_gradient(
+            grad, whole[name], terms[name], group.size)
+        if said:
+            raise Wrong(f"rank {group.rank}: the gradient of {name} {said}")
+    psi = sum(param.numel() for param in ours.params)
+    if group.submitted == 0:
+        raise Wrong("right sums, but no all-reduce ran in the background: async_op=True")
+    if group.submitted >= len(ours.params):
+        raise Wrong(f"right sums, but {group.submitted} all-reduces for {len(ours.params)} "
+                    "parameters: put parameters side by side into buckets")
+    if on_their_way == 0:
+        raise Wrong("right sums, but no bucket was on its way when backward ended: no overlap")
+    facts = [f"buckets: {group.submitted} for {len(ours.params)} parameters; on their way when "
+             f"backward ended: {on_their_way}",
+             f"bytes sent by this rank: {group.bytes_sent}    formula 2 (N-1)/N n = "
+             f"{2 * (RANKS - 1) * 8 * psi // RANKS}"]
+    reducers = (form, *plain.REDUCERS[1:])
+    return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4})[1]]
+
+
+def judge_zero1(make_mesh, forms):
+    form = forms["ZeRO1"]
+    mesh = make_mesh(dp=RANKS)
+    group = mesh.group("dp")
+    model, mine, whole, terms = small_model(group)
+    ours = form(model.layers)
+    params = ours.params
+    for weight, param in zip(ours.weights, params, strict=True):
+        chunk = own_chunk(param.data, group)
+        if weight.numel() != chunk.numel():
+            raise Wrong(f"self.weights has {weight.numel()} of the {param.numel()} numbers of "
+                        f"{param.shard.name}: this rank's chunk has {chunk.numel()}")
+        if weight.numel() and weight.data_ptr() != chunk.data_ptr():
+            raise Wrong(f"self.weights has other memory than this rank's chunk of "
+                        f"{param.shard.name}: keep a view, so that a step changes the parameter")
+    model(mine, mine).backward()
+    before = {param.shard.name: param.detach().clone() for param in params}
+    for weight, grad, param in zip(ours.weights, ours.gradients(), params, strict=True):
+        name = param.shard.name
+        want = own_chunk(whole[name], group)
+        if grad is None or not same(grad, want):
+            own = own_chunk(terms[name], group)
+            raise Wrong(f"rank {group.rank}: the gradient of its chunk of {name} "
+                        + explain_gradient(grad, want, own, group.size))
+        if param.grad is not None:
+            raise Wrong("gradients() leaves param.grad: the next step would add to it")
+        weight.sub_(grad)
+    ours.publish()
+    for param in params:
+        new = before[param.shard.name] - whole[param.shard.name]
+        for rank, (chunk, want) in enumerate(zip(param.detach().view(-1).tensor_split(RANKS),
+                                                 new.view(-1).tensor_split(RANKS), strict=True)):
+            if not same(chunk, want):
+                raise Wrong(f"after publish(), rank {group.rank} has the old chunk {rank} of "
+                            f"{param.shard.name}: every rank needs the new weights of all")
+    psi = sum(param.numel() for param in params)
+    own = sum(own_chunk(param.data, group).numel() for param in params)
+    of_next = sum(param.data.view(-1).tensor_split(RANKS)[group.next].numel() for param in params)
+    facts = [beside("bytes sent by this rank", group.bytes_sent, "2 (D-1)/D Psi elements of 8",
+                    8 * (2 * psi - own - of_next)),
+             f"parameters that this rank's optimizer steps: {own} of {psi}    formula Psi / D = "
+             f"{psi / RANKS:g}"]
+    reducers = (plain.REDUCERS[0], form, *plain.REDUCERS[2:])
+    return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4}, zero=1)[1]]
+
+
+WIDE = GPTConfig(21, block_size=4, n_layer=4, n_head=4, n_embd=64)
+
+
+def judge_zero3(make_mesh, forms):
+    form = forms["gather"]
+    mesh = make_mesh(dp=RANKS)
+    group = mesh.group("dp")
+    N, r = group.size, group.rank
+    whole = torch.arange(15, dtype=torch.double).view(3, 5)
+    chunk = own_chunk(whole, group).clone().requires_grad_()
+    got = form(chunk, whole.shape, group)
+    check_shape("what gather() returns", got, whole)
+    if not same(got, whole):
+        raise Wrong(f"rank {r}: gather() returns {got.flatten().tolist()}, and the parameter is "
+                    "0.0 to 14.0: chunks of other ranks are missing")
+    grads = [(whole + 1) ** (rank + 1) for rank in range(N)]  # each rank's gradient of the whole
+    if not got.requires_grad:
+        raise Wrong("gather() has no backward: wrap it in WithBackward.apply")
+    got.backward(grads[r])
+    want = own_chunk(sum(grads), group)
+    if chunk.grad is None or not same(chunk.grad, want):
+        raise Wrong(f"rank {r}: the gradient of the chunk "
+                    + explain_gradient(chunk.grad, want, own_chunk(grads[r], group), N))
+    places = [(zero, name, forms[name]) for name in ("gather", "Gathered")]
+    held, psi = held_after_forward(group, places)
+    if held > 8 * psi / 2:
+        raise Wrong(f"right numbers, but after forward this rank holds {held} bytes more than "
+                    f"before, and all weights have {8 * psi}: the gathered weights are not freed")
+    facts = [f"bytes held after forward, beyond the chunks: {held}    all weights have {8 * psi}"]
+    mesh, line = trains(make_mesh, places, {"dp": 4}, zero=3)
+    sent = mesh.group("dp").bytes_sent // 2
+    model = build(SMALL, dtype=torch.double)
+    psi = sum(param.numel() for layer in model.layers for param in layer.parameters())
+    return [*facts, f"bytes sent by this rank in a step: {sent}    formula 3 m Psi (D-1)/D = "
+            f"{3 * 8 * psi * (RANKS - 1) // RANKS}", line]
+
+
+def held_after_forward(group, places):
+    """(bytes that a forward of a wide GPT has left allocated, Psi), with forms in these places."""
+    model = build(WIDE, dtype=torch.double)
+    psi = sum(param.numel() for param in model.parameters())
+    tag_whole(model, group)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with placed(places):
+        zero.ZeRO3(model.layers)
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            loss = model(tokens, tokens)
+    events = profile.kineto_results.events()
+    held = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    del loss
+    return held, psi

@@ -1,0 +1,295 @@
+"""Judges tensor and sequence parallelism: exercises 6 to 9."""
+
+import torch
+
+import model as model_file
+import sequence_parallel
+import tensor_parallel
+from collectives import all_reduce
+from exercises.catalogue import RANKS
+from exercises.judge import (
+    Alone,
+    Wrong,
+    beside,
+    check_shape,
+    factor,
+    in_numbers,
+    placed,
+    same,
+    trains,
+)
+from exercises.replicas import SMALL, gradients_of
+from shard import Shard, bounds, tag_whole
+
+
+def random_tensor(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+
+
+def explain_sum_of(got, own, summed, T):
+    """How a tensor differs from the sum over T ranks, of which `own` is this rank's term."""
+    if got is None:
+        return "is None: no gradient came through"
+    if got.shape != summed.shape:
+        return f"has shape {[*got.shape]}, and should have {[*summed.shape]}"
+    if same(got, own):
+        return "is this rank's own term: not summed over the ranks"
+    k = factor(got, summed)
+    if k is not None and abs(k - 1 / T) < 1e-9:
+        return f"is the sum divided by {T}: terms are summed, never averaged"
+    return "differs from the sum" if k is None else f"is {in_numbers(k)} times the sum"
+
+
+def explain_same_as(got, want, summed, T):
+    """How a tensor differs from `want`, which is to pass unchanged."""
+    if got is None:
+        return "is None: no gradient came through"
+    if got.shape != want.shape:
+        return f"has shape {[*got.shape]}, and should have {[*want.shape]}"
+    if same(got, summed):
+        return "is a sum over the ranks, and should pass unchanged"
+    k = factor(got, want)
+    return "differs from what came in" if k is None else (
+        f"is {in_numbers(k)} times what came in, and should pass unchanged")
+
+
+def through(form, x, grad, group):
+    """(y, grad of x) of y = form(x). Raises Wrong if form changes x or the gradient."""
+    x = x.clone().requires_grad_()
+    before, grad_before = x.detach().clone(), grad.clone()
+    y = form(x, group)
+    if isinstance(y, torch.Tensor) and y.shape == grad.shape:
+        if not y.requires_grad:
+            raise Wrong("the result has no backward: wrap it in WithBackward.apply")
+        result = y.detach().clone()
+        y.backward(grad)
+    else:
+        result = y
+    if not same(x, before) or not same(grad, grad_before):
+        raise Wrong("its input is changed in place, and autograd still needs it: clone it")
+    return result, x.grad
+
+
+def judge_f_and_g(make_mesh, forms):
+    mesh = make_mesh(tp=RANKS)
+    group = mesh.group("tp")
+    T, t = group.size, group.rank
+    values = [random_tensor(2, 3, 4, seed=r) for r in range(T)]
+    x = random_tensor(2, 3, 4, seed=50)  # the same on all ranks, like the gradient
+    grad = random_tensor(2, 3, 4, seed=60)
+    summed = sum(values)
+    y, grad_x = through(forms["copy_to_ranks"], x, values[t], group)
+    check_shape("f(x)", y, x)
+    if not same(y, x):
+        raise Wrong(f"rank {t}: f's forward " + explain_same_as(y, x, T * x, T))
+    if grad_x is None or not same(grad_x, summed):
+        raise Wrong(f"rank {t}: the gradient in f's backward "
+                    + explain_sum_of(grad_x, values[t], summed, T))
+    y, grad_x = through(forms["sum_over_ranks"], values[t], grad, group)
+    check_shape("g(x)", y, x)
+    if not same(y, summed):
+        raise Wrong(f"rank {t}: the result of g's forward "
+                    + explain_sum_of(y, values[t], summed, T))
+    if grad_x is None or not same(grad_x, grad):
+        raise Wrong(f"rank {t}: the gradient in g's backward "
+                    + explain_same_as(grad_x, grad, T * grad, T))
+    n = 8 * x.numel()
+    facts = [beside("bytes sent by this rank, f and g", group.bytes_sent, "2 * 2 (T-1)/T n",
+                    2 * 2 * (T - 1) * n // T)]
+    places = [(tensor_parallel, name, form) for name, form in forms.items()]
+    return [*facts, trains(make_mesh, places, {"tp": 4})[1]]
+
+
+def tagged_linear(n_in, n_out):
+    """A linear layer, the same on every rank, and its tags: whole."""
+    linear = torch.nn.Linear(n_in, n_out, dtype=torch.double)
+    linear.weight.data.copy_(random_tensor(n_out, n_in, seed=1))
+    linear.bias.data.copy_(random_tensor(n_out, seed=2))
+    for name, param in linear.named_parameters():
+        param.shard = Shard(name, param.shape, 0, ((0, n_out),), sum_over=(Alone().world,))
+    return linear
+
+
+def judge_linear(make_mesh, forms):
+    mesh = make_mesh(tp=RANKS)
+    group = mesh.group("tp")
+    T, t = group.size, group.rank
+    f, g = tensor_parallel.copy_to_ranks, tensor_parallel.sum_over_ranks
+    x = random_tensor(2, 3, 8, seed=3)
+    linear = tagged_linear(8, 24)
+    y = linear(x).detach()
+    parts = (8, 8, 8)  # like q, k and v
+    rows = [8 * part + i for part in range(3) for i in range(*bounds(8, group))]
+    want = y[..., rows]
+    mine = x.clone().requires_grad_()
+    got = forms["Column"](linear, group, f, parts)(mine)
+    check_shape("Column's output", got, want)
+    if not same(got, want):
+        start, stop = bounds(24, group)
+        if same(got, y[..., start:stop]):
+            raise Wrong(f"rank {t}: Column has 1/{T} of all rows, and should have 1/{T} of each of "
+                        "the parts (q, k, v)")
+        raise Wrong(f"rank {t}: Column's output "
+                    + explain_bias(got, want, linear.bias.detach()[rows]))
+    grad = random_tensor(2, 3, 24, seed=4)
+    got.backward(grad[..., rows])
+    summed = grad @ linear.weight.detach()
+    own = grad[..., rows] @ linear.weight.detach()[rows]
+    if mine.grad is None or not same(mine.grad, summed):
+        raise Wrong(f"rank {t}: the gradient of Column's input "
+                    + explain_sum_of(mine.grad, own, summed, T))
+    linear = tagged_linear(8, 5)
+    want = linear(x).detach()
+    columns = slice(*bounds(8, group))
+    got = forms["Row"](linear, group, g)(x[..., columns].contiguous())
+    check_shape("Row's output", got, want)
+    if not same(got, want):
+        own = x[..., columns] @ linear.weight.detach()[:, columns].T
+        bias = linear.bias.detach()
+        if same(got, own) or same(got, own + bias):
+            raise Wrong(f"rank {t}: Row's output is this rank's partial sum: g is missing")
+        raise Wrong(f"rank {t}: Row's output " + explain_bias(got, want, bias))
+    places = [(tensor_parallel, name, form) for name, form in forms.items()]
+    held = 8 * (linear.weight.numel() // T + linear.bias.numel())
+    return [f"bytes held of Row's layer: {held}    formula (out * in / T + out) * 8",
+            trains(make_mesh, places, {"tp": 4})[1]]
+
+
+def explain_bias(got, want, bias):
+    k = factor(got - want + bias, bias.expand_as(want))
+    if same(got, want - bias):
+        return "lacks the bias"
+    if k is not None:
+        return f"has the bias {in_numbers(k)} times: add it once, after the sum"
+    return "differs from the whole layer's"
+
+
+def judge_vocabulary_loss(make_mesh, forms):
+    form = forms["vocabulary_loss"]
+    mesh = make_mesh(tp=RANKS)
+    group = mesh.group("tp")
+    V = 22  # rank 0 and 1 have 6 words, the others 5
+    words = bounds(V, group)
+    targets = torch.tensor([[0, 7, 21, 3], [12, 20, model_file.ABSENT, 9]])
+    whole = random_tensor(2, 4, V, seed=5)
+    whole[0, 0, 20] += 3  # the largest logit of a token is on one rank
+    for big, says in ((0, ""), (800, "logits near 800: ")):
+        logits = (whole + big).requires_grad_()
+        alone = model_file.cross_entropy(logits, targets)
+        alone.backward()
+        mine = (whole + big)[..., slice(*words)].clone().requires_grad_()
+        group.bytes_sent = 0
+        loss = form(mine, targets, words, group)
+        check_shape("the loss", loss, alone)
+        if not same(loss, alone):
+            raise Wrong(f"rank {group.rank}: {says}" + explain_loss(
+                loss.item(), alone.item(), whole.detach() + big, targets, words))
+        sent = group.bytes_sent
+        if not loss.requires_grad:
+            raise Wrong("the loss has no backward: sum with sum_over_ranks")
+        loss.backward()
+        want = logits.grad[..., slice(*words)]
+        if not same(mine.grad, want):
+            k = factor(mine.grad, want)
+            raise Wrong(f"rank {group.rank}: right loss, but the gradient of the logits "
+                        + ("differs" if k is None else f"is {in_numbers(k)} times one process's"))
+    most = 3 * targets.numel() * 8 * 2 * (RANKS - 1) // RANKS
+    if sent > most:
+        raise Wrong(f"right, but this rank sent {sent} bytes, and three numbers per token are "
+                    f"{most}: the logits are not to be gathered")
+    facts = [f"bytes sent by this rank: {sent}    formula 2 (T-1)/T * 3 * tokens * 8 = {most}"]
+    places = [(tensor_parallel, "vocabulary_loss", form)]
+    return [*facts, trains(make_mesh, places, {"tp": 4})[1]]
+
+
+def explain_loss(got, want, logits, targets, words):
+    """Which mistake gives this loss. logits: whole."""
+    if got != got or abs(got) == float("inf"):
+        return f"the loss is {got}: exp overflows; subtract the largest logit of all ranks"
+    present = targets != model_file.ABSENT
+    at_target = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    padding = logits.logsumexp(-1)[~present].sum().item()
+    first = (logits.logsumexp(-1) - logits[..., 0])[~present].sum().item()
+    if any(same(got, want + more) for more in (padding, first)):
+        return "the loss counts padding: targets of ABSENT add nothing"
+    if same(got, want + at_target[present].sum().item()):
+        return "the loss lacks the logit of the target"
+    inside = (targets >= words[0]) & (targets < words[1])
+    local = logits[..., slice(*words)].logsumexp(-1)
+    if same(got, (local - at_target * inside)[present].sum().item()):
+        return "the loss is of this rank's words only: sum over the ranks"
+    k = got / want
+    if abs(k - round(k)) < 1e-9 and k > 1:
+        return f"the loss is {round(k)} times one process's"
+    return (f"the loss is {got:.6g}, and one process's {want:.6g}: do all ranks subtract the same "
+            "number, and add nothing for targets outside of their words?")
+
+
+def judge_sequence(make_mesh, forms):
+    mesh = make_mesh(tp=RANKS)
+    group = mesh.group("tp")
+    T, t = group.size, group.rank
+    B, S, C = 2, 2 * T, 3
+    mine = slice(2 * t, 2 * t + 2)
+    whole = random_tensor(B, S, C, seed=6)
+    grads = [random_tensor(B, S, C, seed=10 + r) for r in range(T)]
+    summed = sum(grads)
+    y, grad = through(forms["gather_tokens"], whole[:, mine], grads[t], group)
+    check_shape("what gather_tokens returns", y, whole)
+    if not same(y, whole):
+        raise Wrong(f"rank {t}: what gather_tokens returns " + explain_tokens(y, whole, B))
+    if grad is None or not same(grad, summed[:, mine]):
+        raise Wrong(f"rank {t}: the gradient in gather_tokens' backward "
+                    + explain_sum_of(grad, grads[t][:, mine], summed[:, mine], T))
+    y, grad = through(forms["scatter_tokens"], grads[t], whole[:, mine], group)
+    check_shape("what scatter_tokens returns", y, whole[:, mine])
+    if not same(y, summed[:, mine]):
+        raise Wrong(f"rank {t}: what scatter_tokens returns "
+                    + explain_sum_of(y, grads[t][:, mine], summed[:, mine], T))
+    if grad is None or not same(grad, whole):
+        raise Wrong(f"rank {t}: the gradient in scatter_tokens' backward "
+                    + explain_tokens(grad, whole, B))
+    n = 8 * whole.numel()
+    facts = [beside("bytes sent by this rank, both ways", group.bytes_sent, "4 (T-1)/T n",
+                    4 * (T - 1) * n // T)]
+    return [*facts, one_backward(make_mesh, forms)]
+
+
+def explain_tokens(got, want, B):
+    """How all tokens differ from those that should be there."""
+    if got is None:
+        return "is None: no gradient came through"
+    if got.shape != want.shape:
+        return f"has shape {[*got.shape]}, and should have {[*want.shape]}"
+    right = [s for s in range(want.size(1)) if same(got[:, s], want[:, s])]
+    if torch.equal(got.flatten().sort().values, want.flatten().sort().values):
+        return "has all numbers in another order: is dim 0 of the gathered tensor the rank?"
+    if right:
+        return f"is right for tokens {right} only"
+    k = factor(got, want)
+    return "differs" if k is None else f"is {in_numbers(k)} times what it should be"
+
+
+def one_backward(make_mesh, forms):
+    """A backward of a small GPT under sequence parallelism with the attempt, against one process.
+    """
+    mesh = make_mesh(tp=RANKS)
+    group = mesh.group("tp")
+    ids = torch.randint(21, (3, 4), generator=torch.Generator().manual_seed(0))
+    model = model_file.build(SMALL, dtype=torch.double)
+    sequence_parallel_with(model, group, forms)
+    model(ids, ids).backward()
+    whole = gradients_of(ids)
+    for param in model.parameters():
+        for over in param.shard.sum_over:
+            all_reduce(param.grad, over)
+        if not same(param.grad, param.shard.slice(whole[param.shard.name])):
+            raise Wrong(f"a backward of a small GPT: rank {group.rank}: the gradient of "
+                        f"{param.shard.name} differs from one process's")
+    return "a backward of a small GPT (tp 4): every gradient is one process's, to 1e-10"
+
+
+def sequence_parallel_with(model, group, forms):
+    tag_whole(model, Alone().world)
+    with placed([(sequence_parallel, name, form) for name, form in forms.items()]):
+        sequence_parallel.sequence_parallel(model, group)

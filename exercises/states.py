@@ -1,0 +1,182 @@
+"""Judges tags, the global norm and the checkpoint: exercises 15 and 16."""
+
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+import plain
+from exercises.catalogue import RANKS
+from exercises.judge import Wrong, check_shape, in_numbers, same, trains
+from exercises.slices import random_tensor
+from model import build
+from shard import Shard, bounds, tag_whole
+from sizes import GPTConfig
+
+
+def judge_tied_norm(make_mesh, forms):
+    mesh = make_mesh(pp=RANKS)
+    check_tie(forms["tie_ends"], mesh)
+    check_norm(forms["global_norm"], mesh.group("pp"))
+    places = [(plain, name, form) for name, form in forms.items()]
+    facts = [trains(make_mesh, places, {"pp": 4}, microbatches=2)[1]]
+    return [*facts, trains(make_mesh, places, {"dp": 2, "tp": 2}, zero=1)[1]]
+
+
+def check_tie(form, mesh):
+    model = build(GPTConfig(21, block_size=4, n_layer=2, n_head=2, n_embd=8), dtype=torch.double)
+    ends = mesh.ends("pp")
+    replicas = mesh.group("dp")
+    for layers, tied in ((model.layers, True), (untied(model), False)):
+        tag_whole(model, replicas)
+        weight = layers[0].wte.weight
+        form(layers, ends)
+        tag = weight.shard
+        at_end = tied and ends.size > 1
+        if tag.sum_over[:1] != (replicas,):
+            raise Wrong("tie_ends drops the replicas from sum_over: append to it")
+        if not at_end and (len(tag.sum_over) > 1 or tag.shared_by):
+            which = "a middle stage" if tied else "a matrix that is not tied"
+            raise Wrong(f"tie_ends tags {which}: nothing to do there")
+        if at_end and ends not in tag.sum_over:
+            raise Wrong("the tied matrix's sum_over lacks the two stages: its two terms would not "
+                        "be summed")
+        if at_end and ends not in tag.shared_by:
+            raise Wrong("the tied matrix's shared_by lacks the two stages: the norm would count "
+                        "its gradient twice")
+
+
+def untied(model):
+    """The layers of a model whose head has a matrix of its own."""
+    other = build(model.config, dtype=torch.double)
+    return [*model.layers[:-1], other.layers[-1]]
+
+
+def check_norm(form, group):
+    T, t = group.size, group.rank
+    matrix = Shard("matrix.weight", torch.Size((T, 3)), 0, ((t, t + 1),))
+    norms = Shard("ln.weight", torch.Size((5,)), 0, ((0, 5),), shared_by=(group,))
+    parts = [random_tensor(1, 3, seed=r) for r in range(T)]
+    both = random_tensor(5, seed=99)
+    grads = [parts[t], both]
+    before = [grad.clone() for grad in grads]
+    got = form(grads, [matrix, norms], group)
+    squares = sum(part.square().sum() for part in parts)
+    own = both.square().sum()
+    want = (squares + own).sqrt()
+    check_shape("the norm", got, want)
+    if not same(grads[0], before[0]) or not same(grads[1], before[1]):
+        raise Wrong("global_norm changes the gradients: all_reduce works in place")
+    if same(got, want):
+        return
+    said = f"is {got.item():.6g}, and should be {want.item():.6g}"
+    if same(got, squares + own):
+        said = "is the square of the norm"
+    elif same(got, (squares + T * own).sqrt()):
+        said = f"counts what {T} ranks hold {T} times: divide its square by tag.copies"
+    elif same(got, (squares + own / T).sqrt()):
+        said = "counts what several ranks hold too little: divide its square by copies once"
+    elif same(got, (parts[t].square().sum() + own).sqrt()) or same(
+            got, (parts[t].square().sum() + own / T).sqrt()):
+        said = "is of this rank's gradients only: not summed over the ranks"
+    elif same(got, sum((part.square().sum() + own / T).sqrt() for part in parts)):
+        said = "is a sum of norms: sum the squares, then take the root"
+    elif same(got, want / math.sqrt(T)) or same(got, want / T):
+        said = f"is {in_numbers((got / want).item())} times too small: squares are never averaged"
+    raise Wrong(f"rank {t}: the norm {said}")
+
+
+# ---- the checkpoint ----
+
+
+def tags_of(group):
+    """{name: (tag of this rank's slice, start, stop)}: rows; columns; q, k, v; and under ZeRO a
+    chunk of columns."""
+    T, t = group.size, group.rank
+    shape = torch.Size((6, 8))
+    rows = Shard("rows", shape, 0, (bounds(6, group),))
+    columns = Shard("columns", shape, 1, (bounds(8, group),))
+    parts = Shard("q, k, v", torch.Size((3 * T, 2)), 0, tuple((T * i + t, T * i + t + 1)
+                                                              for i in range(3)))
+    whole = Shard("a chunk of the whole", shape, 0, ((0, 6),))
+    half = replace(columns, name="a chunk of columns",
+                   ranges=((0, 4),) if t < T // 2 else ((4, 8),))
+    chunk = bounds(48, group)
+    part = (0, 11) if t % 2 == 0 else (11, 24)
+    return {tag.name: (tag, *span) for tag, span in (
+        (rows, (0, rows.slice(torch.empty(shape)).numel())), (columns, (0, 12)), (parts, (0, 6)),
+        (whole, chunk), (half, part))}
+
+
+def judge_checkpoint(make_mesh, forms):
+    form = forms["runs"]
+    mesh = make_mesh(tp=RANKS)
+    group = mesh.group("tp")
+    facts = []
+    for name, (tag, start, stop) in tags_of(group).items():
+        full = torch.arange(tag.shape.numel(), dtype=torch.double).view(tag.shape)
+        mine = tag.slice(full).flatten()[start:stop]
+        found = form(tag, start, stop)
+        found = list(found) if hasattr(found, "__iter__") else found
+        said = explain_runs(found, mine)
+        if said:
+            raise Wrong(f"{name}, shape {[*tag.shape]}, dim {tag.dim}, ranges {tag.ranges}, "
+                        f"elements {start} to {stop}: rank {group.rank}: {said}")
+        fewest = len(list(tag.runs(start, stop)))
+        if len(found) > fewest:
+            raise Wrong(f"{name}: right, but {len(found)} runs, and {fewest} are enough: a run is "
+                        "as long as elements lie side by side")
+        facts.append(f"{name}: {len(found)} runs for {stop - start} elements")
+    facts.append(through_a_file(form, mesh, group))
+    return facts
+
+
+def explain_runs(found, mine):
+    """What is wrong with a list of runs. mine: which elements of the full tensor they should be."""
+    if not isinstance(found, list) or any(len(tuple(run)) != 3 for run in found):
+        return "yield (index in the full tensor, index counted from start, length)"
+    named = {}
+    for index, position, length in found:
+        if length < 1:
+            return f"a run has length {length}"
+        for i in range(length):
+            if position + i in named:
+                return f"element {position + i} comes twice"
+            named[position + i] = index + i
+    want = dict(enumerate(map(int, mine.tolist())))
+    if named == want:
+        return ""
+    if {p - min(named, default=0): i for p, i in named.items()} == want:
+        return "the second number is to be counted from start"
+    if set(want.values()) < set(named.values()):
+        return "elements outside of start and stop are in the runs"
+    missing = sorted(set(want.values()) - set(named.values()))
+    if missing and set(named.values()) <= set(want.values()):
+        return f"elements {missing} of the full tensor are missing"
+    wrong = next(p for p in {**want, **named} if named.get(p) != want.get(p))
+    return (f"element {wrong} is said to lie at {named.get(wrong)} of the full tensor, and lies at "
+            f"{want.get(wrong)}")
+
+
+def through_a_file(form, mesh, group):
+    """Each rank writes its columns into a file; then each reads rows."""
+    tags = tags_of(group)
+    path = f"{mesh.board.path}.weights"
+    full = random_tensor(6, 8, seed=1)
+    tag, start, stop = tags["columns"]
+    mine = tag.slice(full).flatten().numpy()
+    with open(os.open(path, os.O_CREAT | os.O_RDWR), "r+b") as file:
+        for index, position, length in form(tag, start, stop):
+            file.seek(8 * index)
+            file.write(mine[position : position + length].tobytes())
+    mesh.board.meet()  # all have written
+    tag, start, stop = tags["rows"]
+    read = np.zeros(stop - start)
+    written = np.fromfile(path)
+    for index, position, length in form(tag, start, stop):
+        read[position : position + length] = written[index : index + length]
+    if not same(torch.from_numpy(read), tag.slice(full).flatten()):
+        raise Wrong(f"rank {group.rank}: columns written by four ranks are read as other rows")
+    return "a file written by four ranks that hold columns, read by four that hold rows: the same"

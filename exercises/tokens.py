@@ -1,0 +1,205 @@
+"""Judges context and expert parallelism: exercises 10 and 11."""
+
+import math
+
+import torch
+
+import expert_parallel
+from collectives import all_reduce
+from context_parallel import split_sequences
+from context_parallel import zigzag as zigzag_of
+from exercises.catalogue import RANKS
+from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, placed, same
+from exercises.slices import random_tensor
+from experts import MixtureGPT, MixtureOfExperts
+from model import GPT, build, causal_attention
+from shard import tag_whole
+from sizes import GPTConfig
+
+
+def judge_ring_attention(make_mesh, forms):
+    check_zigzag(forms["zigzag"])
+    form = forms["ring_attention"]
+    mesh = make_mesh(cp=RANKS)
+    group = mesh.group("cp")
+    N, r = group.size, group.rank
+    S = 16
+    mine = zigzag_of(S, N, r)
+    whole = [random_tensor(2, 2, S, 3, seed=7 + i) for i in range(3)]
+    parts = [x[:, :, mine].clone().requires_grad_() for x in whole]
+    got = form(*parts, group)
+    sent = group.bytes_sent
+    check_attention(got, whole, mine, r, N, "the result ")
+    large = [900 * whole[0], *whole[1:]]
+    check_attention(form(*(x[:, :, mine] for x in large), group), large, mine, r, N,
+                    "with large scores the result ")
+    wholes = [x.clone().requires_grad_() for x in whole]
+    causal_attention(*wholes).sin().sum().backward()
+    if not got.requires_grad:
+        raise Wrong("the result has no backward: is everything computed with autograd?")
+    got.sin().sum().backward()
+    for name, part, alone in zip(("q", "k", "v"), parts, wholes, strict=True):
+        if part.grad is None or not same(part.grad, alone.grad[:, :, mine]):
+            raise Wrong(f"rank {r}: right result, but the gradient of {name} differs from one "
+                        "process's: pass_on has a backward; is largest detached?")
+    n = 8 * 2 * 2 * S * 3
+    formula = 2 * (N - 1) * n // N
+    facts = [beside("bytes sent forward by this rank", sent, "2 (N-1)/N B S C elements", formula)]
+    return [*facts, one_training(make_mesh, forms)]
+
+
+def check_attention(got, whole, mine, rank, N, what):
+    want = causal_attention(*whole)[:, :, mine]
+    check_shape("what ring_attention returns", got, want)
+    if not same(got, want):
+        raise Wrong(f"rank {rank}: {what}" + explain_attention(got, want, whole, mine, N))
+
+
+def check_zigzag(form):
+    for S, N in ((8, 2), (16, 4), (12, 3)):
+        parts = [form(S, N, rank).tolist() for rank in range(N)]
+        if sorted(sum(parts, [])) != list(range(S)):
+            raise Wrong(f"zigzag, S = {S}, N = {N}: the ranks have {parts}: each of the tokens is "
+                        "to be on one rank")
+        pairs = [sum(position + 1 for position in part) for part in parts]
+        if len(set(pairs)) > 1:
+            raise Wrong(f"zigzag, S = {S}, N = {N}: the ranks' queries meet {pairs} keys: all "
+                        "should meet as many")
+        for rank, part in enumerate(parts):
+            if part != zigzag_of(S, N, rank).tolist():
+                raise Wrong(f"zigzag, S = {S}, N = {N}: rank {rank} has {part}, and segments "
+                            f"{rank} and {2 * N - 1 - rank} are {zigzag_of(S, N, rank).tolist()}")
+
+
+def attention_of(q, k, v, hidden):
+    """Attention with this mask of hidden pairs."""
+    scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf)
+    return scores.softmax(-1).nan_to_num() @ v
+
+
+def explain_attention(got, want, whole, mine, N):
+    """Which mistake gives this result."""
+    if not got.isfinite().all():
+        return "is not finite: does exp overflow, or has a query met no key yet?"
+    q, k, v = whole
+    S = q.size(2)
+    own = q[:, :, mine]
+    later = torch.arange(S) > mine.unsqueeze(1)
+    if same(got, attention_of(own, k, v, torch.zeros_like(later))):
+        return "attends to later tokens: the causal mask is missing"
+    if same(got, attention_of(own, k[:, :, mine], v[:, :, mine], later[:, mine])):
+        return "has met this rank's own keys only: N - 1 hops bring the others"
+    partials = []
+    for rank in range(N):
+        theirs = zigzag_of(S, N, rank)
+        partials.append(attention_of(own, k[:, :, theirs], v[:, :, theirs], later[:, theirs]))
+    if same(got, sum(partials)) or same(got, sum(partials) / N):
+        return ("adds up softmaxes of single hops: keep numerator and denominator apart, and "
+                "divide at the end")
+    return "differs: whose keys are these after each hop, and which positions have they?"
+
+
+def compare_gradients(model, whole, rank):
+    """Raise Wrong unless the gradients, summed over the tags' groups, are those of one process."""
+    for param in model.parameters():
+        for group in param.shard.sum_over:
+            all_reduce(param.grad, group)
+        if not same(param.grad, param.shard.slice(whole[param.shard.name])):
+            raise Wrong(f"a backward of a small GPT: rank {rank}: the gradient of "
+                        f"{param.shard.name} differs from one process's")
+    return "a backward of a small GPT: every gradient is one process's, to 1e-10"
+
+
+def gradients_of_kind(kind, config, tokens):
+    model = build(config, dtype=torch.double, kind=kind)
+    model(tokens, tokens).backward()
+    return {name: param.grad for name, param in model.canonical_parameters()}
+
+
+def one_training(make_mesh, forms):
+    config = GPTConfig(21, block_size=16, n_layer=2, n_head=2, n_embd=8)
+    mesh = make_mesh(cp=RANKS)
+    group = mesh.group("cp")
+    tokens = torch.randint(21, (2, 16), generator=torch.Generator().manual_seed(0))
+    model = build(config, dtype=torch.double)
+    tag_whole(model, group)
+    positions = split_sequences(model, group, forms["ring_attention"])
+    model(tokens[:, positions], tokens[:, positions]).backward()
+    return compare_gradients(model, gradients_of_kind(GPT, config, tokens), mesh.rank)
+
+
+# ---- experts ----
+
+MIXTURE = GPTConfig(21, block_size=4, n_layer=2, n_head=2, n_embd=8, n_experts=8, top_k=2)
+
+
+def judge_experts(make_mesh, forms):
+    form = forms["dispatch_and_combine"]
+    mesh = make_mesh(dp=1, ep=RANKS)
+    group = mesh.group("ep")
+    E, e = group.size, group.rank
+    layer = mixture_layer(range(8))
+    own = mixture_layer(range(2 * e, 2 * e + 2))
+    x = random_tensor(2, 5, 8, seed=20 + e)
+    chosen = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(10 * e + i))[:2]
+                          for i in range(10)]).view(2, 5, 2)
+    gates = random_tensor(2, 5, 2, seed=30 + e).softmax(-1)
+    want = layer.run_experts(x, gates, chosen)
+    got = form(x, gates, chosen, own.experts, group)
+    check_shape("what dispatch_and_combine returns", got, want)
+    if not same(got, want):
+        raise Wrong(f"rank {e}: the result " + explain_experts(got, want, layer, x, gates, chosen))
+    away = int((chosen // 2 != e).sum())
+    arriving = sum(int((random_choices(rank) // 2 == e).sum()) for rank in range(E) if rank != e)
+    formula = 8 * (8 * away + 8 * arriving + 2 * (E - 1))
+    facts = [beside("bytes sent by this rank", group.bytes_sent,
+                    "rows out + outputs back + counts", formula)]
+    return [*facts, one_step_of_experts(make_mesh, forms)]
+
+
+def random_choices(rank):
+    return torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(10 * rank + i))
+                        [:2] for i in range(10)]).view(2, 5, 2)
+
+
+def mixture_layer(experts):
+    """A MixtureOfExperts with these of 8 experts, the same values everywhere."""
+    config = GPTConfig(21, n_layer=1, n_embd=8, n_experts=8, top_k=2)
+    layer = MixtureOfExperts(config).double()
+    for number, param in enumerate(layer.experts.parameters()):
+        param.data = random_tensor(*param.shape, seed=number)[list(experts)]
+    return layer
+
+
+def explain_experts(got, want, layer, x, gates, chosen):
+    ones = torch.ones_like(gates)
+    if same(got, layer.run_experts(x, ones, chosen)):
+        return "is the sum of the outputs without their gates"
+    first = torch.cat([gates[..., :1], torch.zeros_like(gates[..., 1:])], -1)
+    last = torch.cat([torch.zeros_like(gates[..., :1]), gates[..., 1:]], -1)
+    if same(got, layer.run_experts(x, first, chosen)) or same(
+            got, layer.run_experts(x, last, chosen)):
+        return "has the output of one of a token's k experts only: add them up"
+    if same(got.sum((0, 1)), want.sum((0, 1))):
+        return "has the outputs at other tokens: put each row back where it came from"
+    k = factor(got, want)
+    if k is not None:
+        return f"is {in_numbers(k)} times what it should be"
+    right = [i for i in range(want[..., 0].numel())
+             if same(got.flatten(0, 1)[i], want.flatten(0, 1)[i])]
+    return (f"is right for tokens {right} only" if right else
+            "differs for all tokens: has each row met its own expert, and its own gate?")
+
+
+def one_step_of_experts(make_mesh, forms):
+    mesh = make_mesh(dp=1, ep=RANKS)
+    group = mesh.group("ep")
+    tokens = torch.randint(21, (RANKS, 1, 4), generator=torch.Generator().manual_seed(0))
+    model = build(MIXTURE, dtype=torch.double, kind=MixtureGPT)
+    tag_whole(model, mesh.group("dp", "ep"))
+    places = [(expert_parallel, name, form) for name, form in forms.items()]
+    with placed(places):
+        expert_parallel.spread_experts(model, group, mesh.group("dp"))
+    model(tokens[mesh.rank], tokens[mesh.rank]).backward()
+    whole = gradients_of_kind(MixtureGPT, MIXTURE, tokens.flatten(0, 1))
+    return compare_gradients(model, whole, mesh.rank)
