@@ -127,6 +127,7 @@ class Trainer:
             model = kind_of(self.model_config)(self.model_config)
         tag_whole(model, data=self.mesh.replicas())
         self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
+        self.trained = [name for name, p in model.canonical_parameters() if p.requires_grad]
         self.n_params = sum(shape.numel() for shape in self.shapes.values())
         return model
 
