@@ -120,7 +120,7 @@ class AdamW(Optimizer):
         factor = factor.to(self.wide).view(1)
         skip = (~finite).float()
         for bucket in self.in_order_of_use:
-            self.step_bucket(bucket, lr, factor, skip)
+            self.step_bucket(bucket, lr, self.scaled(bucket, factor), skip)
             self.publish(bucket)
 
     def scaled(self, bucket, factor):
@@ -131,8 +131,7 @@ class AdamW(Optimizer):
             return {p: times(grad, factor) for p, grad in self.reducer.grad_pieces(bucket)}
         return dict(bucket.pieces(times(bucket.grad_shard, factor)))
 
-    def step_bucket(self, bucket, lr, factor, skip):
-        grads = self.scaled(bucket, factor)
+    def step_bucket(self, bucket, lr, grads, skip):
         masters = dict(bucket.pieces(bucket.master))
         means = dict(bucket.pieces(bucket.moments["exp_avg"]))
         squares = dict(bucket.pieces(bucket.moments["exp_avg_sq"]))
