@@ -17,7 +17,7 @@ T are summed; else the copies would drift apart.
 
 Initial values of W: --init-from, or random. Left out: merging W + B A into one file, for sample.py.
 
-    git apply forks/lora.patch && torchrun train.py --tp 2 --pp 2 --init-from model.safetensors
+    git apply forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from model.safetensors
 """
 
 import torch
@@ -33,7 +33,8 @@ from engine.tensor_parallel import Column, Row, compute_now
 from experts import MixtureOfExperts
 from shard import tag_replicated
 
-RANK, ALPHA = 4, 8
+RANK = 0  # --lora; 0: everything below is as usual
+ALPHA = 8
 SEED = 1337  # of A, where W comes from a file
 COLUMNS = ("c_attn", "c_fc")  # the others, c_proj, are rows
 
@@ -43,9 +44,9 @@ def is_adapter(name):
 
 
 def adapted(blocks):
-    """Yields (module, name) of each matrix of the blocks: module.name is the linear layer. Experts
-    have none."""
-    for block in blocks:
+    """Yields (module, name) of each matrix of the blocks that has an adapter: module.name is the
+    linear layer. Experts have none."""
+    for block in blocks if RANK else ():
         for part in (block.attn, block.mlp):
             if not isinstance(part, MixtureOfExperts):
                 yield part, COLUMNS[part is block.mlp]
@@ -93,7 +94,7 @@ class Replicated(nn.Module):
 def kind_of(config):
     """A function like the class of the usual model: it makes one with adapters."""
     usual = experts.kind_of(config)
-    return lambda config: add_adapters(usual(config))
+    return (lambda config: add_adapters(usual(config))) if RANK else usual
 
 
 def initial_value(name, shape, config, seed):

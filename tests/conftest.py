@@ -88,6 +88,13 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def learnable_corpus(tmp_path_factory):
+    """A corpus of 50 random tokens, again and again: its loss falls in a few steps."""
+    from tests.runs import random_corpus
+    return random_corpus(tmp_path_factory.mktemp("corpus"), period=50, train=5000, val=700)
+
+
+@pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory):
     """A corpus for sequences of a thousand tokens."""
     from tests.runs import random_corpus

@@ -29,10 +29,12 @@ started = []  # what start() has started in this test
 # ---- a corpus ----
 
 
-def random_corpus(folder, **tokens):
+def random_corpus(folder, period=0, **tokens):
+    """period: the tokens repeat after so many, so that a model can learn them; 0: never."""
     rng = np.random.default_rng(0)
     for split, n in tokens.items():
-        rng.integers(0, VOCAB, n).astype("<u2").tofile(folder / f"{split}.bin")
+        ids = np.resize(rng.integers(0, VOCAB, period or n), n)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
     meta = {"vocab_size": VOCAB, "tokenizer": "bytes", "bytes_per_token": 1.0}
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)

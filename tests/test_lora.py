@@ -37,13 +37,15 @@ SIZES = GPTConfig(VOCAB, 8, n_layer=2, n_head=2, n_embd=8)
 def hook():
     """What forks/lora.patch changes."""
     names = ("kind_of", "initial_value", "read_weights", "parallelize")
-    with patch.multiple(train, **{name: getattr(lora, name) for name in names}):
+    with (patch.multiple(train, **{name: getattr(lora, name) for name in names}),
+          patch.object(lora, "RANK", 4)):
         yield
 
 
 def build_whole(shape, seed, dtype, kind):
     """The whole model of one process. B is not zero, so that A has a gradient."""
-    model = lora.add_adapters(kind(shape)).to(dtype)
+    with patch.object(lora, "RANK", 4):
+        model = lora.add_adapters(kind(shape)).to(dtype)
     for name, param in model.canonical_parameters():
         param.data.copy_(model_file.initial_value(name, param.shape, shape, seed))
     return model
@@ -74,7 +76,7 @@ class OwnPart(lora.Row):
 
 
 def _lora(rank, cfg, bug=None):
-    owner, name, wrong, _ = BUGS.get(bug, (lora, "RANK", lora.RANK, {}))
+    owner, name, wrong, _ = BUGS.get(bug, (lora, "ALPHA", lora.ALPHA, {}))
     with (hook(), patch.object(train, "initial_value", model_file.initial_value),
           patch.object(owner, name, wrong)):
         return _train(rank, cfg)
@@ -106,13 +108,15 @@ def test_a_layer_with_an_adapter_is_the_layer_of_one_sum():
     """W + (ALPHA / RANK) B A in the place of W."""
     model = build_whole(SIZES, 0, torch.double, model_file.GPT)
     ids = torch.randint(VOCAB, (3, 8), generator=torch.Generator().manual_seed(0))
-    want = model(ids)
+    with patch.object(lora, "RANK", 4):
+        want = model(ids)
     plain = model_file.build(SIZES, 0, torch.double)
+    adapters = dict(model.named_modules())
     with torch.no_grad():
-        for part, name in lora.adapted(plain.layers[1:-1]):
-            of = dict(model.named_modules())[dict(map(reversed, plain.named_modules()))[part]]
-            a, b = (getattr(of, name).adapter_a.weight, getattr(of, name).adapter_b.weight)
-            getattr(part, name).weight += lora.ALPHA / lora.RANK * b @ a
+        for name, linear in plain.named_modules():
+            if name.endswith(("c_attn", "c_fc", "c_proj")):
+                a, b = (adapters[f"{name}.adapter_{which}"].weight for which in "ab")
+                linear.weight += 8 / 4 * b @ a
     close(plain(ids), want, "logits")
 
 
