@@ -41,7 +41,7 @@ def is_for_muon(tag):
     return len(tag.shape) == 2 and ".h." in tag.name and tag.name.endswith("weight")
 
 
-def scale(shape):
+def update_scale(shape):
     return 0.2 * math.sqrt(max(shape))
 
 
@@ -68,7 +68,7 @@ class Muon(AdamW):
         changes = torch.zeros(bucket.numel, dtype=self.wide, device=self.device)
         for param, held in bucket.whole(pieces, self.wide):
             if is_for_muon(param.shard):
-                change = newton_schulz(whole_matrix(held, param.shard)) * scale(param.shard.shape)
+                change = newton_schulz(whole_matrix(held, param.shard)) * update_scale(param.shard.shape)
                 bucket.view(changes, param).copy_(param.shard.slice(change))
         masters = dict(bucket.pieces(bucket.master))
         for param, change in bucket.pieces(changes[bucket.own]):

@@ -62,13 +62,13 @@ BUGS = {  # name: (owner, attribute, what a mistake would put there, a layout th
         Shard, "place", lambda tag, part, full: full.narrow(
             tag.dim, tag.ranges[0][0], part.size(tag.dim)).copy_(part), {"tp": 3}),
     "the scale is that of another side": (
-        muon, "scale", lambda shape: 0.2 * min(shape) ** 0.5, {}),
+        muon, "update_scale", lambda shape: 0.2 * min(shape) ** 0.5, {}),
     "AdamW steps the matrices, too": (
         muon.Muon, "settings", lambda optimizer, shard: (0.1, 1.0), {"pp": 2})}
 
 
 def _muon(rank, cfg, bug=None):
-    owner, name, wrong, _ = BUGS.get(bug, (muon, "scale", muon.scale, {}))
+    owner, name, wrong, _ = BUGS.get(bug, (muon, "update_scale", muon.update_scale, {}))
     with hook(), patch.object(owner, name, wrong):
         return _train(rank, cfg)
 
