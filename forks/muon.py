@@ -68,7 +68,8 @@ class Muon(AdamW):
         changes = torch.zeros(bucket.numel, dtype=self.wide, device=self.device)
         for param, held in bucket.whole(pieces, self.wide):
             if is_for_muon(param.shard):
-                change = newton_schulz(whole_matrix(held, param.shard)) * update_scale(param.shard.shape)
+                full = whole_matrix(held, param.shard)
+                change = newton_schulz(full) * update_scale(full.shape)
                 bucket.view(changes, param).copy_(param.shard.slice(change))
         masters = dict(bucket.pieces(bucket.master))
         for param, change in bucket.pieces(changes[bucket.own]):
