@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +26,16 @@ from planner import costs
 from run import timeline
 from run.processes import all_gather_text
 from show import draw
-from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
+from tests.harness import (
+    FULL,
+    VOCAB,
+    _train,
+    close,
+    config,
+    equals_one_process,
+    mesh_of,
+    pool,
+)
 from tests.isolation import as_it_was
 
 # ---- schedules: pure lists ----
@@ -362,3 +372,49 @@ def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             run(bad)
         assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+# ---- a schedule of one's own: some backwards whole, some in two parts ----
+
+
+def _every_other(P, m, v, rank):
+    """1F1B whose odd microbatches have I, and W one forward later."""
+    num_warmup = min(P - 1 - rank, m)
+    actions = ["F0"] * num_warmup
+    for k in range(m):
+        if num_warmup + k < m:
+            actions.append("F0")
+        if k % 2 == 0 and k > 0:
+            actions.append("W0")
+        actions.append("I0" if k % 2 else "B0")
+    return actions + ["W0"] * (m % 2 == 0)
+
+
+MIXED = {"mixed": schedules.Schedule(_every_other)}
+
+
+def test_a_chunk_may_have_whole_and_split_backwards():
+    with patch.dict(schedules.SCHEDULES, MIXED):
+        lists, where = make_schedule("mixed", 2, 4), schedules.placement("mixed", 2)
+        validate(lower(lists, where), where)
+        assert schedules.splits_backward("mixed") and not schedules.splits_backward("1f1b")
+        schedules.splits_backward.cache_clear()
+    assert [str(a.kind) + str(a.microbatch) for a in lists[1]] == [
+        "F0", "B0", "F1", "I1", "F2", "W1", "B2", "F3", "I3", "W3"]
+
+
+def _mixed(rank, cfg):
+    with patch.dict(schedules.SCHEDULES, MIXED):
+        try:
+            return _train(rank, cfg)
+        finally:
+            schedules.splits_backward.cache_clear()
+
+
+@pytest.mark.parametrize("flags", [
+    {"pp": 2, "microbatches": 4}, {"pp": 3, "dp": 2, "microbatches": 3, "zero": 2},
+    {"tp": 2, "dp": 2, "microbatches": 3, "zero": 1}], ids=str)
+def test_mixed_backwards_equal_one_process(corpus, flags):
+    with patch.dict(schedules.SCHEDULES, MIXED):
+        equals_one_process(corpus, _mixed, schedule="mixed", **flags)
+    schedules.splits_backward.cache_clear()
