@@ -20,6 +20,8 @@ Initial values of W: --init-from, or random. Left out: merging W + B A into one 
     git apply forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from model.safetensors
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -53,15 +55,15 @@ def adapted(blocks):
                 yield part, "c_proj"
 
 
-def add_output(linear, inputs, y):
-    return y + ALPHA / RANK * linear.adapter_b(linear.adapter_a(*inputs))
+def add_output(scale, linear, inputs, y):
+    return y + scale * linear.adapter_b(linear.adapter_a(*inputs))
 
 
 def attach(linear, a, b):
     """Add the adapter's output to the layer's."""
     linear.adapter_a = a
     linear.adapter_b = b
-    linear.register_forward_hook(add_output)
+    linear.register_forward_hook(partial(add_output, ALPHA / RANK))
 
 
 def add_adapters(model):

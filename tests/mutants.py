@@ -120,11 +120,11 @@ MUTANTS = {
         ("grad + self.weight_decay * weight", "grad", "optimizers:each_layout"),
         ("& (numerator > 0)", "", "optimizers:each_layout"),
         ("& (given > 0)", "", "optimizers:each_layout"),
-        ("self.weight_decay * decays(", "self.weight_decay * bool(", "optimizers:each_layout"),
         (".clamp(min=1)", "", "optimizers:skipped"),
         ("(grad * factor).masked_fill_(~finite, 0.0)", "grad * factor", "optimizers:skipped"),
         ("addcmul_(change, go, value=-1)", "sub_(change)", "optimizers:skipped")],
     "engine/tensor_parallel.py": [
+        ("param is not None and param.requires_grad", "param is not None", "layouts:frozen"),
         ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),

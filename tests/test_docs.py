@@ -801,6 +801,19 @@ def test_nothing_imports_the_forks():
     assert all(room(module) == "forks" for module in users)
 
 
+def test_the_gallery_lists_every_fork_with_its_lines():
+    rows = re.findall(r"\(\.\./forks/(\w+)\.py\) \| .* \| (\d+) \| (.+) \| (\d+) \|",
+                      PAGES[YOUR_OWN])
+    assert {name for name, *_ in rows} == {path.stem for path in HERE.glob("forks/[!_]*.py")}
+    for name, lines, added, tests in rows:
+        patch = HERE / f"forks/{name}.patch"
+        plus = re.findall(r"^\+[^+]", patch.read_text() if patch.exists() else "", re.MULTILINE)
+        found = [len((HERE / path).read_text().splitlines())
+                 for path in (f"forks/{name}.py", f"tests/test_{name}.py")]
+        assert [lines, added, tests] == [str(found[0]), str(len(plus) or "no patch"),
+                                         str(found[1])], name
+
+
 def test_lab_html_has_every_schedule():
     assert list(SCHEDULES) == KNOWN
 
