@@ -171,8 +171,7 @@ MUTANTS = {
     "engine/schedules.py": [
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
-        ('"B" if kind == "I" else kind', "kind", "schedules:whole_and_split"),
-        ("deferred[chunk].popleft()", "deferred[chunk].pop()", "layouts:zb-h1")],
+        ('"B" if kind == "I" else kind', "kind", "schedules:whole_and_split")],
     "engine/pipeline.py": [
         ("remaining[param] == 0", "remaining[param] <= 1", "schedules:twice"),
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),

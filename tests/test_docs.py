@@ -487,9 +487,11 @@ PATCHES = [block for block in BLOCKS if block.kind == "diff"]
 
 
 @needs_git
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.page)
-def test_every_patch_applies_at_the_lines_that_it_names(patch, fork):
-    reply = apply("\n".join([*patch.lines, ""]), fork, "--check")
+@pytest.mark.parametrize("where,patch", [
+    *((block.page, "\n".join([*block.lines, ""])) for block in PATCHES),
+    *((path.name, path.read_text()) for path in sorted(HERE.glob("forks/*.patch")))])
+def test_every_patch_applies_at_the_lines_that_it_names(where, patch, fork):
+    reply = apply(patch, fork, "--check")
     assert "offset" not in reply and "fuzz" not in reply, reply
 
 
