@@ -233,8 +233,11 @@ def placement(name, P, v=1):
 
 @cache
 def splits_backward(name):
-    """Does the schedule run I and W instead of B? The list of one microbatch on one rank tells."""
-    return any(action[0] == "W" for action in SCHEDULES[name].actions(1, 1, 1, 0))
+    """Does the schedule run I and W instead of B, at least for some microbatches? The lists of four
+    microbatches on two ranks tell."""
+    v = SCHEDULES[name].chunks or 1
+    return any(action[0] == "W" for rank in range(2)
+               for action in SCHEDULES[name].actions(2, 4, v, rank))
 
 
 def is_plain(name):

@@ -23,6 +23,7 @@ class Shard:
     shape: torch.Size  # full shape
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
+    split_over: object = None  # the group whose ranks hold the other slices; None: no other ranks
     shared_by: tuple = ()  # groups, other than the data ranks, whose ranks all hold this slice
     # Groups over which the terms of the gradient are to be summed. First the replicas, over which
     # ZeRO shards; then the others.
@@ -48,6 +49,14 @@ class Shard:
         # (Not torch.cat of narrow()s: without memory, on train.py's meta device, torch.cat would
         # make torch import torch.compile, which takes long)
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
+
+    def place(self, part, full):
+        """The inverse of slice(): copy this rank's part to its place in the full tensor. (Rows of
+        --pad-vocab at the end of the part are left out.)"""
+        sizes = [stop - start for start, stop in self.ranges]
+        held = part.narrow(self.dim, 0, sum(sizes))
+        for (start, stop), values in zip(self.ranges, held.split(sizes, self.dim), strict=True):
+            full.narrow(self.dim, start, stop - start).copy_(values)
 
     def runs(self, start, stop):
         """Where elements [start, stop) of this slice, flattened, lie in the flattened full tensor:
@@ -87,8 +96,8 @@ def tag_whole(model, data):
 def take_slice(full, tag):
     """A new parameter: the tag's slice of `full`, tagged with `tag`. On the meta device it has a
     shape only."""
-    held = tag.slice(full.detach())
-    part = torch.nn.Parameter(held.clone(memory_format=torch.contiguous_format))
+    held = tag.slice(full.detach()).clone(memory_format=torch.contiguous_format)
+    part = torch.nn.Parameter(held, full.requires_grad)
     part.shard = tag
     return part
 
@@ -106,7 +115,8 @@ def split(full, dim, group, parts=()):
             start, stop = bounds(size, group)
             ranges.append((begin + start, begin + stop))
             begin += size
-        full.own_slice = take_slice(full, replace(full.shard, dim=dim, ranges=tuple(ranges)))
+        tag = replace(full.shard, dim=dim, ranges=tuple(ranges), split_over=group)
+        full.own_slice = take_slice(full, tag)
     return full.own_slice
 
 

@@ -3,8 +3,12 @@
 from dataclasses import dataclass, fields
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("velocity",), "lars": ("velocity",),
-           "lamb": ("exp_avg", "exp_avg_sq")}  # numbers that an optimizer holds per parameter
+MOMENTS = {  # numbers that an optimizer holds per parameter
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("velocity",),
+    "lars": ("velocity",),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+}
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,8 @@ class Trainer:
         grad_dtype = self.dtype if cfg.grad_dtype == "same" else torch.float
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
                                           int(cfg.bucket_mb * 2**20), grad_dtype)
-        # The ranks that together hold every gradient: one replica (with --ep the E replicas that
-        # share the experts; context ranks count among the replicas) or, under ZeRO, all ranks
-        norm_group = mesh.group("ep", "pp", "tp") if cfg.zero == 0 else mesh.world
+        # The ranks that together hold every gradient: one replica or, under ZeRO, all ranks
+        norm_group = mesh.one_replica() if cfg.zero == 0 else mesh.in_step()
         self.optimizer = OPTIMIZERS[cfg.optimizer](self.reducer, norm_group, cfg, self.shapes)
 
         for layer in (layer for part in layers.values() for layer in part):
@@ -128,6 +127,7 @@ class Trainer:
             model = kind_of(self.model_config)(self.model_config)
         tag_whole(model, data=self.mesh.replicas())
         self.shapes = {name: p.shape for name, p in model.canonical_parameters()}
+        self.trained = [name for name, p in model.canonical_parameters() if p.requires_grad]
         self.n_params = sum(shape.numel() for shape in self.shapes.values())
         return model
 

@@ -17,12 +17,13 @@ from weakref import WeakMethod
 
 import torch
 
-from engine.collectives import all_reduce
+from engine.collectives import all_gather, all_reduce
 from group import wait_all
 
 
 class Bucket:
-    """Parameters side by side in one flat buffer, with the same groups to sum gradients over. Under
+    """Parameters side by side in one flat buffer, with the same groups to sum gradients over, and
+    either all trained or all frozen (requires_grad is False). Under
     ZeRO (`split`) the buffer is padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
@@ -38,6 +39,7 @@ class Bucket:
 
     def __init__(self, params, split, dtype, device, initial_value, grad_dtype=None):
         self.params = params
+        self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.grad_dtype = grad_dtype or dtype
         self.group, *self.sum_at_end = params[0].shard.sum_over  # the replicas; then others
         self.starts = {}  # parameter -> its first element in the buffer
@@ -55,6 +57,9 @@ class Bucket:
         self.views = {}  # parameter -> its view into `grad`
         self.grad_shard = None  # gradients of weight_shard
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
+        # Optimizer (engine/optimizer.py) fills these in where the bucket is trained
+        self.master = self.weight_shard  # for 16-bit weights: a copy of 32 bits
+        self.moments = {}  # name -> a tensor like master
         self.missing = 0  # gradients that the current backward has yet to add
         for param in params:
             self.allocate(param, initial_value(param.shard))
@@ -67,7 +72,7 @@ class Bucket:
         view.narrow(dim, 0, value.size(dim)).copy_(value)
         # .data: a tensor with a version counter of its own, so that ZeRO-3 may refill the buffer
         # between forward and backward without an error of autograd
-        real = torch.nn.Parameter(view.data)
+        real = torch.nn.Parameter(view.data, param.requires_grad)
         real.shard = param.shard
         # swap_tensors: `param` itself, the object that layers and dicts refer to, becomes `real`
         torch.utils.swap_tensors(param, real)
@@ -84,6 +89,20 @@ class Bucket:
             if first < last:
                 yield param, shard[first:last]
 
+    def whole(self, pieces, dtype):
+        """[(parameter, tensor of its shape)] of all parameters: what the replicas' shards hold of
+        each, put together. pieces: (parameter, piece) of this rank's shard, such as
+        pieces(master). All replicas call this together."""
+        flat = self.full.new_zeros(self.numel, dtype=dtype)
+        for param, piece in pieces:
+            # The piece begins where the parameter begins or, if the shard cuts it, where the shard
+            # begins. Parameter 100 to 159 of the bucket, shard 120 to 239: piece 120 to 159
+            start = max(self.starts[param], self.offset)
+            flat[start : start + piece.numel()] = piece
+        if self.num_shards > 1:
+            all_gather(flat, self.group)
+        return [(param, self.view(flat, param)) for param in self.params]
+
 
 class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
@@ -93,17 +112,21 @@ class DDP:
     Around each backward that completes a stage's gradients the pipeline calls expect() before and
     flush() after; then Trainer.gradients calls finish(). After that grad_pieces() yields each
     parameter's summed gradient, for the weights in weight_shard, which this rank's optimizer steps.
+    Frozen parameters lie in buckets of their own: `frozen`; `buckets` are the trained ones.
     Here gradients and weights are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
     """
 
     zero = 0  # ZeRO stage
     # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
     every_microbatch = False
+    # State that each data rank has its own of, in words: a checkpoint has no place for it
+    unsaved = ""
 
     def __init__(self, stages, dtype, device, initial_value, bucket_bytes=25 << 20,
                  grad_dtype=None):
         self.bucket_numel = bucket_bytes // dtype.itemsize
         self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
+        self.frozen = []  # buckets of parameters without gradients
         self.home = {}  # parameter -> its bucket
         self.filling = []  # buckets that the current backward has yet to launch, in order
         self.works = []  # pending reductions
@@ -118,9 +141,12 @@ class DDP:
         for stage, params in self.partition(users):
             bucket = Bucket(params, self.zero > 0, dtype, device, initial_value, grad_dtype)
             self.allocate_shards(bucket)
+            self.home.update(dict.fromkeys(params, bucket))
+            if not bucket.trained:
+                self.frozen.append(bucket)
+                continue
             self.stages[stage].append(bucket)
             for param in params:
-                self.home[param] = bucket
                 param.register_post_accumulate_grad_hook(lambda param: hook()(param))
         self.buckets = [bucket for stage in self.stages.values() for bucket in stage]
 
@@ -128,10 +154,10 @@ class DDP:
         """Cut the parameters into buckets: [(stage, parameters)], in reverse order of use. A bucket
         has bucket_bytes at most, or one parameter."""
         found = []
-        still_open = {}  # (stage, groups to sum over) -> the bucket that takes more
+        still_open = {}  # (stage, groups to sum over, trained?) -> the bucket that takes more
         for param, where in reversed(users.items()):
             stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
-            key = (stage, param.shard.sum_over)
+            key = (stage, param.shard.sum_over, param.requires_grad)
             bucket = still_open.get(key)
             if bucket is None or sum(p.numel() for p in bucket) + param.numel() > self.bucket_numel:
                 bucket = still_open[key] = []
@@ -143,7 +169,7 @@ class DDP:
         """Allocate what this rank keeps of a bucket beside its weights: here whole gradients, for
         the whole run. Without other ranks to sum them over, they stay in param.grad."""
         same_dtype = bucket.grad_dtype == bucket.full.dtype
-        if same_dtype and bucket.group.size == 1 and not bucket.sum_at_end:
+        if not bucket.trained or same_dtype and bucket.group.size == 1 and not bucket.sum_at_end:
             return
         bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
         bucket.grad_shard = bucket.grad[bucket.own]

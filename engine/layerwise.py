@@ -54,7 +54,8 @@ class Layerwise(Optimizer):
         for bucket in self.in_order_of_use:
             change = self.direction(bucket, gradient)
             for param, piece in bucket.pieces(change):
-                piece.mul_(rates[self.index_of[param.shard.name]])
+                _, rate = self.settings(param.shard)
+                piece.mul_(rate * rates[self.index_of[param.shard.name]])
             change = self.with_momentum(bucket, change, go)
             # go again: nor does a skipped step move weights by the old velocity
             bucket.master.addcmul_(change, go, value=-1)
@@ -84,7 +85,8 @@ class Layerwise(Optimizer):
     def add_decay(self, bucket, change):
         weights = dict(bucket.pieces(bucket.master))
         for param, piece in bucket.pieces(change):
-            piece.add_(weights[param], alpha=self.weight_decay * decays(param.shard))
+            decay, _ = self.settings(param.shard)
+            piece.add_(weights[param], alpha=decay)
         return change
 
     def whole_norms(self, flat_of):

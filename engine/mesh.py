@@ -1,10 +1,14 @@
 """The root's Mesh with the engine's groups: for CPU or GPU, with spans of time for --trace.
 
 Axes, outermost first: dp ep pp cp tp. The D data ranks are two axes, because E of them may share
-the experts (--ep E): dp has D/E ranks here, ep has E. So two groups have names:
+the experts (--ep E): dp has D/E ranks here, ep has E. Who is summed is said once, in `summed`;
+these groups follow from it:
 
     replicas()       data and context ranks: the ranks that see other tokens with the same weights
     same_experts()   replicas that also hold the same experts
+    one_replica()    the ranks that together hold every gradient once (with --ep the E replicas that
+                     share the experts)
+    in_step()        all ranks whose gradients are summed, or are parts of the same model: the world
 """
 
 from collections import deque
@@ -29,11 +33,22 @@ class Mesh(mesh.Mesh):
         group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         super().__init__(group_class, device, timeout, **sizes)
 
+    # The axes over which gradients are summed: their ranks see other tokens with the same weights
+    summed = ("dp", "ep", "cp")
+    model_axes = ("pp", "tp")  # the axes whose ranks hold other parts of the model
+
     def replicas(self):
-        return self.group("dp", "ep", "cp")
+        return self.group(*self.summed)
 
     def same_experts(self):
-        return self.group("dp", "cp")
+        return self.group(*(axis for axis in self.summed if axis != "ep"))
+
+    def one_replica(self):
+        return self.group(*(axis for axis in self.summed if axis == "ep"), *self.model_axes)
+
+    def in_step(self):
+        axes = [axis for axis in self.sizes if axis in self.summed + self.model_axes]
+        return self.world if axes == list(self.sizes) else self.group(*axes)
 
     def span(self, name, **args):
         """A span is a named stretch of time, for --trace. This one records nothing: replaced in

@@ -36,15 +36,16 @@ class Optimizer:
         self.norm_group = norm_group
         self.beta1, self.beta2 = cfg.beta1, cfg.beta2
         self.weight_decay = cfg.weight_decay
+        self.kinds = list(MOMENTS[cfg.optimizer])  # names of what each bucket's `moments` has
         self.in_order_of_use = [bucket for stage in reducer.stages.values()
                                 for bucket in reversed(stage)]
         for bucket in reducer.buckets:
             is_wide = bucket.weight_shard.element_size() > 2
             bucket.master = bucket.weight_shard if is_wide else bucket.weight_shard.float()
-            bucket.moments = {name: torch.zeros_like(bucket.master)
-                              for name in MOMENTS[cfg.optimizer]}
-        self.wide = reducer.buckets[0].master.dtype  # 32 bits at least
-        self.device = reducer.buckets[0].full.device
+            bucket.moments = {name: torch.zeros_like(bucket.master) for name in self.kinds}
+        first, *_ = reducer.buckets + reducer.frozen
+        self.wide = torch.promote_types(first.full.dtype, torch.float32)
+        self.device = first.full.device
         # For each piece of a parameter on this rank: how many ranks hold the same piece
         self.copies = torch.tensor([holders(bucket, param.shard, norm_group)
                                     for bucket in reducer.buckets
@@ -52,13 +53,24 @@ class Optimizer:
                                    dtype=torch.double, device=self.device)
         self.updates = torch.zeros((), device=self.device)  # steps so far, without skipped ones
 
+    def settings(self, shard):
+        """(weight decay, factor of the learning rate) of the parameter of this tag."""
+        return self.weight_decay * decays(shard), 1.0
+
+    def add_state(self, name):
+        """Give each bucket one more tensor beside its moments: zeros, which checkpoints save and
+        load like the moments. For a technique that has a state of its own."""
+        self.kinds.append(name)
+        for bucket in self.reducer.buckets:
+            bucket.moments[name] = torch.zeros_like(bucket.master)
+
     def grad_square(self):
         """This rank's part of the squared global norm, to be summed over norm_group. Ranks that
         hold the same piece each add an equal part of its square: so each element counts once, and
         an overflow on any rank reaches the sum."""
         grads = [grad for bucket in self.reducer.buckets
                  for _, grad in self.reducer.grad_pieces(bucket)]
-        if not grads:  # fewer parameters than ranks
+        if not grads:  # fewer trained parameters than ranks
             return torch.zeros((), dtype=torch.double, device=self.device)
         norms = torch._foreach_norm(grads, 2, dtype=self.wide)  # one kernel
         return (torch.stack(norms).double().square() / self.copies).sum()
@@ -78,21 +90,20 @@ class Optimizer:
 
     def finite(self):
         """Are all weights and moments of this rank finite?"""
-        held = [x for bucket in self.reducer.buckets
+        held = [x for bucket in self.reducer.buckets + self.reducer.frozen
                 for x in (bucket.master, *bucket.moments.values())]
         norms = torch._foreach_norm(held, math.inf)  # makes no copy
         return bool(torch.stack(norms).isfinite().all())
 
     def state_bytes(self):
         """Bytes of the model states on this rank: (by the formula, in live storages)."""
-        first = self.reducer.buckets[0]
-        width = first.full.element_size()
-        grad_width = first.grad_dtype.itemsize
         formula = 0
         live = {}  # address of a storage -> its bytes, because tensors share storages
-        for bucket in self.reducer.buckets:
-            formula += bucket.numel * sum(bytes_per_parameter(
-                self.reducer.zero, bucket.num_shards, width, grad_width, len(bucket.moments)))
+        for bucket in self.reducer.buckets + self.reducer.frozen:
+            weights, *others = bytes_per_parameter(
+                self.reducer.zero, bucket.num_shards, bucket.full.element_size(),
+                bucket.grad_dtype.itemsize, len(bucket.moments))
+            formula += bucket.numel * (weights + bucket.trained * sum(others))
             for x in (bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard,
                       bucket.master, *bucket.moments.values(),
                       *(param.grad for param in bucket.params)):
@@ -109,7 +120,7 @@ class AdamW(Optimizer):
         factor = factor.to(self.wide).view(1)
         skip = (~finite).float()
         for bucket in self.in_order_of_use:
-            self.step_bucket(bucket, lr, factor, skip)
+            self.step_bucket(bucket, lr, self.scaled(bucket, factor), skip)
             self.publish(bucket)
 
     def scaled(self, bucket, factor):
@@ -120,17 +131,16 @@ class AdamW(Optimizer):
             return {p: times(grad, factor) for p, grad in self.reducer.grad_pieces(bucket)}
         return dict(bucket.pieces(times(bucket.grad_shard, factor)))
 
-    def step_bucket(self, bucket, lr, factor, skip):
-        grads = self.scaled(bucket, factor)
+    def step_bucket(self, bucket, lr, grads, skip):
         masters = dict(bucket.pieces(bucket.master))
         means = dict(bucket.pieces(bucket.moments["exp_avg"]))
         squares = dict(bucket.pieces(bucket.moments["exp_avg_sq"]))
-        for matrices in (True, False):  # a call of the kernel has one weight decay
-            params = [param for param in masters if decays(param.shard) == matrices]
-            if params:
-                torch._fused_adamw_(
-                    [masters[p] for p in params], [grads[p] for p in params],
-                    [means[p] for p in params], [squares[p] for p in params], [],
-                    [self.updates] * len(params), lr=lr, beta1=self.beta1, beta2=self.beta2,
-                    eps=1e-8, amsgrad=False, maximize=False, found_inf=skip,
-                    weight_decay=self.weight_decay if matrices else 0.0)
+        alike = {}  # (decay, rate) -> the parameters that have them, for one call of the kernel
+        for param in masters:
+            alike.setdefault(self.settings(param.shard), []).append(param)
+        for (decay, rate), params in alike.items():
+            torch._fused_adamw_(
+                [masters[p] for p in params], [grads[p] for p in params],
+                [means[p] for p in params], [squares[p] for p in params], [],
+                [self.updates] * len(params), lr=lr * rate, beta1=self.beta1, beta2=self.beta2,
+                eps=1e-8, amsgrad=False, maximize=False, found_inf=skip, weight_decay=decay)

@@ -207,7 +207,8 @@ class Pipeline:
         if loss is not None:
             outputs.append(loss * scale)
             grads.append(None)  # stands for 1. If the loss is the only output, this saves an import
-        torch.autograd.backward(outputs, grads)
+        if outputs[0].requires_grad:  # else nothing up to here is trained
+            torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:
             self.arriving["B", s - 1, k] = x.grad, Work()
         elif s > 0:

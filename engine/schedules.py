@@ -52,14 +52,24 @@ def make_schedule(name, P, m, v=0):
 
 def actions_of(name, P, m, v, rank):
     """One rank's list. interleaved, P = 2, v = 2, rank 0, whose chunk 1 is stage 2: the first two
-    "F1" become F(stage 2, microbatch 0) and F(stage 2, microbatch 1)."""
+    "F1" become F(stage 2, microbatch 0) and F(stage 2, microbatch 1). B and I count together,
+    because each is a microbatch's backward: "B0" "I0" are B of microbatch 0 and I of microbatch 1.
+    A W is of the oldest I whose W has not run: after these two, "W0" is W of microbatch 1."""
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
-    count = Counter()  # count["F1"]: number of "F1" so far
+    count = Counter()  # count["F", 1]: number of "F1" so far
+    deferred = {chunk: deque() for chunk in range(v)}  # microbatches between I and W
     actions = []
     for code in SCHEDULES[name].actions(P, m, v, rank):  # such as "F1"
         kind, chunk = code[0], int(code[1:])
-        actions.append(Action(kind, stages[chunk], count[code]))
-        count[code] += 1
+        if kind == "W" and deferred[chunk]:
+            k = deferred[chunk].popleft()
+        else:
+            turn = "B" if kind == "I" else kind, chunk
+            k = count[turn]
+            count[turn] += 1
+        if kind == "I":
+            deferred[chunk].append(k)
+        actions.append(Action(kind, stages[chunk], k))
     return actions
 
 

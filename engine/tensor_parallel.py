@@ -34,11 +34,17 @@ from shard import split, tag_replicated
 
 
 def weight_gradients(grad, x, weight, bias):
-    """Gradients of W (out, in) and b (out,), given that of the output (B, S, out). weight is not
-    read. It is an argument because Deferred.add (engine/pipeline.py) adds the results to the .grad
-    of the last two arguments."""
+    """Gradients of W (out, in) and b (out,), given that of the output (B, S, out). The values of
+    weight and bias are not read. None for one means that it needs no gradient, and Deferred.add
+    (engine/pipeline.py) adds the results to the .grad of these two arguments."""
     grad = grad.flatten(0, -2)
-    return grad.t() @ x.flatten(0, -2), None if bias is None else grad.sum(0)
+    grad_weight = None if weight is None else grad.t() @ x.flatten(0, -2)
+    return grad_weight, None if bias is None else grad.sum(0)
+
+
+def trained(*params):
+    """The parameters; None in the place of one that needs no gradient."""
+    return [param if param is not None and param.requires_grad else None for param in params]
 
 
 def compute_now(fn, *args):
@@ -69,7 +75,7 @@ class ColumnLinear(torch.autograd.Function):
         leaving = ctx.region.start_leave(grad_x)  # reduce grad_x during the product for grad_W
         del entering  # holds the gathered tokens a second time, in the message's layout
         del grad_x  # --sp sends a copy of it
-        grads = ctx.defer(weight_gradients, grad, x, ctx.weight, ctx.bias)
+        grads = ctx.defer(weight_gradients, grad, x, *trained(ctx.weight, ctx.bias))
         return leaving(), *grads, None, None
 
 
@@ -88,7 +94,7 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         grad = ctx.region.enter(grad.contiguous())
-        grad_weight, _ = ctx.defer(weight_gradients, grad, x, ctx.weight, None)
+        grad_weight, _ = ctx.defer(weight_gradients, grad, x, *trained(ctx.weight, None))
         return grad @ ctx.weight, grad_weight, None, None
 
 

@@ -98,7 +98,8 @@ class ChunkedLoss(torch.autograd.Function):
         targets = targets.unflatten(1, (parts, -1))  # (B, parts, length)
         loss = x.new_zeros(1, dtype=wide)
         grad_x = torch.empty_like(x) if training else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if training else None
+        weight_trained = training and ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=wide) if weight_trained else None
         # A chunk: n positions of each part, in the order in which region.enter() gathers them:
         # c = B * parts * n tokens
         n = max(1, max(C, 256) // (B * parts))
@@ -121,7 +122,8 @@ class ChunkedLoss(torch.autograd.Function):
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
                 leaving = region.start_leave(grad_inputs.view(B, -1, C))
                 del grad_inputs  # --sp sends a copy of it
-                add_weight_gradient(grad_weight, grad, inputs)  # while grad_inputs is reduced
+                if weight_trained:
+                    add_weight_gradient(grad_weight, grad, inputs)  # while grad_inputs is reduced
                 grad_x[:, i : i + n] = leaving()
         ctx.dtype = x.dtype
         ctx.save_for_backward(grad_x, grad_weight)
@@ -131,7 +133,10 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x, grad_weight = ctx.saved_tensors
         grad = grad.view(1)  # 1-dim: CUDA would first round a 0-dim tensor to grad_x's dtype
-        return grad_x.mul_(grad), grad_weight.mul_(grad).to(ctx.dtype), None, None, None
+        grad_x.mul_(grad)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad).to(ctx.dtype)
+        return grad_x, grad_weight, None, None, None
 
 
 class ChunkedHead(nn.Module):
@@ -164,6 +169,6 @@ def pad_vocabulary(model, multiple):
             # a shape only: the model is on the meta device, and Bucket (engine/ddp.py) fills in
             # zeros
             shape = (weight.size(0) + missing, weight.size(1))
-            padded[weight] = nn.Parameter(weight.new_empty(shape))
+            padded[weight] = nn.Parameter(weight.new_empty(shape), weight.requires_grad)
             padded[weight].shard = weight.shard
         layer.weight = padded.get(weight, weight)

@@ -53,8 +53,8 @@ class ZeRO1(DDP):
         return found
 
     def common(self, param, where):
-        """(groups to sum over, users) of a parameter."""
-        return param.shard.sum_over, tuple(where)
+        """(groups to sum over, users, trained?) of a parameter."""
+        return param.shard.sum_over, tuple(where), param.requires_grad
 
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)
@@ -82,7 +82,8 @@ class ZeRO2(ZeRO1):
         super().__init__(*args)
 
     def allocate_shards(self, bucket):
-        bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
+        if bucket.trained:
+            bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
 
     def zero_grad(self):
         super().zero_grad()
@@ -151,7 +152,7 @@ class ZeRO3(ZeRO2):
     def allocate_shards(self, bucket):
         """The bucket has its values: keep this rank's shard of the weights too, free the rest."""
         super().allocate_shards(bucket)
-        bucket.weight_shard = bucket.weight_shard.clone()
+        bucket.weight_shard = bucket.master = bucket.weight_shard.clone()
         bucket.full.untyped_storage().resize_(0)
 
     def watch(self, stages):

@@ -189,13 +189,13 @@ def loss_of_all_tokens(self, x, targets):
 head_in_chunks = without(engine.vocabulary_parallel.ChunkedHead, loss=loss_of_all_tokens)
 
 
-def step_plainly(self, bucket, lr, factor, skip):
+def step_plainly(self, bucket, lr, grads, skip):
     """AdamW.step_bucket with the root's AdamW, tensor by tensor."""
     if not hasattr(bucket, "plain_states"):
         bucket.plain_states = {
             param: AdamWState(piece, self.weight_decay if decays(param.shard) else 0.0)
             for param, piece in bucket.pieces(bucket.master)}
-    for param, grad in self.scaled(bucket, factor).items():
+    for param, grad in grads.items():
         bucket.plain_states[param].step(grad, lr, self.beta1, self.beta2, int(self.updates))
 
 

@@ -239,17 +239,17 @@ def contents_of_files(trainer, folder):
     shapes = dict(trainer.shapes)
     shapes.setdefault(UNTIED, shapes[EMBEDDING])  # a tied matrix is stored under both of its names
     sixteen_bits = trainer.dtype.itemsize == 2
-    kinds = list(MOMENTS[trainer.cfg.optimizer])
+    kinds = list(trainer.optimizer.kinds)
     if sixteen_bits:
         kinds.insert(0, "master")
-    states = {f"{name}.{kind}": shape for name, shape in trainer.shapes.items() for kind in kinds}
+    states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained for kind in kinds}
     return [(Path(folder, MODEL), codes[trainer.dtype], shapes),
             (Path(folder, OPTIMIZER), "F32" if sixteen_bits else codes[trainer.dtype], states)]
 
 
 def slices(trainer):
-    """Yields each piece of a parameter that this rank's optimizer steps, with its states: (bucket,
-    the parameter's tag, start, {tensor: the elements of its piece}).
+    """Yields each piece of a parameter that this rank's optimizer steps, with its states, and of
+    frozen ones: (bucket, the parameter's tag, start, {tensor: the elements of its piece}).
 
     start: index of the piece's first element in the slice that the tag describes. ZeRO's shard of a
     bucket may cut a parameter: if this rank's slice of it is elements 100 to 159 of the bucket, and
@@ -259,7 +259,7 @@ def slices(trainer):
     starts. weight_shard is the part that this rank steps, from element bucket.offset on; master and
     moments are arranged like it. bucket.pieces(x) yields (parameter, its part of x), where x is
     weight_shard or arranged like it."""
-    for bucket in trainer.reducer.buckets:
+    for bucket in trainer.reducer.buckets + trainer.reducer.frozen:
         flat = dict(bucket.moments)  # {kind: tensor arranged like bucket.weight_shard}
         if bucket.master is not bucket.weight_shard:
             flat["master"] = bucket.master
@@ -395,6 +395,9 @@ def refuse_unfit(trainer, folder, manifest):
     """CheckpointError if this run cannot go on from the checkpoint of this manifest."""
     cfg = trainer.cfg
     refuse_other(folder, manifest, trainer.model_config)
+    if trainer.reducer.unsaved:
+        raise CheckpointError(f"{folder}: has no {trainer.reducer.unsaved}, because each data rank "
+                              "has its own; --init-from takes its weights alone")
     if manifest["step"] > cfg.steps:
         raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps {cfg.steps}")
     used = manifest["config"].get("optimizer", "adamw")
@@ -424,7 +427,7 @@ def load(trainer, folder):
     trainer.optimizer.updates.fill_(manifest["updates"])
     # ZeRO-1 and 2: each rank has read its shard of the weights: all-gather them. (publish() does
     # nothing under DDP and ZeRO-3)
-    for bucket in trainer.reducer.buckets:
+    for bucket in trainer.reducer.buckets + trainer.reducer.frozen:
         trainer.reducer.publish(bucket)
     trainer.scale.fill_(manifest["scale"])
     trainer.good_steps.fill_(manifest["good_steps"])

@@ -6,6 +6,7 @@ no torch.
 """
 
 import os
+import shutil
 
 import pytest
 
@@ -44,6 +45,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if any("test_docs.py" in report.nodeid for report in terminalreporter.stats.get("failed", ())):
+        terminalreporter.write_line("tests/test_docs.py compares README.md, docs/ and this "
+                                    "repository as it stands: in a fork, delete it")
     if config.getoption("--quick"):
         terminalreporter.write_line("--quick left out: all cases of a test but its first; "
                                     f"{', '.join(SLOW)}; tests of {', '.join(LONG)}")
@@ -84,10 +88,25 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def learnable_corpus(tmp_path_factory):
+    """A corpus of 50 random tokens, again and again: its loss falls in a few steps."""
+    from tests.runs import random_corpus
+    return random_corpus(tmp_path_factory.mktemp("corpus"), period=50, train=5000, val=700)
+
+
+@pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory):
     """A corpus for sequences of a thousand tokens."""
     from tests.runs import random_corpus
     return random_corpus(tmp_path_factory.mktemp("corpus"), train=9000, val=9000)
+
+
+@pytest.fixture(scope="session")
+def fork(tmp_path_factory):
+    """A copy of the repository, without what commands have written into it."""
+    from tests.harness import HERE
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare", "*.log")
+    return shutil.copytree(HERE, tmp_path_factory.mktemp("fork") / "fork", ignore=hidden)
 
 
 @pytest.fixture(scope="session")

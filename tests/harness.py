@@ -5,6 +5,13 @@ of `reference`, a one-process loop that shares only the model, of model.py and e
 (test_values.py says what they compute), to 1e-10 of the tensor's own norm.
 
     equals_one_process(corpus, tp=2, pp=2)      trains a layout in the pool and compares all of it
+
+What a fork adds here:
+    a schedule           nothing
+    a flag of the model  nothing, if its group in run/config.py is "model": `reference` gets it
+    another model        build=, a function like model.build
+    an optimizer         its plain form in PLAIN, by its name in OPTIMIZERS
+    rounding of its own  tolerance=
 """
 
 import itertools
@@ -19,7 +26,6 @@ import numpy as np
 import pytest
 import torch
 
-import engine.collectives as c
 import train
 from data.batches import Data
 from engine.mesh import Mesh
@@ -65,71 +71,89 @@ def mesh_of(cfg, in_order=IN_ORDER):
     return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order, **sizes_of(cfg))
 
 
+def whole_batch(corpus, step, batch_size=BATCH, block_size=SHAPE["block_size"]):
+    """(ids, targets), each (B, S): all sequences of a step, whatever the layout."""
+    tokens = torch.from_numpy(np.fromfile(f"{corpus}/train.bin", "<u2").astype(np.int64))
+    starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - block_size, batch_size)
+    ids = torch.stack([tokens[i : i + block_size] for i in starts])
+    targets = torch.stack([tokens[i + 1 : i + 1 + block_size] for i in starts])
+    return ids, targets
+
+
+class PlainAdamW:
+    """torch's AdamW. Like all of PLAIN: made of {name: parameter}; step(lr) steps the parameters by
+    their clipped gradients, and returns what `reference` is to keep in its trace."""
+
+    def __init__(self, params):
+        matrices = [n for n, p in params.items() if p.dim() >= 2 and n.endswith("weight")]
+        others = [p for n, p in params.items() if n not in matrices]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": [params[n] for n in matrices], "weight_decay": 0.1},
+             {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8)
+
+    def step(self, lr):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return {}
+
+
+PLAIN = {"adamw": PlainAdamW}  # optimizers of `reference`; test_optimizers.py adds SGD, LARS, LAMB
+
+
 @cache
-def reference(corpus, **flags):
-    """The plain loop: GPT, autograd, clip_grad_norm_, AdamW on whole batches. Learning rate, betas
-    and batches are said again here, so that no mistake in the code is compared with itself."""
+def reference(corpus, build=build, **flags):
+    """The plain loop: GPT, autograd, clip_grad_norm_, an optimizer of PLAIN on whole batches.
+    Learning rate, betas and batches are said again here, so that no mistake in the code is compared
+    with itself. Parameters that need no gradient stay as they are."""
     cfg = config(corpus, microbatches=1, **flags)
     shape = config_of(cfg, VOCAB)
     model = build(shape, cfg.seed, torch.double, kind_of(shape))
     params = dict(model.canonical_parameters())  # {name: parameter}
-    matrices = [n for n, p in params.items() if p.dim() >= 2 and n.endswith("weight")]
-    decay = [{"params": [params[n] for n in matrices], "weight_decay": 0.1},
-             {"params": [p for n, p in params.items() if n not in matrices], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decay, betas=(0.9, 0.95), eps=1e-8)
+    trained = {n: p for n, p in params.items() if p.requires_grad}
+    optimizer = PLAIN[cfg.optimizer](trained)
     blocks = model.layers[1:-1]
-    S = cfg.block_size
     if cfg.experts:
         for block in blocks:
             block.mlp.balance_weight = cfg.balance
-    tokens = torch.from_numpy(np.fromfile(f"{corpus}/train.bin", "<u2").astype(np.int64))
     trace = [{"weights": {n: p.detach().clone() for n, p in params.items()}}]
     for step, lr in enumerate((5e-3, 1e-2, 5e-3)):  # half the warm-up; its end; half the cosine
-        starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - S, cfg.batch_size)
-        ids = torch.stack([tokens[i : i + S] for i in starts])
-        targets = torch.stack([tokens[i + 1 : i + 1 + S] for i in starts])
+        ids, targets = whole_batch(corpus, step, cfg.batch_size, cfg.block_size)
         loss = model(ids, targets) / targets.numel()
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         balance = busiest = None
         if cfg.experts:
             loss = loss - balance_loss(blocks) / targets.numel()  # logged is the loss without it
             balance = sum(block.mlp.balance.item() for block in blocks) / ids.numel() / len(blocks)
             busiest = max((b.mlp.load.max() / b.mlp.load.mean()).item() for b in blocks)
-        grads = {n: p.grad.clone() for n, p in params.items()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
+        grads = {n: p.grad.clone() for n, p in trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), cfg.grad_clip).item()
         assert norm > cfg.grad_clip, "clipping must fire"
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
+        with torch.no_grad():
+            more = optimizer.step(lr)
         trace.append({"loss": loss.item(), "norm": norm, "grads": grads, "balance": balance,
-                      "busiest": busiest,
+                      "busiest": busiest, **more,
                       "weights": {n: p.detach().clone() for n, p in params.items()}})
     return trace
 
 
 def bare(shard):
     """A tag without its groups, which cannot go from process to process."""
-    return replace(shard, shared_by=(), sum_over=())
+    return replace(shard, split_over=None, shared_by=(), sum_over=())
 
 
 def local_tensors(trainer, kind):
     """[(tag, this rank's whole tensor)] of weights or gradients, gathered over ZeRO's shards."""
     found = []
-    for bucket in trainer.reducer.buckets:
+    reducer = trainer.reducer
+    for bucket in reducer.buckets + reducer.frozen * (kind == "weights"):
         if kind == "weights":
             pieces = bucket.pieces(bucket.weight_shard)
         else:
-            pieces = trainer.reducer.grad_pieces(bucket)
-        flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=bucket.full.device)
-        for param, piece in pieces:
-            # The piece begins where the parameter begins or, if the shard cuts it, where the shard
-            # begins. Parameter 100 to 159 of the bucket, shard 120 to 239: piece 120 to 159
-            start = max(bucket.starts[param], bucket.offset)
-            flat[start : start + piece.numel()] = piece
-        if bucket.num_shards > 1:
-            c.all_gather(flat, bucket.group)
-        found += [(bare(p.shard), bucket.view(flat.cpu(), p)) for p in bucket.params]
+            pieces = reducer.grad_pieces(bucket)
+        whole = bucket.whole(pieces, bucket.grad_dtype)
+        found += [(bare(param.shard), tensor.cpu()) for param, tensor in whole]
     return found
 
 
@@ -205,12 +229,14 @@ def close(got, want, what, tolerance=TOLERANCE):
 
 
 def same_model(cfg):
-    """The flags of a Config that `reference` takes: those that change the model or its loss."""
+    """The flags of a Config that `reference` takes: those that change the model, its loss or its
+    steps."""
     names = [f.name for f in fields(cfg) if f.metadata["group"] == "model"]
-    return {name: getattr(cfg, name) for name in (*names, "balance") if "dtype" not in name}
+    names += ["balance", "optimizer"]
+    return {name: getattr(cfg, name) for name in names if "dtype" not in name}
 
 
-def matches(cfg, got, step, kinds, want):
+def matches(cfg, got, step, kinds, want, tolerance=TOLERANCE):
     """AssertionError unless the ranks' numbers and tensors of a step are those of one process.
     got: each rank's trace; kinds: which tensors to compare; want: one process's trace."""
     names = ["loss", "norm"]
@@ -218,37 +244,37 @@ def matches(cfg, got, step, kinds, want):
         names += ["balance", "busiest"]
     for trace in got:
         for name in names:
-            close(trace[step][name], want[step][name], name)
+            close(trace[step][name], want[step][name], name, tolerance)
     for kind in kinds:
         full = assemble([trace[step][kind] for trace in got])
         assert full.keys() == want[step][kind].keys()
         for name, value in want[step][kind].items():
-            close(full[name], value, f"step {step} {kind} {name}")
+            close(full[name], value, f"step {step} {kind} {name}", tolerance)
 
 
-def equals_one_process(corpus, run=_train, *args, **flags):
+def equals_one_process(corpus, run=_train, *args, build=build, tolerance=TOLERANCE, **flags):
     """AssertionError unless the layout of these flags trains like one process. run(rank, cfg,
-    *args): what each rank runs, _train or a function that returns the same. Returns (each rank's
-    trace, one process's)."""
+    *args): what each rank runs, _train or a function that returns the same; build: makes the model
+    of the one process. Returns (each rank's trace, one process's)."""
     cfg = config(corpus, **flags)
     # check() would refuse several ranks on one GPU
     world = check(cfg, 1) if cfg.device == "cpu" else check_layout(cfg, 1)
     got = pool(world, run, cfg, *args)
-    want = reference(corpus, **same_model(cfg))
+    want = reference(corpus, build, **same_model(cfg))
     try:
-        compare(cfg, got, want)
+        compare(cfg, got, want, tolerance)
     except AssertionError as error:  # the doctor knows many bugs by their numbers
         raise AssertionError(f"{error}\n{words(cfg, got, want)}") from None
     return got, want
 
 
-def compare(cfg, got, want):
+def compare(cfg, got, want, tolerance):
     """AssertionError unless the ranks' traces are that of one process."""
     weights = assemble([trace[0]["weights"] for trace in got])
     for name, value in want[0]["weights"].items():
         assert torch.equal(weights[name], value), f"initial {name} differs"
     for step in range(1, STEPS + 1):
-        matches(cfg, got, step, ("grads", "weights"), want)
+        matches(cfg, got, step, ("grads", "weights"), want, tolerance)
     assert all(trace[0]["agree"] for trace in got), "replicas disagree"
 
 

@@ -91,9 +91,11 @@ MUTANTS = {
         ("view.zero_()", "view", "zero:unused"),
         ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
         ("            bucket.grad.zero_()", " " * 12 + "pass", "zero:sum_its_gradients"),
-        ("max(start - self.offset, 0)", "start - self.offset", "layouts:layout_equals")],
+        ("max(start - self.offset, 0)", "start - self.offset", "layouts:layout_equals"),
+        ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
+        ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
          "        if bucket.grad is None:", "layouts:layout_equals"),
         ("full = self.full_gradient(bucket)", "full = bucket.grad", "zero:unused"),
@@ -113,18 +115,20 @@ MUTANTS = {
         ("+= finite", "+= 1", "faults:five_steps"),
         ("times(grad, factor) for p", "grad for p", "values:of_16_bits"),
         ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
-        ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits")],
+        ("weight_shard.copy_(bucket.master)", "weight_shard", "values:of_16_bits"),
+        ("self.weight_decay * decays(", "self.weight_decay * bool(", "layouts:layout_equals"),
+        ("bucket.trained * sum(others)", "sum(others)", "layouts:frozen")],
     "engine/layerwise.py": [
         ("square() / self.copies)", "square())", "optimizers:each_layout"),
         ("all_reduce(squares, self.norm_group)", "squares", "optimizers:each_layout"),
         ("grad + self.weight_decay * weight", "grad", "optimizers:each_layout"),
         ("& (numerator > 0)", "", "optimizers:each_layout"),
         ("& (given > 0)", "", "optimizers:each_layout"),
-        ("self.weight_decay * decays(", "self.weight_decay * bool(", "optimizers:each_layout"),
         (".clamp(min=1)", "", "optimizers:skipped"),
         ("(grad * factor).masked_fill_(~finite, 0.0)", "grad * factor", "optimizers:skipped"),
         ("addcmul_(change, go, value=-1)", "sub_(change)", "optimizers:skipped")],
     "engine/tensor_parallel.py": [
+        ("param is not None and param.requires_grad", "param is not None", "layouts:frozen"),
         ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
@@ -166,7 +170,8 @@ MUTANTS = {
         (" or held < 2 * P)", " or held < 3 * P)", "schedules:published")],
     "engine/schedules.py": [
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
-        ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged")],
+        ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
+        ('"B" if kind == "I" else kind', "kind", "schedules:whole_and_split")],
     "engine/pipeline.py": [
         ("remaining[param] == 0", "remaining[param] <= 1", "schedules:twice"),
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
@@ -174,7 +179,8 @@ MUTANTS = {
         ("work.wait()\n        return tensor", "pass\n        return tensor", "collectives:late"),
         ("work.wait()\n        tensor.", "tensor.", "streams:zb_v"),
         ("len(self.sends) > 2", "len(self.sends) > 200", "schedules:was_sent"),
-        ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed")],
+        ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed"),
+        ("if outputs[0].requires_grad:", "if True:", "layouts:frozen")],
     "engine/collectives.py": [
         ("sends[-1].wait()", "pass", "collectives:change_no_collective"),
         ("landing, group.prev).wait()", "landing, group.prev)", "streams:zb_v"),
@@ -205,6 +211,8 @@ MUTANTS = {
         ("is_done(*pending[0])", "is_done(*pending[-1])", "queues:forgotten"),
         ("before = [*self.mesh.pending]", "before = self.mesh.pending", "queues:posted_before"),
         ("with naming(work.what):", "if True:", "queues:operation_that_failed")],
+    "engine/mesh.py": [
+        ('if axis == "ep")', "if False)", "layouts:experts")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
@@ -229,7 +237,9 @@ MUTANTS = {
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
         (".clamp(min=1.0)", "", "values:scale"),
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
-        ('mesh.group("ep", "pp", "tp")', 'mesh.group("pp", "tp")', "layouts:experts"),
+        ("== [0]", "!= []", "zero:one_bit"),
+        ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
+        ("mesh.one_replica() if", 'mesh.group("pp", "tp") if', "layouts:experts"),
         ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
         (" or scale > 1 else", " else", "values:float16_gives_up"),
         ("2 <= step - start < 5", "2 <= step - start < 4", "values:third_to_the_fifth"),

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,22 +19,40 @@ import torch
 import plain
 import train
 from run import tensorfile
+from schedules import SCHEDULES, is_plain
 from tests.harness import FULL, HERE, VOCAB
 from tests.isolation import as_it_was
 from tests.pool import HANG, forkserver, pool
 
+PLAIN_SCHEDULES = " or ".join(filter(is_plain, SCHEDULES))  # in the order of messages
 started = []  # what start() has started in this test
 
 # ---- a corpus ----
 
 
-def random_corpus(folder, **tokens):
+def random_corpus(folder, period=0, **tokens):
+    """period: the tokens repeat after so many, so that a model can learn them; 0: never."""
     rng = np.random.default_rng(0)
     for split, n in tokens.items():
-        rng.integers(0, VOCAB, n).astype("<u2").tofile(folder / f"{split}.bin")
+        ids = np.resize(rng.integers(0, VOCAB, period or n), n)
+        ids.astype("<u2").tofile(folder / f"{split}.bin")
     meta = {"vocab_size": VOCAB, "tokenizer": "bytes", "bytes_per_token": 1.0}
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)
+
+
+# ---- a copy of the repository (the fixture `fork`) ----
+
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git applies the patches")
+
+
+def apply(patch, folder, *more):
+    """Apply a patch (a text) in a folder that is not under git; return what git says."""
+    done = subprocess.run(
+        ["git", "apply", "--verbose", *more], input=patch, text=True, cwd=folder,
+        capture_output=True, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)})
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 # ---- the command line ----

@@ -32,7 +32,7 @@ from sizes import GPTConfig
 from tests.harness import HERE
 from tests.isolation import as_it_was
 from tests.pool import HANG
-from tests.runs import Run, _main, command, flags, one_line
+from tests.runs import PLAIN_SCHEDULES, Run, _main, command, flags, one_line
 
 # ---- the first minute ----
 
@@ -73,7 +73,7 @@ def test_an_unknown_or_wrong_flag_of_plain_is_one_line(capsys, monkeypatch):
                        ("--dp 0 --tp 0", "--tp 0 must be from 1 to 1,000,000"),
                        ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
                        ("--dtype int7", "invalid choice: 'int7'"), ("--lr nan", "--lr nan must be"),
-                       ("--schedule zb-h1", "try gpipe or 1f1b")):
+                       ("--schedule zb-h1", f"try {PLAIN_SCHEDULES}")):
         line = one_line(plain.main, ["plain.py", *argv.split()], capsys, monkeypatch)
         assert line.startswith("plain.py: ") and says in line
 

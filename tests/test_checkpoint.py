@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import engine.collectives as c
 import sample
 import train
 from data.batches import Data
@@ -43,12 +42,9 @@ def gathered_state(trainer):
     kinds = MOMENTS[trainer.cfg.optimizer]
     found = {"weights": local_tensors(trainer, "weights"), **{kind: [] for kind in kinds}}
     for kind, bucket in itertools.product(kinds, trainer.reducer.buckets):
-        flat = torch.zeros(bucket.numel, dtype=bucket.master.dtype)
-        shard = flat[bucket.offset : bucket.offset + len(bucket.weight_shard)]
-        shard.copy_(bucket.moments[kind])
-        if bucket.num_shards > 1:
-            c.all_gather(flat, bucket.group)
-        found[kind] += [(bare(p.shard), bucket.view(flat, p)) for p in bucket.params]
+        pieces = bucket.pieces(bucket.moments[kind])
+        whole = bucket.whole(pieces, bucket.master.dtype)
+        found[kind] += [(bare(param.shard), tensor) for param, tensor in whole]
     return found, {int(trainer.optimizer.updates)}
 
 

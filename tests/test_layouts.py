@@ -1,6 +1,7 @@
 """Every layout equals one process: a table of flags, and one function (tests/harness.py)."""
 
-from functools import partial
+from functools import cache, partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import engine.tensor_parallel as tensor_parallel
 import train
 from data.batches import Data
 from engine.optimizer import Optimizer
-from model import initial_value
+from model import build, initial_value
+from run import checkpoint, tensorfile
 from run.config import check
+from shard import tag_whole
 from sizes import GPTConfig
 from tests.cover import covering, layouts, named
 from tests.harness import (
@@ -341,3 +344,82 @@ def test_bytes_sent_equal_the_formulas(corpus):
     assert sum(numels["blocks"] for _, numels in got) == layers * D * T
     assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 2 * 8  # loss, stop
     assert sum(sent["ep_pp_tp"] for sent, _ in got) == D * 2 * (4 - 1) * 8  # norm, in each replica
+
+
+# ---- parameters that need no gradient ----
+
+FROZEN = {  # what is trained
+    "biases": lambda name: name.endswith("bias"),
+    "matrices": lambda name: "c_" in name and name.endswith("weight"),
+    "the last block": lambda name: ".h.2." in name,
+    "the embedding": lambda name: name.endswith("wte.weight"),
+    "nothing but positions": lambda name: name.endswith("wpe.weight")}
+
+
+def freeze(model, trained):
+    for name, param in model.canonical_parameters():
+        param.requires_grad_(FROZEN[trained](name))
+
+
+def _frozen(rank, cfg, trained, **more):
+    def tagged(model, data):
+        tag_whole(model, data)
+        freeze(model, trained)
+
+    return train_with(rank, cfg, train, "tag_whole", tagged, **more)
+
+
+@cache
+def frozen_build(trained):
+    def made(*args):
+        model = build(*args)
+        freeze(model, trained)
+        return model
+
+    return made
+
+
+@pytest.mark.parametrize("trained,flags", [
+    ("biases", {"tp": 3, "pp": 2, "schedule": "zb-h1", "microbatches": 3}),
+    ("matrices", {"dp": 2, "tp": 2, "sp": True, "zero": 2, "microbatches": 2}),
+    ("matrices", {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-v", "microbatches": 3}),
+    ("the last block", {"pp": 4, "microbatches": 3}),
+    ("the last block", {"dp": 2, "cp": 2, "zero": 1, "recompute": True}),
+    ("the embedding", {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "pad_vocab": 16}),
+    ("nothing but positions", {"pp": 3, "zero": 3, "dp": 2, "microbatches": 2}),
+    ("nothing but positions", {"tp": 2, "sp": True, "bucket_mb": 0.02})], ids=str)
+def test_frozen_parameters_stay_and_the_others_train_like_one_process(corpus, trained, flags):
+    got, want = equals_one_process(corpus, _frozen, trained, build=frozen_build(trained), **flags)
+    for name, value in want[0]["weights"].items():
+        assert torch.equal(value, want[-1]["weights"][name]) != FROZEN[trained](name)
+
+
+def _held(rank, cfg, trained):
+    """(bytes of the states by the formula, live; elements with gradients; names in a checkpoint)"""
+    def tagged(model, data):
+        tag_whole(model, data)
+        freeze(model, trained)
+
+    with patch.object(train, "tag_whole", tagged):
+        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+    assert all(p.grad is None for bucket in trainer.reducer.frozen for p in bucket.params)
+    trainer.update(norm, 1e-2)
+    folder = checkpoint.save(trainer, 1)
+    moments = [x.clone() for b in trainer.reducer.buckets for x in b.moments.values()]
+    for bucket in trainer.reducer.buckets:
+        for x in (bucket.master, *bucket.moments.values()):
+            x.zero_()
+    assert checkpoint.load(trainer, folder) == 1
+    now = [x for b in trainer.reducer.buckets for x in b.moments.values()]
+    assert all(map(torch.equal, moments, now))
+    return trainer.optimizer.state_bytes(), tensorfile.read_header(folder / checkpoint.OPTIMIZER)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_parameters_have_neither_gradients_nor_moments_nor_entries(corpus, tmp_path, stage):
+    cfg = config(corpus, dp=2, pp=2, zero=stage, schedule="zb-h1", microbatches=2,
+                 out=str(tmp_path))
+    for (formula, live), entries in pool(4, _held, cfg, "biases"):
+        assert formula == live
+        assert all(".bias.exp_avg" in name for name in entries) and len(entries) == 2 * 19

@@ -3,9 +3,8 @@ rates and warm-up that are scaled to the batch; bytes, skipped steps, checkpoint
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from engine import layerwise
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
 from experiments.large_batches import TOKENS, curve, noise_scale
-from experts import balance_loss, kind_of
 from model import build, initial_value
 from optimizer import learning_rate
 from planner import memory
@@ -27,12 +25,14 @@ from run.log import Log
 from shard import Shard
 from tests.cover import covering, named
 from tests.harness import (
+    PLAIN,
     VOCAB,
     assemble,
     close,
     config,
     mesh_of,
     pool,
+    reference,
     same_model,
     train_with,
 )
@@ -48,46 +48,46 @@ def with_a_zero(name, *rest):
     return value.zero_() if name.endswith("h.1.attn.c_proj.weight") else value
 
 
-@cache
-def by_the_paper(corpus, kind, **flags):
-    """[{loss, norm, ratios, norms (of weights, change), weights}] of three steps on whole batches.
-    Decay 0.1, clipping at 0.2, betas and rates are said again here."""
-    cfg = config(corpus, **flags)
-    shape = sizes.config_of(cfg, VOCAB)
-    model = build(shape, cfg.seed, torch.double, kind_of(shape))
-    for block in model.layers[1:-1] if cfg.experts else ():
-        block.mlp.balance_weight = cfg.balance
-    w = dict(model.canonical_parameters())
-    w["transformer.h.1.attn.c_proj.weight"].data.zero_()
-    v, m, s = ({name: torch.zeros_like(x) for name, x in w.items()} for _ in range(3))
-    tokens, trace = torch.from_numpy(np.fromfile(f"{corpus}/train.bin", "<u2").astype(int)), []
-    for t, lr in enumerate((5e-3, 1e-2, 5e-3), 1):
-        starts = np.random.default_rng([1337, t - 1]).integers(0, len(tokens) - 8, cfg.batch_size)
-        ids, targets = (torch.stack([tokens[i : i + 8] for i in starts + at]) for at in (0, 1))
-        model.zero_grad()
-        loss = model(ids, targets) / targets.numel()
-        loss.backward()
-        loss = loss - (balance_loss(model.layers) or 0.0) / targets.numel()
-        norm = math.sqrt(sum(x.grad.square().sum().item() for x in w.values()))
-        assert norm > 0.2, "clipping must fire"
+class ByThePaper:
+    """Of PLAIN: SGD, LARS or LAMB. step() returns ratios and norms (of weights, change). Decay 0.1
+    and betas are said again here."""
+
+    def __init__(self, kind, params):
+        self.kind = kind
+        self.w = params
+        self.t = 0
+        self.v, self.m, self.s = ({name: torch.zeros_like(x) for name, x in params.items()}
+                                  for _ in range(3))
+
+    def step(self, lr):
+        kind, v, m, s = self.kind, self.v, self.m, self.s
+        self.t += 1
         ratios, norms = [], []
-        for name, x in w.items():
-            x, g = x.detach(), x.grad * 0.2 / (norm + 1e-6)
+        for name, x in self.w.items():
+            g = x.grad
             matrix = x.dim() > 1 and name.endswith("weight")
             d = 0.1 if matrix else 0.0
             m[name] = 0.9 * m[name] + 0.1 * g
             s[name] = 0.95 * s[name] + 0.05 * g * g
-            r = m[name] / (1 - 0.9**t) / ((s[name] / (1 - 0.95**t)).sqrt() + 1e-6) + d * x
+            mean, square = m[name] / (1 - 0.9**self.t), s[name] / (1 - 0.95**self.t)
+            r = mean / (square.sqrt() + 1e-6) + d * x
             u = r if kind == "lamb" else g
-            norms.append([x.norm().item(), (r if kind == "lamb" else g).norm().item()])
+            norms.append([x.norm().item(), u.norm().item()])
             usual = kind == "sgd" or not matrix or x.norm() == 0 or u.norm() == 0
             below = r.norm() if kind == "lamb" else g.norm() + d * x.norm()
             ratios.append(1.0 if usual else (x.norm() / below).item())
             v[name] = 0.9 * v[name] + lr * ratios[-1] * (g + d * x)
             x -= lr * ratios[-1] * r if kind == "lamb" else v[name]
-        trace.append({"loss": loss.item(), "norm": norm, "ratios": ratios, "norms": norms,
-                      "weights": {n: x.detach().clone() for n, x in w.items()}})
-    return trace
+        return {"ratios": ratios, "norms": norms}
+
+
+PLAIN.update({kind: partial(ByThePaper, kind) for kind in KINDS})
+
+
+def build_with_a_zero(*args):
+    model = build(*args)
+    model.layers[2].attn.c_proj.weight.data.zero_()
+    return model
 
 
 def _trained(rank, cfg, bug):
@@ -129,8 +129,8 @@ def _trained(rank, cfg, bug):
 def equals_the_paper(corpus, bug=None, **flags):
     cfg = config(corpus, **{"microbatches": 1, **flags})
     got = pool(check(cfg, 1), _trained, cfg, bug)
-    model = {k: v for k, v in same_model(cfg).items() if k != "block_size"}
-    for step, want in enumerate(by_the_paper(corpus, cfg.optimizer, **model)):
+    _, *steps = reference(corpus, build_with_a_zero, **same_model(cfg))
+    for step, want in enumerate(steps):
         ranks = [rank[step] for rank in got]
         for rank in ranks:
             assert torch.equal(rank["ratios"], ranks[0]["ratios"]), "ratios differ in bits"

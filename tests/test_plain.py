@@ -39,7 +39,7 @@ from tests.harness import (
     reference,
     same_model,
 )
-from tests.runs import command, one_line
+from tests.runs import PLAIN_SCHEDULES, command, one_line
 from tests.runs import flags as flags_of
 
 
@@ -325,7 +325,7 @@ def test_pipelines_of_stages_that_add_to_the_loss_equal_one_process(P, m, name):
 @pytest.mark.parametrize("more,says", [
     ("--cp 2", "--plain has no --cp"), ("--sp", "--plain has no --sp"),
     ("--resume auto", "--plain has no --resume"), ("--save-interval 2", "has no --save-interval"),
-    ("--schedule zb-h1", "--plain has no --schedule zb-h1; try gpipe or 1f1b"),
+    ("--schedule zb-h1", f"--plain has no --schedule zb-h1; try {PLAIN_SCHEDULES}"),
     ("--schedule interleaved", "--plain has no --schedule interleaved"),
     ("--optimizer lamb", "--plain has no --optimizer"), ("--experts 4", "has no --experts"),
     ("--dtype float16", "--plain has no loss scaling"), ("--device cuda", "--plain runs on CPUs")])

@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +26,16 @@ from planner import costs
 from run import timeline
 from run.processes import all_gather_text
 from show import draw
-from tests.harness import FULL, VOCAB, close, config, mesh_of, pool
+from tests.harness import (
+    FULL,
+    VOCAB,
+    _train,
+    close,
+    config,
+    equals_one_process,
+    mesh_of,
+    pool,
+)
 from tests.isolation import as_it_was
 
 # ---- schedules: pure lists ----
@@ -326,16 +336,16 @@ def test_a_wait_inside_of_a_wait_counts_once():
 
 @pytest.mark.parametrize("P,m,v", [(2, 8, 1), (4, 8, 2), (4, 12, 3), (8, 16, 4)])
 def test_schedules_have_the_published_bubble_and_memory(P, m, v):
-    for name in schedules.SCHEDULES:
+    """Of the schedules of papers. One of a fork's own has no formula."""
+    peak = {"gpipe": m, "1f1b": P, "interleaved": v * P + P - 1 if v > 1 else P, "zb-h1": P,
+            "zb-h2": 2 * P - 1, "zb-v": 2 * P}
+    assert peak.keys() == costs.IDLE.keys()
+    for name, most in peak.items():
         chunks = schedules.chunks_of(name, v if name == "interleaved" else 0)
         lists = make_schedule(name, P, m, chunks)
         t = simulate(lists, schedules.placement(name, P, chunks))
-        if name in costs.IDLE:  # a new schedule needs no formula
-            assert t.bubble == costs.closed_form(name, P, m, chunks, (1, 1, 1, 0))
-        peak = {"gpipe": m, "zb-h2": 2 * P - 1, "zb-v": 2 * P,
-                "interleaved": chunks * P + P - 1 if chunks > 1 else P}
-        assert max(t.peak_in_flight) == peak.get(name, P)
-    assert len(costs.IDLE) == 6
+        assert t.bubble == costs.closed_form(name, P, m, chunks, (1, 1, 1, 0))
+        assert max(t.peak_in_flight) == most
     assert costs.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
 
 
@@ -349,10 +359,10 @@ def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
     assert json.loads(run("1f1b 4 8 --json")) == {
         "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
     assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
-    compared = run("4 8 --compare").splitlines()
-    assert len(compared) == len(schedules.SCHEDULES)
-    assert compared[1].endswith("in flight [4, 3, 2, 1]")
-    assert compared[2].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
+    compared = {line.split()[0]: line for line in run("4 8 --compare").splitlines()}
+    assert list(compared) == list(schedules.SCHEDULES)
+    assert compared["1f1b"].endswith("in flight [4, 3, 2, 1]")
+    assert compared["interleaved"].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
     run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
@@ -362,3 +372,49 @@ def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             run(bad)
         assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+# ---- a schedule of one's own: some backwards whole, some in two parts ----
+
+
+def _every_other(P, m, v, rank):
+    """1F1B whose odd microbatches have I, and W one forward later."""
+    num_warmup = min(P - 1 - rank, m)
+    actions = ["F0"] * num_warmup
+    for k in range(m):
+        if num_warmup + k < m:
+            actions.append("F0")
+        if k % 2 == 0 and k > 0:
+            actions.append("W0")
+        actions.append("I0" if k % 2 else "B0")
+    return actions + ["W0"] * (m % 2 == 0)
+
+
+MIXED = {"mixed": schedules.Schedule(_every_other)}
+
+
+def test_a_chunk_may_have_whole_and_split_backwards():
+    with patch.dict(schedules.SCHEDULES, MIXED):
+        lists, where = make_schedule("mixed", 2, 4), schedules.placement("mixed", 2)
+        validate(lower(lists, where), where)
+        assert schedules.splits_backward("mixed") and not schedules.splits_backward("1f1b")
+        schedules.splits_backward.cache_clear()
+    assert [str(a.kind) + str(a.microbatch) for a in lists[1]] == [
+        "F0", "B0", "F1", "I1", "F2", "W1", "B2", "F3", "I3", "W3"]
+
+
+def _mixed(rank, cfg):
+    with patch.dict(schedules.SCHEDULES, MIXED):
+        try:
+            return _train(rank, cfg)
+        finally:
+            schedules.splits_backward.cache_clear()
+
+
+@pytest.mark.parametrize("flags", [
+    {"pp": 2, "microbatches": 4}, {"pp": 3, "dp": 2, "microbatches": 3, "zero": 2},
+    {"tp": 2, "dp": 2, "microbatches": 3, "zero": 1}], ids=str)
+def test_mixed_backwards_equal_one_process(corpus, flags):
+    with patch.dict(schedules.SCHEDULES, MIXED):
+        equals_one_process(corpus, _mixed, schedule="mixed", **flags)
+    schedules.splits_backward.cache_clear()

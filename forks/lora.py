@@ -1,0 +1,135 @@
+"""LoRA, arXiv 2106.09685: the model stays frozen, and each matrix of the blocks gets two thin ones.
+
+    y = W x + (ALPHA / RANK) B A x        A (RANK, in) random, B (out, RANK) zeros at the start
+
+Trained are A and B: RANK (in + out) elements of in x out. What the fork shows: adapters need no
+message of a new kind. W is column-parallel: A is replicated, B a Column. W is row-parallel: A is a
+Row, B is replicated. Tags say the rest, under --sp, ZeRO, pipelines and zero bubble as always.
+A trap: the T gradients of a replicated matrix may differ in their last bit, because a product's
+rounding depends on where in memory its factors lie. So each rank takes 1/T of its gradient, and the
+T are summed; else the copies would drift apart.
+
+    held on a rank      gradients and optimizer states of A and B only (frozen: engine/ddp.py)
+    sent, --tp          2 (T-1)/T B S RANK elements more per matrix and microbatch (columns: in
+                        backward; rows: in forward; --sp: half of it in each, and columns the half
+                        once more); once per step the sum of the replicated halves
+    sent, --dp          2 (D-1)/D of the elements of A and B, in place of the model's
+
+Initial values of W: --init-from, or random. Left out: merging W + B A into one file, for sample.py.
+
+    git apply forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from model.safetensors
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+import engine.tensor_parallel
+import experts
+import model as model_file
+import run.weights
+from collectives import WithBackward
+from engine.sequence_parallel import Region
+from engine.tensor_parallel import Column, Row, compute_now
+from experts import MixtureOfExperts
+from shard import tag_replicated
+
+RANK = 0  # --lora; 0: everything below is as usual
+ALPHA = 8
+SEED = 1337  # of A, where W comes from a file
+COLUMNS = ("c_attn", "c_fc")  # the others, c_proj, are rows
+
+
+def is_adapter(name):
+    return name.endswith((".adapter_a.weight", ".adapter_b.weight"))
+
+
+def adapted(blocks):
+    """Yields (module, name) of each matrix of the blocks that has an adapter: module.name is the
+    linear layer. Experts have none."""
+    for block in blocks if RANK else ():
+        for part in (block.attn, block.mlp):
+            if not isinstance(part, MixtureOfExperts):
+                yield part, COLUMNS[part is block.mlp]
+                yield part, "c_proj"
+
+
+def add_output(scale, linear, inputs, y):
+    return y + scale * linear.adapter_b(linear.adapter_a(*inputs))
+
+
+def attach(linear, a, b):
+    """Add the adapter's output to the layer's."""
+    linear.adapter_a = a
+    linear.adapter_b = b
+    linear.register_forward_hook(partial(add_output, ALPHA / RANK))
+
+
+def add_adapters(model):
+    """Freeze a whole model, and attach an adapter to each matrix of its blocks."""
+    model.requires_grad_(False)
+    for part, name in adapted(model.layers[1:-1]):
+        linear = getattr(part, name)
+        attach(linear, nn.Linear(linear.in_features, RANK, bias=False),
+               nn.Linear(RANK, linear.out_features, bias=False))
+    return model
+
+
+class Replicated(nn.Module):
+    """A linear layer that all T ranks hold, and that has the same input on each."""
+
+    def __init__(self, linear, group):
+        super().__init__()
+        self.weight = linear.weight
+        self.size = group.size
+
+    def forward(self, x):
+        weight = WithBackward.apply(self.weight, lambda weight: weight,
+                                    lambda grad: grad / self.size)
+        return nn.functional.linear(x, weight)
+
+
+# ---- the names that forks/lora.patch puts into train.py ----
+
+
+def kind_of(config):
+    """A function like the class of the usual model: it makes one with adapters."""
+    usual = experts.kind_of(config)
+    return (lambda config: add_adapters(usual(config))) if RANK else usual
+
+
+def initial_value(name, shape, config, seed):
+    if name.endswith(".adapter_b.weight"):
+        return torch.zeros(shape)
+    return model_file.initial_value(name, shape, config, seed)
+
+
+def read_weights(path, shapes, config):
+    """The file has the model without adapters."""
+    given = run.weights.read_weights(
+        path, {name: shape for name, shape in shapes.items() if not is_adapter(name)}, config)
+    return lambda name: (initial_value(name, shapes[name], config, SEED) if is_adapter(name)
+                         else given(name))
+
+
+def parallelize(model, group, sp=False, defer=None):
+    """The usual parallelize, which replaces the linear layers, and then their adapters."""
+    adapters = [(part, name, getattr(part, name).adapter_a, getattr(part, name).adapter_b)
+                for part, name in adapted(model.layers[1:-1])]
+    engine.tensor_parallel.parallelize(model, group, sp, defer)
+    if group.size == 1 and not defer:
+        return  # the linear layers have stayed
+    region = Region(group, sp and group.size > 1)
+    replicated = nn.ModuleList()
+    for part, name, a, b in adapters:
+        half = a if name in COLUMNS else b
+        if not region.sp:  # else the ranks see different tokens
+            half = Replicated(half, group)
+        replicated.append(half)
+        if name in COLUMNS:
+            attach(getattr(part, name), half,
+                   Column(b, region, defer or compute_now, part.parts))
+        else:
+            attach(getattr(part, name), Row(a, region, defer or compute_now), half)
+    tag_replicated(replicated, group, sum_gradients=True)

@@ -1,0 +1,158 @@
+"""A sharding algebra, as in GSPMD (arXiv 2105.04663), JAX's pjit and torch's DTensor: not where the
+messages are, but where each tensor lies; the messages follow.
+
+On each axis of the mesh a tensor has one placement. REPLICATE: all N ranks hold it. Split(dim):
+rank r holds part r of that dim. PARTIAL: each rank holds a term of it, and the sum is meant.
+
+redistribute    from \\ to    REPLICATE     Split(j)                          PARTIAL
+                REPLICATE    -             own part                          rank 0's term, zeros
+                Split(i)     all-gather    i = j: -, else all-to-all         own part among zeros
+                PARTIAL      all-reduce    reduce-scatter                    -
+    bytes of a rank, of a tensor of n bytes: all-reduce 2 (N-1)/N n; all-gather and reduce-scatter
+    (N-1)/N n; all-to-all (N-1)/N^2 n; own part, zeros and - send nothing
+
+product         the placement of an einsum's result, from its inputs', with no message: a letter of
+                the result that is split stays split; a letter that is summed makes it PARTIAL
+
+dual            the placement of a gradient. A term of a sum has the sum's gradient: PARTIAL becomes
+                REPLICATE; other placements stay. (So an all-gather's gradient arrives PARTIAL,
+                because each rank has used the whole, and leaves as Split: a reduce-scatter.)
+
+Megatron's f and g, --sp's enter and leave, ZeRO's messages and Ulysses' all-to-all are transitions
+in this table (tests/test_placements.py). Linear, below, knows none of them: it derives them.
+Sizes must be multiples of N.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+
+
+class Split(NamedTuple):
+    dim: int
+
+
+REPLICATE = "replicate"
+PARTIAL = "partial"
+
+
+def dual(placement):
+    return REPLICATE if placement == PARTIAL else placement
+
+
+def own_part(x, dim, group):
+    return x.chunk(group.size, dim)[group.rank]
+
+
+def redistribute(x, source, target, group):
+    """x: what this rank holds of a tensor that is placed as `source` on the group. Returns what it
+    holds of the tensor placed as `target`. x stays as it was."""
+    if source == target or group.size == 1:
+        return x
+    if source == REPLICATE:
+        if target == PARTIAL:
+            return x if group.rank == 0 else torch.zeros_like(x)
+        return own_part(x, target.dim, group)
+    if source == PARTIAL:
+        if target == REPLICATE:
+            return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+        parts = torch.stack(x.chunk(group.size, target.dim))
+        return reduce_scatter(parts, group)[group.rank]
+    if target == REPLICATE:
+        parts = x.new_empty(group.size, *x.shape)
+        parts[group.rank] = x
+        return torch.cat(all_gather(parts, group).unbind(), source.dim)
+    if target == PARTIAL:
+        parts = [torch.zeros_like(x) for _ in range(group.size)]
+        parts[group.rank] = x
+        return torch.cat(parts, source.dim)
+    parts = [part.contiguous() for part in x.chunk(group.size, target.dim)]
+    received = [torch.empty_like(part) for part in parts]
+    all_to_all(received, parts, group)
+    return torch.cat(received, source.dim)
+
+
+def product(equation, first, second):
+    """The placement of torch.einsum(equation, a, b), where a is placed as `first`, b as `second`,
+    and each rank multiplies what it holds. ValueError if a rank would need what others hold."""
+    inputs, output = equation.split("->")
+    placed = list(zip(inputs.split(","), (first, second), strict=True))
+    if PARTIAL in (first, second):
+        if (first, second) not in ((PARTIAL, REPLICATE), (REPLICATE, PARTIAL)):
+            raise ValueError(f"{equation}: the product of sums is not the sum of products")
+        return PARTIAL
+    split = {letters[place.dim] for letters, place in placed if place != REPLICATE}
+    if not split:
+        return REPLICATE
+    letter, *others = split
+    whole = [letters for letters, place in placed if letter in letters and place == REPLICATE]
+    if others or whole:
+        raise ValueError(f"{equation}: {first} and {second} do not meet; redistribute one")
+    return Split(output.index(letter)) if letter in output else PARTIAL
+
+
+class Plan(NamedTuple):
+    """How one axis of the mesh takes part in y = x W^T: placements of x (B, S, in) and W (out, in)
+    as they lie and as they are multiplied, and of y (B, S, out) as the next layer wants it."""
+    x: object = REPLICATE
+    used_x: object = REPLICATE
+    weight: object = REPLICATE
+    used_weight: object = REPLICATE
+    y: object = REPLICATE
+
+
+def along(plans, x, source_of, target_of):
+    """Redistribute x on each axis: plans is [(group, plan)]. Where two axes split one dim, the
+    first in the list has split what the second had left (ZeRO's chunk of a tensor-parallel slice),
+    so it is gathered first."""
+    for group, plan in plans:
+        x = redistribute(x, source_of(plan), target_of(plan), group)
+    return x
+
+
+def of_y(plan):
+    return product("bsi,oi->bso", plan.used_x, plan.used_weight)
+
+
+def of_grad_x(plan):
+    return product("bso,oi->bsi", dual(of_y(plan)), plan.used_weight)
+
+
+def of_grad_weight(plan):
+    return product("bso,bsi->oi", dual(of_y(plan)), plan.used_x)
+
+
+class Linear(torch.autograd.Function):
+    """y = x W^T on any plan. Gradients are placed as their tensors; the gradient of a W that is
+    replicated is summed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, plans):
+        x = along(plans, x, lambda p: p.x, lambda p: p.used_x)
+        weight = along(plans, weight, lambda p: p.weight, lambda p: p.used_weight)
+        ctx.save_for_backward(x, weight)
+        ctx.plans = plans
+        return along(plans, F.linear(x, weight), of_y, lambda p: p.y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        plans = ctx.plans
+        grad = along(plans, grad, lambda p: dual(p.y), lambda p: dual(of_y(p)))
+        grad_x = torch.einsum("bso,oi->bsi", grad, weight)
+        grad_weight = torch.einsum("bso,bsi->oi", grad, x)
+        return (along(plans, grad_x, of_grad_x, lambda p: dual(p.x)),
+                along(plans, grad_weight, of_grad_weight, lambda p: dual(p.weight)), None)
+
+
+# Four techniques, as placements of a layer. `tokens` is dim 1 of x
+TOKENS = Split(1)
+DDP_PLAN = Plan(x=Split(0), used_x=Split(0), y=Split(0))
+ZERO3_PLAN = DDP_PLAN._replace(weight=Split(0))
+COLUMN = Plan(weight=Split(0), used_weight=Split(0), y=Split(2))
+ROW = Plan(x=Split(2), used_x=Split(2), weight=Split(1), used_weight=Split(1))
+SP_COLUMN = COLUMN._replace(x=TOKENS)
+SP_ROW = ROW._replace(y=TOKENS)
