@@ -1,28 +1,34 @@
-"""Which layout? Lists layouts that fit, for a model and a cluster, the simplest of the fast first.
+"""Which layout? Lists layouts that fit, for a model and a cluster: first what people would run.
 
     python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
     python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
+    python plan.py --model llama-70b --gpus 64 --for megatron    the layout in Megatron-LM's flags
     python plan.py --published                published runs beside their predictions
     python plan.py --measure                  measures this node; prints the flags to plan with
 
-Flags are train.py's: those given stay, the rest is searched. In planner/: bytes in memory.py,
-seconds in costs.py, devices in hardware.py, the search in search.py.
+Flags of the model and of the layout are train.py's. Layout flags that are given stay, the others
+are searched. In planner/: bytes in memory.py, seconds in costs.py, devices in hardware.py, the
+search in search.py, its order in habits.py, other programs' words in programs.py.
 """
 
 import argparse
 import gc
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from planner.costs import LEFT_OUT, Costs, step_flops
+from planner.habits import trade
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout, memory, n_parameters
+from planner.mixture import Mixture
+from planner.programs import PROGRAMS, TRAIN_PY
 from planner.search import NOT_SEARCHED, Search, as_config, departures, layout_of
 from planner.table import table
 from run import config
 from run.command import Parser
 from run.signals import end_quietly
 from schedules import SCHEDULES
+from sizes import LlamaConfig
 
 
 def command(cfg, ranks, node):
@@ -62,11 +68,15 @@ def figures(job, layout, device):
 # ---- the command line ----
 
 LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model. Others: run/config.py
-    (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size",
+    (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size expert_width",
+    (0, 2**31): "shared_width head_width",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
-    (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network", (0, 1): "unhidden"}
-BAND = 0.14  # the planner's median error on the third hold-out: python plan.py --published
+    (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network",
+    (0, 1): "unhidden", (0, 0.9): "reserve"}
+# The planner's median error on published runs to which its fractions were not fitted ("held out
+# third" in planner/published.txt): python plan.py --published
+BAND = 0.14
 # Columns of every table. Other fields of Layout have a column if a row differs from one process
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")
 
@@ -99,11 +109,39 @@ def described_layout(layout):
 
 def fell_out(search):
     """Lines of text: how many layouts are not shown, and why."""
-    yield f"{search.slower:9,d}  slower, less simple, or pruned by a lower bound"
+    yield f"{search.slower:9,d}  slower, not worth their trouble, or pruned by a lower bound"
     if search.smallest:
         size, layout = search.smallest
-        yield (f"{search.misfits:9,d}  do not fit into {search.device.gb:g} GB; the smallest tried "
+        yield (f"{search.misfits:9,d}  do not fit into {usable(search.device)}; the smallest tried "
                f"has {size / 1e9:.1f}: {described_layout(layout)}")
+
+
+def usable(device):
+    """The memory that a plan may fill, in words: "74.4 GB (80 less --reserve 0.07)"."""
+    return f"{device.usable:.1f} GB ({device.gb:g} less --reserve {device.reserve:g})"
+
+
+def trades(job, rows):
+    """For each row of figures(): what it gives and takes beside the first (habits.py)."""
+    layouts = [Layout(*(row[name] for name in Layout._fields)) for row in rows]
+    first = rows[0]
+    return [trade(job, layout, layouts[0], 1 - row["step_s"] / first["step_s"],
+                  row["memory_gb"]["total"] - first["memory_gb"]["total"])
+            for layout, row in zip(layouts, rows, strict=True)]
+
+
+def for_program(program, job, layout):
+    """Lines of text: a layout in another program's words, and what they leave to say."""
+    yield f"for {program.name} {program.version}, planned with train.py's seconds and bytes:"
+    yield program.written(job, layout)
+    for note in program.notes(job, layout):
+        yield f"({note})"
+
+
+MIXTURE = {  # sizes of planner/mixture.py
+    "expert_width": "hidden units of an expert (else n-hidden / top-k)",
+    "shared_width": "hidden units of an MLP beside the experts, for all tokens",
+    "head_width": "width of a head (else n-embd / n-head)"}
 
 
 def flags():
@@ -119,17 +157,24 @@ def flags():
                                       "--batch-size is given")
     group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
                        help=", ".join(MODELS))
-    config.add_flags(group, ("n_layer", "n_head", "n_embd", "experts", "top_k", "block_size",
-                             "batch_size", "grad_dtype"), **unset)
+    config.add_flags(group, ("n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden", "experts",
+                             "top_k", "block_size", "batch_size", "grad_dtype"), **unset)
     group.add_argument("--vocab-size", type=int, help="tokens in the vocabulary", **unset)
+    group = parser.add_argument_group("model, where train.py has no such Llama: for --for")
+    for name, help in MIXTURE.items():
+        group.add_argument("--" + name.replace("_", "-"), type=int, help=help, **unset)
+    group.add_argument("--split-experts", action="store_true", help="tensor ranks split each "
+                       "expert (else each expert is whole on one of ep x tp ranks)", **unset)
     group = parser.add_argument_group("layout: flags not given are searched")
     config.add_flags(group, {*Layout._fields} - {"sp", "recompute"}, **unset)
     config.add_flags(group, ("sp", "recompute"), action=argparse.BooleanOptionalAction, **unset)
     group = parser.add_argument_group("what to do")
     group.add_argument("--layout", action="store_true", help="explain this one layout, with "
                        "train.py's defaults for flags not given, beside the fastest")
-    group.add_argument("--top", type=int, default=6, help="ways to split the GPUs to show, each "
-                       "with its best schedule, ZeRO stage, ... (6)")
+    group.add_argument("--top", type=int, default=6, help="kinds of layouts to show, each by "
+                       "its best (6)")
+    group.add_argument("--for", choices=PROGRAMS, dest="program", help="print the first layout for "
+                       "this program, and search what it can run")
     group.add_argument("--tokens", type=float, default=300e9,
                        help="for the days (300e9, like GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
@@ -144,11 +189,27 @@ def named_in(given, start):
     return replace(start, **{f.name: given[f.name] for f in fields(start) if f.name in given})
 
 
+def model_of_flags(name, given):
+    """The model with this name, and with the sizes that flags give it."""
+    n_experts = given.get("experts", 0)  # the flag has another name than the model's field
+    model = MODELS[name]
+    beyond = [flag for flag in (*MIXTURE, "split_experts", "n_kv_head", "n_hidden")
+              if given.get(flag)]
+    config.require(not beyond or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
+                   f"--{' --'.join(beyond).replace('_', '-')} is for a Llama")
+    sizes = {**given, "n_experts": n_experts}
+    if given.get("expert_width"):
+        config.require(n_experts, "--expert-width is for --experts; say how many")
+        sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
+    if {*beyond} & {*MIXTURE, "split_experts"} - {"expert_width"}:
+        model = Mixture(**asdict(model))
+    return named_in(sizes, model)
+
+
 def described(args):
     """(job, device, {field of Layout: value}) of the flags. The search keeps these values."""
     given = vars(args)
-    n_experts = given.get("experts", 0)  # the flag has another name than the model's field
-    model = named_in({**given, "n_experts": n_experts}, MODELS[args.model])
+    model = model_of_flags(args.model, given)
     device = named_in(given, DEVICES[args.gpu])
     gpus = args.gpus
     config.check_limits(argparse.Namespace(**{**given, **vars(model), **vars(device)}), LIMITS)
@@ -172,18 +233,23 @@ def searched(args):
     """(job, device, Search, figures of layouts). With --layout the layout of the flags comes first,
     then the fastest of all; else the best of those that have the flags' values."""
     job, device, fixed = described(args)
+    program = PROGRAMS.get(args.program, TRAIN_PY)
     cfg = as_config(job, fixed)
     rows = []
     if args.layout:
         ranks = config.check_layout(cfg, args.gpus)  # also chooses what no flag named
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
+        lacking = program.lacks(job, layout_of(cfg))
+        config.require(not lacking, f"--for {args.program} has not {'; '.join(lacking)}")
         rows.append(figures(job, layout_of(cfg), device))
         fixed = {}  # for the search: the layout stands beside the fastest of all layouts
-    search = Search(job, args.gpus, device, fixed)
+    search = Search(job, args.gpus, device, fixed, program)
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, device) for _, layout in best]
     if not rows:
         config.check_layout(cfg, args.gpus)  # a ValueError says why train.py takes no such layout
+        lacking = program.lacks(job, layout_of(cfg))
+        config.require(not lacking, f"--for {args.program} has not {'; '.join(lacking)}")
         config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
     return job, device, search, rows
@@ -199,18 +265,26 @@ def print_plan(args, job, device, search, rows):
     if not args.layout:
         seconds, fastest = search.fastest
         near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
-        print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; the "
-              "simplest first")
+        print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; what "
+              "people run first, one row per kind")
         print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
+        print("what each row gives and takes; the first alone, the others beside the first:")
+        for i, words in enumerate(trades(job, rows), 1):
+            print(f"{i:4}  {words}")
     first = rows[0]
     print()
-    if first["memory_gb"]["total"] > device.gb:
+    if first["memory_gb"]["total"] > device.usable:
         print("the layout of the first row DOES NOT FIT:")
-    print(f"GB on the fullest rank, of {device.gb:g}: {listed(first['memory_gb'], 1)}")
+    print(f"GB on the fullest rank, of {usable(device)}: {listed(first['memory_gb'], 1)}")
     print(f"seconds: {listed(first['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
           "axis)")
-    print(first["command"])
-    print(f"(train.py takes the vocabulary of its --data, not the planned {job.model.vocab_size})")
+    if args.program:
+        layout = Layout(*(first[name] for name in Layout._fields))
+        print(*for_program(PROGRAMS[args.program], job, layout), sep="\n")
+    else:
+        print(first["command"])
+        print(f"(train.py takes the vocabulary of its --data, not the planned "
+              f"{job.model.vocab_size})")
     if args.layout and len(rows) > 1:
         slower = first["step_s"] / rows[1]["step_s"] - 1
         band = "within" if slower <= BAND else "outside"
@@ -237,6 +311,8 @@ def main():
     except (ValueError, OSError) as error:
         parser.error(error)
     if args.json:
+        for row, words in zip(rows, trades(job, rows), strict=True):
+            row["trades"] = words
         shown = {"layouts": rows}
         if args.layout and len(rows) > 1:  # searched() puts the fastest behind the asked one
             shown = {"layouts": rows[:1], "best": rows[1]}

@@ -26,7 +26,9 @@ ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
 
 class Run(NamedTuple):
     source: str  # name, place and year
-    status: str  # "fitted", or held out, that is, predicted before it was used: see published.txt
+    # "fitted"; or predicted before it was used, and not fitted: "held out third", of new sources,
+    # and "known publisher", whose other runs are fitted
+    status: str
     traits: tuple  # what its software does; published.txt explains them
     model: str
     device: str
@@ -120,8 +122,10 @@ class PublishedCosts(Costs):
         network = device.network
         if "4ports" in traits:
             # Stride tp: these programs number their ranks along tp first, then dp, then pp, like
-            # Megatron. (gather_time, which is inherited, keeps train.py's order, where pp comes
-            # before dp. The fractions were fitted with that)
+            # Megatron. (data_messages, which is inherited, keeps train.py's order, where pp comes
+            # before dp. The fractions were fitted with that. So the lines below hold exactly where
+            # both orders give the ring as many ranks on a node, like with pp = 1.) And a Device has
+            # one network, so messages of pipeline, tensor and context ranks get the same part of it
             #
             # 8 GPUs, 4 ports of p GB/s: `network` is p/2 per GPU, and link() multiplies it by the
             # ranks that the ring has on the node. The factor below makes that:
@@ -134,14 +138,15 @@ class PublishedCosts(Costs):
         device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
         if "eager" in traits:
-            # Numbers of 16 bits that PyTorch's own operations move:
-            #     RMSNorm, in 32 bits    18 per element of its input
+            # Numbers that PyTorch's own operations move, counted in 16 bits: a number of 32 bits
+            # counts as two.
+            #     RMSNorm (in 32 bits)   18 per element of its input
             #     SwiGLU                 5 per hidden unit
             #     rotary positions       10 per element of queries and of keys
             h, shape = run.job.model.n_embd, shape_of(run.job.model)
             self.moved_by_norms = (2 * 18 + RESIDUALS) * h
-            in_attention = h + 2 * shape.kv + h  # the same as in Costs
-            self.moved_inside = 5 * shape.inner + 10 * (h + shape.kv) + in_attention
+            in_attention = shape.q + 2 * shape.kv + shape.q  # the same as in Costs
+            self.moved_inside = 5 * shape.inner + 10 * (shape.q + shape.kv) + in_attention
 
     def exposed(self, messages, computing, axis):
         """Costs.exposed, for programs that overlap more or less than train.py."""
@@ -174,7 +179,7 @@ class PublishedCosts(Costs):
         seconds = super().boundary(layout._replace(sp=True))
         if not layout.sp:
             nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
-            seconds += self.ring(1, layout.tp, nbytes)
+            seconds += self.all_gather(1, layout.tp, nbytes)
         return seconds
 
     def attention(self, n, T):
