@@ -212,7 +212,9 @@ def described(args):
     model = model_of_flags(args.model, given)
     device = named_in(given, DEVICES[args.gpu])
     gpus = args.gpus
-    config.check_limits(argparse.Namespace(**{**given, **vars(model), **vars(device)}), LIMITS)
+    sizes = {"expert_width": 1, "shared_width": 0, "head_width": 0}  # where no flag names them
+    config.check_limits(argparse.Namespace(**{**sizes, **given, **vars(model), **vars(device)}),
+                        LIMITS)
     config.require(gpus <= device.node or gpus % device.node == 0, f"--gpus {gpus} must be a "
                    f"multiple of --node {device.node}")
     # With the value 0 these flags leave the choice to train.py: here to the search
