@@ -9,11 +9,13 @@ that fits into memory. This file models how these programs differ from train.py.
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from planner.calibrate import factor_of, slower
 from planner.costs import RESIDUALS, Costs, Time, on_node, step_flops
 from planner.hardware import DEVICES, MODELS, gpt, llama
 from planner.memory import Job, Layout, Part, shape_of, tokens_of
@@ -217,6 +219,33 @@ def errors(runs):
     return rows
 
 
+def by_other_runs(status):
+    """[(error, error by one, error by all)] of the runs of this status whose source has others on
+    the same GPU: as predicted; with the device calibrated (calibrate.py) by one other run, the
+    median over these; and by the median factor of all others."""
+    sources = {}
+    for run in RUNS:
+        if run.status == status:
+            sources.setdefault((run.source, run.machine.tflops), []).append(run)
+    rows = []
+    for runs in sources.values():
+        factors = [factor_of(partial(seconds_with, run), run.seconds) for run in runs]
+        for i, run in enumerate(runs):
+            others = factors[:i] + factors[i + 1 :]
+            if others:
+                by_one = [abs(run.seconds / seconds_with(run, factor) - 1) for factor in others]
+                by_all = abs(run.seconds / seconds_with(run, median(others)) - 1)
+                rows.append((abs(run.seconds / seconds_with(run, 1) - 1), median(by_one), by_all))
+    return rows
+
+
+def seconds_with(run, factor):
+    """Seconds of a run's step, predicted for compute that takes `factor` times as long."""
+    costs = PublishedCosts(run)
+    costs.device = slower(costs.device, factor)
+    return costs.step_time(run.layout)
+
+
 HEAD = ("model GPUs device S dp tp pp cp zero chunks b recompute published predicted in error "
         "baseline").split()
 
@@ -242,6 +271,10 @@ def main():
         for run, error, _ in group:
             if run.reason:
                 print(f"  {error:+.1%}: {run.reason}")
+    held_out = by_other_runs("held out third")
+    plain, by_one, by_all = (median(errors) for errors in zip(*held_out, strict=True))
+    print(f"held out third, {len(held_out)} rows whose source has others: median error "
+          f"{plain:.1%}; calibrated by one other run {by_one:.1%}, by all others {by_all:.1%}")
     for status in dict.fromkeys(run.status for run in RUNS):  # each once, in the file's order
         rows = [row for row in found if row[0].status == status]
         sources = {run.source for run, _, _ in rows}

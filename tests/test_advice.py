@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import sys
 from functools import cache
@@ -10,7 +11,7 @@ from functools import cache
 import pytest
 
 import plan
-from planner import costs, habits, memory, programs
+from planner import calibrate, costs, habits, memory, programs
 from planner.mixture import Mixture
 from planner.search import Search
 
@@ -44,9 +45,13 @@ RUN_BY = {
 
 @cache
 def answer(flags):
+    return answer_of(flags.split())
+
+
+def answer_of(words):
     """What plan.py prints."""
     asked = sys.argv
-    sys.argv = ["plan.py", *flags.split()]
+    sys.argv = ["plan.py", *words]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             plan.main()
@@ -287,3 +292,55 @@ def test_routing_costs_bytes():
     moved = 4096 * 2 * (7 * 2 * dense.n_embd + 12 * 8)
     at_least = moved / (1e9 * 3350 * 0.66)
     assert times[1] - times[0] > at_least
+
+
+# ---- a device calibrated by own runs ----
+
+
+def test_an_own_run_is_then_predicted_as_it_was_measured():
+    """Compute takes a factor longer, messages as long: so the order may change."""
+    job = memory.Job(plan.MODELS["llama-7b"], 512)
+    device = plan.DEVICES["h100"]
+    layout = memory.Layout(dp=4, tp=2, sp=True, zero=1, microbatches=32)
+    for share in (0.7, 1.5, 4):
+        seconds = share * costs.Costs(job, device).step_time(layout)
+        factor = calibrate.factor_of_runs(job, device, [calibrate.Measured(seconds, layout)])
+        own = costs.Costs(job, calibrate.slower(device, factor))
+        assert math.isclose(own.step_time(layout), seconds, rel_tol=1e-9)
+        before, after = (each.breakdown(layout) for each in (costs.Costs(job, device), own))
+        assert math.isclose(after["compute"], factor * before["compute"])
+        # A message beside no compute takes as long
+        assert own.all_reduce(1, 2, 1e9) == costs.Costs(job, device).all_reduce(1, 2, 1e9)
+        # An MFU is still a share of the data sheet's peak
+        assert own.device.tflops == device.tflops
+
+
+def test_of_several_own_runs_the_median_counts():
+    job, device = memory.Job(plan.MODELS["gpt2"], 64), plan.DEVICES["a100-80"]
+    layouts = [memory.Layout(dp=8), memory.Layout(dp=8, zero=1), memory.Layout(dp=4, tp=2)]
+    runs = [calibrate.Measured(costs.Costs(job, calibrate.slower(device, factor)).step_time(layout),
+                               layout) for layout, factor in zip(layouts, (1, 3, 2), strict=True)]
+    assert math.isclose(calibrate.factor_of_runs(job, device, runs), 2, rel_tol=1e-9)
+
+
+def test_own_runs_are_flags_or_a_file_of_metrics(tmp_path):
+    model = "--model gpt2 --gpus 8 --batch-size 512 --top 3"
+    file = tmp_path / "metrics.jsonl"
+    steps = [{"step": i, "ms": 9000.0 if i < 3 else 900.0 + i} for i in range(8)]
+    lines = map(json.dumps, [*steps, {"step": 8, "val_loss": 1.0}])
+    file.write_text("\n".join(lines))
+    text = answer_of([*model.split(), "--dp", "4", "--tp", "2", "--calibrate", str(file)])
+    assert "measured 0.905 s, predicted " in text and "the rows' places before: " in text
+    assert text.splitlines()[2].split()[:2] == ["8", "1"]  # flags named the run, not the answer
+    same = answer_of([*model.split(), "--measured", "0.905 s: dp 4 tp 2"])
+    assert same == text
+    for words, says in ((["--measured", "fast"], 'must be like "48.2 s: dp 8 tp 4 sp zero 1"'),
+                        (["--measured", "3 s: dp 2"], "does not match the 8 processes"),
+                        (["--measured", "3 s: dp"], "dp needs a value"),
+                        (["--measured", "3 s: gpus 8"], "gpus is no flag of a layout"),
+                        (["--measured", "1e9 s: dp 8"], "no speed of compute explains it"),
+                        (["--calibrate", "/nowhere"], "No such file"),
+                        (["--calibrate", __file__], "is not a file of train.py's --metrics")):
+        with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
+            answer_of([*model.split(), *words])
+        assert says in err.getvalue() and err.getvalue().count("\n") == 1, words

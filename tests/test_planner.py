@@ -31,7 +31,7 @@ from engine.optimizer import AdamW
 from engine.schedules import make_schedule, simulate
 from experts import kind_of
 from model import Block
-from planner import costs, habits, hardware, measure, memory, published, traffic
+from planner import costs, habits, hardware, measure, memory, published, report, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from show import draw, pictures
@@ -584,7 +584,7 @@ def test_a_plans_speed_and_days_are_those_of_the_papers_formulas():
     assert math.isclose(row["memory_gb"]["total"],
                         memory.memory(memory.Job(model, B), layout)["total"] / 1e9)
     row["step_s"] = flops / (1024 * 140e12)
-    text = plan.summary([row], memory.Job(model, B), 300e9, "a plan")
+    text = report.summary([row], memory.Job(model, B), 300e9, "a plan")
     assert 33 < float(text.split()[-1]) < 35
 
 
