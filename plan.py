@@ -3,7 +3,7 @@
     python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
     python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
     python plan.py --model llama-70b --gpus 64 --for megatron    the layout in Megatron-LM's flags
-    python plan.py --model gpt2 --gpus 8 --measured "0.5 s: dp 8"    as fast as your own runs
+    python plan.py --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    as fast as an own run
     python plan.py --published                published runs beside their predictions
     python plan.py --measure                  measures this node; prints the flags to plan with
 

@@ -54,7 +54,7 @@ def factor_of_runs(job, device, runs):
 
 
 def measured_in(text, job, gpus):
-    """The Measured that --measured describes: "48.2 s: dp 8 tp 4 sp". ValueError if it is none."""
+    """The Measured that --measured describes, like `shape`. ValueError if it is none."""
     seconds, _, words = text.partition(" s:")
     flags, names = {}, words.split()
     shape = f'--measured "{text}" must be like "48.2 s: dp 8 tp 4 sp zero 1"'
