@@ -18,7 +18,16 @@ from typing import NamedTuple
 from planner.calibrate import factor_of, slower
 from planner.costs import RESIDUALS, Costs, Time, on_node, step_flops
 from planner.hardware import DEVICES, MODELS, gpt, llama
-from planner.memory import Job, Layout, Part, shape_of, tokens_of
+from planner.memory import (
+    Job,
+    Layout,
+    Part,
+    block_parameters,
+    end_parameters,
+    shape_of,
+    tokens_of,
+)
+from planner.mixture import Mixture
 from planner.table import table
 
 ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
@@ -74,14 +83,20 @@ class Run(NamedTuple):
 
 def model_of(words, S):
     """The model that a cell of published.txt describes, with S tokens in a sequence: a name of
-    hardware.py, gpt:layers,heads,width,vocabulary, or llama:layers,heads,width,vocabulary,MLP
-    width,key-value heads."""
+    hardware.py, gpt:layers,heads,width,vocabulary, llama:the same,MLP width,key-value heads, or
+    mix:the same,key-value heads,head width,experts,experts per token,expert width. mixT: tensor
+    ranks split each expert."""
     if words in MODELS:
         return replace(MODELS[words], block_size=S)
     kind, _, sizes = words.partition(":")
     if kind == "gpt":
         L, heads, h, V = map(int, sizes.split(","))
         return gpt(L, heads, h, V, S)
+    if kind in ("mix", "mixT"):
+        L, heads, h, V, n_kv_head, head_width, experts, top_k, width = map(int, sizes.split(","))
+        return Mixture(V, S, L, heads, h, experts, top_k, n_kv_head=n_kv_head,
+                       n_hidden=top_k * width, tied=False, head_width=head_width,
+                       split_experts=kind == "mixT")
     L, heads, h, V, n_hidden, n_kv_head = map(int, sizes.split(","))
     return llama(L, heads, h, n_hidden, n_kv_head, V, S)
 
@@ -96,9 +111,11 @@ def read(lines):
             # The columns of published.txt. The five in the middle may have a ? behind the number
             model, gpus, device, batch, S, tp, *middle, recompute, grads, value, unit = row.split()
             pp, cp, zero, chunks, b = (int(number.rstrip("?")) for number in middle)
-            T = int(tp.rstrip("s"))  # 8s: 8 ranks with --sp
+            # 8s: 8 ranks with --sp. 4se8: 4 with --sp, and 8 expert ranks
+            tp, _, ep = tp.partition("e")
+            T = int(tp.rstrip("s"))
             dp = int(gpus) // (T * pp * cp)
-            layout = Layout(dp=dp, tp=T, pp=pp, cp=cp, sp="s" in tp, zero=zero,
+            layout = Layout(dp=dp, tp=T, pp=pp, cp=cp, ep=int(ep or 1), sp="s" in tp, zero=zero,
                             schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks,
                             microbatches=int(batch) // dp // b, recompute=recompute == "full")
             job = Job(model_of(model, int(S)), int(batch), grad_width=int(grads) // 8)
@@ -161,6 +178,19 @@ class PublishedCosts(Costs):
         if axis == "dp" and "after" in traits:  # ... when backward is over
             return messages
         return super().exposed(messages, computing, axis)
+
+    def exposed_data_messages(self, layout, part, forward, backward):
+        """Costs.exposed_data_messages, also for programs ("hsdp") that shard over the ranks of a
+        node, and sum each shard's gradient over the nodes."""
+        node = self.device.node
+        if "hsdp" not in self.run.traits or layout.dp <= node:
+            return super().exposed_data_messages(layout, part, forward, backward)
+        inside = super().exposed_data_messages(layout._replace(dp=node), part, forward, backward)
+        dense, _ = block_parameters(self.job.model, layout.tp)
+        vocabulary, _ = end_parameters(self.job.model, part, layout.tp)
+        shard = (part.blocks * dense + vocabulary) / node * self.job.grad_width
+        nodes = layout.dp // node
+        return inside + self.exposed(self.all_reduce(node, nodes, shard), backward, "dp")
 
     def parts(self, layout):
         """The Parts of the pipeline ranks, by trait. "even": all ranks have equally many blocks.
@@ -246,7 +276,7 @@ def seconds_with(run, factor):
     return costs.step_time(run.layout)
 
 
-HEAD = ("model GPUs device S dp tp pp cp zero chunks b recompute published predicted in error "
+HEAD = ("model GPUs device S dp tp pp cp ep zero chunks b recompute published predicted in error "
         "baseline").split()
 
 
@@ -257,7 +287,7 @@ def row_of(run, error, baseline):
     predicted = run.value / (1 + error) if run.unit == "s" else run.value * (1 + error)
     b = run.job.batch_size // layout.dp // layout.microbatches
     cells = (run.model, layout.ranks, run.device, run.job.model.block_size, layout.dp, layout.tp,
-             layout.pp, layout.cp, layout.zero, layout.chunks, b, run.recompute, f"{run.value:g}",
+             layout.pp, layout.cp, layout.ep, layout.zero, layout.chunks, b, run.recompute, f"{run.value:g}",
              f"{predicted:.4g}", run.unit, f"{error:+.1%}", f"{baseline:+.0%}")
     return [str(cell) for cell in cells]
 
