@@ -287,8 +287,8 @@ def row_of(run, error, baseline):
     predicted = run.value / (1 + error) if run.unit == "s" else run.value * (1 + error)
     b = run.job.batch_size // layout.dp // layout.microbatches
     cells = (run.model, layout.ranks, run.device, run.job.model.block_size, layout.dp, layout.tp,
-             layout.pp, layout.cp, layout.ep, layout.zero, layout.chunks, b, run.recompute, f"{run.value:g}",
-             f"{predicted:.4g}", run.unit, f"{error:+.1%}", f"{baseline:+.0%}")
+             layout.pp, layout.cp, layout.ep, layout.zero, layout.chunks, b, run.recompute,
+             f"{run.value:g}", f"{predicted:.4g}", run.unit, f"{error:+.1%}", f"{baseline:+.0%}")
     return [str(cell) for cell in cells]
 
 

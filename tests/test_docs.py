@@ -609,13 +609,15 @@ def test_published_txt_is_what_plan_py_prints(printed):
     lines = printed("python plan.py --published")
     assert lines == (HERE / "docs/measured/published.txt").read_text().splitlines()
     found = {}
-    for line in lines[-3:]:
+    for line in lines[-5:]:
         status, figures = line.split(": ", 1)
         found[status] = re.fullmatch(
             r"(\d+) rows of (\d+) sources, median error (\S+), (\d+) within 15%, largest (\S+); "
             r"baseline (\S+)", figures).groups()
     for name, status in (("fitted", "fitted"), ("held out", "held out third"),
-                         ("known publishers", "known publisher")):
+                         ("known publishers", "known publisher"),
+                         ("20 more, chosen by a reader", "held out fourth"),
+                         ("ten more, other programs and years", "held out fifth")):
         rows, _, error, near, largest, baseline = found[status]
         assert f"| {name} | {rows} | {error} | {near} | {largest} | {baseline} |" in (
             PAGES["docs/which-layout.md"])
@@ -628,7 +630,7 @@ def test_published_txt_is_what_plan_py_prints(printed):
     rows, sources = (sum(int(row[i]) for row in found.values()) for i in (0, 1))
     assert said(MEASURED, r"predicts (\d+) published runs of (\d+) sources") == (
         str(rows), str(sources))
-    plain, by_all = re.search(r"median error (\S+); .* by all others (\S+)", lines[-4]).groups()
+    plain, by_all = re.search(r"median error (\S+); .* by all others (\S+)", lines[-6]).groups()
     assert said("docs/which-layout.md", r"by all other runs of a program (\S+) are left of (\S+), "
                 "but one run") == (by_all, plain)
     assert said("docs/which-layout.md", r"fitted on (\d+) published runs of (\d+) sources; (\d+) "

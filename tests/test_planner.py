@@ -47,9 +47,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_published_runs_are_predicted_better_than_by_one_mfu():
     """Held-out sources are within the band in the median, half of their runs within 15%. One
     constant MFU for each kind of GPU has four times the error on fitted sources, 1.5 times there.
-    """
+    (Not so on the fourth hold-out: the test below.)"""
     found = published.errors(published.RUNS)
-    for status in {run.status for run in published.RUNS}:
+    for status in {run.status for run in published.RUNS} - {"held out fourth"}:
         errors, baseline = ([abs(row[i]) for row in found if row[0].status == status]
                             for i in (1, 2))
         most, share, times = (0.04, 0.85, 4) if status == "fitted" else (plan.BAND, 0.5, 1.5)
@@ -59,6 +59,19 @@ def test_published_runs_are_predicted_better_than_by_one_mfu():
     assert len({run.source for run in fitted}) == 24 and len(fitted) == 190
 
 
+def test_thirty_more_runs_are_predicted_within_the_band_in_the_median():
+    """Nothing is fitted to them. Of the fourth hold-out half of the rows are within 15%; there the
+    constant MFU of an H100 is as good."""
+    for status, count in (("held out fourth", 20), ("held out fifth", 10)):
+        runs = [run for run in published.RUNS if run.status == status]
+        errors = [abs(error) for _, error, _ in published.errors(runs)]
+        assert len(runs) == count and median(errors) <= plan.BAND
+        assert sum(error <= 0.15 for error in errors) >= count / 2
+    wide = [run for run in published.RUNS if "SmolLM3" in run.source or "2019" in run.source]
+    for run, error, _ in published.errors(wide):  # plain data parallelism, D = 192 and 64
+        assert run.layout.zero == 0 and abs(error) < 0.18
+
+
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
     for run, error, _ in published.errors(published.RUNS):
         assert (abs(error) > 0.15) == bool(run.reason), (run, error)
@@ -66,14 +79,15 @@ def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
 
 def test_each_trait_of_a_published_program_is_known():
     known = {*"""naive flash1 flash fa3 eager fused compiled even counted alone overlapped after
-             4ports inplace""".split()}
+             4ports hsdp inplace""".split()}
     assert {trait for run in published.RUNS for trait in run.traits} <= known
 
 
 def test_no_source_is_fitted_and_held_out():
     names = {status: {run.source.split(",")[0] for run in published.RUNS if run.status == status}
-             for status in ("fitted", "held out third", "known publisher")}
+             for status in {run.status for run in published.RUNS}}
     assert not names["fitted"] & names["held out third"] and len(names["held out third"]) == 8
+    assert not names["fitted"] & (names["held out fourth"] | names["held out fifth"])
     assert names["known publisher"] <= names["fitted"]
 
 
@@ -109,10 +123,15 @@ def held(run):
 def test_published_runs_fit_into_their_memory():
     """But for 530 billion under 2021's ZeRO-3, which gathers a matrix and not a layer at once;
     Llama 3, which frees outputs of stages early (arXiv 2407.21783, section 3.3); five of NeMo's,
-    whose kernels save less for backward; one without master weights; and one of Pax (by 3%)."""
+    whose kernels save less for backward; one without master weights; and one of Pax (by 3%). Of the
+    last thirty: MaxText's, which recompute a little; mixtures, whose kernels save less; NeMo's 405
+    billion; and ColossalAI's, whose logits are in chunks."""
     full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
-    names = Counter(run.source.split()[0] for run in full)
+    last = {"held out fourth", "held out fifth"}
+    names = Counter(run.source.split()[0] for run in full if run.status not in last)
     assert names == {"Narayanan": 1, "Llama": 3, "NVIDIA": 5, "KempnerForge,": 1, "Pax": 1}
+    names = Counter(run.source.split()[0] for run in full if run.status in last)
+    assert names == {"MaxText": 5, "GPT-OSS": 3, "Qwen3-30B-A3B": 1, "Llama": 1, "ColossalAI": 1}
     assert all(run.layout.zero == 3 for run in full if run.model == "megatron-530b")
 
 
