@@ -31,6 +31,7 @@ from planner.memory import (
     shape_of,
     tokens_of,
 )
+from planner.mixture import splits_experts
 from schedules import placement, splits_backward
 
 LEFT_OUT = """\
@@ -414,7 +415,7 @@ class Costs:
         # neighbours on the data axis
         members = on_node(self.device, T * layout.cp * layout.pp, E)
         ep = 2 * swap_time(self.device, members, E, model.top_k * n * h * w / T)
-        if T > 1 and getattr(model, "split_experts", False):
+        if T > 1 and splits_experts(model):
             # Each of T ranks has 1/T of the tokens that came: all-gather them, reduce-scatter the
             # outputs
             ep += 2 * self.all_gather(1, T, model.top_k * n * h * w)

@@ -27,3 +27,8 @@ class Mixture(LlamaConfig):
         h = self.n_embd
         attention = 2 * h * (self.query_width + self.kv_width)
         return attention + 3 * h * (self.n_hidden + self.shared_width)
+
+
+def splits_experts(model):
+    """Do the tensor ranks split each expert?"""
+    return isinstance(model, Mixture) and model.split_experts

@@ -15,7 +15,8 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from planner.memory import is_tied
+from planner.memory import is_tied, shape_of
+from planner.mixture import splits_experts
 from sizes import LlamaConfig
 
 
@@ -105,14 +106,14 @@ def megatron_written(job, layout):
         words["untie-embeddings-and-output-weights"] = ""
     if model.n_experts:
         # train.py's E x T ranks have whole experts: for Megatron all of them are expert ranks
-        split = getattr(model, "split_experts", False)
+        split = splits_experts(model)
         words |= {"num-experts": model.n_experts, "moe-router-topk": model.top_k,
                   "moe-ffn-hidden-size": expert_width(model),
                   "expert-model-parallel-size": layout.ep * (1 if split else layout.tp),
                   "expert-tensor-parallel-size": layout.tp if split else 1,
                   "moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": ""}
-        if getattr(model, "shared_width", 0):
-            words["moe-shared-expert-intermediate-size"] = model.shared_width
+        if shape_of(model).shared:
+            words["moe-shared-expert-intermediate-size"] = shape_of(model).shared
     return " ".join(["pretrain_gpt.py", *(f"--{name} {value}".strip()
                                           for name, value in words.items())])
 
@@ -165,7 +166,7 @@ def titan_written(job, layout):
     b = sequences_of(job, layout)
     # With a pipeline torchtitan's local batch is a step's, without one a microbatch's
     local = b * layout.microbatches if layout.pp > 1 else b
-    split = getattr(model, "split_experts", False)
+    split = splits_experts(model)
     tables = {
         "model": {"name": "llama3", "flavor": flavor(model) or "YOURS"},
         "training": {"local_batch_size": local, "global_batch_size": job.batch_size,
@@ -195,9 +196,10 @@ def titan_written(job, layout):
 
 def titan_notes(job, layout):
     return ["no zb-h1 or zb-h2, no ZeRO-0 or 1 beside other axes, no attention by all-to-all: not "
-            "searched", "weights are sharded in 32 bits and gradients summed in 32: 2 bytes more "
-            "per parameter of a shard than planned",
-            *refused((not flavor(job.model), "no flavor of llama3 has these sizes: add one to "
+            "searched",
+            *refused((job.grad_width == 2, "it sums gradients in 32 bits: plan with --grad-dtype "
+                      "float32, too"),
+                     (not flavor(job.model), "no flavor of llama3 has these sizes: add one to "
                       "torchtitan/models (experts: qwen3 or deepseek_v3) and name it"))]
 
 
@@ -262,7 +264,7 @@ def nanotron_written(job, layout):
     if layout.cp > 1:
         sizes |= {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 1}
     if model.n_experts:
-        shared = getattr(model, "shared_width", 0)
+        shared = shape_of(model).shared
         sizes["moe_config"] = {"num_experts": model.n_experts, "top_k": model.top_k,
                                "moe_intermediate_size": expert_width(model),
                                "enable_shared_expert": shared > 0}

@@ -17,6 +17,7 @@ from itertools import product
 from planner.costs import Costs
 from planner.habits import price, technique_of
 from planner.memory import Layout, activations, memory
+from planner.mixture import splits_experts
 from planner.programs import TRAIN_PY
 from run.config import Config, check_layout
 from schedules import SCHEDULES
@@ -36,7 +37,7 @@ def as_config(job, named):
     if isinstance(model, LlamaConfig):
         sizes.update(arch="llama", untied=not model.tied)
     experts = model.n_experts
-    if getattr(model, "split_experts", False):  # T ranks hold as if of T times as many, 1/T as wide
+    if splits_experts(model):  # T ranks hold as if of T times as many, 1/T as wide
         experts *= named.get("tp", 1)
     return Config(**named, **sizes, batch_size=job.batch_size, experts=experts,
                   dtype="bfloat16", grad_dtype="float32" if job.grad_width > job.width else "same")
