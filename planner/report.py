@@ -42,6 +42,7 @@ def figures(job, layout, device):
     seconds = costs.step_time(layout)
     breakdown = costs.breakdown(layout)
     gpu_seconds = layout.ranks * seconds  # seconds of a step, added up over the GPUs
+    is_mixture = isinstance(job.model, Mixture)  # train.py has no such model
     cfg = as_config(job, layout._asdict())
     if SCHEDULES[layout.schedule].chunks:
         cfg.chunks = 0  # the schedule has its own number: the command need not name it
@@ -50,7 +51,8 @@ def figures(job, layout, device):
             "mfu": step_flops(job) / gpu_seconds / 1e12 / device.tflops,
             "bubble": breakdown["bubble"] / seconds,
             "memory_gb": {kind: size / 1e9 for kind, size in memory(job, layout).items()},
-            "time_s": breakdown, "command": command(cfg, layout.ranks, device.node)}
+            "time_s": breakdown,
+            "command": "" if is_mixture else command(cfg, layout.ranks, device.node)}
 
 
 def layout_in(row):
@@ -145,8 +147,7 @@ def print_list(args, device, runs, search, rows):
     for i, words in enumerate(trades(job, rows), 1):
         print(f"{i:4}  {words}")
     if runs:
-        print(*calibration(args, job, device, runs), sep="\n")
-        print(f"the rows' places before: {places(search, device, args.top, rows)}")
+        print(f"the rows' places before own runs: {places(search, device, args.top, rows)}")
 
 
 def print_first(args, job, device, first):
@@ -176,6 +177,8 @@ def print_plan(args, device, runs, search, rows):
              f"of {job.model.block_size} tokens a step, on {args.gpus} x {args.gpu}; days for "
              f"{args.tokens:g} tokens")
     print(summary(rows, job, args.tokens, title))
+    if runs:
+        print(*calibration(args, job, device, runs), sep="\n")
     if not args.layout:
         print_list(args, device, runs, search, rows)
     print_first(args, job, search.device, rows[0])

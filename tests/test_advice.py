@@ -330,7 +330,7 @@ def test_own_runs_are_flags_or_a_file_of_metrics(tmp_path):
     lines = map(json.dumps, [*steps, {"step": 8, "val_loss": 1.0}])
     file.write_text("\n".join(lines))
     text = answer_of([*model.split(), "--dp", "4", "--tp", "2", "--calibrate", str(file)])
-    assert "measured 0.905 s, predicted " in text and "the rows' places before: " in text
+    assert "measured 0.905 s, predicted " in text and "places before own runs: " in text
     assert text.splitlines()[2].split()[:2] == ["8", "1"]  # flags named the run, not the answer
     same = answer_of([*model.split(), "--measured", "0.905 s: dp 4 tp 2"])
     assert same == text
