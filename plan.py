@@ -1,109 +1,46 @@
-"""Which layout? Lists layouts that fit, for a model and a cluster, the simplest of the fast first.
+"""Which layout? Lists layouts that fit, for a model and a cluster: first what people would run.
 
     python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
     python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
+    python plan.py --model llama-70b --gpus 64 --for megatron    the layout in Megatron-LM's flags
+    python plan.py --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    as fast as an own run
     python plan.py --published                published runs beside their predictions
     python plan.py --measure                  measures this node; prints the flags to plan with
 
-Flags are train.py's: those given stay, the rest is searched. In planner/: bytes in memory.py,
-seconds in costs.py, devices in hardware.py, the search in search.py.
+Flags of the model and of the layout are train.py's. Layout flags that are given stay, the others
+are searched. In planner/: bytes in memory.py, seconds in costs.py, devices in hardware.py, the
+search in search.py, its order in habits.py, other programs' words in programs.py, the text in
+report.py.
 """
 
 import argparse
 import gc
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
-from planner.costs import LEFT_OUT, Costs, step_flops
+from planner.calibrate import Measured, chosen, factor_of_runs, measured_in, seconds_in, slower
 from planner.hardware import DEVICES, MODELS, Device
-from planner.memory import Job, Layout, memory, n_parameters
-from planner.search import NOT_SEARCHED, Search, as_config, departures, layout_of
-from planner.table import table
+from planner.memory import Job, Layout
+from planner.mixture import Mixture
+from planner.programs import PROGRAMS, TRAIN_PY
+from planner.report import BAND, fell_out, figures, print_plan, trades
+from planner.search import Search, as_config, layout_of
 from run import config
 from run.command import Parser
 from run.signals import end_quietly
-from schedules import SCHEDULES
-
-
-def command(cfg, ranks, node):
-    """The command that trains with a Config, to be typed on each node: the flags that differ from
-    their defaults. HOST is the name of one of the nodes."""
-    words = ["torchrun"]
-    if ranks > node:
-        words += ["--nnodes", str(ranks // node), "--nproc-per-node", str(node),
-                  "--rdzv-backend c10d --rdzv-endpoint HOST:29500"]
-    words.append("train.py")
-    for f in fields(cfg):
-        value = getattr(cfg, f.name)
-        if value != f.default:
-            words.append("--" + f.name.replace("_", "-"))
-            if value is not True:
-                words.append(f"{value:g}" if type(value) is float else str(value))
-    return " ".join(words)
-
-
-def figures(job, layout, device):
-    """The figures of a layout, for the table and --json (docs/which-layout.md lists the keys)."""
-    costs = Costs(job, device)
-    seconds = costs.step_time(layout)
-    breakdown = costs.breakdown(layout)
-    gpu_seconds = layout.ranks * seconds  # seconds of a step, added up over the GPUs
-    cfg = as_config(job, layout._asdict())
-    if SCHEDULES[layout.schedule].chunks:
-        cfg.chunks = 0  # the schedule has its own number: the command need not name it
-    return {**layout._asdict(), "step_s": seconds,
-            "tflops_per_gpu": step_flops(job, layout.recompute) / gpu_seconds / 1e12,
-            "mfu": step_flops(job) / gpu_seconds / 1e12 / device.tflops,
-            "bubble": breakdown["bubble"] / seconds,
-            "memory_gb": {kind: size / 1e9 for kind, size in memory(job, layout).items()},
-            "time_s": breakdown, "command": command(cfg, layout.ranks, device.node)}
-
-
-# ---- the command line ----
+from sizes import LlamaConfig
 
 LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model. Others: run/config.py
-    (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size",
+    (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size expert_width",
+    (0, 2**31): "shared_width head_width",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
-    (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network", (0, 1): "unhidden"}
-BAND = 0.14  # the planner's median error on the third hold-out: python plan.py --published
-# Columns of every table. Other fields of Layout have a column if a row differs from one process
-ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")
-
-
-def summary(rows, job, tokens, title):
-    """A table as text. rows: figures() of layouts. tokens: number of tokens in the training."""
-    steps = tokens / (job.batch_size * job.model.block_size)
-    plain = Layout()._asdict()
-    columns = [name for name in plain
-               if name in ALWAYS or any(row[name] != plain[name] for row in rows)]
-    lines = [[*columns, "step s", "TF/GPU", "MFU", "bubble", "GB", "days"]]
-    for row in rows:
-        lines.append([*(str(row[name]) for name in columns),
-                      f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
-                      f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
-                      f"{steps * row['step_s'] / 86400:.4g}"])
-    return table(title, lines)
-
-
-def listed(values, digits):
-    """The names and values of {name: value} as text, without values that round to 0."""
-    return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
-                     if round(abs(value), digits))
-
-
-def described_layout(layout):
-    """The fields of a layout that differ from those of one process: "dp 16 tp 4 zero 1"."""
-    return " ".join(f"{name} {value}" for name, value in departures(layout).items())
-
-
-def fell_out(search):
-    """Lines of text: how many layouts are not shown, and why."""
-    yield f"{search.slower:9,d}  slower, less simple, or pruned by a lower bound"
-    if search.smallest:
-        size, layout = search.smallest
-        yield (f"{search.misfits:9,d}  do not fit into {search.device.gb:g} GB; the smallest tried "
-               f"has {size / 1e9:.1f}: {described_layout(layout)}")
+    (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network",
+    (0, 1): "unhidden", (0, 0.9): "reserve"}
+MIXTURE = {  # sizes of planner/mixture.py
+    "expert_width": "hidden units of an expert (else n-hidden / top-k)",
+    "shared_width": "hidden units of an MLP beside the experts, for all tokens",
+    "head_width": "width of a head (else n-embd / n-head)"}
 
 
 def flags():
@@ -119,17 +56,29 @@ def flags():
                                       "--batch-size is given")
     group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
                        help=", ".join(MODELS))
-    config.add_flags(group, ("n_layer", "n_head", "n_embd", "experts", "top_k", "block_size",
-                             "batch_size", "grad_dtype"), **unset)
+    config.add_flags(group, ("n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden", "experts",
+                             "top_k", "block_size", "batch_size", "grad_dtype"), **unset)
     group.add_argument("--vocab-size", type=int, help="tokens in the vocabulary", **unset)
+    group = parser.add_argument_group("model, where train.py has no such Llama: for --for")
+    for name, help in MIXTURE.items():
+        group.add_argument("--" + name.replace("_", "-"), type=int, help=help, **unset)
+    group.add_argument("--split-experts", action="store_true", help="tensor ranks split each "
+                       "expert (else each expert is whole on one of ep x tp ranks)", **unset)
     group = parser.add_argument_group("layout: flags not given are searched")
     config.add_flags(group, {*Layout._fields} - {"sp", "recompute"}, **unset)
     config.add_flags(group, ("sp", "recompute"), action=argparse.BooleanOptionalAction, **unset)
     group = parser.add_argument_group("what to do")
     group.add_argument("--layout", action="store_true", help="explain this one layout, with "
                        "train.py's defaults for flags not given, beside the fastest")
-    group.add_argument("--top", type=int, default=6, help="ways to split the GPUs to show, each "
-                       "with its best schedule, ZeRO stage, ... (6)")
+    group.add_argument("--top", type=int, default=6, help="kinds of layouts to show, each by "
+                       "its best (6)")
+    group.add_argument("--for", choices=PROGRAMS, dest="program", help="print the first layout for "
+                       "this program, and search what it can run")
+    group.add_argument("--measured", action="append", default=[], metavar="RUN",
+                       help='a run of your own, such as "48.2 s: dp 8 tp 4 sp": plan with compute '
+                       "as fast as it shows; of several the median counts")
+    group.add_argument("--calibrate", metavar="FILE", help="the same, with the seconds from a file "
+                       "of train.py's --metrics, of a run with the layout that flags name")
     group.add_argument("--tokens", type=float, default=300e9,
                        help="for the days (300e9, like GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
@@ -144,14 +93,32 @@ def named_in(given, start):
     return replace(start, **{f.name: given[f.name] for f in fields(start) if f.name in given})
 
 
+def model_of_flags(name, given):
+    """The model with this name, and with the sizes that flags give it."""
+    n_experts = given.get("experts", 0)  # the flag has another name than the model's field
+    model = MODELS[name]
+    beyond = [flag for flag in (*MIXTURE, "split_experts", "n_kv_head", "n_hidden")
+              if given.get(flag)]
+    config.require(not beyond or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
+                   f"--{' --'.join(beyond).replace('_', '-')} is for a Llama")
+    sizes = {**given, "n_experts": n_experts}
+    if given.get("expert_width"):
+        config.require(n_experts, "--expert-width is for --experts; say how many")
+        sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
+    if {*beyond} & {*MIXTURE, "split_experts"} - {"expert_width"}:
+        model = Mixture(**asdict(model))
+    return named_in(sizes, model)
+
+
 def described(args):
     """(job, device, {field of Layout: value}) of the flags. The search keeps these values."""
     given = vars(args)
-    n_experts = given.get("experts", 0)  # the flag has another name than the model's field
-    model = named_in({**given, "n_experts": n_experts}, MODELS[args.model])
+    model = model_of_flags(args.model, given)
     device = named_in(given, DEVICES[args.gpu])
     gpus = args.gpus
-    config.check_limits(argparse.Namespace(**{**given, **vars(model), **vars(device)}), LIMITS)
+    sizes = {"expert_width": 1, "shared_width": 0, "head_width": 0}  # where no flag names them
+    config.check_limits(argparse.Namespace(**{**sizes, **given, **vars(model), **vars(device)}),
+                        LIMITS)
     config.require(gpus <= device.node or gpus % device.node == 0, f"--gpus {gpus} must be a "
                    f"multiple of --node {device.node}")
     # With the value 0 these flags leave the choice to train.py: here to the search
@@ -168,58 +135,46 @@ def described(args):
     return job, device, fixed
 
 
+def own_runs(args, job, fixed):
+    """[Measured] of the flags --measured and --calibrate."""
+    runs = [measured_in(text, job, args.gpus) for text in args.measured]
+    if args.calibrate:
+        runs.append(Measured(seconds_in(args.calibrate), chosen(job, args.gpus, fixed)))
+    return runs
+
+
+def require_has(args, job, cfg):
+    """ValueError if the program of --for has not the layout of a Config."""
+    lacking = PROGRAMS.get(args.program, TRAIN_PY).lacks(job, layout_of(cfg))
+    config.require(not lacking, f"--for {args.program} has not {'; '.join(lacking)}")
+
+
 def searched(args):
-    """(job, device, Search, figures of layouts). With --layout the layout of the flags comes first,
-    then the fastest of all; else the best of those that have the flags' values."""
+    """(device, own runs, Search, figures of layouts). With --layout the layout of the flags comes
+    first, then the fastest of all; else the best of those that have the flags' values. The Search
+    has the device that own runs changed."""
     job, device, fixed = described(args)
     cfg = as_config(job, fixed)
     rows = []
+    runs = own_runs(args, job, fixed)
+    if args.calibrate:
+        fixed = {}  # they describe the run that was measured
+    own = slower(device, factor_of_runs(job, device, runs)) if runs else device
     if args.layout:
         ranks = config.check_layout(cfg, args.gpus)  # also chooses what no flag named
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
-        rows.append(figures(job, layout_of(cfg), device))
+        require_has(args, job, cfg)
+        rows.append(figures(job, layout_of(cfg), own))
         fixed = {}  # for the search: the layout stands beside the fastest of all layouts
-    search = Search(job, args.gpus, device, fixed)
+    search = Search(job, args.gpus, own, fixed, PROGRAMS.get(args.program, TRAIN_PY))
     best = search.best(1) if args.layout else search.best(args.top, BAND)
-    rows += [figures(job, layout, device) for _, layout in best]
+    rows += [figures(job, layout, own) for _, layout in best]
     if not rows:
         config.check_layout(cfg, args.gpus)  # a ValueError says why train.py takes no such layout
+        require_has(args, job, cfg)
         config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
-    return job, device, search, rows
-
-
-def print_plan(args, job, device, search, rows):
-    """Print the table; where the first row's bytes and seconds go; its command; what is not shown.
-    """
-    title = (f"{n_parameters(job.model) / 1e9:.4g} billion parameters, {job.batch_size} sequences "
-             f"of {job.model.block_size} tokens a step, on {args.gpus} x {args.gpu}; days for "
-             f"{args.tokens:g} tokens")
-    print(summary(rows, job, args.tokens, title))
-    if not args.layout:
-        seconds, fastest = search.fastest
-        near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
-        print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; the "
-              "simplest first")
-        print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
-    first = rows[0]
-    print()
-    if first["memory_gb"]["total"] > device.gb:
-        print("the layout of the first row DOES NOT FIT:")
-    print(f"GB on the fullest rank, of {device.gb:g}: {listed(first['memory_gb'], 1)}")
-    print(f"seconds: {listed(first['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
-          "axis)")
-    print(first["command"])
-    print(f"(train.py takes the vocabulary of its --data, not the planned {job.model.vocab_size})")
-    if args.layout and len(rows) > 1:
-        slower = first["step_s"] / rows[1]["step_s"] - 1
-        band = "within" if slower <= BAND else "outside"
-        print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}")
-        print(f"{slower:.1%} slower: {band} the band of {BAND:.0%}, the planner's own median error")
-    print("\nnot shown:")
-    print(*fell_out(search), sep="\n")
-    print(f"not searched unless named: {NOT_SEARCHED}")
-    print(f"left out: {LEFT_OUT}")
+    return device, runs, search, rows
 
 
 def main():
@@ -233,16 +188,18 @@ def main():
         if args.measure:
             from planner.measure import main as measure
             return measure()
-        job, device, search, rows = searched(args)
+        device, runs, search, rows = searched(args)
     except (ValueError, OSError) as error:
         parser.error(error)
     if args.json:
+        for row, words in zip(rows, trades(search.job, rows), strict=True):
+            row["trades"] = words
         shown = {"layouts": rows}
         if args.layout and len(rows) > 1:  # searched() puts the fastest behind the asked one
             shown = {"layouts": rows[:1], "best": rows[1]}
         print(json.dumps(shown))
         return
-    print_plan(args, job, device, search, rows)
+    print_plan(args, device, runs, search, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     kernel     FLOPs / rate + bytes that it reads and writes / memory bandwidth + a launch
     ring       of N ranks: rounds (N-1) (nbytes/N / link + latency), for nbytes bytes. An all-reduce
                has two rounds, a reduce-scatter or an all-gather one
+    tree       an all-reduce over many nodes, if faster: latencies grow with log2 of the nodes
     link       NVLink on a node; between nodes each rank of the group has a network port of its own
     overlap    messages beside compute cost the time by which they are longer, and at least a
                fraction (`unhidden`) of their own time
@@ -14,12 +15,14 @@ But where f, i and w stand together, they are seconds of F, I and W.
 """
 
 import math
+import operator
 from collections import deque
 from functools import cache, partial
 from typing import NamedTuple
 
 from engine.schedules import make_schedule
 from planner.memory import (
+    BUCKET,
     block_parameters,
     end_parameters,
     is_tied,
@@ -28,6 +31,7 @@ from planner.memory import (
     shape_of,
     tokens_of,
 )
+from planner.mixture import splits_experts
 from schedules import placement, splits_backward
 
 LEFT_OUT = """\
@@ -42,7 +46,8 @@ def step_flops(job, recompute=False):
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size
     forwards = 4 if recompute else 3  # a backward counts as two
     tokens = job.batch_size * S
-    attention = 2 * 2 * h * S  # products with the keys, and with the values
+    # Products with the keys, and with the values
+    attention = 2 * 2 * shape_of(model).q * S
     blocks = L * forwards * (2 * sum(matrices(model)) + attention)
     head = 3 * 2 * h * V
     return tokens * blocks + tokens * head
@@ -70,6 +75,24 @@ def ring_time(device, members, size, nbytes, rounds=1):
     """Seconds of a collective on a tensor of `nbytes`. rounds: 2 for an all-reduce; 1 for either
     half of it, a reduce-scatter or an all-gather."""
     return rounds * (size - 1) * (nbytes / size / link(device, members, size) + device.latency)
+
+
+TREE_SPEED = 0.92  # of a link's bandwidth, in a tree (NCCL's tuning.cc)
+
+
+def tree_time(device, members, size, nbytes):
+    """Seconds of an all-reduce in a tree: up to its root, where the sum is, and down again. Each
+    node's members are a chain; the nodes are a binary tree. (NCCL runs two trees at once, each
+    with half of the tensor: so every port sends and receives all the time.)"""
+    hops = members - 1 + math.ceil(math.log2(size / members))
+    return 2 * (nbytes / (TREE_SPEED * link(device, members, size)) + hops * device.latency)
+
+
+def all_reduce_time(device, members, size, nbytes):
+    """Seconds of an all-reduce: of a ring or, if faster, of a tree. NCCL chooses so, too: a tree
+    for short tensors on many nodes."""
+    ring = ring_time(device, members, size, nbytes, rounds=2)
+    return min(ring, tree_time(device, members, size, nbytes))
 
 
 def swap_time(device, members, size, nbytes):
@@ -216,12 +239,19 @@ def stages_behind_rank_0(schedule, P, v):
 
 # ---- a step ----
 
+
+def dot(numbers, values):
+    """The sum of the products of two lists."""
+    return sum(map(operator.mul, numbers, values))
+
+
 # Roughly how many kernels are launched: in a block's forward, in the two halves of its backward, in
 # the head, and in the optimizer for each block
 KERNELS = {"F": 20, "I": 25, "W": 12, "head": 20, "optimizer": 8}
 # In a block's forward, numbers read or written for each element of an activation
 NORMS = 4  # two norms: each reads the element and writes it
 RESIDUALS = 6  # two additions: each reads two elements and writes one
+SCORES = 6  # reads and writes of a router's score: product, softmax, top-k, and the balance loss
 
 
 class Costs:
@@ -230,7 +260,8 @@ class Costs:
     def __init__(self, job, device):
         self.job = job
         self.device = device
-        self.known = {}  # what layers() returns, by the numbers that it depends on
+        self.known = {}  # what layers() returns, by numbers_of()
+        self.busiest = {}  # what busiest_rank() returns, by the same and the pipeline
         self.different_parts = cache(  # (schedule, P, v) -> what parts() returns
             lambda schedule, P, v: set(parts_of(job.model, schedule, P, v)))
         shape, h = shape_of(job.model), job.model.n_embd
@@ -238,9 +269,18 @@ class Costs:
         # write to it. Matrix products are not among these kernels. Tensor ranks share
         # moved_by_norms (by norms and residual additions) under --sp only, moved_inside always
         self.moved_by_norms = (NORMS + RESIDUALS) * h
-        in_mlp = shape.up * shape.inner + shape.inner  # the activation function reads, and writes
-        in_attention = h + 2 * shape.kv + h  # reads queries, keys and values, writes the result
+        inner = shape.inner + shape.shared
+        in_mlp = shape.up * inner + inner  # the activation function reads, and writes
+        # Attention reads queries, keys and values, and writes the result
+        in_attention = shape.q + 2 * shape.kv + shape.q
         self.moved_inside = in_mlp + in_attention
+        # By experts. Each choice: the token's row is read and written on its way out, read and
+        # written when it comes back, multiplied by its gate, and added. And some passes over the
+        # router's scores, which have 32 bits
+        self.moved_by_routing = 0
+        if job.model.n_experts:
+            choices = (2 + 2 + 2 + 1) * job.model.top_k * h
+            self.moved_by_routing = choices + SCORES * 2 * job.model.n_experts
 
     def compute(self, products=0.0, attention=0.0, moved=0.0, kernels=0):
         """Seconds for FLOPs of matrix products, FLOPs of fused attention, bytes moved (read from
@@ -257,15 +297,20 @@ class Costs:
         or less.)"""
         return max(messages - computing, self.device.unhidden * messages)
 
-    def ring(self, stride, size, nbytes, rounds=1):
-        """ring_time in a group of `size` ranks, `stride` apart."""
-        return ring_time(self.device, on_node(self.device, stride, size), size, nbytes, rounds)
+    def all_gather(self, stride, size, nbytes):
+        """Seconds of an all-gather, or of a reduce-scatter, in a group of `size` ranks, `stride`
+        apart."""
+        return ring_time(self.device, on_node(self.device, stride, size), size, nbytes)
+
+    def all_reduce(self, stride, size, nbytes):
+        """Seconds of an all-reduce in a group of `size` ranks, `stride` apart."""
+        return all_reduce_time(self.device, on_node(self.device, stride, size), size, nbytes)
 
     def attention(self, n, T):
         """(forward, backward) seconds of attention for n tokens. Forward has two products over the
         S x S scores, and the mask halves them. Backward has five: it computes the scores again."""
         model = self.job.model
-        products = 2 * 2 * n * model.block_size * model.n_embd / T
+        products = 2 * 2 * n * model.block_size * shape_of(model).q / T
         forward = self.compute(attention=products / 2)
         return forward, 5 / 2 * forward
 
@@ -285,10 +330,10 @@ class Costs:
 
         split: I and W are separate (zero bubble), and W comes too late to hide I's messages.
         products: FLOPs of the block's forward. Experts take the place of the second pair, and are
-        counted like it. (In fact their messages in backward overlap with nothing, and they
-        all-gather no x once more.)"""
+        counted like it. (In fact nothing hides the experts' messages in backward, and no x is
+        all-gathered a second time.)"""
         model = self.job.model
-        all_reduce = self.ring(1, layout.tp, n * model.n_embd * self.job.width, rounds=2)
+        all_reduce = self.all_reduce(1, layout.tp, n * model.n_embd * self.job.width)
         # Two all-reduces beside no compute: all of their time, unless published.py's exposed() has
         # another share
         two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")
@@ -307,15 +352,15 @@ class Costs:
         """(forward, backward) seconds that attention waits for context-parallel ranks. attention,
         attention_back: seconds of its compute, beside which the ring's messages travel."""
         T, ranks, w, device = layout.tp, layout.cp, self.job.width, self.device
-        h, kv = self.job.model.n_embd, shape_of(self.job.model).kv
-        on_one_node = on_node(device, T, ranks)
+        q, kv = shape_of(self.job.model)[:2]
+        ranks_on_node = on_node(device, T, ranks)
         if ranks > 1 and layout.cp_attention == "all-to-all":
-            # Queries and the result, 2 h; keys and values, 2 kv. Backward swaps their gradients
-            swap = swap_time(device, on_one_node, ranks, 2 * n * (h + kv) / T * w)
+            # Queries and the result, 2 q; keys and values, 2 kv. Backward swaps their gradients
+            swap = swap_time(device, ranks_on_node, ranks, 2 * n * (q + kv) / T * w)
             return swap, swap
         # link()'s members. On one node: all ranks. On several nodes: 1, because keys and values go
         # around one ring, in which only the last rank of a node sends to the next node
-        members = ranks if on_one_node == ranks else 1
+        members = ranks if ranks_on_node == ranks else 1
         # A hop passes on keys and values, 2 kv numbers per token. per_byte: seconds of a hop if a
         # number had one byte
         per_byte = 2 * n * kv / T / link(device, members, ranks)
@@ -336,11 +381,13 @@ class Costs:
         products = 2 * n * sum(matrices(model)) / T + router
         # Bytes that the products read and write beside their weights. Whole on each rank: inputs of
         # two columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
-        # h + 2 kv and up * inner, and inputs of the rows, h and inner
-        inside = (h + 2 * shape.kv + shape.up * shape.inner) + (h + shape.inner)
+        # q + 2 kv and up * inner, and inputs of the rows, q and inner
+        inner = shape.inner + shape.shared
+        inside = (shape.q + 2 * shape.kv + shape.up * inner) + (shape.q + inner)
         operands = n * w * (4 * h + inside / T)
         # Bytes that the other kernels move in a forward
-        moved = n * w * (self.moved_by_norms / (T if layout.sp else 1) + self.moved_inside / T)
+        moved = n * w * (self.moved_by_norms / (T if layout.sp else 1)
+                         + (self.moved_inside + self.moved_by_routing) / T)
         dense, experts = block_parameters(model, T, E)
         weights = w * (dense + experts)
         attention, attention_back = self.attention(n, T)
@@ -368,6 +415,10 @@ class Costs:
         # neighbours on the data axis
         members = on_node(self.device, T * layout.cp * layout.pp, E)
         ep = 2 * swap_time(self.device, members, E, model.top_k * n * h * w / T)
+        if T > 1 and splits_experts(model):
+            # Each of T ranks has 1/T of the tokens that came: all-gather them, reduce-scatter the
+            # outputs
+            ep += 2 * self.all_gather(1, T, model.top_k * n * h * w)
         forward, backward = Time(F, tp_F, cp_F, ep), Time(I, tp_I, cp_I, ep)
         again = self.recomputed(layout, forward, attention)
         return forward, backward.plus(again), Time(W, tp_W)
@@ -385,7 +436,7 @@ class Costs:
         words = self.job.model.vocab_size / T  # tokens of the vocabulary on this rank
         # One all-reduce in either end: of the embedded tokens, and of the gradient of the head's
         # input
-        reduce = self.ring(1, T, n * h * w, rounds=2)
+        reduce = self.all_reduce(1, T, n * h * w)
         # Bytes moved, if four tensors are written once and read once: in w bytes the logits; in at
         # least 32 bits their copy, their log-softmax and their gradient. Most published programs,
         # to which the fractions of hardware.py are fitted, have these four. (train.py writes the
@@ -400,18 +451,21 @@ class Costs:
         return ((Time(look_up, reduce), Time(add), Time()),
                 (Time(head, reduce), Time(), Time()))
 
-    def layers(self, layout):
-        """(F, I, W) of the embedding, of a block, of the head; each a Time."""
-        n = tokens_of(self.job, layout)
-        split = splits_backward(layout.schedule)
+    def numbers_of(self, layout):
+        """The numbers of a layout on which layers() depends."""
         # block() reads pp only for the distance of ranks that share experts. 0: does not matter
         pp = layout.pp if layout.ep > 1 else 0
-        key = (n, split, layout.tp, layout.cp, layout.ep, pp, layout.sp, layout.recompute,
-               layout.cp_attention)
-        if key not in self.known:
+        return (tokens_of(self.job, layout), splits_backward(layout.schedule), layout.tp, layout.cp,
+                layout.ep, pp, layout.sp, layout.recompute, layout.cp_attention)
+
+    def layers(self, layout):
+        """(F, I, W) of the embedding, of a block, of the head; each a Time."""
+        numbers = self.numbers_of(layout)
+        if numbers not in self.known:
+            n, split, *_ = numbers
             embedding, head = self.ends(n, layout.tp)
-            self.known[key] = embedding, self.block(n, layout, split), head
-        return self.known[key]
+            self.known[numbers] = embedding, self.block(n, layout, split), head
+        return self.known[numbers]
 
     def parts(self, layout):
         """The different Parts of the pipeline ranks."""
@@ -420,17 +474,17 @@ class Costs:
     def busiest_rank(self, layout):
         """([F, I, W], Part) of the slowest pipeline rank: seconds of a microbatch through all its
         stages, and their layers."""
-        # Seconds of F, I and W of each kind of layer: [embedding, block, head]
-        layers = [[sum(time) for time in times] for times in self.layers(layout)]
-
-        def seconds_of(part):
-            """Seconds of [F, I, W] of a Part, which has part[0] embeddings, part[1] blocks, ..."""
-            return [sum(count * layer[action] for count, layer in zip(part, layers, strict=True))
-                    for action in range(3)]
-
-        of_parts = {part: seconds_of(part) for part in self.parts(layout)}
-        slowest = max(of_parts, key=lambda part: sum(of_parts[part]))
-        return of_parts[slowest], slowest
+        key = self.numbers_of(layout), layout.schedule, layout.pp, layout.chunks
+        if key not in self.busiest:
+            # seconds[action][layer]: seconds of F, I or W of an embedding, a block, a head
+            layers = self.layers(layout)
+            seconds = [[sum(times[action]) for times in layers] for action in range(3)]
+            of_layer = [sum(each) for each in zip(*seconds, strict=True)]  # all three together
+            # A Part has part[0] embeddings, part[1] blocks, part[2] heads
+            slowest = max(self.parts(layout), key=lambda part: dot(part, of_layer))
+            of_slowest = [dot(slowest, of_action) for of_action in seconds]
+            self.busiest[key] = of_slowest, slowest
+        return self.busiest[key]
 
     def boundary(self, layout):
         """Seconds of a message to the next stage. All ranks of a stage send at once, each through a
@@ -467,23 +521,24 @@ class Costs:
 
     # ---- a step's end: data-parallel messages and the optimizer ----
 
-    def gather_time(self, layout, part, numel):
-        """Seconds in which the data-parallel ranks all-gather numel weights, and those of the
-        part's experts. A reduce-scatter of as many numbers takes as long."""
+    def data_messages(self, layout, part, numel, collective):
+        """Seconds in which the data-parallel ranks run a collective on numel numbers as wide as a
+        weight, and on those of the part's experts. collective: ring_time, for an all-gather or a
+        reduce-scatter, or all_reduce_time. They run one collective for each layer (ZeRO) or for
+        each bucket (DDP)."""
         w, device = self.job.width, self.device
         replica = layout.tp * layout.cp * layout.pp  # ranks of a replica: the data axis' stride
         ranks = layout.dp * layout.cp  # data and context ranks are one group
         # How many ranks of this group are on one node
         members = on_node(device, layout.tp, layout.cp) * on_node(device, replica, layout.dp)
-        seconds = ring_time(device, members, ranks, numel * w)
+        times = max(1, sum(part) if layout.zero else numel * w / BUCKET)
+        seconds = times * collective(device, members, ranks, numel * w / times)
         experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
         # Each of E neighbours on the data axis has other experts, so every E-th rank is in a group
         if experts:
-            seconds += self.ring(replica * layout.ep, ranks // layout.ep, experts * w)
-        # One collective for each layer (ZeRO) or for each bucket of 25 MiB (DDP). The ring_time
-        # above has the latency of one: add that of the others
-        collectives = max(1, sum(part) if layout.zero else numel * w / (25 * 2**20))
-        return seconds + (collectives - 1) * (ranks - 1) * device.latency
+            members = on_node(device, replica * layout.ep, ranks // layout.ep)
+            seconds += collective(device, members, ranks // layout.ep, experts * w)
+        return seconds
 
     def exposed_data_messages(self, layout, part, forward, backward):
         """Seconds by which data-parallel messages lengthen a step. forward, backward: seconds of a
@@ -491,10 +546,13 @@ class Costs:
         model, m, T = self.job.model, layout.microbatches, layout.tp
         dense, _ = block_parameters(model, T, layout.ep)
         vocabulary, _ = end_parameters(model, part, T)  # left out: positions and the head's norm
-        weights = self.gather_time(layout, part, part.blocks * dense + vocabulary)
-        grads = self.job.grad_width / self.job.width * weights
+        numel = part.blocks * dense + vocabulary
+        wider = self.job.grad_width / self.job.width  # a gradient has so many bytes per weight's
         if layout.zero == 0:  # an all-reduce beside the last backward
-            return self.exposed(2 * grads, backward, "dp")
+            grads = wider * self.data_messages(layout, part, numel, all_reduce_time)
+            return self.exposed(grads, backward, "dp")
+        weights = self.data_messages(layout, part, numel, ring_time)
+        grads = wider * weights
         # ZeRO-1 and 2: new weights are all-gathered beside the next step's first forward
         new_weights = self.exposed(weights, forward, "dp")
         if layout.zero == 1:  # a reduce-scatter beside the last backward
@@ -505,8 +563,9 @@ class Costs:
         # the part has. And beside every backward the blocks' only: a backward reads neither end's
         # matrix
         matrices_of_ends = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
-        in_forward = self.gather_time(layout, part, part.blocks * dense + matrices_of_ends)
-        in_backward = self.gather_time(layout, part, part.blocks * dense) + grads
+        in_forward = self.data_messages(layout, part, part.blocks * dense + matrices_of_ends,
+                                        ring_time)
+        in_backward = grads + self.data_messages(layout, part, part.blocks * dense, ring_time)
         return m * (self.exposed(in_forward, forward, "dp")
                     + self.exposed(in_backward, backward, "dp"))
 
@@ -521,7 +580,7 @@ class Costs:
         # Under ZeRO the data ranks have summed before, and each has a shard
         shards = layout.dp * layout.cp if layout.zero else 1
         nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
-        return ring_time(device, members, 2, nbytes, rounds=2)
+        return all_reduce_time(device, members, 2, nbytes)
 
     def optimizer_time(self, layout, part):
         """Seconds in which AdamW reads and writes the states of the parameters that this rank

@@ -11,13 +11,15 @@ from sizes import GPTConfig, LlamaConfig
 @dataclass(frozen=True)
 class Device:
     tflops: float  # dense 16-bit matrix products, 10^12 FLOPs per second
-    gb: float  # memory, 10^9 bytes. CUDA and NCCL take 5% to 7% of it, which are not counted
+    gb: float  # memory, 10^9 bytes
     hbm: float  # bandwidth of that memory, 10^9 bytes per second
     nvlink: float  # to another device of the node, each way, 10^9 bytes per second
     network: float  # to another node, each way, for each device, 10^9 bytes per second
     node: int = 8  # devices of a node
-    # Fractions of the figures above that programs reach. All are fitted, except A100s' f_attention
-    # (arXiv 2307.08691, figure 4), which V100s have, too
+    # Fraction of gb that a plan leaves free: CUDA, NCCL and fragmentation take 5% to 7%
+    reserve: float = 0.07
+    # Fractions of the figures above that programs reach. All are fitted but one: f_attention of
+    # A100s is that of arXiv 2307.08691, figure 4. V100s take the A100s' value
     f_products: float = 0.81  # fraction of tflops, in matrix products once their operands are there
     f_attention: float = 0.6  # fraction of tflops, in a fused attention kernel
     f_hbm: float = 0.66  # fraction of hbm
@@ -27,6 +29,11 @@ class Device:
     unhidden: float = 0.27
     latency: float = 5e-6  # seconds until a message starts to flow (NCCL's tuning.cc)
     launch: float = 0.0  # seconds to launch a kernel, if not hidden by the one before
+
+    @property
+    def usable(self):
+        """Memory that a plan may fill, 10^9 bytes."""
+        return self.gb * (1 - self.reserve)
 
 
 HOPPER = {"f_products": 0.78, "f_attention": 0.24}  # H100 and H200

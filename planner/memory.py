@@ -18,13 +18,16 @@ Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
 """
 
+import operator
 from functools import cache
 from typing import NamedTuple
 
 from engine.schedules import actions_of
+from planner.mixture import Mixture
 from schedules import SCHEDULES, cut, placement
 from sizes import GPTConfig, LlamaConfig, bytes_per_parameter
 
+BUCKET = 25 * 2**20  # bytes of weights in a bucket of DDP (engine/ddp.py)
 cut_once = cache(cut)  # train.py's cut into stages
 
 
@@ -73,7 +76,8 @@ def tokens_of(job, layout):
 
 
 class Shape(NamedTuple):
-    """What differs between GPT-2's blocks and Llama's."""
+    """What differs between blocks of GPT-2, of Llama and of a Mixture."""
+    q: int  # width of a token's queries, all heads together, and of attention's result
     kv: int  # width of a token's keys, all heads together; its values are as wide
     inner: int  # width inside the MLP
     up: int  # matrices from h to inner: 1, or 2 with a gate (SwiGLU)
@@ -81,21 +85,27 @@ class Shape(NamedTuple):
     # token, mean and deviation. 1 in an RMSNorm: a weight, and one number per token
     norm: int
     bias: int  # 1 if linear layers have a bias, else 0
+    shared: int = 0  # width inside an MLP beside the experts
 
 
 def shape_of(model):
+    h = model.n_embd
+    if isinstance(model, Mixture):
+        return Shape(model.query_width, model.kv_width, model.n_hidden, up=2, norm=1, bias=0,
+                     shared=model.shared_width)
     if isinstance(model, LlamaConfig):
-        return Shape(model.kv_width, model.n_hidden, up=2, norm=1, bias=0)
-    return Shape(model.n_embd, 4 * model.n_embd, up=1, norm=2, bias=1)
+        return Shape(h, model.kv_width, model.n_hidden, up=2, norm=1, bias=0)
+    return Shape(h, h, 4 * h, up=1, norm=2, bias=1)
 
 
 def matrices(model):
     """Elements of the matrices of attention and of the MLP: (column-parallel, row-parallel). With
     experts, the top_k experts of a token count in place of the MLP: together they are as large."""
     h = model.n_embd
-    kv, inner, up, _, _ = shape_of(model)
-    columns = h * (h + 2 * kv) + up * h * inner  # to queries, keys and values; into the MLP
-    rows = h * h + inner * h  # out of attention; out of the MLP
+    q, kv, inner, up, _, _, shared = shape_of(model)
+    inner += shared
+    columns = h * (q + 2 * kv) + up * h * inner  # to queries, keys and values; into the MLP
+    rows = q * h + inner * h  # out of attention; out of the MLP
     return columns, rows
 
 
@@ -104,10 +114,10 @@ def block_parameters(model, T=1, E=1):
     split attention's and the MLP's matrices. Experts are not split but spread, each whole on one of
     E x T ranks."""
     h, n_experts = model.n_embd, model.n_experts
-    kv, inner, up, norm, bias = shape_of(model)
+    q, kv, inner, up, norm, bias, shared = shape_of(model)
     # The bias of a column is split like its outputs. The bias of a row, h, is whole on every rank.
     # (Column, row: a column-parallel and a row-parallel layer)
-    attention = (2 * h * (h + kv) + bias * (h + 2 * kv)) / T + bias * h
+    attention = (2 * h * (q + kv) + bias * (h + 2 * kv)) / T + bias * h
     norms = 2 * norm * h
     if not n_experts:
         mlp = ((up + 1) * h * inner + bias * inner) / T + bias * h
@@ -115,7 +125,8 @@ def block_parameters(model, T=1, E=1):
     router = h * n_experts
     width = inner // model.top_k  # inside an expert
     expert = (up + 1) * h * width + bias * (width + h)
-    return attention + norms + router, n_experts / E * expert / T
+    beside = (up + 1) * h * shared / T  # the MLP beside the experts
+    return attention + norms + router + beside, n_experts / E * expert / T
 
 
 def is_tied(model):
@@ -146,7 +157,7 @@ def n_parameters(model):
 
 @cache
 def stages_of(model, schedule, P, v):
-    """[{stage: Part}] of each pipeline rank."""
+    """A list with {stage: Part} for each pipeline rank."""
     where = placement(schedule, P, v)  # where[stage]: its rank
     head = model.n_layer + 1  # the layers: 0 the embedding, 1 .. n_layer the blocks, then the head
     ranks = [{} for _ in range(P)]
@@ -158,7 +169,7 @@ def stages_of(model, schedule, P, v):
 
 @cache
 def parts_of(model, schedule, P, v):
-    """[Part] of each pipeline rank: all its stages together."""
+    """A list with one Part for each pipeline rank: all its stages together."""
     ranks = [stages.values() for stages in stages_of(model, schedule, P, v)]
     return [Part(sum(stage.embedding for stage in stages), sum(stage.blocks for stage in stages),
                  sum(stage.head for stage in stages)) for stages in ranks]
@@ -170,7 +181,7 @@ def saved_by_block(job, layout, recompute):
     model, w, T = job.model, job.width, layout.tp
     h = model.n_embd
     wide = max(w, 4)  # bytes of numbers that have at least 32 bits
-    kv, inner, up, norm, _ = shape_of(model)
+    q, kv, inner, up, norm, _, shared = shape_of(model)
     T_sp = T if layout.sp else 1  # tensor ranks that share what only --sp splits
     if recompute:
         return h * w / T_sp
@@ -178,20 +189,20 @@ def saved_by_block(job, layout, recompute):
     # the norms' statistics
     whole = (4 * h + 2 * norm) * w
     # Always split by T, numbers in attention and in the MLP:
-    #     queries, and attention's result      2 h
+    #     queries, and attention's result      2 q
     #     keys and values                      2 kv
     #     GELU's input and output              2 inner
     #     or SwiGLU's gate, its activation,
     #     the other factor and the product     4 inner
-    # And for each head the logsumexp of each token
-    split = (2 * h + 2 * kv + 2 * up * inner) * w + model.n_head * wide
+    # And for each head the logsumexp of each token. `shared`: an MLP beside the experts
+    split = (2 * q + 2 * kv + 2 * up * (inner + shared)) * w + model.n_head * wide
     if layout.cp > 1 and layout.cp_attention == "all-to-all":
-        split += h * w  # attention's result once more, before the swap back
+        split += q * w  # attention's result once more, before the swap back
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # Of the 4 h above, only the router saves the second norm's output (h), in `wide` bytes per
-        # number instead of w
+        # One h of the 4 h above, the second norm's output, is saved by the router only: in `wide`
+        # bytes per number instead of w
         whole += h * (wide - w)
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
@@ -210,7 +221,8 @@ class Held(NamedTuple):
 
 @cache
 def occupancy(model, schedule, P, m, v, rank):
-    """The set of Held of a rank: after each action, and at its fullest inside of each backward."""
+    """[Held] of a rank: after each action, and at its fullest inside of each backward.
+    Without a Held that has no more of anything than another one: it is never the fullest."""
     stages = stages_of(model, schedule, P, v)[rank]
     now = Held()
     found = set()
@@ -234,7 +246,11 @@ def occupancy(model, schedule, P, m, v, rank):
             more = part.blocks if kind == "I" else -part.blocks
             now = now._replace(deferred=now.deferred + more)
         found.add(now)
-    return found
+    fullest = []
+    for held in sorted(found, reverse=True):  # a Held with more comes first
+        if not any(all(map(operator.le, held, other)) for other in fullest):
+            fullest.append(held)
+    return fullest
 
 
 @cache
@@ -242,20 +258,21 @@ def activations(job, layout, rank):
     """Bytes at the peak, on one pipeline rank."""
     model, w, T = job.model, job.width, layout.tp
     h, n = model.n_embd, tokens_of(job, layout)
-    kv, inner, up, norm, _ = shape_of(model)
+    q, kv, inner, up, norm, _, shared = shape_of(model)
     T_sp = T if layout.sp else 1
     saved = saved_by_block(job, layout, layout.recompute)
     recomputed = saved_by_block(job, layout, recompute=False) - saved
     # Between I and W: inputs of the matrices, and gradients of their outputs.
     #                          input             gradient of the output
-    #     attention's column    h, whole          h + 2 kv, split by T
-    #     attention's row       h, split by T     h, whole
+    #     attention's column    h, whole          q + 2 kv, split by T
+    #     attention's row       q, split by T     h, whole
     #     the MLP's column      h, whole          up * inner, split by T
     #     the MLP's row         inner, split      h, whole
-    # Experts do not wait for W. --sp splits none of it
-    deferred = (2 * h + (2 * h + 2 * kv) / T) * w
-    if not model.n_experts:
-        deferred += (2 * h + (up + 1) * inner / T) * w
+    # Experts do not wait for W; an MLP beside them does. --sp splits none of it
+    deferred = (2 * h + (2 * q + 2 * kv) / T) * w
+    in_mlp = shared if model.n_experts else inner
+    if in_mlp:
+        deferred += (2 * h + (up + 1) * in_mlp / T) * w
     # A head saves its norm's input, h, and statistics. It computes gradients in its forward, so it
     # also saves the gradient of the norm's output, h, and the gradient of its matrix
     head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
@@ -328,15 +345,15 @@ def optimizer_buffer(job, layout, part):
     if layout.zero:  # a layer's shard. Experts have E times fewer replicas, so larger shards
         replicas = layout.dp * layout.cp
         bucket = max(dense, experts * E, matrix) / replicas
-    else:  # DDP's 25 MiB of weights or, if larger, the largest tensor; at most all parameters
-        # The largest tensor of a block is attention's column, or the MLP's (a Llama's has gate and
-        # up in one tensor). The experts of a rank have their columns in one tensor; top_k experts
-        # are as wide as an MLP
+    else:  # DDP: a BUCKET of weights or, if larger, the largest tensor; at most all parameters
+        # The largest tensor of a block is attention's column, or the MLP's: Llama's has gate and
+        # factor in one tensor. The experts of a rank have their columns in one tensor, too; top_k
+        # experts are as wide as an MLP
         h, shape = model.n_embd, shape_of(model)
         mlps = model.n_experts / E / model.top_k if model.n_experts else 1
-        tensor = max(h * (h + 2 * shape.kv), mlps * shape.up * h * shape.inner) / T
+        tensor = max(h * (shape.q + 2 * shape.kv), mlps * shape.up * h * shape.inner) / T
         everything = part.blocks * (dense + experts) + vocabulary + others
-        bucket = min(max(25 * 2**20 / w, tensor, matrix), everything)
+        bucket = min(max(BUCKET / w, tensor, matrix), everything)
     return bucket * 4
 
 

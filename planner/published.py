@@ -9,14 +9,25 @@ that fits into memory. This file models how these programs differ from train.py.
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from planner.calibrate import factor_of, slower
 from planner.costs import RESIDUALS, Costs, Time, on_node, step_flops
 from planner.hardware import DEVICES, MODELS, gpt, llama
-from planner.memory import Job, Layout, Part, shape_of, tokens_of
+from planner.memory import (
+    Job,
+    Layout,
+    Part,
+    block_parameters,
+    end_parameters,
+    shape_of,
+    tokens_of,
+)
+from planner.mixture import Mixture
 from planner.table import table
 
 ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
@@ -26,7 +37,9 @@ ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
 
 class Run(NamedTuple):
     source: str  # name, place and year
-    status: str  # "fitted", or held out, that is, predicted before it was used: see published.txt
+    # "fitted"; or predicted before it was used, and not fitted: "held out third", of new sources,
+    # and "known publisher", whose other runs are fitted
+    status: str
     traits: tuple  # what its software does; published.txt explains them
     model: str
     device: str
@@ -70,14 +83,20 @@ class Run(NamedTuple):
 
 def model_of(words, S):
     """The model that a cell of published.txt describes, with S tokens in a sequence: a name of
-    hardware.py, gpt:layers,heads,width,vocabulary, or llama:layers,heads,width,vocabulary,MLP
-    width,key-value heads."""
+    hardware.py, gpt:layers,heads,width,vocabulary, llama:the same,MLP width,key-value heads, or
+    mix:the same,key-value heads,head width,experts,experts per token,expert width. mixT: tensor
+    ranks split each expert."""
     if words in MODELS:
         return replace(MODELS[words], block_size=S)
     kind, _, sizes = words.partition(":")
     if kind == "gpt":
         L, heads, h, V = map(int, sizes.split(","))
         return gpt(L, heads, h, V, S)
+    if kind in ("mix", "mixT"):
+        L, heads, h, V, n_kv_head, head_width, experts, top_k, width = map(int, sizes.split(","))
+        return Mixture(V, S, L, heads, h, experts, top_k, n_kv_head=n_kv_head,
+                       n_hidden=top_k * width, tied=False, head_width=head_width,
+                       split_experts=kind == "mixT")
     L, heads, h, V, n_hidden, n_kv_head = map(int, sizes.split(","))
     return llama(L, heads, h, n_hidden, n_kv_head, V, S)
 
@@ -92,9 +111,11 @@ def read(lines):
             # The columns of published.txt. The five in the middle may have a ? behind the number
             model, gpus, device, batch, S, tp, *middle, recompute, grads, value, unit = row.split()
             pp, cp, zero, chunks, b = (int(number.rstrip("?")) for number in middle)
-            T = int(tp.rstrip("s"))  # 8s: 8 ranks with --sp
+            # 8s: 8 ranks with --sp. 4se8: 4 with --sp, and 8 expert ranks
+            tp, _, ep = tp.partition("e")
+            T = int(tp.rstrip("s"))
             dp = int(gpus) // (T * pp * cp)
-            layout = Layout(dp=dp, tp=T, pp=pp, cp=cp, sp="s" in tp, zero=zero,
+            layout = Layout(dp=dp, tp=T, pp=pp, cp=cp, ep=int(ep or 1), sp="s" in tp, zero=zero,
                             schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks,
                             microbatches=int(batch) // dp // b, recompute=recompute == "full")
             job = Job(model_of(model, int(S)), int(batch), grad_width=int(grads) // 8)
@@ -120,8 +141,10 @@ class PublishedCosts(Costs):
         network = device.network
         if "4ports" in traits:
             # Stride tp: these programs number their ranks along tp first, then dp, then pp, like
-            # Megatron. (gather_time, which is inherited, keeps train.py's order, where pp comes
-            # before dp. The fractions were fitted with that)
+            # Megatron. (data_messages, which is inherited, keeps train.py's order, where pp comes
+            # before dp. The fractions were fitted with that. So the lines below hold exactly where
+            # both orders give the ring as many ranks on a node, like with pp = 1.) And a Device has
+            # one network, so messages of pipeline, tensor and context ranks get the same part of it
             #
             # 8 GPUs, 4 ports of p GB/s: `network` is p/2 per GPU, and link() multiplies it by the
             # ranks that the ring has on the node. The factor below makes that:
@@ -134,14 +157,15 @@ class PublishedCosts(Costs):
         device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
         if "eager" in traits:
-            # Numbers of 16 bits that PyTorch's own operations move:
-            #     RMSNorm, in 32 bits    18 per element of its input
+            # Numbers that PyTorch's own operations move, counted in 16 bits: a number of 32 bits
+            # counts as two.
+            #     RMSNorm (in 32 bits)   18 per element of its input
             #     SwiGLU                 5 per hidden unit
             #     rotary positions       10 per element of queries and of keys
             h, shape = run.job.model.n_embd, shape_of(run.job.model)
             self.moved_by_norms = (2 * 18 + RESIDUALS) * h
-            in_attention = h + 2 * shape.kv + h  # the same as in Costs
-            self.moved_inside = 5 * shape.inner + 10 * (h + shape.kv) + in_attention
+            in_attention = shape.q + 2 * shape.kv + shape.q  # the same as in Costs
+            self.moved_inside = 5 * shape.inner + 10 * (shape.q + shape.kv) + in_attention
 
     def exposed(self, messages, computing, axis):
         """Costs.exposed, for programs that overlap more or less than train.py."""
@@ -154,6 +178,19 @@ class PublishedCosts(Costs):
         if axis == "dp" and "after" in traits:  # ... when backward is over
             return messages
         return super().exposed(messages, computing, axis)
+
+    def exposed_data_messages(self, layout, part, forward, backward):
+        """Costs.exposed_data_messages, also for programs ("hsdp") that shard over the ranks of a
+        node, and sum each shard's gradient over the nodes."""
+        node = self.device.node
+        if "hsdp" not in self.run.traits or layout.dp <= node:
+            return super().exposed_data_messages(layout, part, forward, backward)
+        inside = super().exposed_data_messages(layout._replace(dp=node), part, forward, backward)
+        dense, _ = block_parameters(self.job.model, layout.tp)
+        vocabulary, _ = end_parameters(self.job.model, part, layout.tp)
+        shard = (part.blocks * dense + vocabulary) / node * self.job.grad_width
+        nodes = layout.dp // node
+        return inside + self.exposed(self.all_reduce(node, nodes, shard), backward, "dp")
 
     def parts(self, layout):
         """The Parts of the pipeline ranks, by trait. "even": all ranks have equally many blocks.
@@ -174,7 +211,7 @@ class PublishedCosts(Costs):
         seconds = super().boundary(layout._replace(sp=True))
         if not layout.sp:
             nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
-            seconds += self.ring(1, layout.tp, nbytes)
+            seconds += self.all_gather(1, layout.tp, nbytes)
         return seconds
 
     def attention(self, n, T):
@@ -212,7 +249,34 @@ def errors(runs):
     return rows
 
 
-HEAD = ("model GPUs device S dp tp pp cp zero chunks b recompute published predicted in error "
+def by_other_runs(status):
+    """[(error, error by one, error by all)] of the runs of this status whose source has others on
+    the same GPU: as predicted; with the device calibrated (calibrate.py) by one other run, the
+    median over these; and by the median factor of all others."""
+    sources = {}
+    for run in RUNS:
+        if run.status == status:
+            sources.setdefault((run.source, run.machine.tflops), []).append(run)
+    rows = []
+    for runs in sources.values():
+        factors = [factor_of(partial(seconds_with, run), run.seconds) for run in runs]
+        for i, run in enumerate(runs):
+            others = factors[:i] + factors[i + 1 :]
+            if others:
+                by_one = [abs(run.seconds / seconds_with(run, factor) - 1) for factor in others]
+                by_all = abs(run.seconds / seconds_with(run, median(others)) - 1)
+                rows.append((abs(run.seconds / seconds_with(run, 1) - 1), median(by_one), by_all))
+    return rows
+
+
+def seconds_with(run, factor):
+    """Seconds of a run's step, predicted for compute that takes `factor` times as long."""
+    costs = PublishedCosts(run)
+    costs.device = slower(costs.device, factor)
+    return costs.step_time(run.layout)
+
+
+HEAD = ("model GPUs device S dp tp pp cp ep zero chunks b recompute published predicted in error "
         "baseline").split()
 
 
@@ -223,8 +287,8 @@ def row_of(run, error, baseline):
     predicted = run.value / (1 + error) if run.unit == "s" else run.value * (1 + error)
     b = run.job.batch_size // layout.dp // layout.microbatches
     cells = (run.model, layout.ranks, run.device, run.job.model.block_size, layout.dp, layout.tp,
-             layout.pp, layout.cp, layout.zero, layout.chunks, b, run.recompute, f"{run.value:g}",
-             f"{predicted:.4g}", run.unit, f"{error:+.1%}", f"{baseline:+.0%}")
+             layout.pp, layout.cp, layout.ep, layout.zero, layout.chunks, b, run.recompute,
+             f"{run.value:g}", f"{predicted:.4g}", run.unit, f"{error:+.1%}", f"{baseline:+.0%}")
     return [str(cell) for cell in cells]
 
 
@@ -237,6 +301,10 @@ def main():
         for run, error, _ in group:
             if run.reason:
                 print(f"  {error:+.1%}: {run.reason}")
+    held_out = by_other_runs("held out third")
+    plain, by_one, by_all = (median(errors) for errors in zip(*held_out, strict=True))
+    print(f"held out third, {len(held_out)} rows whose source has others: median error "
+          f"{plain:.1%}; calibrated by one other run {by_one:.1%}, by all others {by_all:.1%}")
     for status in dict.fromkeys(run.status for run in RUNS):  # each once, in the file's order
         rows = [row for row in found if row[0].status == status]
         sources = {run.source for run, _, _ in rows}

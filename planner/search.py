@@ -1,4 +1,4 @@
-"""Finds the layouts of a job on a cluster that fit and are fastest or, within a band, simplest.
+"""Finds the layouts of a job on a cluster that fit: the fastest, and those worth their trouble.
 
 Candidates are all layouts that train.py takes, but for NOT_SEARCHED (unless flags name it) and for
 second names of 1F1B: other schedules on one pipeline rank, and interleaved with one chunk. Each
@@ -15,15 +15,18 @@ from dataclasses import asdict, fields
 from itertools import product
 
 from planner.costs import Costs
+from planner.habits import price, technique_of
 from planner.memory import Layout, activations, memory
+from planner.mixture import splits_experts
+from planner.programs import TRAIN_PY
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 from sizes import LlamaConfig
 
 NOT_SEARCHED = """\
-tp beyond a node, cp with fewer than 512 tokens on a rank,
-gpipe, more than 8 chunks unless all stages get equally many blocks, more than 16 chunks,
-more than 16 sequences in a microbatch"""
+tp beyond a node, more than 64 pipeline ranks,
+cp with fewer than 512 tokens on a rank, gpipe, more than 8 chunks unless all stages get
+equally many blocks, more than 16 chunks, more than 16 sequences in a microbatch"""
 
 
 def as_config(job, named):
@@ -33,7 +36,10 @@ def as_config(job, named):
     sizes = {name: value for name, value in asdict(model).items() if name in flags}
     if isinstance(model, LlamaConfig):
         sizes.update(arch="llama", untied=not model.tied)
-    return Config(**named, **sizes, batch_size=job.batch_size, experts=model.n_experts,
+    experts = model.n_experts
+    if splits_experts(model):  # T ranks hold as if of T times as many, 1/T as wide
+        experts *= named.get("tp", 1)
+    return Config(**named, **sizes, batch_size=job.batch_size, experts=experts,
                   dtype="bfloat16", grad_dtype="float32" if job.grad_width > job.width else "same")
 
 
@@ -48,42 +54,22 @@ def departures(layout):
     return {name: value for name, value in layout._asdict().items() if value != plain[name]}
 
 
-def effort(layout):
-    """How much of a layout has to be set up and can go wrong: the number of its departures from one
-    process. Not counted: dp, because it splits no model; chunks and microbatches."""
-    return len(departures(layout).keys() - {"dp", "chunks", "microbatches"})
-
-
-def split_of(layout):
-    """How a layout splits the GPUs; the rest is schedule, ZeRO stage, recompute, ..."""
-    return layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.sp
-
-
-def order(limit):
-    """A function that makes the entries of a heap of layouts, sorted by time. With a limit, in
-    seconds, the layouts within it come first, sorted by effort, then by time."""
-    def entry(seconds, kind, layout):  # the heap's smallest entry comes first
-        within = limit is not None and seconds <= limit
-        difficulty = effort(layout) if within else math.inf
-        return difficulty, seconds, kind, layout
-
-    return entry
-
-
 class Search:
-    """Layouts of a job on `gpus` devices that have the values of `fixed` ({field: value})."""
+    """Layouts of a job on `gpus` devices that have the values of `fixed` ({field: value}), and that
+    a program (planner/programs.py) can run."""
 
-    def __init__(self, job, gpus, device, fixed):
+    def __init__(self, job, gpus, device, fixed, program=TRAIN_PY):
         self.job = job
         self.gpus = gpus
         self.device = device
         self.fixed = fixed
+        self.program = program  # only layouts that this program has
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
         # Numbers of layouts that best() does not return; each ZeRO stage is a layout of its own
         self.misfits = 0  # do not fit
-        self.slower = 0  # all others: pruned by a lower bound, or slower (in the band: less simple)
+        self.slower = 0  # all others: pruned by a lower bound, slower, or not worth their trouble
 
     def options(self, **options):
         """[{field: value}], all combinations. options: {field: its values}; a fixed field has only
@@ -99,6 +85,13 @@ class Search:
         experts, S = self.job.model.n_experts, self.job.model.block_size
         for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
             tp, cp = axes["tp"], axes["cp"]
+            if self.gpus % (axes["pp"] * tp * cp):
+                continue
+            # check_layout would refuse stages without a layer, too, but first make all their lists
+            if axes["pp"] > self.job.model.n_layer + 2:
+                continue
+            if axes["pp"] > 64 and "pp" not in self.fixed:
+                continue
             if tp > self.device.node and "tp" not in self.fixed:
                 continue
             if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
@@ -146,13 +139,17 @@ class Search:
                 if SCHEDULES[schedule].in_rounds and m % pp:
                     continue
                 for v in self.chunk_counts(schedule, pp):
-                    if v * pp <= self.job.model.n_layer + 2:  # each stage has a layer at least
-                        yield Layout(**axes, **more, chunks=v)
+                    layout = Layout(**axes, **more, chunks=v)
+                    # Each stage has a layer at least
+                    if v * pp > self.job.model.n_layer + 2:
+                        continue
+                    if not self.program.lacks(self.job, layout):
+                        yield layout
 
     def fits(self, layout, ranks=None):
         """Do these pipeline ranks (None: all) have enough memory? If not, counts the layout."""
         need = memory(self.job, layout, ranks)["total"]
-        if need <= self.device.gb * 1e9:
+        if need <= self.device.usable * 1e9:
             return True
         self.misfits += 1
         if self.smallest is None or (need, layout) < self.smallest:
@@ -160,14 +157,17 @@ class Search:
         return False
 
     def with_zero(self, layout):
-        """The layout in each ZeRO stage; without replicas only stage 0 is of use."""
-        stages = [0, 1, 2, 3] if layout.dp * layout.cp > 1 else [0]
-        return [layout._replace(**zero) for zero in self.options(zero=stages)]
+        """The layout in each ZeRO stage of the program; without replicas only stage 0 is of use."""
+        stages = self.program.zero if layout.dp * layout.cp > 1 else [0]
+        staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
+        return [each for each in staged if not self.program.lacks(self.job, each)]
 
     def worth_trying(self, layout):
         """The layout in its ZeRO stages; [] if its activations alone do not fit."""
         staged = self.with_zero(layout)
-        if activations(self.job, layout, 0) <= self.device.gb * 1e9:
+        if not staged:
+            return []
+        if activations(self.job, layout, 0) <= self.device.usable * 1e9:
             return staged
         self.misfits += len(staged) - 1
         # In self.smallest one ZeRO stage stands for all: the last, which mostly holds least. fits()
@@ -175,13 +175,9 @@ class Search:
         self.fits(staged[-1], [0, layout.pp - 1])
         return []
 
-    def count_slower(self, kind, layout):
-        """Count the layouts of an entry that is dropped from the queue of next_fit."""
-        self.slower += len(self.with_zero(layout)) if kind == "bound" else 1
-
     def next_fit(self, queue, entry, found):
         """(seconds, layout) of the first layout of the queue that fits, with its exact time; None
-        if none is left. found: splits of the GPUs to skip. The queue is a heap of entry(seconds,
+        if none is left. found: Kinds (habits.py) to skip. The queue is a heap of entry(seconds,
         kind, layout). A layout that leaves the queue returns to it with better seconds, until they
         are exact:
 
@@ -191,13 +187,13 @@ class Search:
             "exact"        the same, with the simulated pipeline   the answer, if all ranks fit
         """
         while queue:
-            _, seconds, kind, layout = heapq.heappop(queue)
-            if split_of(layout) in found:
-                self.count_slower(kind, layout)
-            elif kind == "bound":
+            _, _, seconds, kind, layout = heapq.heappop(queue)
+            if kind == "bound":
                 for staged in self.worth_trying(layout):
                     least = seconds + sum(self.costs.update_time(staged))
                     heapq.heappush(queue, entry(least, "with update", staged))
+            elif technique_of(layout) in found:
+                self.slower += 1
             elif kind == "with update":
                 if self.fits(layout, [0, layout.pp - 1]):  # mostly the ends hold most
                     heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
@@ -205,31 +201,43 @@ class Search:
                 return seconds, layout
         return None
 
+    def by_time(self, seconds, kind, layout):
+        """An entry of a heap of layouts, whose smallest entry comes first: the fastest."""
+        return 0, seconds, seconds, kind, layout
+
+    def by_price(self, limit):
+        """A function that makes such entries, too: layouts that take at most `limit` seconds come
+        first, and among them those whose time is least once it is lengthened by its price."""
+        def entry(seconds, kind, layout):
+            # The price of a bound is at most that of each of its ZeRO stages
+            priced = layout._replace(zero=1) if kind == "bound" else layout
+            return seconds > limit, seconds * price(self.job, priced), seconds, kind, layout
+
+        return entry
+
     def best(self, top, band=0.0):
-        """[(seconds, layout)] of the `top` best splits of the GPUs (split_of), for each its best
-        layout. Better is faster. With a band, the layouts within 1 + band of the fastest time come
-        before the others, and among them simpler is better (effort)."""
+        """[(seconds, layout)] of the `top` best Kinds of layouts, for each its best one. With a
+        band, those within 1 + band of the fastest time come before the others."""
         # Find the fastest
-        entry = order(limit=None)
-        queue = [entry(self.costs.lower_bound(layout), "bound", layout)
+        queue = [self.by_time(self.costs.lower_bound(layout), "bound", layout)
                  for layout in self.layouts()]
         heapq.heapify(queue)
-        self.fastest = self.next_fit(queue, entry, found={})
+        self.fastest = self.next_fit(queue, self.by_time, found={})
         if self.fastest is None:
             return []
-        # List the best. The band changes the order of the queue, so make its entries once more.
-        # The fastest has left the queue: put it back
+        # List the best. Prices change the order of the queue, so make its entries once more. The
+        # fastest has left the queue: put it back
         seconds, layout = self.fastest
-        entry = order(limit=seconds * (1 + band) if band else None)
-        queue = [entry(*each) for _, *each in queue]  # each: seconds, kind, layout
+        entry = self.by_price(seconds * (1 + band))
+        queue = [entry(*each) for _, _, *each in queue]  # each: seconds, kind, layout
         queue.append(entry(seconds, "exact", layout))
         heapq.heapify(queue)
-        found = {}  # split -> (seconds, layout)
+        found = {}  # Kind -> (seconds, layout)
         while len(found) < top:
             following = self.next_fit(queue, entry, found)
             if following is None:
                 break
-            found[split_of(following[1])] = following
-        for _, _, kind, layout in queue:
-            self.count_slower(kind, layout)
+            found[technique_of(following[1])] = following
+        for _, _, _, kind, layout in queue:
+            self.slower += len(self.with_zero(layout)) if kind == "bound" else 1
         return list(found.values())

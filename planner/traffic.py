@@ -63,8 +63,8 @@ def tp_messages(job, layout, part):
     loss = (T - 1) * n * max(w, 4) + 2 * (T - 1) / T * max(w, 4)
     loss_row = ("tp", "a number for each token, and the loss", heads, loss)
     # Recomputing a block stops as soon as all tensors that backward needs exist. In a block with
-    # experts the last all-reduce (--sp: its second half) comes after that point, so each recomputed
-    # forward skips that all-reduce. In a block with an MLP no all-reduce is skipped: the last one
+    # experts the last all-reduce (--sp: the last reduce-scatter) comes after that point, so each
+    # recomputed forward skips it. In a block with an MLP no all-reduce is skipped: the last one
     # runs inside of the MLP's row, an autograd function, and torch saves the row's input only when
     # the row returns
     recomputed = forwards - backwards
@@ -109,11 +109,12 @@ def data_shards(layout):
 def cp_messages(job, layout, part):
     """Context parallelism: ring attention or all-to-all."""
     model, w, T, ranks = job.model, job.width, layout.tp, layout.cp
-    n, kv = tokens_of(job, layout), shape_of(model).kv
+    n, shape = tokens_of(job, layout), shape_of(model)
+    kv = shape.kv
     forwards, backwards = forwards_and_backwards(layout, part)
     if layout.cp_attention == "all-to-all":
         return [("cp", "all-to-all of queries, keys, values and results", forwards + backwards,
-                 2 * (ranks - 1) / ranks * n * (model.n_embd + kv) / T * w)]
+                 2 * (ranks - 1) / ranks * n * (shape.q + kv) / T * w)]
     return [("cp", "keys and values to the next rank", (forwards + backwards) * (ranks - 1),
              2 * n * kv / T * w),
             ("cp", "their gradients", backwards * (ranks - 1), 2 * n * kv / T * max(w, 4))]

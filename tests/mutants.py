@@ -394,8 +394,19 @@ MUTANTS = {
         ("8 * gzip_bytes / len", "gzip_bytes / len", "commands:gzips_bits")],
     "planner/costs.py": [
         ("return max(inside, outside) + (size", "return inside + outside + (size",
-         "planner:textbooks")],
-    "plan.py": [
+         "planner:textbooks"),
+        ("members - 1 + math.ceil(math.log2(size / members))", "size - 1",
+         "planner:trees_latency")],
+    "planner/hardware.py": [
+        ("self.gb * (1 - self.reserve)", "self.gb", "advice:first_row")],
+    "planner/habits.py": [
+        ('Price(8, "tensor ranks', 'Price(0, "tensor ranks', "advice:first_row")],
+    "planner/programs.py": [
+        ('"always" if layout.zero == 3 else "never"', '"never" if layout.zero == 3 else "always"',
+         "advice:programs_words")],
+    "planner/calibrate.py": [
+        ("times[SKIPPED:]", "times", "advice:flags_or_a_file")],
+    "planner/report.py": [
         ("* row['step_s'] / 86400", "* row['step_s'] / 3600", "planner:speed_and_days")],
     "sizes.py": [
         ("+ 12 * self.n_layer * self", "+ 6 * self.n_layer * self",

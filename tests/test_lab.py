@@ -19,12 +19,11 @@ import pytest
 import torch
 
 import collectives
-import plan
 import schedules
 import sizes
 from engine.schedules import make_schedule, simulate
 from mesh import lay_out
-from planner import costs, memory, traffic
+from planner import costs, memory, report, traffic
 from planner.hardware import DEVICES, MODELS
 from planner.search import as_config
 from run import timeline
@@ -170,7 +169,7 @@ def job_cases(rng):
         except ValueError as error:
             yield case, str(error)
             continue
-        words = plan.command(cfg, layout.ranks, 8)
+        words = report.command(cfg, layout.ranks, 8)
         yield case, [None, cfg.microbatches, cfg.chunks, words]
         layout = layout._replace(microbatches=cfg.microbatches, chunks=cfg.chunks)
         asked = [{**job._asdict(), "model": asdict(model)}, layout._asdict()]

@@ -34,7 +34,7 @@ from engine.schedules import make_schedule, simulate
 from engine.tensor_parallel import parallelize
 from experts import kind_of
 from model import Block
-from planner import costs, hardware, measure, memory, published, traffic
+from planner import costs, habits, hardware, measure, memory, published, report, traffic
 from planner import search as search_file
 from run.config import check, check_layout, parse
 from shard import tag_whole
@@ -51,9 +51,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_published_runs_are_predicted_better_than_by_one_mfu():
     """Held-out sources are within the band in the median, half of their runs within 15%. One
     constant MFU for each kind of GPU has four times the error on fitted sources, 1.5 times there.
-    """
+    (Not so on the fourth hold-out: the test below.)"""
     found = published.errors(published.RUNS)
-    for status in {run.status for run in published.RUNS}:
+    for status in {run.status for run in published.RUNS} - {"held out fourth"}:
         errors, baseline = ([abs(row[i]) for row in found if row[0].status == status]
                             for i in (1, 2))
         most, share, times = (0.04, 0.85, 4) if status == "fitted" else (plan.BAND, 0.5, 1.5)
@@ -63,6 +63,19 @@ def test_published_runs_are_predicted_better_than_by_one_mfu():
     assert len({run.source for run in fitted}) == 24 and len(fitted) == 190
 
 
+def test_thirty_more_runs_are_predicted_within_the_band_in_the_median():
+    """Nothing is fitted to them. Of the fourth hold-out half of the rows are within 15%; there the
+    constant MFU of an H100 is as good."""
+    for status, count in (("held out fourth", 20), ("held out fifth", 10)):
+        runs = [run for run in published.RUNS if run.status == status]
+        errors = [abs(error) for _, error, _ in published.errors(runs)]
+        assert len(runs) == count and median(errors) <= plan.BAND
+        assert sum(error <= 0.15 for error in errors) >= count / 2
+    wide = [run for run in published.RUNS if "SmolLM3" in run.source or "2019" in run.source]
+    for run, error, _ in published.errors(wide):  # plain data parallelism, D = 192 and 64
+        assert run.layout.zero == 0 and abs(error) < 0.18
+
+
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
     for run, error, _ in published.errors(published.RUNS):
         assert (abs(error) > 0.15) == bool(run.reason), (run, error)
@@ -70,14 +83,15 @@ def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
 
 def test_each_trait_of_a_published_program_is_known():
     known = {*"""naive flash1 flash fa3 eager fused compiled even counted alone overlapped after
-             4ports inplace""".split()}
+             4ports hsdp inplace""".split()}
     assert {trait for run in published.RUNS for trait in run.traits} <= known
 
 
 def test_no_source_is_fitted_and_held_out():
     names = {status: {run.source.split(",")[0] for run in published.RUNS if run.status == status}
-             for status in ("fitted", "held out third", "known publisher")}
+             for status in {run.status for run in published.RUNS}}
     assert not names["fitted"] & names["held out third"] and len(names["held out third"]) == 8
+    assert not names["fitted"] & (names["held out fourth"] | names["held out fifth"])
     assert names["known publisher"] <= names["fitted"]
 
 
@@ -113,10 +127,15 @@ def held(run):
 def test_published_runs_fit_into_their_memory():
     """But for 530 billion under 2021's ZeRO-3, which gathers a matrix and not a layer at once;
     Llama 3, which frees outputs of stages early (arXiv 2407.21783, section 3.3); five of NeMo's,
-    whose kernels save less for backward; one without master weights; and one of Pax (by 3%)."""
+    whose kernels save less for backward; one without master weights; and one of Pax (by 3%). Of the
+    last thirty: MaxText's, which recompute a little; mixtures, whose kernels save less; NeMo's 405
+    billion; and ColossalAI's, whose logits are in chunks."""
     full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
-    names = Counter(run.source.split()[0] for run in full)
+    last = {"held out fourth", "held out fifth"}
+    names = Counter(run.source.split()[0] for run in full if run.status not in last)
     assert names == {"Narayanan": 1, "Llama": 3, "NVIDIA": 5, "KempnerForge,": 1, "Pax": 1}
+    names = Counter(run.source.split()[0] for run in full if run.status in last)
+    assert names == {"MaxText": 5, "GPT-OSS": 3, "Qwen3-30B-A3B": 1, "Llama": 1, "ColossalAI": 1}
     assert all(run.layout.zero == 3 for run in full if run.model == "megatron-530b")
 
 
@@ -620,8 +639,31 @@ def test_a_plans_speed_and_days_are_those_of_the_papers_formulas():
     assert math.isclose(row["memory_gb"]["total"],
                         memory.memory(memory.Job(model, B), layout)["total"] / 1e9)
     row["step_s"] = flops / (1024 * 140e12)
-    text = plan.summary([row], memory.Job(model, B), 300e9, "a plan")
+    text = report.summary([row], memory.Job(model, B), 300e9, "a plan")
     assert 33 < float(text.split()[-1]) < 35
+
+
+def test_an_all_reduce_over_many_nodes_takes_the_trees_latency():
+    """NCCL's estimate (src/graph/tuning.cc): a chain on each node, log2 of the nodes between; a
+    long tensor takes the ring, whose bandwidth is larger."""
+    device = hardware.DEVICES["h100"]
+    short = [costs.all_reduce_time(device, 8, n, 1) for n in (8, 64, 1024)]
+    hops = [2 * 7, 2 * (7 + 3), 2 * (7 + 7)]
+    for seconds, want in zip(short, hops, strict=True):
+        assert math.isclose(seconds, want * device.latency, rel_tol=1e-4)
+    assert costs.all_reduce_time(device, 8, 64, 1e10) == costs.ring_time(device, 8, 64, 1e10, 2)
+
+
+@pytest.mark.parametrize("D", [64, 256, 1024])
+def test_plain_ddp_at_scale_is_not_all_latency(D):
+    """8 billion parameters, weak scaling: the all-reduce of 600 buckets over 1,024 ranks took 5
+    seconds as flat rings. In trees it takes at most 1.5 times as long as over 8."""
+    model = hardware.llama(32, 32, 4096, 14336, 8, 128256, 8192)
+    part, = memory.parts_of(model, "1f1b", 1, 1)
+    few, many = (
+        costs.Costs(memory.Job(model, n), hardware.DEVICES["h100"]).data_messages(
+            memory.Layout(dp=n), part, 8e9, costs.all_reduce_time) for n in (8, D))
+    assert few < many < 1.5 * few
 
 
 def test_times_of_collectives_are_the_textbooks():
@@ -648,30 +690,30 @@ def test_two_short_simulations_tell_of_a_long_one(schedule, P, m, v):
         assert math.isclose(costs.makespan(schedule, P, m, v, times), long, rel_tol=5e-3)
 
 
-def test_the_search_finds_the_fastest_that_fits():
-    """Against trying them all, for a model of which little fits."""
+def test_the_search_finds_the_best_of_each_kind_that_fits():
+    """Against trying them all, for a model of which little fits: without a band by their time
+    lengthened by their price; with one, those within it before the others."""
     job = memory.Job(GPTConfig(51200, 1024, 10, 12, 3072), 48)
-    device = replace(hardware.DEVICES["a100-80"], gb=4, node=4)
+    device = replace(hardware.DEVICES["a100-80"], gb=5, reserve=0.2, node=4)
     search = search_file.Search(job, 12, device, {})
     every = [layout._replace(zero=zero) for layout in search.layouts() for zero in range(4)]
     fit = [(search.costs.step_time(layout), layout) for layout in every
            if memory.memory(job, layout)["total"] <= 4e9 and (layout.dp * layout.cp > 1
                                                                or layout.zero == 0)]
-    best = {}
-    for seconds, layout in sorted(fit, reverse=True):
-        best[layout[:6]] = seconds
     found = search.best(8)
-    assert len(fit) < len(every) / 2 and len(every) > 1000
-    assert [seconds for seconds, _ in found] == sorted(best.values())[:8]
+    assert search.fastest[0] == min(fit)[0] and len(fit) < len(every) / 2 and len(every) > 1000
     of_use = [layout for layout in every if layout.dp * layout.cp > 1 or layout.zero == 0]
     assert len(found) + search.slower + search.misfits == len(of_use)  # each is counted once
-    banded = search_file.Search(job, 12, device, {}).best(4, 0.1)
-    near = {}
-    for seconds, layout in fit:
-        if seconds <= 1.1 * found[0][0]:
-            key = search_file.effort(layout), seconds
-            near[layout[:6]] = min(near.get(layout[:6], key), key)
-    assert [seconds for seconds, _ in banded] == [key[1] for key in sorted(near.values())[:4]]
+    for band, rows in ((math.inf, search_file.Search(job, 12, device, {}).best(8, 1e9)),
+                       (0.1, search_file.Search(job, 12, device, {}).best(8, 0.1))):
+        best = {}
+        for seconds, layout in fit:
+            kind = habits.technique_of(layout)
+            far = seconds > (1 + band) * min(fit)[0]
+            key = far, seconds * habits.price(job, layout)
+            best[kind] = min(best.get(kind, key), key)
+        want = [key[1] for key in sorted(best.values())[:8]]
+        assert [seconds * habits.price(job, layout) for seconds, layout in rows] == want, band
 
 
 def test_the_search_tries_all_within_the_limits_that_it_prints():
@@ -708,7 +750,7 @@ def test_few_of_many_layouts_are_simulated(monkeypatch):
     job = memory.Job(hardware.MODELS["llama-405b"], 2048)
     search = search_file.Search(job, 16384, hardware.DEVICES["h100"], {})
     assert len(search.best(6, plan.BAND)) == 6 and search.slower + search.misfits > 20_000
-    assert len(played) < 100 and sum(played) < 2_000_000
+    assert len(played) < 100 and sum(played) < 1_000_000
 
 
 @pytest.mark.parametrize("flags", [

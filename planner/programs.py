@@ -1,0 +1,320 @@
+"""Layouts in other programs' words: python plan.py --for megatron|torchtitan|deepspeed|nanotron
+
+A Program says which layouts it has (the search leaves out the others), and prints one as its own
+flags, TOML, JSON or YAML. Names of options are those of these versions:
+
+    megatron     Megatron-LM core_v0.14.0, megatron/training/arguments.py
+    torchtitan   torchtitan 0.2.2, torchtitan/config/job_config.py
+    deepspeed    DeepSpeed 0.16.5, docs/_pages/config-json.md, docs/_tutorials/pipeline.md
+    nanotron     nanotron 0.4, src/nanotron/config
+
+Seconds and bytes stay train.py's: the programs hold and send somewhat other things.
+"""
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+from planner.memory import is_tied, shape_of
+from planner.mixture import splits_experts
+from sizes import LlamaConfig
+
+
+class Program(NamedTuple):
+    name: str
+    version: str  # empty: this repository's
+    zero: tuple  # its ZeRO stages
+    # lacks(job, layout): [text], what the layout has and the program has not; [] if it can run it
+    lacks: Callable
+    # written(job, layout): the layout in the program's words
+    written: Callable
+    # notes(job, layout): [text], what its words leave to say
+    notes: Callable
+
+
+def refused(*cases):
+    """The texts of (condition, text) whose condition holds."""
+    return [text for condition, text in cases if condition]
+
+
+def sequences_of(job, layout):
+    """Sequences of a microbatch."""
+    return job.batch_size // layout.dp // layout.microbatches
+
+
+def is_llama(model):
+    return isinstance(model, LlamaConfig)
+
+
+# ---- Megatron-LM: flags of pretrain_gpt.py ----
+
+
+def megatron_layers(job, layout):
+    """Does Megatron's cut need the two ends counted as layers? None if it has no cut at all."""
+    stages = layout.pp * layout.chunks
+    for counted in (False, True):
+        if (job.model.n_layer + 2 * counted) % stages == 0:
+            return counted
+    return None
+
+
+def megatron_lacks(job, layout):
+    stages = layout.pp * layout.chunks
+    return refused(
+        (layout.schedule not in ("1f1b", "interleaved"),
+         f"{layout.schedule}: Megatron-LM has 1F1B and its interleaved form"),
+        (layout.pp > 1 and megatron_layers(job, layout) is None,
+         f"{stages} stages of {job.model.n_layer} layers: a stage has as many layers as any other "
+         "(the ends may count as layers)"),
+        (layout.tp > 1 and not layout.sp and job.model.n_experts > 0,
+         "experts and --tp without --sp"))
+
+
+def megatron_written(job, layout):
+    model = job.model
+    words = {"tensor-model-parallel-size": layout.tp, "pipeline-model-parallel-size": layout.pp,
+             "context-parallel-size": layout.cp}
+    if layout.schedule == "interleaved":
+        words["num-virtual-stages-per-pipeline-rank"] = layout.chunks
+    if layout.pp > 1 and megatron_layers(job, layout):
+        words |= {"account-for-embedding-in-pipeline-split": "",
+                  "account-for-loss-in-pipeline-split": ""}
+    if layout.sp:
+        words["sequence-parallel"] = ""
+    if layout.cp > 1:
+        words["cp-comm-type"] = "p2p" if layout.cp_attention == "ring" else "a2a"
+    if layout.zero:
+        words |= {"use-distributed-optimizer": "", "overlap-param-gather": ""}
+    words["overlap-grad-reduce"] = ""
+    if layout.recompute:
+        words |= {"recompute-granularity": "full", "recompute-method": "uniform",
+                  "recompute-num-layers": 1}
+    words |= {"micro-batch-size": sequences_of(job, layout), "global-batch-size": job.batch_size,
+              "bf16": ""}
+    if job.grad_width == 2:
+        words["grad-reduce-in-bf16"] = ""
+    words |= {"num-layers": model.n_layer, "hidden-size": model.n_embd,
+              "num-attention-heads": model.n_head, "seq-length": model.block_size,
+              "max-position-embeddings": model.block_size}
+    if is_llama(model):
+        words |= {"group-query-attention": "", "num-query-groups": model.n_kv_head,
+                  "kv-channels": model.kv_width // model.n_kv_head, "swiglu": "",
+                  "normalization": "RMSNorm", "position-embedding-type": "rope",
+                  "rotary-base": int(model.rope_theta), "disable-bias-linear": "",
+                  "ffn-hidden-size": model.n_hidden}
+    if not is_tied(model):
+        words["untie-embeddings-and-output-weights"] = ""
+    if model.n_experts:
+        # train.py's E x T ranks have whole experts: for Megatron all of them are expert ranks
+        split = splits_experts(model)
+        words |= {"num-experts": model.n_experts, "moe-router-topk": model.top_k,
+                  "moe-ffn-hidden-size": expert_width(model),
+                  "expert-model-parallel-size": layout.ep * (1 if split else layout.tp),
+                  "expert-tensor-parallel-size": layout.tp if split else 1,
+                  "moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": ""}
+        if shape_of(model).shared:
+            words["moe-shared-expert-intermediate-size"] = shape_of(model).shared
+    return " ".join(["pretrain_gpt.py", *(f"--{name} {value}".strip()
+                                          for name, value in words.items())])
+
+
+def expert_width(model):
+    """Hidden units of an expert."""
+    return (model.n_hidden if is_llama(model) else 4 * model.n_embd) // model.top_k
+
+
+def megatron_notes(job, layout):
+    return ["no zb-h1, zb-h2, zb-v; no ZeRO-2 or 3 beside its flags above (--use-megatron-fsdp is "
+            "another engine): not searched", "add --tokenizer-type, --data-path, --lr, "
+            "--train-iters: the vocabulary is the tokenizer's"]
+
+
+# ---- torchtitan: a TOML file ----
+
+FLAVORS = {(32, 4096, 8): "8B", (80, 8192, 8): "70B", (126, 16384, 8): "405B"}
+TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
+                   "gpipe": "GPipe"}
+
+
+def flavor(model):
+    """The name of these sizes in torchtitan/models/llama3/__init__.py; "" if it has none."""
+    if not is_llama(model) or model.n_experts:
+        return ""
+    return FLAVORS.get((model.n_layer, model.n_embd, model.n_kv_head), "")
+
+
+def layers_per_stage(job, layout):
+    """Layers of a stage, where the two ends count as one each; the last stage may have fewer."""
+    return -(-(job.model.n_layer + 2) // (layout.pp * layout.chunks))
+
+
+def titan_lacks(job, layout):
+    per_stage = layers_per_stage(job, layout)
+    stages = -(-(job.model.n_layer + 2) // per_stage)  # as torchtitan counts them
+    return refused(
+        (layout.schedule not in TITAN_SCHEDULES,
+         f"{layout.schedule}: torchtitan has 1F1B, Interleaved1F1B and ZBVZeroBubble"),
+        (layout.pp > 1 and stages != layout.pp * layout.chunks,
+         f"{layout.pp * layout.chunks} stages: {per_stage} layers each make {stages}"),
+        (layout.tp > 1 and not layout.sp, "--tp without --sp"),
+        (layout.cp_attention != "ring", "attention by all-to-all"),
+        (layout.dp * layout.cp == 1 and layout.ranks > 1, "no data-parallel ranks to shard over"))
+
+
+def titan_written(job, layout):
+    model = job.model
+    b = sequences_of(job, layout)
+    # With a pipeline torchtitan's local batch is a step's, without one a microbatch's
+    local = b * layout.microbatches if layout.pp > 1 else b
+    split = splits_experts(model)
+    tables = {
+        "model": {"name": "llama3", "flavor": flavor(model) or "YOURS"},
+        "training": {"local_batch_size": local, "global_batch_size": job.batch_size,
+                     "seq_len": model.block_size, "mixed_precision_param": "bfloat16",
+                     "mixed_precision_reduce": "float32"},
+        "parallelism": {
+            "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": layout.dp,
+            "fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
+            "tensor_parallel_degree": layout.tp, "context_parallel_degree": layout.cp,
+            "pipeline_parallel_degree": layout.pp},
+        "activation_checkpoint": {"mode": "full" if layout.recompute else "none"}}
+    if layout.cp > 1:
+        tables["parallelism"]["context_parallel_rotate_method"] = "alltoall"
+    if layout.pp > 1:
+        tables["parallelism"] |= {
+            "pipeline_parallel_schedule": TITAN_SCHEDULES[layout.schedule],
+            "pipeline_parallel_layers_per_stage": layers_per_stage(job, layout),
+            "pipeline_parallel_microbatch_size": b}
+    if model.n_experts:
+        tables["parallelism"] |= {
+            "expert_parallel_degree": layout.ep * (1 if split else layout.tp),
+            "expert_tensor_parallel_degree": layout.tp if split else 1}
+    return "\n\n".join("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}"
+                                                  for key, value in values.items())])
+                       for name, values in tables.items())
+
+
+def titan_notes(job, layout):
+    return ["no zb-h1 or zb-h2, no ZeRO-0 or 1 beside other axes, no attention by all-to-all: not "
+            "searched",
+            *refused((job.grad_width == 2, "it sums gradients in 32 bits: plan with --grad-dtype "
+                      "float32, too"),
+                     (not flavor(job.model), "no flavor of llama3 has these sizes: add one to "
+                      "torchtitan/models (experts: qwen3 or deepseek_v3) and name it"))]
+
+
+# ---- DeepSpeed: a JSON file; what splits the model is code ----
+
+
+def deepspeed_lacks(job, layout):
+    return refused(
+        (layout.tp > 1, "--tp: its configuration has no tensor ranks for training"),
+        (layout.schedule != "1f1b", f"{layout.schedule}: its pipeline is 1F1B"),
+        (layout.pp > 1 and layout.cp > 1, "--pp with --cp"),
+        (layout.pp > 1 and layout.ep > 1, "--pp with --ep"),
+        (layout.pp > 1 and layout.zero > 1, "ZeRO-2 or 3 in its pipeline"),
+        (job.model.n_experts > 0 and layout.zero == 3, "experts under ZeRO-3"),
+        (job.model.n_experts > 0 and job.model.top_k > 2, "more than 2 experts per token"),
+        (layout.cp > 1 and layout.cp_attention == "ring", "ring attention: it has all-to-all"))
+
+
+def deepspeed_written(job, layout):
+    grads = "bf16" if job.grad_width == 2 else "fp32"
+    return json.dumps({
+        "train_batch_size": job.batch_size,
+        "train_micro_batch_size_per_gpu": sequences_of(job, layout),
+        "gradient_accumulation_steps": layout.microbatches,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": grads},
+        "zero_optimization": {"stage": layout.zero, "overlap_comm": True}}, indent=2)
+
+
+def deepspeed_notes(job, layout):
+    return ["no --tp, no schedule but 1F1B, no ring attention: not searched",
+            *refused(
+        (layout.pp > 1, f"in your model: PipelineModule(layers, num_stages={layout.pp})"),
+        (layout.cp > 1, "in your model: DistributedAttention(attention, group), with "
+         f"sequence_parallel_size {layout.cp} (DeepSpeed-Ulysses)"),
+        (job.model.n_experts > 0, "in your model: deepspeed.moe.layer.MoE(hidden_size, expert, "
+         f"num_experts={job.model.n_experts}, ep_size={layout.ep}, k={job.model.top_k})"),
+        (layout.recompute, "in your model: deepspeed.checkpointing.checkpoint(block, x)"))]
+
+
+# ---- nanotron: a YAML file ----
+
+
+def nanotron_lacks(job, layout):
+    return refused(
+        (layout.schedule not in ("1f1b", "gpipe"),
+         f"{layout.schedule}: nanotron has 1f1b and afab"),
+        (layout.cp_attention != "ring", "attention by all-to-all"),
+        (layout.ep > 1, "expert ranks: its ranks are tp x cp x dp x pp"),
+        (layout.tp > 1 and job.model.n_experts > 0, "experts beside --tp"))
+
+
+def nanotron_written(job, layout):
+    model = job.model
+    sizes = {"hidden_size": model.n_embd, "num_hidden_layers": model.n_layer,
+             "num_attention_heads": model.n_head, "vocab_size": model.vocab_size,
+             "max_position_embeddings": model.block_size,
+             "tie_word_embeddings": is_tied(model)}
+    if is_llama(model):
+        sizes |= {"intermediate_size": model.n_hidden, "num_key_value_heads": model.n_kv_head,
+                  "rope_theta": model.rope_theta, "is_qwen2_config": True}
+    if layout.cp > 1:
+        sizes |= {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 1}
+    if model.n_experts:
+        shared = shape_of(model).shared
+        sizes["moe_config"] = {"num_experts": model.n_experts, "top_k": model.top_k,
+                               "moe_intermediate_size": expert_width(model),
+                               "enable_shared_expert": shared > 0}
+        if shared:
+            sizes["moe_config"]["shared_expert_intermediate_size"] = shared
+    return yaml({
+        "parallelism": {
+            "dp": layout.dp, "tp": layout.tp, "pp": layout.pp,
+            "context_parallel_size": layout.cp,
+            "pp_engine": "afab" if layout.schedule == "gpipe" else "1f1b",
+            "tp_mode": "REDUCE_SCATTER" if layout.sp else "ALL_REDUCE",
+            "tp_linear_async_communication": layout.sp, "recompute_layer": layout.recompute},
+        "optimizer": {"zero_stage": layout.zero, "accumulate_grad_in_fp32": job.grad_width == 4},
+        "tokens": {"sequence_length": model.block_size,
+                   "micro_batch_size": sequences_of(job, layout),
+                   "batch_accumulation_per_replica": layout.microbatches},
+        "model": {"dtype": "bfloat16", "model_config": sizes}})
+
+
+def yaml(values, indent=""):
+    """A dict of dicts, numbers and words, as YAML."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{key}:", yaml(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{key}: {value if isinstance(value, str) else json.dumps(value)}")
+    return "\n".join(lines)
+
+
+def nanotron_notes(job, layout):
+    return ["no interleaved or zero-bubble schedules, no ZeRO-2 or 3, no attention by all-to-all: "
+            "not searched; no expert ranks, though it has a flag for them",
+            *refused((not is_llama(job.model), "it has no GPT-2 blocks: sizes above are those of "
+                      "the nearest Llama"))]
+
+
+# ---- this repository ----
+
+
+def nothing(job, layout):
+    return []
+
+
+TRAIN_PY = Program("train.py", "", (0, 1, 2, 3), nothing, nothing, nothing)
+PROGRAMS = {
+    "megatron": Program("Megatron-LM", "core_v0.14.0", (0, 1), megatron_lacks, megatron_written,
+                        megatron_notes),
+    "torchtitan": Program("torchtitan", "0.2.2", (2, 3), titan_lacks, titan_written, titan_notes),
+    "deepspeed": Program("DeepSpeed", "0.16.5", (0, 1, 2, 3), deepspeed_lacks, deepspeed_written,
+                         deepspeed_notes),
+    "nanotron": Program("nanotron", "0.4", (0, 1), nanotron_lacks, nanotron_written,
+                        nanotron_notes)}

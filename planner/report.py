@@ -1,0 +1,193 @@
+"""What plan.py prints: the table of layouts, what each row trades, the first row's parts."""
+
+from dataclasses import fields
+
+from planner.calibrate import factor_of_runs
+from planner.costs import LEFT_OUT, Costs, step_flops
+from planner.habits import trade
+from planner.memory import Layout, memory, n_parameters
+from planner.mixture import Mixture
+from planner.programs import PROGRAMS
+from planner.search import NOT_SEARCHED, Search, as_config, departures
+from planner.table import table
+from schedules import SCHEDULES
+
+# The planner's median error on published runs to which its fractions were not fitted ("held out
+# third" in planner/published.txt): python plan.py --published
+BAND = 0.14
+# Columns of every table. Other fields of Layout have a column if a row differs from one process
+ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")
+
+
+def command(cfg, ranks, node):
+    """The command that trains with a Config, to be typed on each node: the flags that differ from
+    their defaults. HOST is the name of one of the nodes."""
+    words = ["torchrun"]
+    if ranks > node:
+        words += ["--nnodes", str(ranks // node), "--nproc-per-node", str(node),
+                  "--rdzv-backend c10d --rdzv-endpoint HOST:29500"]
+    words.append("train.py")
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        if value != f.default:
+            words.append("--" + f.name.replace("_", "-"))
+            if value is not True:
+                words.append(f"{value:g}" if type(value) is float else str(value))
+    return " ".join(words)
+
+
+def figures(job, layout, device):
+    """The figures of a layout, for the table and --json (docs/which-layout.md lists the keys)."""
+    costs = Costs(job, device)
+    seconds = costs.step_time(layout)
+    breakdown = costs.breakdown(layout)
+    gpu_seconds = layout.ranks * seconds  # seconds of a step, added up over the GPUs
+    is_mixture = isinstance(job.model, Mixture)  # train.py has no such model
+    cfg = as_config(job, layout._asdict())
+    if SCHEDULES[layout.schedule].chunks:
+        cfg.chunks = 0  # the schedule has its own number: the command need not name it
+    return {**layout._asdict(), "step_s": seconds,
+            "tflops_per_gpu": step_flops(job, layout.recompute) / gpu_seconds / 1e12,
+            "mfu": step_flops(job) / gpu_seconds / 1e12 / device.tflops,
+            "bubble": breakdown["bubble"] / seconds,
+            "memory_gb": {kind: size / 1e9 for kind, size in memory(job, layout).items()},
+            "time_s": breakdown,
+            "command": "" if is_mixture else command(cfg, layout.ranks, device.node)}
+
+
+def layout_in(row):
+    """The Layout of figures()."""
+    return Layout(*(row[name] for name in Layout._fields))
+
+
+def summary(rows, job, tokens, title):
+    """A table as text. rows: figures() of layouts. tokens: number of tokens in the training."""
+    steps = tokens / (job.batch_size * job.model.block_size)
+    plain = Layout()._asdict()
+    columns = [name for name in plain
+               if name in ALWAYS or any(row[name] != plain[name] for row in rows)]
+    lines = [[*columns, "step s", "TF/GPU", "MFU", "bubble", "GB", "days"]]
+    for row in rows:
+        lines.append([*(str(row[name]) for name in columns),
+                      f"{row['step_s']:.4g}", f"{row['tflops_per_gpu']:.1f}", f"{row['mfu']:.1%}",
+                      f"{row['bubble']:.1%}", f"{row['memory_gb']['total']:.1f}",
+                      f"{steps * row['step_s'] / 86400:.4g}"])
+    return table(title, lines)
+
+
+def listed(values, digits):
+    """The names and values of {name: value} as text, without values that round to 0."""
+    return "  ".join(f"{name} {value:.{digits}f}" for name, value in values.items()
+                     if round(abs(value), digits))
+
+
+def described_layout(layout):
+    """The fields of a layout that differ from those of one process: "dp 16 tp 4 zero 1"."""
+    return " ".join(f"{name} {value}" for name, value in departures(layout).items())
+
+
+def fell_out(search):
+    """Lines of text: how many layouts are not shown, and why."""
+    yield f"{search.slower:9,d}  slower, not worth their trouble, or pruned by a lower bound"
+    if search.smallest:
+        size, layout = search.smallest
+        yield (f"{search.misfits:9,d}  do not fit into {usable(search.device)}; the smallest tried "
+               f"has {size / 1e9:.1f}: {described_layout(layout)}")
+
+
+def usable(device):
+    """The memory that a plan may fill, in words: "74.4 GB (80 less --reserve 0.07)"."""
+    return f"{device.usable:.1f} GB ({device.gb:g} less --reserve {device.reserve:g})"
+
+
+def trades(job, rows):
+    """For each row of figures(): what it gives and takes beside the first (habits.py)."""
+    layouts = [layout_in(row) for row in rows]
+    first = rows[0]
+    return [trade(job, layout, layouts[0], 1 - row["step_s"] / first["step_s"],
+                  row["memory_gb"]["total"] - first["memory_gb"]["total"])
+            for layout, row in zip(layouts, rows, strict=True)]
+
+
+def for_program(program, job, layout):
+    """Lines of text: a layout in another program's words, and what they leave to say."""
+    yield f"for {program.name} {program.version}, planned with train.py's seconds and bytes:"
+    yield program.written(job, layout)
+    for note in program.notes(job, layout):
+        yield f"({note})"
+
+
+def calibration(args, job, device, runs):
+    """Lines of text: what own runs say of a device."""
+    for run in runs:
+        predicted = Costs(job, device).step_time(run.layout)
+        yield (f"measured {run.seconds:.4g} s, predicted {predicted:.4g} s "
+               f"({run.seconds / predicted - 1:+.1%}): {described_layout(run.layout)}")
+    yield (f"so compute takes {factor_of_runs(job, device, runs):.3g} times as long as on a "
+           f"{args.gpu}; messages take as long")
+
+
+def places(search, device, top, rows):
+    """Where the rows were in the list before own runs changed the device. "new": another layout
+    stood there for its kind."""
+    before = Search(search.job, search.gpus, device, search.fixed, search.program).best(top, BAND)
+    number = {layout: str(i) for i, (_, layout) in enumerate(before, 1)}
+    return " ".join(number.get(layout_in(row), "new") for row in rows)
+
+
+def print_list(args, device, runs, search, rows):
+    """Print what the rows of the table are, and what own runs changed."""
+    job = search.job
+    seconds, fastest = search.fastest
+    near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
+    print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; what "
+          "people run first, one row per kind")
+    print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
+    print("what each row gives and takes; the first alone, the others beside the first:")
+    for i, words in enumerate(trades(job, rows), 1):
+        print(f"{i:4}  {words}")
+    if runs:
+        print(f"the rows' places before own runs: {places(search, device, args.top, rows)}")
+
+
+def print_first(args, job, device, first):
+    """Print where the first row's bytes and seconds go, and its command, or the layout in the words
+    of another program."""
+    print()
+    if first["memory_gb"]["total"] > device.usable:
+        print("the layout of the first row DOES NOT FIT:")
+    print(f"GB on the fullest rank, of {usable(device)}: {listed(first['memory_gb'], 1)}")
+    print(f"seconds: {listed(first['time_s'], 3)}  (tp, cp, ep, pp, dp: exposed messages of that "
+          "axis)")
+    if args.program:
+        print(*for_program(PROGRAMS[args.program], job, layout_in(first)), sep="\n")
+    elif isinstance(job.model, Mixture):
+        print("(train.py has no such model: --for writes the layout for another program)")
+    else:
+        print(first["command"])
+        print(f"(train.py takes the vocabulary of its --data, not the planned "
+              f"{job.model.vocab_size})")
+
+
+def print_plan(args, device, runs, search, rows):
+    """Print the table; where the first row's bytes and seconds go; its command; what is not shown.
+    device: before own runs changed it. (search.device: after)"""
+    job = search.job
+    title = (f"{n_parameters(job.model) / 1e9:.4g} billion parameters, {job.batch_size} sequences "
+             f"of {job.model.block_size} tokens a step, on {args.gpus} x {args.gpu}; days for "
+             f"{args.tokens:g} tokens")
+    print(summary(rows, job, args.tokens, title))
+    if runs:
+        print(*calibration(args, job, device, runs), sep="\n")
+    if not args.layout:
+        print_list(args, device, runs, search, rows)
+    print_first(args, job, search.device, rows[0])
+    if args.layout and len(rows) > 1:
+        slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
+        band = "within" if slower <= BAND else "outside"
+        print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}")
+        print(f"{slower:.1%} slower: {band} the band of {BAND:.0%}, the planner's own median error")
+    print("\nnot shown:")
+    print(*fell_out(search), sep="\n")
+    print(f"not searched unless named: {NOT_SEARCHED}")
+    print(f"left out: {LEFT_OUT}")
