@@ -114,8 +114,9 @@ class Examined:
     def __init__(self, mine, number):
         self.mine = mine
         self.numbers = mine.steps[number - 1]
-        self.step = SimulatedStep(mine.model, mine.layout, mine.balance, dict(mine.weights(number - 1)),
-                         mine.ids(number), mine.targets(number), mine.loss == "mean")
+        self.step = SimulatedStep(mine.model, mine.layout, mine.balance,
+                                  dict(mine.weights(number - 1)), mine.ids(number),
+                                  mine.targets(number), mine.loss == "mean")
         self.terms = self.step.run()
         self.dtype = getattr(torch, mine.dtype)
         self.grad_dtype = getattr(torch, mine.grad_dtype)
@@ -154,8 +155,8 @@ class Examined:
         weights = {name: weight * (1 + eps * torch.randn(weight.shape, generator=generator,
                                                          dtype=torch.double))
                    for name, weight in self.step.weights.items()}
-        return SimulatedStep(self.mine.model, self.mine.layout, self.mine.balance, weights, self.step.ids,
-                    self.step.targets, self.step.is_mean)
+        return SimulatedStep(self.mine.model, self.mine.layout, self.mine.balance, weights,
+                             self.step.ids, self.step.targets, self.step.is_mean)
 
     def tolerance(self, name, size=1.0):
         """How far MINE's gradient may be off. size: the largest weight of a term in it."""

@@ -144,7 +144,8 @@ class SimulatedStep:
     def merged(self):
         """The same step with all sequences in one microbatch of one data rank: sooner computed."""
         tokens = [part.flatten(0, 2)[None, None] for part in (self.ids, self.targets)]
-        return SimulatedStep(self.config, self.layout, self.balance, self.weights, *tokens, self.is_mean)
+        return SimulatedStep(self.config, self.layout, self.balance, self.weights, *tokens,
+                             self.is_mean)
 
     def run(self, cause=None, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
             losses_only=False):
