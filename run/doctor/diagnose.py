@@ -535,10 +535,10 @@ def repeated_rows(batch, ranks):
     if any(row not in batch for rank in ranks for row in rank):
         return []
     places = [compact([batch.index(row) for row in rank]) for rank in ranks]
-    texts = "; ".join(f"data rank {d} {rows}" for d, rows in enumerate(places))
+    texts = "; ".join(f"data rank {d} has rows {rows}" for d, rows in enumerate(places))
     if all(len(set(rank)) == len(rank) for rank in ranks):
-        return [f"the data ranks' parts of the batch overlap: rows of {texts}"]
-    return [f"a data rank's microbatches repeat sequences: rows of {texts}"]
+        return [f"the data ranks' parts of the batch overlap: {texts}"]
+    return [f"a data rank's microbatches repeat sequences: {texts}"]
 
 
 def compact(numbers):
@@ -771,6 +771,18 @@ def check_rate(reference, mine, number):
     finding = Finding(stage, False, f"{rate:.6g}, not {right:.6g}")
     if abs(rate - other) <= 1e-6 * other:
         finding.causes = [f"it is that of step {3 - number}"]
+        return finding
+    first, second = (step["lr"] for step in reference.steps)
+    steps = (rate - first) / (second - first) if second != first else 0  # that warm-up went
+    sizes = {axis: mine.layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches")
+             if mine.layout[axis] > 1}
+    went = [axis for axis, size in sizes.items() if number == 2 and abs(steps - size) < 1e-3]
+    if went:
+        finding.causes = [f"warm-up went {sizes[went[0]]} steps at the first one "
+                          f"({' or '.join(went)})"]
+    times = [axis for axis, size in sizes.items() if abs(rate - size * right) <= 1e-6 * rate]
+    if times:
+        finding.causes.append(f"it is {sizes[times[0]]} times REFERENCE's ({' or '.join(times)})")
     return finding
 
 
