@@ -107,6 +107,8 @@ def check_shape(what, got, want):
         raise Wrong(f"{what}: a tensor is to be returned, and {type(got).__name__} was")
     if got.shape != want.shape:
         raise Wrong(f"{what} has shape {[*got.shape]}, and should have {[*want.shape]}")
+    if got.dtype != want.dtype:
+        raise Wrong(f"{what} is {got.dtype}, and should be {want.dtype}: like what it is made of")
 
 
 def beside(what, got, formula, value):
@@ -179,8 +181,7 @@ def steps_of(cfg, mesh):
             seen.append(([grad.clone() for grad in grads], self.tags))
             super().step(grads, norm)
 
-    with patch.object(plain, "AdamW", Recorded):
-        losses = list(plain.training_steps(cfg, mesh, RandomTokens()))
+    losses = list(plain.training_steps(cfg, mesh, RandomTokens(), optimizer=Recorded))
     return [Step(loss, norm, *more) for (loss, norm), more in zip(losses, seen, strict=True)]
 
 
