@@ -48,6 +48,12 @@ def explain_gradient(got, want, own, N):
     return "differs from the sum over the replicas"
 
 
+def explain_new(chunk, old):
+    if same(chunk, old):
+        return "is the old one: every rank needs the new weights of all"
+    return "is neither old nor new: all_gather takes the whole parameter"
+
+
 def check_cleared(params):
     if any(param.grad is not None for param in params):
         raise Wrong("gradients() leaves param.grad: the next step would add to it")
@@ -126,12 +132,13 @@ def judge_zero1(make_mesh, forms):
     check_cleared(params)
     ours.publish()
     for param in params:
-        new = before[param.shard.name] - whole[param.shard.name]
-        for rank, (chunk, want) in enumerate(zip(param.detach().view(-1).tensor_split(RANKS),
-                                                 new.view(-1).tensor_split(RANKS), strict=True)):
+        old = before[param.shard.name]
+        new = old - whole[param.shard.name]
+        parts = [tensor.detach().view(-1).tensor_split(RANKS) for tensor in (param, old, new)]
+        for rank, (chunk, was, want) in enumerate(zip(*parts, strict=True)):
             if not same(chunk, want):
-                raise Wrong(f"after publish(), rank {group.rank} has the old chunk {rank} of "
-                            f"{param.shard.name}: every rank needs the new weights of all")
+                raise Wrong(f"after publish(), rank {group.rank}: chunk {rank} of "
+                            f"{param.shard.name} " + explain_new(chunk, was))
     psi = sum(param.numel() for param in params)
     own = sum(own_chunk(param.data, group).numel() for param in params)
     of_next = sum(param.data.view(-1).tensor_split(RANKS)[group.next].numel() for param in params)

@@ -281,6 +281,12 @@ class NeverPublishes(zero.ZeRO1):
         pass
 
 
+class GathersChunks(zero.ZeRO1):
+    def publish(self):
+        for param, weight in zip(self.params, self.weights, strict=True):
+            all_gather(weight, param.shard.sum_over[0])
+
+
 class KeepsGradients(zero.ZeRO1):
     def gradients(self):
         return [own_chunk(reduce_scatter(param.grad, param.shard.sum_over[0]),
@@ -710,7 +716,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (StepsWhole, "this rank's chunk has"),
         (StepsCopies, "keep a view, so that a step changes the parameter"),
         (StepsRecorded, "take the chunks of param.data"),
-        (NeverPublishes, "after publish(), rank 0 has the old chunk 1"),
+        (NeverPublishes, "is the old one: every rank needs the new weights of all"),
+        (GathersChunks, "is neither old nor new: all_gather takes the whole parameter"),
         (KeepsGradients, "leaves param.grad: the next step would add to it"),
         (AllReduces, "right, but bytes sent by this rank"),
         (AveragesChunks, "is divided by 4: gradients are summed, never averaged")]),
@@ -866,6 +873,8 @@ def test_an_attempt_may_fail_in_other_ways():
             load_forms(path, ("reduce_scatter",))
     reports = [Report("wrong", "a"), Report("a hang", "b"), Report("an error", "c")]
     assert verdict(reports).line == "c" and verdict(reports[:2]).line == "a"
+    # A rank whose peer has ended knows less than the peer
+    assert verdict([Report("a lost message", "d"), *reports[:1]]).line == "a"
 
 
 def raises(tensor, group, combine=None):
