@@ -17,8 +17,8 @@ from sizes import config_of
 class InMemory(Dump):
     """A Dump whose tensors were never written."""
 
-    def tokens(self, number, name, least):
-        return self.files[f"tokens-{number}"][name]
+    def read_tokens(self, number, name, least):
+        return self.tokens[f"tokens-{number}"][name]
 
 
 class Place:
@@ -47,9 +47,9 @@ def in_memory(cfg: Config, trace, vocab_size):
     ...] with full tensors."""
     layout = ("dp", "ep", "pp", "cp", "tp", "sp", "cp_attention", "zero", "schedule", "chunks",
               "microbatches")
-    files = {f"weights-{n}": trace[n]["weights"] for n in (0, 1, 2)}
-    files |= {f"gradients-{n}": trace[n]["grads"] for n in (1, 2)}
-    files |= {f"tokens-{n}": tokens_of(cfg, n - 1) for n in (1, 2)}
+    tensors = {f"weights-{n}": trace[n]["weights"] for n in (0, 1, 2)}
+    tensors |= {f"gradients-{n}": trace[n]["grads"] for n in (1, 2)}
+    tokens = {f"tokens-{n}": tokens_of(cfg, n - 1) for n in (1, 2)}
     numbers = [{name: trace[n][name] for name in ("loss", "norm", "lr")} for n in (1, 2)]
     steps = [{**step, "scale": 1.0, "gradients_differ": [], "weights_differ": []}
              for step in numbers]
@@ -57,7 +57,7 @@ def in_memory(cfg: Config, trace, vocab_size):
                  "weight_decay": cfg.weight_decay, "grad_clip": cfg.grad_clip}
     return InMemory(cfg.out, "nanogpt", config_of(cfg, vocab_size), cfg.dtype, cfg.dtype,
                     {name: getattr(cfg, name) for name in layout}, "mean", optimizer,
-                    cfg.balance if cfg.experts else 0.0, steps, files)
+                    cfg.balance if cfg.experts else 0.0, steps, tensors, tokens)
 
 
 def diagnosis(cfg, mine, reference, vocab_size):

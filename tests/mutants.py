@@ -237,8 +237,6 @@ MUTANTS = {
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
         (".clamp(min=1.0)", "", "values:scale"),
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
-        ("== [0]", "!= []", "zero:one_bit"),
-        ("(param.shard.sum_over[0], *param.shard.shared_by)", "param.shard.shared_by", "zero:bit"),
         ("mesh.one_replica() if", 'mesh.group("pp", "tp") if', "layouts:experts"),
         ("data.ahead(cfg, mesh, start)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
         (" or scale > 1 else", " else", "values:float16_gives_up"),
