@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from data.batches import Data
+from experts import kind_of
 from run.config import Config
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump
@@ -37,9 +38,8 @@ def tokens_of(cfg, step):
     """{"ids", "targets": (D, m, B, S)} of a step."""
     data = Data(cfg)
     ranks = [data.training(cfg, step, Place(d, cfg.dp)) for d in range(cfg.dp)]
-    both = zip(*[zip(*batches, strict=True) for batches in ranks], strict=True)
-    return {name: torch.stack([torch.stack(rank) for rank in tensors])
-            for name, tensors in zip(("ids", "targets"), both, strict=True)}
+    return {name: torch.stack([torch.stack([batch[i] for batch in rank]) for rank in ranks])
+            for i, name in enumerate(("ids", "targets"))}
 
 
 def in_memory(cfg: Config, trace, vocab_size):
@@ -60,7 +60,18 @@ def in_memory(cfg: Config, trace, vocab_size):
                     cfg.balance if cfg.experts else 0.0, steps, tensors, tokens)
 
 
+def is_known(cfg, trace, vocab_size):
+    """Has the trace the tensors of this repository's model, all trained? A fork's may have
+    others, which the doctor cannot compute."""
+    config = config_of(cfg, vocab_size)
+    with torch.device("meta"):
+        names = dict(kind_of(config)(config).canonical_parameters()).keys()
+    return trace[0]["weights"].keys() == trace[1]["grads"].keys() == names
+
+
 def diagnosis(cfg, mine, reference, vocab_size):
     """The doctor's lines on what differs."""
+    if not is_known(cfg, reference, vocab_size):
+        return "a model that the doctor does not know"
     dumps = [in_memory(cfg, trace, vocab_size) for trace in (reference, mine)]
     return "\n".join(line for line, is_equal in lines(diagnose(*dumps)) if not is_equal)
