@@ -108,7 +108,8 @@ MUTANTS = {
     "engine/optimizer.py": [
         ("square() / self.copies).sum()", "square()).sum()", "layouts:layout_equals"),
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
-        ("2, dtype=self.wide)", "2)", "values:norm"),
+        ("norms(grads, self.wide)", "norms(grads, grads[0].dtype)", "values:norm"),
+        ("x.split(1 << 16)", "(x,)", "zero:many_elements"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
         ("(bucket.master, *bucket.moments.values())]\n        norms",
          "(bucket.master,)]\n        norms", "checkpoint:one_ranks_shard"),
