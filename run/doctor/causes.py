@@ -192,7 +192,7 @@ class Change:
     feed: object = None  # feed(ids, targets, k, mesh, positions): in the place of step.own_tokens
 
 
-def nothing(x, group):
+def unsummed(x, group):
     return x
 
 
@@ -784,7 +784,7 @@ def tensor_changes(config, sp):
         if not sp:
             found += [
                 Change(f"f is missing {where}: the gradient of a column's input is not summed over "
-                       "the tensor ranks (tp)", after=replace_f(place, nothing), forward=False),
+                       "the tensor ranks (tp)", after=replace_f(place, unsummed), forward=False),
                 Change(f"f averages over the tensor ranks (tp), and does not sum, {where}",
                        after=replace_f(place, averaged(False, True)), forward=False)]
     for place in ("attention", "MLP", "embedding", "blocks", "model"):
@@ -792,7 +792,7 @@ def tensor_changes(config, sp):
         if not sp:
             found += [
                 Change(f"g is missing {where}: partial sums are not summed over the tensor ranks "
-                       "(tp)", after=replace_g(place, nothing)),
+                       "(tp)", after=replace_g(place, unsummed)),
                 Change(f"g sums in backward, too, {where}: gradients are tp times too large there",
                        after=replace_g(place, sums_both_ways), forward=False),
                 Change(f"g averages over the tensor ranks (tp), and does not sum, {where}",
@@ -800,7 +800,7 @@ def tensor_changes(config, sp):
         if place not in ("embedding", "model") and not sp:
             found += [
                 Change(f"a row's bias is added on each tensor rank (tp) {where}",
-                       after=biased_rows(place, nothing)),
+                       after=biased_rows(place, unsummed)),
                 Change(f"a row's bias is added on each tensor rank (tp) {where}, and its gradient "
                        "is summed over them", after=biased_rows(place, copy_to_ranks))]
     found += [

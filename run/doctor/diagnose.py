@@ -21,7 +21,7 @@ import torch
 
 from model import ABSENT, UNTIED
 from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, known_shares
-from run.doctor.step import EMBEDDING, Step, Terms, sampled
+from run.doctor.step import EMBEDDING, SimulatedStep, Terms, sampled
 from run.doctor.update import Replay, Way, norms, ways
 
 NOISE = 5  # how many times the noise of one process still counts as equal
@@ -75,12 +75,12 @@ def group_words(wrong, tensors, fits):
         "the gradients of routers": lambda name: ".router." in name,
         "the gradients of all but experts": lambda name: ".experts." not in name,
     }
-    blocks = sorted({place_of(name) for name in tensors} - {-1, math.inf})
+    blocks = sorted({block_of(name) for name in tensors} - {-1, math.inf})
     for i in blocks:
-        groups[f"the gradients before block {i}"] = lambda name, i=i: place_of(name) < i
-        groups[f"the gradients from block {i} on"] = lambda name, i=i: place_of(name) >= i
-        groups[f"the gradients of block {i}"] = lambda name, i=i: place_of(name) == i
-    groups["the gradients before the head"] = lambda name: place_of(name) < len(blocks)
+        groups[f"the gradients before block {i}"] = lambda name, i=i: block_of(name) < i
+        groups[f"the gradients from block {i} on"] = lambda name, i=i: block_of(name) >= i
+        groups[f"the gradients of block {i}"] = lambda name, i=i: block_of(name) == i
+    groups["the gradients before the head"] = lambda name: block_of(name) < len(blocks)
     fitting = {}  # words -> number of members
     for words, has in groups.items():
         members = [name for name in tensors if has(name)]
@@ -100,7 +100,7 @@ def is_replicated(name):
     return ".ln_" in name or "wpe" in name or name.endswith("c_proj.bias") or ".router." in name
 
 
-def place_of(name):
+def block_of(name):
     """The number of a parameter's block; -1 for the embedding, infinite for what follows."""
     number = re.search(r"\.(\d+)\.", name)  # transformer.h.0.ln_1.weight
     if number:
@@ -114,8 +114,9 @@ class Examined:
     def __init__(self, mine, number):
         self.mine = mine
         self.numbers = mine.steps[number - 1]
-        self.step = Step(mine.model, mine.layout, mine.balance, dict(mine.weights(number - 1)),
-                         mine.ids(number), mine.targets(number), mine.loss == "mean")
+        self.step = SimulatedStep(mine.model, mine.layout, mine.balance,
+                                  dict(mine.weights(number - 1)), mine.ids(number),
+                                  mine.targets(number), mine.loss == "mean")
         self.terms = self.step.run()
         self.dtype = getattr(torch, mine.dtype)
         self.grad_dtype = getattr(torch, mine.grad_dtype)
@@ -154,8 +155,8 @@ class Examined:
         weights = {name: weight * (1 + eps * torch.randn(weight.shape, generator=generator,
                                                          dtype=torch.double))
                    for name, weight in self.step.weights.items()}
-        return Step(self.mine.model, self.mine.layout, self.mine.balance, weights, self.step.ids,
-                    self.step.targets, self.step.is_mean)
+        return SimulatedStep(self.mine.model, self.mine.layout, self.mine.balance, weights,
+                             self.step.ids, self.step.targets, self.step.is_mean)
 
     def tolerance(self, name, size=1.0):
         """How far MINE's gradient may be off. size: the largest weight of a term in it."""
@@ -442,7 +443,7 @@ def kinds_of_model(mine, given, wanted, is_close):
     """{words: function of a name} for a model of a known form."""
     heads = mine.model.n_head
     layout, L = mine.layout, mine.model.n_layer
-    step = Step(mine.model, layout, 0.0, dict(given), None, None)
+    step = SimulatedStep(mine.model, layout, 0.0, dict(given), None, None)
     tags = step.tags()
     starts = cut_by_layout(mine.model, layout) if layout["pp"] > 1 else []
 
@@ -548,7 +549,7 @@ def compact(numbers):
 # ---- norm and weights ----
 
 
-def check_norm(mine, number):
+def judge_norm(mine, number):
     """A Finding: is MINE's norm that of MINE's gradients? None if it has none to compare."""
     given = mine.gradients(number)
     if not given or len(given) < len(mine.weights(0)):
@@ -593,7 +594,7 @@ def norms_of_parts(mine, given):
     layout, L = mine.layout, mine.model.n_layer
     T, P = layout["tp"], layout["pp"]
     starts = [0, *(cut_by_layout(mine.model, layout) if P > 1 else [])]
-    step = Step(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
+    step = SimulatedStep(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
     parts = torch.zeros(len(starts), T, dtype=torch.double)  # squares of each stage's rank
     for t, tags in enumerate(step.tags()):
         for name, grad in given.items():
@@ -628,7 +629,7 @@ def shard_norms(mine, given):
 
 def layer_number(name, n_layer):
     """The number of a parameter's layer: 0 the embedding, n_layer + 1 the head."""
-    return min(place_of(name), n_layer) + 1
+    return min(block_of(name), n_layer) + 1
 
 
 class Steps:
@@ -827,7 +828,7 @@ def diagnose(reference, mine, deep=True):
             yield Finding(f"step {number} copies", False,
                           f"ranks hold different gradients of {first_of(differ)}")
         else:
-            finding = check_norm(mine, number)
+            finding = judge_norm(mine, number)
             if finding:
                 repeats = number == 2 and set(finding.causes) & set(known)
                 known += finding.causes

@@ -85,7 +85,7 @@ def split_but_experts(model, group, f, g):
     head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
 
 
-class Step:
+class SimulatedStep:
     """A step of a run: the sizes, and what went into it. run() computes it."""
 
     def __init__(self, config, layout, balance, weights, ids, targets, is_mean=True):
@@ -144,7 +144,8 @@ class Step:
     def merged(self):
         """The same step with all sequences in one microbatch of one data rank: sooner computed."""
         tokens = [part.flatten(0, 2)[None, None] for part in (self.ids, self.targets)]
-        return Step(self.config, self.layout, self.balance, self.weights, *tokens, self.is_mean)
+        return SimulatedStep(self.config, self.layout, self.balance, self.weights, *tokens,
+                             self.is_mean)
 
     def run(self, cause=None, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
             losses_only=False):
