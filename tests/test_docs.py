@@ -502,7 +502,8 @@ PATCHES = [block for block in BLOCKS if block.kind == "diff"]
     *((path.name, path.read_text()) for path in sorted(HERE.glob("forks/*.patch")))])
 def test_every_patch_applies_at_the_lines_that_it_names(where, patch, fork):
     reply = apply(patch, fork, "--check")
-    assert "offset" not in reply and "fuzz" not in reply, reply
+    assert "offset" not in reply and "fuzz" not in reply, (
+        f"{reply}\nfor a file of forks/: git apply, git diff '*.py' > FILE, git checkout '*.py'")
 
 
 @pytest.fixture
