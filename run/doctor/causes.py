@@ -37,10 +37,11 @@ class Share:
     tensor: int | None = None  # only this tensor rank's terms
     tied: tuple = (1, 1)  # how often the embedding's and the head's term count
 
-    def largest(self):
-        """The largest weight of a term: rounding errors grow with it."""
+    def largest(self, name):
+        """The largest weight of a term in a tensor: rounding errors grow with it."""
         weight = 1.0 if self.data is None else self.data.abs().max().item()
-        return max(1.0, abs(self.factor) * weight * max(self.tied))
+        tied = max(self.tied) if name == EMBEDDING else 1
+        return max(1.0, abs(self.factor) * weight * tied)
 
 
 RIGHT = Share("right")
