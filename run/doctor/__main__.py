@@ -15,6 +15,7 @@ from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
+    sys.argv[0] = "doctor"  # with which error lines begin
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 from run.config import fail

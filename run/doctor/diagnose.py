@@ -373,7 +373,8 @@ def keeps_first_step(examined, given):
     share = sum((errors[name] * first[name]).sum().item() for name in given) / squares
     left = (off(errors[name], share * first[name]) <= 2 * examined.tolerance(name)
             for name in given)
-    if abs(share) < 1e-3 or not all(left):
+    noise = math.hypot(*(examined.tolerance(name) for name in given))
+    if noise > RESOLVED * abs(share) * math.sqrt(squares) or not all(left):
         return []
     return [f"{share:.3g} of the first step's gradients is still in them: they were not zeroed"]
 
