@@ -32,7 +32,8 @@ def main():
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
         equal = True
-        for line, is_equal in lines(diagnose(reference, mine, args.deep or is_small(mine))):
+        for line, is_equal in lines(diagnose(reference, mine, args.deep or is_small(mine)),
+                                    mine.layout):
             print(line, flush=True)
             equal = equal and is_equal
     except ValueError as error:

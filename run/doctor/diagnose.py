@@ -41,7 +41,6 @@ class Finding:
     equal: bool
     differs: str = ""  # where, and by how much
     causes: list = field(default_factory=list)  # words; several fit the same numbers
-    advice: str = ""
 
     @property
     def named(self):
@@ -330,7 +329,7 @@ def causes_of_loss(examined, loss):
     divisor = terms.divisor
     found = {}
     total = int(terms.tokens.sum())
-    for factor, words in factors(layout, total, examined.numbers["scale"]).items():
+    for factor, words in factors(layout, total, examined.numbers["scale"]):
         found[f"the loss is {words}"] = factor * examined.loss
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
