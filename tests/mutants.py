@@ -106,6 +106,7 @@ MUTANTS = {
          "layouts:layout_equals"),
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
     "engine/optimizer.py": [
+        ("        self.kinds.append(name)\n", "", "checkpoint:adds"),
         ("square() / self.copies).sum()", "square()).sum()", "layouts:layout_equals"),
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
         ("2, dtype=self.wide)", "2)", "values:norm"),
