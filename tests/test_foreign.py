@@ -20,8 +20,8 @@ from run.doctor.dump import Tensors, read_dump
 from run.doctor.words import lines
 from run.hugging_face import CONV1D
 from tests.harness import HERE, pool
+from tests.pages import BLOCKS, PAGES, masked
 from tests.runs import Run, rewrite
-from tests.test_docs import BLOCKS, PAGES, masked
 from tests.test_dump import LLAMA, change_json, dump_of, every_tensor
 
 PAGE = "docs/check-your-own-trainer.md"
