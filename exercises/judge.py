@@ -153,7 +153,7 @@ class RandomTokens:
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
         index, size = mesh.place("dp")
         mine = tokens.chunk(size)[index].chunk(cfg.microbatches)
-        return [(part[:, :-1], part[:, 1:]) for part in mine]
+        return [(part[:, :-1], part[:, 1:], None) for part in mine]
 
 
 def small_config(mesh_sizes, **flags):

@@ -18,8 +18,8 @@ SEQUENCES_OVER_CP = (
     ("plain.py", "        batches = data.training(cfg, step, mesh)  #",
      "        from context_parallel import zigzag\n"
      '        own = zigzag(cfg.block_size, *reversed(mesh.place("cp")))\n'
-     "        batches = [(ids[:, own], targets[:, own])\n"
-     "                   for ids, targets in data.training(cfg, step, mesh)]  #"),
+     "        batches = [(ids[:, own], targets[:, own], None)\n"
+     "                   for ids, targets, _ in data.training(cfg, step, mesh)]  #"),
     ("plain.py", 'dtype=torch.double), mesh.group("dp", "pp"))',
      'dtype=torch.double), mesh.group("dp", "pp", "cp"))'))
 

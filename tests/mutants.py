@@ -108,7 +108,8 @@ MUTANTS = {
     "engine/optimizer.py": [
         ("square() / self.copies).sum()", "square()).sum()", "layouts:layout_equals"),
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
-        ("2, dtype=self.wide)", "2)", "values:norm"),
+        ("norms(grads, self.wide)", "norms(grads, grads[0].dtype)", "values:norm"),
+        ("x.split(1 << 16)", "(x,)", "zero:many_elements"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
         ("(bucket.master, *bucket.moments.values())]\n        norms",
          "(bucket.master,)]\n        norms", "checkpoint:one_ranks_shard"),
@@ -172,7 +173,15 @@ MUTANTS = {
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
         ('"B" if kind == "I" else kind', "kind", "schedules:whole_and_split")],
+    "engine/dropout.py": [
+        (" / (1 - self.rate)", "", "dropout:independent"),
+        ("[self.positions]", "[: len(self.positions)]", "dropout:dropout_equals"),
+        ("if self.first is None:", "if self.first == 0:", "dropout:resumed"),
+        ("self.at(self.first)", "nullcontext()", "dropout:dropout_equals"),
+        ("dropout {place} {number}", "dropout {number}", "dropout:independent"),
+        ('places[f"{i} MLP"] = block.mlp', "pass", "dropout:everywhere")],
     "engine/pipeline.py": [
+        ("        self.dropout.first = first\n", "", "dropout:dropout_equals"),
         ("remaining[param] == 0", "remaining[param] <= 1", "schedules:twice"),
         ("loss is None else y.detach().clone()", "True else y", "plain:pipelines"),
         ("outputs.append(loss * scale)", "outputs.append(loss)", "values:of_16_bits"),
@@ -326,6 +335,9 @@ MUTANTS = {
         ("(stages_per_rank * mean.get", "(mean.get", "schedules:ratio_of_1")],
     "data/batches.py": [
         ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
+        ("step * cfg.batch_size)", "0)", "dropout:dropout_equals"),
+        ("row = index * len(own_starts)", "row = 0", "dropout:dropout_equals"),
+        ("            row += len(part)\n", "", "dropout:dropout_equals"),
         ("len(self.train) - self.block,", "len(self.train) - self.block - 1,", "layouts:equals"),
         ("(len(self.val) - 1) // self", "len(self.val) // self", "values:windows"),
         ('mesh.place("dp", "ep")', 'mesh.place("dp")', "layouts:experts"),

@@ -502,7 +502,8 @@ PATCHES = [block for block in BLOCKS if block.kind == "diff"]
     *((path.name, path.read_text()) for path in sorted(HERE.glob("forks/*.patch")))])
 def test_every_patch_applies_at_the_lines_that_it_names(where, patch, fork):
     reply = apply(patch, fork, "--check")
-    assert "offset" not in reply and "fuzz" not in reply, reply
+    assert "offset" not in reply and "fuzz" not in reply, (
+        f"{reply}\nfor a file of forks/: git apply, git diff '*.py' > FILE, git checkout '*.py'")
 
 
 @pytest.fixture
@@ -816,11 +817,20 @@ def test_nothing_imports_the_forks():
     assert all(room(module) == "forks" for module in users)
 
 
-def test_the_gallery_lists_every_fork_with_its_lines():
-    rows = re.findall(r"\(\.\./forks/(\w+)\.py\) \| .* \| (\d+) \| (.+) \| (\d+) \|",
-                      PAGES[YOUR_OWN])
+def layouts_and_bugs(fork):
+    """How many of each a fork's tests have."""
+    tests = vars(importlib.import_module(f"tests.test_{fork}"))
+    layouts = [mark.args[1] for test in tests.values() for mark in getattr(test, "pytestmark", [])
+               if mark.args[0] in ("flags", "layout")]
+    return [str(len(cases)) for cases in (*layouts, tests["BUGS"])]
+
+
+def test_the_gallery_lists_every_fork_with_its_lines_layouts_and_bugs():
+    rows = re.findall(r"\(\.\./forks/(\w+)\.py\) \| [^|]* \| (\d+) \| ([^|]+) \| (\d+) "
+                      r"\| (\d+) \| (\d+) \|", PAGES[YOUR_OWN])
     assert {name for name, *_ in rows} == {path.stem for path in HERE.glob("forks/[!_]*.py")}
-    for name, lines, added, tests in rows:
+    for name, lines, added, tests, *counts in rows:
+        assert counts == layouts_and_bugs(name), name
         patch = HERE / f"forks/{name}.patch"
         plus = re.findall(r"^\+[^+]", patch.read_text() if patch.exists() else "", re.MULTILINE)
         found = [len((HERE / path).read_text().splitlines())

@@ -427,19 +427,18 @@ def causes_of_weights(reference, mine, wrong, eps):
              lambda name: given[name].dim() == 2 and is_close(given[name], wanted[name].mT)}
     factor = ratio(min(wrong))
     times = f"{factor:.6g} times REFERENCE's"
-    if mine.model:
-        kinds |= kinds_of_model(mine, given, wanted, is_close)
-        root = math.sqrt(2 * mine.model.n_layer)
-        if abs(factor / root - 1) < 1e-6:
-            times += ": not divided by sqrt(2 n_layer)"
+    if mine.model and abs(factor / math.sqrt(2 * mine.model.n_layer) - 1) < 1e-6:
+        times += ": not divided by sqrt(2 n_layer)"
     kinds[f"are {times}"] = lambda name: is_close(given[name], factor * wanted[name])
+    if mine.model:
+        kinds |= kinds_of_model(mine, given, wanted, wrong, is_close)
     for words, is_kind in kinds.items():
         if all(map(is_kind, wrong)):
             return [f"the initial values of {first_of(wrong)} {words}"]
     return []
 
 
-def kinds_of_model(mine, given, wanted, is_close):
+def kinds_of_model(mine, given, wanted, wrong, is_close):
     """{words: function of a name} for a model of a known form."""
     heads = mine.model.n_head
     layout, L = mine.layout, mine.model.n_layer
@@ -458,7 +457,7 @@ def kinds_of_model(mine, given, wanted, is_close):
     def first_rank_alone(name):
         """Are only the first tensor rank's and the first pipeline rank's values right?"""
         if starts and layer_number(name, L) >= starts[0]:
-            return True
+            return drawn_anew(given[name], wanted[name])
         both = zip(slices(name, given), slices(name, wanted), strict=True)
         right = [is_close(*pair) for pair in both]
         return right[0] and len(right) > 1 and not any(right[1:])
@@ -475,8 +474,9 @@ def kinds_of_model(mine, given, wanted, is_close):
         return name.endswith("bias") or ".ln_" in name or twin not in given or (
             off(given[name], given[twin]) <= 1e-6 * norm_of(given[name]))
 
-    kinds = {"have q, k and v of a head side by side (Megatron's order): a wrong map": interleaved,
-             "are the same in all blocks: all drawn with one seed": like_next_block}
+    kinds = {"have q, k and v of a head side by side (Megatron's order): a wrong map": interleaved}
+    if any(".h.0." in name for name in wrong):
+        kinds["are the same in all blocks: all drawn with one seed"] = like_next_block
     if layout["tp"] > 1:
         kinds["are the same in each tensor rank's slice (tp): each draws its slice, with one seed"
               ] = repeats
@@ -484,6 +484,13 @@ def kinds_of_model(mine, given, wanted, is_close):
         kinds["are REFERENCE's on the first rank only: each rank draws with a seed of its own"
               ] = first_rank_alone
     return kinds
+
+
+def drawn_anew(tensor, right):
+    """Do two tensors look like two draws from one distribution?"""
+    tensor, right = tensor - tensor.mean(), right - right.mean()  # a LayerNorm's gains are around 1
+    cosine = (tensor * right).sum().item() / (norm_of(tensor) * norm_of(right))
+    return abs(cosine) < 0.8 and 0.5 < norm_of(tensor) / norm_of(right) < 2
 
 
 def first_of(names):
@@ -535,10 +542,10 @@ def repeated_rows(batch, ranks):
     if any(row not in batch for rank in ranks for row in rank):
         return []
     places = [compact([batch.index(row) for row in rank]) for rank in ranks]
-    texts = "; ".join(f"data rank {d} {rows}" for d, rows in enumerate(places))
+    texts = "; ".join(f"data rank {d} has rows {rows}" for d, rows in enumerate(places))
     if all(len(set(rank)) == len(rank) for rank in ranks):
-        return [f"the data ranks' parts of the batch overlap: rows of {texts}"]
-    return [f"a data rank's microbatches repeat sequences: rows of {texts}"]
+        return [f"the data ranks' parts of the batch overlap: {texts}"]
+    return [f"a data rank's microbatches repeat sequences: {texts}"]
 
 
 def compact(numbers):
@@ -771,6 +778,18 @@ def check_rate(reference, mine, number):
     finding = Finding(stage, False, f"{rate:.6g}, not {right:.6g}")
     if abs(rate - other) <= 1e-6 * other:
         finding.causes = [f"it is that of step {3 - number}"]
+        return finding
+    first, second = (step["lr"] for step in reference.steps)
+    steps = (rate - first) / (second - first) if second != first else 0  # that warm-up went
+    sizes = {axis: mine.layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches")
+             if mine.layout[axis] > 1}
+    went = [axis for axis, size in sizes.items() if number == 2 and abs(steps - size) < 1e-3]
+    if went:
+        finding.causes = [f"warm-up went {sizes[went[0]]} steps at the first one "
+                          f"({' or '.join(went)})"]
+    times = [axis for axis, size in sizes.items() if abs(rate - size * right) <= 1e-6 * rate]
+    if times:
+        finding.causes.append(f"it is {sizes[times[0]]} times REFERENCE's ({' or '.join(times)})")
     return finding
 
 

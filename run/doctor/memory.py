@@ -35,9 +35,8 @@ def tokens_of(cfg, step):
     """{"ids", "targets": (D, m, B, S)} of a step."""
     data = Data(cfg)
     ranks = [data.training(cfg, step, Place(d, cfg.dp)) for d in range(cfg.dp)]
-    both = zip(*[zip(*batches, strict=True) for batches in ranks], strict=True)
-    return {name: torch.stack([torch.stack(rank) for rank in tensors])
-            for name, tensors in zip(("ids", "targets"), both, strict=True)}
+    return {name: torch.stack([torch.stack([batch[i] for batch in rank]) for rank in ranks])
+            for i, name in enumerate(("ids", "targets"))}
 
 
 def in_memory(cfg: Config, trace, vocab_size):
