@@ -150,7 +150,7 @@ MUTANTS = {
         ("if key_rank < rank", "if key_rank > rank", "layouts:cp"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
         ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
-        ("passing.wait()\n            kv = next_kv", "kv = next_kv", "streams:ring"),
+        ("passing.wait()\n            kv, next", "kv, next", "streams:ring"),
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "layouts:cp"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],

@@ -41,9 +41,10 @@ class Deadlock(AssertionError):
 
 
 class Queues:
-    """One first-in-first-out queue per rank and group, no tags, sends that block until received:
-    what may be relied on with NCCL. Ranks are threads. `posted` has what each rank posted, in its
-    order, as (group, index); `matched` the pairs of operations that met."""
+    """One first-in-first-out queue per rank and communicator (groups of the same ranks share one),
+    no tags, sends that block until received: what may be relied on with NCCL. Ranks are threads.
+    `posted` has what each rank posted, in its order, as (group, index); `matched` the pairs of
+    operations that met."""
 
     def __init__(self, patience=HANG):
         self.lock, self.queues = threading.Lock(), {}
@@ -53,10 +54,10 @@ class Queues:
     def post(self, group, ends):
         """ends: [("send" or "recv", tensor, peer)]. Returns a Work."""
         with self.lock:
-            key = group.name, *group.ranks
+            key = tuple(group.ranks)
             queues = self.queues.setdefault(key, [[] for _ in group.ranks])
             mine = self.posted.setdefault(group.ranks[group.rank], [])
-            name = (key, group.rank, group.sequence)
+            name = (group.name, key, group.rank, group.sequence)
             mine.append(name)
             op = SimpleNamespace(name=name, ends=list(ends), done=threading.Event())
             queues[group.rank].append(op)
