@@ -33,9 +33,10 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
     """Forward and backward of all microbatches of a step.
 
     In: this rank's layers (a stage); order, a schedule's list for this rank (schedules.py): "F0"
-    for each forward, "B0" for each backward; batches, the (ids, targets) of each microbatch of this
-    replica, the same on all ranks of the group; shape of an activation, (B, S, C), and its dtype;
-    tokens, the number of tokens in the batch of all replicas.
+    for each forward, "B0" for each backward; batches, the (ids, targets, number of the first
+    sequence, which dropout would need) of each microbatch of this replica, the same on all ranks of
+    the group; shape of an activation, (B, S, C), and its dtype; tokens, the number of tokens in the
+    batch of all replicas.
     Out: this rank's parameters have their gradients. Returns this replica's part of the loss per
     token on the last rank, 0 on all others.
 
@@ -59,7 +60,7 @@ def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
 
     for action in order:
         if action == "F0":
-            ids, targets = to_forward.popleft()
+            ids, targets, _ = to_forward.popleft()
             # (B, S) token ids on the first rank; else (B, S, C), and backward computes its gradient
             x = ids if rank == 0 else receive(rank - 1).requires_grad_()
             if rank < last:
@@ -109,7 +110,7 @@ def demo(mesh):
         model, ids = small_gpt(mesh, n_layer=6)
         tie_ends(model.layers, mesh.ends("pp"))
         start, stop = cut(model.config.layer_costs(), group.size)[group.rank]
-        batches = [(row, row) for row in ids.split(1)]
+        batches = [(row, row, None) for row in ids.split(1)]
         order = SCHEDULES[name].actions(group.size, len(batches), 1, group.rank)
         shape = (1, 8, 16)  # (B, S, C) of small_gpt
         tokens = 1  # no division: the loss of one process, too, is a sum here

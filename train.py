@@ -28,10 +28,12 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 import mesh as mesh_file
+from collectives import own_chunk
 from data.batches import Data, DataError
 from engine.collectives import all_reduce, barrier
 from engine.compiled import compile_layer
 from engine.context_parallel import split_sequences
+from engine.dropout import Dropout
 from engine.expert_parallel import spread_experts
 from engine.group import CommunicationError
 from engine.layerwise import OPTIMIZERS
@@ -84,6 +86,11 @@ class Trainer:
         pad_vocabulary(model, cfg.pad_vocab or 1)
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
+        own_positions = self.positions  # of this rank's tokens between the blocks
+        if cfg.sp:
+            own_positions = own_chunk(self.positions, mesh.group("tp"))
+        dropout = Dropout(cfg.dropout, cfg.seed)
+        dropout.attach(model, own_positions)
 
         # 3. pipeline: which layers, and which actions in which order
         self.plan_actions()
@@ -108,11 +115,11 @@ class Trainer:
                 compile_layer(layer)
             if cfg.recompute and isinstance(layer, Block):
                 # ZeRO-3's hooks stay outside: recomputing does not gather the weights once more
-                layer.forward = partial(recompute, layer.forward, use_reentrant=False)
-        own_tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)  # of a sequence
-        shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), own_tokens, cfg.n_embd)
+                layer.forward = partial(recompute, layer.forward, use_reentrant=False,
+                                        context_fn=dropout.again)
+        shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), len(own_positions), cfg.n_embd)
         self.pipeline = Pipeline(self.stages, self.where, mesh.group("pp"), shape, self.dtype,
-                                 self.reducer, deferred)
+                                 self.reducer, deferred, dropout)
         self.tokens = cfg.batch_size * cfg.block_size  # tokens of a step, on all ranks
         # On the device: the loss's factor, and steps in a row with finite gradients
         self.scale = torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0, device=mesh.device)
@@ -156,7 +163,8 @@ class Trainer:
     def own(self, batches):
         """This rank's tokens of each microbatch. Targets were shifted before the sequence was
         split, so no token is lost at a cut."""
-        return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
+        return [(ids[:, self.positions], targets[:, self.positions], first)
+                for ids, targets, first in batches]
 
     def gradients(self, batches):
         """Forward and backward of all microbatches, and the sum of the gradients over the ranks.

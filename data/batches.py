@@ -186,10 +186,12 @@ class Data:
                             f"{self.folder} has {self.vocab_size} tokens; make it anew")
 
     def training(self, cfg, step, mesh):
-        """This data rank's microbatches of a step: [(ids, targets)], each (B, S)."""
+        """This data rank's microbatches of a step: [(ids, targets, first)]. ids, targets: (B, S).
+        first: the number of the microbatch's first sequence, step * batch_size + its row in the
+        batch. What is random in the layers follows from it (engine/dropout.py)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
-        return self.batch(cfg, self.train, starts, mesh)
+        return self.batch(cfg, self.train, starts, mesh, step * cfg.batch_size)
 
     def ahead(self, cfg, mesh, start):
         """A function batches(step) that returns training(cfg, step, mesh), to be called for one
@@ -239,15 +241,17 @@ class Data:
         starts = starts.reshape(n_batches, cfg.batch_size)
         return windows, (self.batch(cfg, self.val, row, mesh) for row in starts)
 
-    def batch(self, cfg, tokens, starts, mesh):
+    def batch(self, cfg, tokens, starts, mesh, number=None):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
-        start is ABSENT, so are the window's targets, which the loss leaves out."""
+        start is ABSENT, so are the window's targets, which the loss leaves out. number: that of the
+        batch's first sequence in the run; None in validation, where nothing is random."""
         # tokens.base is the mmap; its size() is the file's size now. Reading beyond it would kill
         # the process (SIGBUS).
         if tokens.base.size() < tokens.nbytes:
             raise DataError(f"{tokens.filename} was cut off during the run; make it anew")
         index, n_data_ranks = mesh.place("dp", "ep")
         own_starts = np.split(starts, n_data_ranks)[index]
+        row = index * len(own_starts)  # in the batch
         microbatches = []
         for part in np.split(own_starts, cfg.microbatches):
             windows = np.full((len(part), self.block + 1), ABSENT)
@@ -260,5 +264,6 @@ class Data:
                 windows = windows.pin_memory().to(mesh.device, non_blocking=True)
             ids = windows[:, :-1].clamp(min=0)  # (B, S); ABSENT is -1, and the embedding has no -1
             targets = windows[:, 1:]  # (B, S): the next token of each
-            microbatches.append((ids, targets))
+            microbatches.append((ids, targets, None if number is None else number + row))
+            row += len(part)
         return microbatches

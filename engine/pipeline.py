@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import torch
 
+from engine.dropout import Dropout
 from engine.group import Work
 from engine.schedules import DIRECTION, lower, make_schedule
 from engine.vocabulary_parallel import ChunkedHead
@@ -117,13 +118,14 @@ class Pipeline:
     """Executes one rank's list of actions. Everywhere below, s is a stage, k a microbatch, and data
     "F", an activation, or "B", a gradient."""
 
-    def __init__(self, stages, where, group, shape, dtype, reducer, deferred):
+    def __init__(self, stages, where, group, shape, dtype, reducer, deferred, dropout):
         self.stages = stages  # {s: Stage} of this rank
         self.where = where  # where[s]: the pipeline rank of stage s
         self.group = group  # the ranks of the pipeline
         self.shape, self.dtype = shape, dtype  # shape of an activation, (B, S, C); its dtype
         self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
         self.deferred = deferred  # where linear layers queue weight gradients while I runs
+        self.dropout = dropout  # is told which sequences run forward
         # (data, s, k) -> the tensor that another stage sends to s, and the Work of its receive
         self.arriving = {}
         self.leaving = {}  # (data, s, k) -> the tensor that s is to send
@@ -133,9 +135,10 @@ class Pipeline:
 
     def execute(self, actions, batches, tokens, scale=1.0):
         """Execute the actions (engine/schedules.py) in order; on gloo receives are posted one
-        ahead. Without autograd if no backward is among them. batches: the (ids, targets) of each
-        microbatch. The loss is divided by `tokens`, the global number of tokens; its gradient is
-        multiplied by `scale` (float16). Returns this rank's part of the loss."""
+        ahead. Without autograd if no backward is among them. batches: the (ids, targets, first) of
+        each microbatch (data/batches.py). The loss is divided by `tokens`, the global number of
+        tokens; its gradient is multiplied by `scale` (float16). Returns this rank's part of the
+        loss."""
         training = any(action.kind in ("B", "I") for action in actions)
         # {stage: the action that completes its gradients, the last B or W}
         last = {action.stage: action for action in actions if action.kind in ("B", "W")}
@@ -179,7 +182,8 @@ class Pipeline:
         if completes:
             self.reducer.flush()
 
-    def forward(self, s, k, ids, targets, tokens, training):
+    def forward(self, s, k, ids, targets, first, tokens, training):
+        self.dropout.first = first
         x = ids  # (B, S)
         if s > 0:
             x = self.take("F", s, k).requires_grad_(training)  # (B, S, C)
@@ -263,13 +267,14 @@ def demo(mesh):
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         model, ids = small_gpt(mesh, n_layer=6)
         tie_ends(model.layers, mesh.ends("pp"))
-        batches = [(row, row) for row in ids.split(1)]
+        batches = [(row, row, None) for row in ids.split(1)]
         where = placement(name, P, v)
         cuts = cut(model.config.layer_costs(), P * v)
         stages = {s: Stage(model.layers[start:stop]) for s, (start, stop) in enumerate(cuts)
                   if where[s] == group.rank}
         actions = lower(make_schedule(name, P, len(batches), v), where)[group.rank]
-        pipeline = Pipeline(stages, where, group, (1, 8, 16), torch.double, NoReducer(), Deferred())
+        pipeline = Pipeline(stages, where, group, (1, 8, 16), torch.double, NoReducer(), Deferred(),
+                            Dropout())
         pipeline.execute(actions, batches, tokens=1)
         show_difference(name, mesh, model)
 

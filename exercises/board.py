@@ -157,6 +157,7 @@ class WatchedGroup(engine.group.Group):
         super().__init__(mesh, name, ranks, rank, communicator)
         self.board = mesh.board
         self.hops = 0  # exchanges of this rank
+        self.largest = 0  # bytes of the largest message that this rank has sent
         self.jobs = 0  # submitted, and not yet done
         self.unjoined = 0  # submitted, and not yet waited for
         self.submitted = 0
@@ -172,6 +173,7 @@ class WatchedGroup(engine.group.Group):
                 ends = self.ranks[source], me
                 posted.append((RECV, *ends, self.board.post(self.number, RECV, *ends, into.nbytes)))
             if out is not None and out.numel() > 0:
+                self.largest = max(self.largest, out.nbytes)
                 ends = me, self.ranks[to]
                 posted.append((SEND, *ends, self.board.post(self.number, SEND, *ends, out.nbytes)))
         self.hops += 1

@@ -16,7 +16,8 @@ def gather(chunk, shape, replicas):
     forward(x), and in backward grad_x = backward(grad_y); both may send messages.
 
     Two ranks with chunks [1 2] and [3 4]: both get [1 2 3 4]. With gradients [1 1 1 1] and
-    [2 2 2 2] of the whole, the chunks' gradients are [3 3] on both."""
+    [2 2 2 2] of the whole, the chunks' gradients are [3 3] on both. The collectives work in place,
+    on contiguous tensors: the gradient that autograd gives you must stay as it is."""
     raise NotImplementedError
 
 

@@ -16,6 +16,7 @@ import torch
 import plain
 from collectives import own_chunk
 from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
+from engine.group import CommunicationError
 from group import Group
 from run.config import Config
 
@@ -33,7 +34,7 @@ class Report(NamedTuple):
 
 
 # Of several ranks' reports the first kind of these is told: the others may follow from it
-KINDS = ("not written", "an error", "wrong", "a hang", "right")
+KINDS = ("not written", "an error", "wrong", "a hang", "a lost message", "right")
 
 
 def place_of(error):
@@ -60,6 +61,8 @@ def attempt(rank, judge, forms, board):
         report = Report("wrong", str(error))
     except Stuck as error:
         return Report("a hang", str(error))  # on the board this rank goes on waiting
+    except CommunicationError as error:  # another rank has ended: what that rank says is told
+        report = Report("a lost message", str(error))
     except Exception as error:
         line = str(error).strip().splitlines() or [""]
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
@@ -107,6 +110,8 @@ def check_shape(what, got, want):
         raise Wrong(f"{what}: a tensor is to be returned, and {type(got).__name__} was")
     if got.shape != want.shape:
         raise Wrong(f"{what} has shape {[*got.shape]}, and should have {[*want.shape]}")
+    if got.dtype != want.dtype:
+        raise Wrong(f"{what} is {got.dtype}, and should be {want.dtype}: like what it is made of")
 
 
 def beside(what, got, formula, value):
@@ -148,7 +153,7 @@ class RandomTokens:
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
         index, size = mesh.place("dp")
         mine = tokens.chunk(size)[index].chunk(cfg.microbatches)
-        return [(part[:, :-1], part[:, 1:]) for part in mine]
+        return [(part[:, :-1], part[:, 1:], None) for part in mine]
 
 
 def small_config(mesh_sizes, **flags):
@@ -179,8 +184,7 @@ def steps_of(cfg, mesh):
             seen.append(([grad.clone() for grad in grads], self.tags))
             super().step(grads, norm)
 
-    with patch.object(plain, "AdamW", Recorded):
-        losses = list(plain.training_steps(cfg, mesh, RandomTokens()))
+    losses = list(plain.training_steps(cfg, mesh, RandomTokens(), optimizer=Recorded))
     return [Step(loss, norm, *more) for (loss, norm), more in zip(losses, seen, strict=True)]
 
 

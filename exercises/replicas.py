@@ -6,6 +6,7 @@ import plain
 import zero
 from collectives import own_chunk
 from exercises.catalogue import RANKS
+from exercises.e03_all_reduce import BUCKET
 from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, placed, same, trains
 from model import build
 from shard import tag_whole
@@ -47,6 +48,17 @@ def explain_gradient(got, want, own, N):
     return "differs from the sum over the replicas"
 
 
+def explain_new(chunk, old):
+    if same(chunk, old):
+        return "is the old one: every rank needs the new weights of all"
+    return "is neither old nor new: all_gather takes the whole parameter"
+
+
+def check_cleared(params):
+    if any(param.grad is not None for param in params):
+        raise Wrong("gradients() leaves param.grad: the next step would add to it")
+
+
 def judge_buckets(make_mesh, forms):
     form = forms["BucketDDP"]
     mesh = make_mesh(dp=RANKS)
@@ -68,6 +80,7 @@ def judge_buckets(make_mesh, forms):
             grad, whole[name], terms[name], group.size)
         if said:
             raise Wrong(f"rank {group.rank}: the gradient of {name} {said}")
+    check_cleared(ours.params)
     psi = sum(param.numel() for param in ours.params)
     if group.submitted == 0:
         raise Wrong("right sums, but no all-reduce ran in the background: async_op=True")
@@ -76,6 +89,10 @@ def judge_buckets(make_mesh, forms):
                     "parameters: put parameters side by side into buckets")
     if on_their_way == 0:
         raise Wrong("right sums, but no bucket was on its way when backward ended: no overlap")
+    largest = 2 * group.largest // 8  # numbers: the all-reduce of four ranks sends halves first
+    if largest > BUCKET:
+        raise Wrong(f"right sums, but a bucket of {largest} numbers was sent: send a bucket when "
+                    f"the next gradient would make it larger than {BUCKET}")
     facts = [f"buckets: {group.submitted} for {len(ours.params)} parameters; on their way when "
              f"backward ended: {on_their_way}",
              f"bytes sent by this rank: {group.bytes_sent}    formula 2 (N-1)/N n = "
@@ -96,6 +113,9 @@ def judge_zero1(make_mesh, forms):
         if weight.numel() != chunk.numel():
             raise Wrong(f"self.weights has {weight.numel()} of the {param.numel()} numbers of "
                         f"{param.shard.name}: this rank's chunk has {chunk.numel()}")
+        if weight.requires_grad:
+            raise Wrong("autograd records what is done to self.weights: take the chunks of "
+                        "param.data, because the optimizer steps them in place")
         if weight.numel() and weight.data_ptr() != chunk.data_ptr():
             raise Wrong(f"self.weights has other memory than this rank's chunk of "
                         f"{param.shard.name}: keep a view, so that a step changes the parameter")
@@ -108,17 +128,17 @@ def judge_zero1(make_mesh, forms):
             own = own_chunk(terms[name], group)
             raise Wrong(f"rank {group.rank}: the gradient of its chunk of {name} "
                         + explain_gradient(grad, want, own, group.size))
-        if param.grad is not None:
-            raise Wrong("gradients() leaves param.grad: the next step would add to it")
         weight.sub_(grad)
+    check_cleared(params)
     ours.publish()
     for param in params:
-        new = before[param.shard.name] - whole[param.shard.name]
-        for rank, (chunk, want) in enumerate(zip(param.detach().view(-1).tensor_split(RANKS),
-                                                 new.view(-1).tensor_split(RANKS), strict=True)):
+        old = before[param.shard.name]
+        new = old - whole[param.shard.name]
+        parts = [tensor.detach().view(-1).tensor_split(RANKS) for tensor in (param, old, new)]
+        for rank, (chunk, was, want) in enumerate(zip(*parts, strict=True)):
             if not same(chunk, want):
-                raise Wrong(f"after publish(), rank {group.rank} has the old chunk {rank} of "
-                            f"{param.shard.name}: every rank needs the new weights of all")
+                raise Wrong(f"after publish(), rank {group.rank}: chunk {rank} of "
+                            f"{param.shard.name} " + explain_new(chunk, was))
     psi = sum(param.numel() for param in params)
     own = sum(own_chunk(param.data, group).numel() for param in params)
     of_next = sum(param.data.view(-1).tensor_split(RANKS)[group.next].numel() for param in params)
@@ -148,7 +168,11 @@ def judge_zero3(make_mesh, forms):
     grads = [(whole + 1) ** (rank + 1) for rank in range(N)]  # each rank's gradient of the whole
     if not got.requires_grad:
         raise Wrong("gather() has no backward: wrap it in WithBackward.apply")
-    got.backward(grads[r])
+    brought = grads[r].clone()
+    got.backward(brought)
+    if not same(brought, grads[r]):
+        raise Wrong("gather()'s backward changes in place the gradient that autograd gave it: "
+                    "reduce_scatter a clone")
     want = own_chunk(sum(grads), group)
     if chunk.grad is None or not same(chunk.grad, want):
         raise Wrong(f"rank {r}: the gradient of the chunk "

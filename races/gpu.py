@@ -27,7 +27,7 @@ def plain_gpu_loop(cfg, batch, device):
     config = GPTConfig(PADDED, cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd)
     model = build(config, cfg.seed).to(device)
     optimizer = adamw(model.parameters(), cfg)
-    ids, targets = batch
+    ids, targets, _ = batch
     run = torch.compile(model) if cfg.compile else model
 
     def step():
@@ -89,7 +89,7 @@ def on_gpu(quick):
                          block_size=shape.block_size, batch_size=sequences, dtype="bfloat16",
                          compile=compiled and not quick, pad_vocab=64, microbatches=1, chunks=1)
             rows = torch.randint(VOCABULARY, (sequences, shape.block_size + 1), device=device)
-            batch = rows[:, :-1], rows[:, 1:]
+            batch = rows[:, :-1], rows[:, 1:], None
             step, flops = our_gpu_step(cfg, batch, device)
             sides = step, plain_gpu_loop(cfg, batch, device)
             times = torch.tensor(race_on_gpu(sides, device, turns=3 if quick else 30))

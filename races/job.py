@@ -76,7 +76,7 @@ class Job:
         ids = torch.randint(self.vocabulary, shape, generator=generator)
         mine = ids.chunk(cfg.dp)[self.rank % cfg.dp].chunk(cfg.microbatches)
         self.cfg = cfg
-        self.batches = [(rows[:, :-1], rows[:, 1:]) for rows in mine]
+        self.batches = [(rows[:, :-1], rows[:, 1:], None) for rows in mine]
 
     def mesh(self, group_class=Group):
         """The row's ranks along the one axis that its layout has."""

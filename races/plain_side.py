@@ -53,7 +53,7 @@ def plain_reducer(job):
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay},
               {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=True)
-    ((ids, targets),) = job.batches
+    ((ids, targets, _),) = job.batches
 
     def step():
         loss = run_layers(layers, ids, targets) / (targets.numel() * job.n)

@@ -38,11 +38,11 @@ def adamw(params, cfg, kind=torch.optim.AdamW, **more):
 def loop(job, model, optimizer, share=1.0):
     """The usual training step, for models that hide their parallelism. share: the part of this
     rank's loss in the mean over all ranks."""
-    tokens = sum(ids.numel() for ids, _ in job.batches)  # tokens of a step on this rank
+    tokens = sum(ids.numel() for ids, _, _ in job.batches)  # tokens of a step on this rank
 
     def step():
         total = 0.0
-        for ids, targets in job.batches:
+        for ids, targets, _ in job.batches:
             loss = model(ids, targets) / tokens
             loss.backward()
             total += loss.item()
@@ -106,7 +106,7 @@ def dtensor(job, sp=False):
     )
     mesh = DeviceMesh.from_group(job.library_group, "cpu")
     model = whole_model(job)
-    ids, targets = job.batches[0]
+    ids, targets, _ = job.batches[0]
     tokens = Shard(1) if sp else Replicate()  # how activations lie between blocks
     first, *blocks, last = model.layers
     for block in blocks:
@@ -167,7 +167,8 @@ def pipelining(job):
                             lambda logits, targets: cross_entropy(logits, targets) / tokens,
                             scale_grads=False)
     del model
-    ids, targets = (torch.cat(parts) for parts in zip(*job.batches, strict=True))
+    all_ids, all_targets, _ = zip(*job.batches, strict=True)
+    ids, targets = torch.cat(all_ids), torch.cat(all_targets)
     params = list(part.parameters())
     tied = None  # the matrix of embedding and head, on the ranks that have one of them
     if last:

@@ -97,6 +97,8 @@ class Config:
     beta1: float = flag(0.9, "training", "decay of AdamW's and LAMB's first moment; momentum of "
                         "SGD and LARS")
     beta2: float = flag(0.95, "training", "decay of AdamW's and LAMB's second moment")
+    dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
+                          "that is set to zero")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
     seed: int = flag(1337, "training", "number from which initial weights and batches follow")
@@ -130,7 +132,7 @@ LIMITS = {  # (least, most): flags
     (0, 10**6): "dp pad_vocab experts chunks microbatches n_kv_head n_hidden",
     (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
-    (0, 1 - 1e-9): "beta1 beta2",
+    (0, 1 - 1e-9): "beta1 beta2 dropout",
     (1e-6, 1e6): "bucket_mb timeout",
     (1.0, 1e12): "rope_theta",
     (0, 1): "norm_eps",
@@ -342,6 +344,8 @@ def refuse_wrong_layout(cfg, world):
         refuse_nothing_to_watch(cfg, ranks)
     if cfg.plain:
         refuse_what_plain_lacks(cfg)
+    require(not cfg.dropout or not cfg.compile, "--dropout draws its masks in Python, which "
+            "--compile cannot compile; leave out one of the two")
     require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
             f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     return ranks
@@ -353,7 +357,7 @@ PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
     weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump watch verbose
     log_interval eval_interval eval_batches device""".split()
-NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch")
+NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
 
 
 def refuse_what_plain_lacks(cfg):

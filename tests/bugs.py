@@ -366,8 +366,8 @@ PIPELINE = [
                "for group in bucket.sum_at_end * 2:")),
     Bug("the tied matrix lacks the head's term", "gradients",
         ("dp 2 microbatches 5", "pp 2 microbatches 5"),
-        change("engine/vocabulary_parallel.py", "grad_weight.mul_(grad).to(ctx.dtype), None",
-               "None, None")),
+        change("engine/vocabulary_parallel.py", "return grad_x, grad_weight, None",
+               "return grad_x, None, None")),
     Bug("the tied matrix lacks the embedding's term", "gradients",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("model.py", "return self.wte(idx) + self",
@@ -453,13 +453,13 @@ NORM = [
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("train.py", "square.sqrt() / self.scale", "square / self.scale")),
     Bug("the norm is over one stage", "norm", ("pp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("train.py", 'mesh.group("ep", "pp", "tp")', 'mesh.group("ep", "tp")')),
+        change("train.py", "mesh.one_replica()", 'mesh.group("ep", "tp")')),
     Bug("the norm is over one of the T ranks", "norm",
         ("tp 3 microbatches 2", "tp 2 pp 3 microbatches 5"),
-        change("train.py", 'mesh.group("ep", "pp", "tp")', 'mesh.group("ep", "pp")')),
+        change("train.py", "mesh.one_replica()", 'mesh.group("ep", "pp")')),
     Bug("the norm is over one shard of ZeRO", "norm",
         ("dp 2 zero 1 microbatches 5", "dp 3 zero 3 microbatches 5"),
-        change("train.py", " if cfg.zero == 0 else mesh.world", "")),
+        change("train.py", " if cfg.zero == 0 else mesh.in_step()", "")),
     Bug("the norm is the root of the sum of norms", "norm",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("engine/optimizer.py", "torch.stack(norms).double().square()",
@@ -476,14 +476,14 @@ KERNEL = "torch._fused_adamw_("
 # The kernel, as a function of the same arguments
 BY_HAND = """\
 def by_hand(weights, grads, means, squares, _, steps, lr, beta1, beta2, weight_decay, **rest):
-                    for w, g, mean, square, t in zip(weights, grads, means, squares, steps):
-                        mean.lerp_(g, 1 - beta1)
-                        square.lerp_(g.square(), 1 - beta2)
-                        root = {root}
-                        w.mul_(1 - lr * weight_decay)
-                        w.sub_(lr * mean / (1 - beta1**t) / root)
+                for w, g, mean, square, t in zip(weights, grads, means, squares, steps):
+                    mean.lerp_(g, 1 - beta1)
+                    square.lerp_(g.square(), 1 - beta2)
+                    root = {root}
+                    w.mul_(1 - lr * weight_decay)
+                    w.sub_(lr * mean / (1 - beta1**t) / root)
 
-                by_hand("""
+            by_hand("""
 
 
 def adamw(root):
@@ -510,10 +510,9 @@ UPDATE = [
         ("dp 2 microbatches 5 grad_clip 1000", "tp 3 microbatches 2 grad_clip 1000"),
         change("optimizer.py", ".clamp(max=1.0)", "")),
     Bug("everything decays", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "self.weight_decay if matrices else 0.0",
-               "self.weight_decay")),
+        change("engine/optimizer.py", "self.weight_decay * decays(shard)", "self.weight_decay")),
     Bug("nothing decays", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "self.weight_decay if matrices else 0.0", "0.0")),
+        change("engine/optimizer.py", "self.weight_decay * decays(shard)", "0.0")),
     Bug("the decay is coupled: added to the gradient", "update",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("engine/optimizer.py", KERNEL, "torch._fused_adam_(")),
@@ -550,7 +549,8 @@ UPDATE = [
                "    step *= cfg.dp\n    if step < cfg.warmup_steps:")),
     Bug("the rate is times D in the optimizer", "update",
         ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
-        change("engine/optimizer.py", "lr=lr, beta1", "lr=lr * bucket.group.size, beta1")),
+        change("engine/optimizer.py", "lr=lr * rate, beta1",
+               "lr=lr * rate * bucket.group.size, beta1")),
     Bug("under ZeRO the new weights are not gathered", "update",
         ("dp 2 zero 1 microbatches 5", "dp 3 zero 2 microbatches 5"),
         change("engine/zero.py",

@@ -28,6 +28,7 @@ import torch
 
 import train
 from data.batches import Data
+from engine.dropout import Dropout
 from engine.mesh import Mesh
 from experts import balance_loss, kind_of
 from model import build
@@ -113,12 +114,15 @@ def reference(corpus, build=build, **flags):
     trained = {n: p for n, p in params.items() if p.requires_grad}
     optimizer = PLAIN[cfg.optimizer](trained)
     blocks = model.layers[1:-1]
+    dropout = Dropout(cfg.dropout, cfg.seed)
+    dropout.attach(model, torch.arange(cfg.block_size))
     if cfg.experts:
         for block in blocks:
             block.mlp.balance_weight = cfg.balance
     trace = [{"weights": {n: p.detach().clone() for n, p in params.items()}}]
     for step, lr in enumerate((5e-3, 1e-2, 5e-3)):  # half the warm-up; its end; half the cosine
         ids, targets = whole_batch(corpus, step, cfg.batch_size, cfg.block_size)
+        dropout.first = step * cfg.batch_size
         loss = model(ids, targets) / targets.numel()
         model.zero_grad()
         loss.backward()
@@ -232,7 +236,7 @@ def same_model(cfg):
     """The flags of a Config that `reference` takes: those that change the model, its loss or its
     steps."""
     names = [f.name for f in fields(cfg) if f.metadata["group"] == "model"]
-    names += ["balance", "optimizer"]
+    names += ["balance", "dropout", "optimizer"]
     return {name: getattr(cfg, name) for name in names if "dtype" not in name}
 
 

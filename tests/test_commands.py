@@ -320,9 +320,9 @@ def test_the_next_batch_is_read_while_this_one_is_computed(corpus):
     data.training = lambda cfg, step, mesh: (asked.append(step), training(cfg, step, mesh))[1]
     batches = data.ahead(cfg, mesh, 0)
     for step in range(3):
-        for (ids, targets), (want, shifted) in zip(batches(step), training(cfg, step, mesh),
-                                                   strict=True):
-            assert torch.equal(ids, want) and torch.equal(targets, shifted)
+        for got, want in zip(batches(step), training(cfg, step, mesh), strict=True):
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+            assert got[2] == want[2]
         deadline = time.time() + HANG
         while len(asked) < min(step + 2, 3) and time.time() < deadline:
             time.sleep(0.001)

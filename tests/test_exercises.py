@@ -218,6 +218,21 @@ class OneEach(Buckets):
     limit = 1
 
 
+class SendsWhatIsTooLarge(Buckets):
+    def collect(self, param):
+        self.bucket.append(param)
+        if sum(p.numel() for p in self.bucket) >= self.limit:
+            self.send()
+
+
+class KeepsSums(Buckets):
+    def gradients(self):
+        grads = super().gradients()
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+        return grads
+
+
 class AfterBackward(Buckets):
     late = True
 
@@ -255,9 +270,21 @@ class StepsCopies(zero.ZeRO1):
         self.weights = [weight.clone() for weight in self.weights]
 
 
+class StepsRecorded(zero.ZeRO1):
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.weights = [own_chunk(param, param.shard.sum_over[0]) for param in self.params]
+
+
 class NeverPublishes(zero.ZeRO1):
     def publish(self):
         pass
+
+
+class GathersChunks(zero.ZeRO1):
+    def publish(self):
+        for param, weight in zip(self.params, self.weights, strict=True):
+            all_gather(weight, param.shard.sum_over[0])
 
 
 class KeepsGradients(zero.ZeRO1):
@@ -290,6 +317,18 @@ def gather_own_gradient(chunk, shape, replicas):
         return zero.gather(chunk.detach(), shape, replicas)
 
     return WithBackward.apply(chunk, forward, lambda grad: own_chunk(grad, replicas).clone())
+
+
+def gather_in_place(chunk, shape, replicas):
+    def forward(chunk):
+        return zero.gather(chunk.detach(), shape, replicas)
+
+    return WithBackward.apply(
+        chunk, forward, lambda grad: own_chunk(reduce_scatter(grad, replicas), replicas))
+
+
+def gather_float32(chunk, shape, replicas):
+    return zero.gather(chunk, shape, replicas).float()
 
 
 def gather_average(chunk, shape, replicas):
@@ -670,11 +709,15 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (ForgetsTheLast, "is this rank's own term: not summed over the replicas"),
         (OneEach, "put parameters side by side into buckets"),
         (AfterBackward, "no bucket was on its way when backward ended"),
+        (SendsWhatIsTooLarge, "send a bucket when the next gradient would make it larger"),
+        (KeepsSums, "leaves param.grad: the next step would add to it"),
         (ddp.DDP, "no all-reduce ran in the background")]),
     "e04_zero1": ({"ZeRO1": zero.ZeRO1}, [
         (StepsWhole, "this rank's chunk has"),
         (StepsCopies, "keep a view, so that a step changes the parameter"),
-        (NeverPublishes, "after publish(), rank 0 has the old chunk 1"),
+        (StepsRecorded, "take the chunks of param.data"),
+        (NeverPublishes, "is the old one: every rank needs the new weights of all"),
+        (GathersChunks, "is neither old nor new: all_gather takes the whole parameter"),
         (KeepsGradients, "leaves param.grad: the next step would add to it"),
         (AllReduces, "right, but bytes sent by this rank"),
         (AveragesChunks, "is divided by 4: gradients are summed, never averaged")]),
@@ -683,6 +726,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (gather_own_gradient, "is this rank's own term: not summed over the replicas"),
         (gather_average, "is divided by 4: gradients are summed, never averaged"),
         (gather_nothing, "chunks of other ranks are missing"),
+        (gather_in_place, "changes in place the gradient that autograd gave it"),
+        (gather_float32, "is torch.float32, and should be torch.float64"),
         (gather_flat, "has shape [15], and should have [3, 5]"),
         ({"Gathered": Keeps}, "the gathered weights are not freed")]),
     "e06_f_and_g": ({"copy_to_ranks": tensor_parallel.copy_to_ranks,
@@ -828,6 +873,8 @@ def test_an_attempt_may_fail_in_other_ways():
             load_forms(path, ("reduce_scatter",))
     reports = [Report("wrong", "a"), Report("a hang", "b"), Report("an error", "c")]
     assert verdict(reports).line == "c" and verdict(reports[:2]).line == "a"
+    # A rank whose peer has ended knows less than the peer
+    assert verdict([Report("a lost message", "d"), *reports[:1]]).line == "a"
 
 
 def raises(tensor, group, combine=None):

@@ -12,6 +12,7 @@ import schedules
 import train
 from collectives import all_gather, own_chunk
 from data.batches import Data
+from engine.dropout import Dropout
 from engine.group import Group as EngineGroup
 from engine.mesh import Mesh as EngineMesh
 from engine.tensor_parallel import parallelize
@@ -163,8 +164,8 @@ def _reducer(rank, D, zero, m):
     held = sum(x.untyped_storage().nbytes() // 8 for x in {*model.parameters(), *reducer.params})
     ids = torch.randint(VOCAB, (1, 4), generator=torch.Generator().manual_seed(0))
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        plain.run_pipeline(layers, mesh.group("pp"), ["F0", "B0"] * m, [(ids, ids)] * m, None, 1,
-                           torch.double)
+        plain.run_pipeline(layers, mesh.group("pp"), ["F0", "B0"] * m, [(ids, ids, None)] * m,
+                           None, 1, torch.double)
     events = profile.kineto_results.events()
     memory = [event.nbytes() for event in events if event.name() == "[memory]"]
     reducer.gradients()
@@ -216,7 +217,7 @@ def _with_forms(rank, cfg):
     for block in model.layers[1:-1] if cfg.experts else ():
         block.mlp.balance_weight = cfg.balance
     loss = 0.0
-    for ids, targets in Data(cfg).training(cfg, 0, mesh):
+    for ids, targets, _ in Data(cfg).training(cfg, 0, mesh):
         part = model(ids[:, positions], targets[:, positions])
         (part / (cfg.batch_size * cfg.block_size)).backward()
         loss += part.item()
@@ -288,11 +289,11 @@ def _adding_pipeline(rank, P, m, name):
     mesh = EngineMesh(pp=P)
     rows = torch.randint(VOCAB, (m, 1, 8), generator=torch.Generator().manual_seed(0))
     group = mesh.group("pp")
-    batches, tokens = [(ids, ids) for ids in rows], rows.numel()
+    batches, tokens = [(ids, ids, None) for ids in rows], rows.numel()
     alone, mine = (build(PLAIN_SHAPE, dtype=torch.double) for _ in range(2))
     cuts = schedules.cut(PLAIN_SHAPE.layer_costs(), P)
     total = 0.0
-    for ids, targets in batches:
+    for ids, targets, _ in batches:
         x = ids
         for a, b in cuts:
             x, loss = _Adds(alone.layers[a:b])(x, targets)
@@ -305,7 +306,7 @@ def _adding_pipeline(rank, P, m, name):
     lists = engine.pipeline.make_schedule(name, P, m)
     actions = engine.pipeline.lower(lists, where)[rank]
     pipe = engine.pipeline.Pipeline({rank: _Adds(mine.layers[a:b])}, where, group, (1, 8, 12),
-                                    torch.double, NoReducer(), deferred)
+                                    torch.double, NoReducer(), deferred, Dropout())
     loss = pipe.execute(actions, batches, tokens).item()
     loss = train.all_reduce(torch.tensor(loss, dtype=torch.double), group)
     close(loss, total.detach(), "loss")

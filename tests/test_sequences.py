@@ -188,8 +188,8 @@ def _bug_of_split_sequences(rank, cfg, bug):
 
     def shifted_late(self, batches):
         rows = [torch.cat([ids[:, self.positions], targets[:, self.positions[-1:]]], dim=1)
-                for ids, targets in batches]
-        return [(row[:, :-1], row[:, 1:]) for row in rows]
+                for ids, targets, _ in batches]
+        return [(row[:, :-1], row[:, 1:], None) for row in rows]
 
     def divided_twice(self, actions, batches, tokens, *scale, execute=pipeline.Pipeline.execute):
         return execute(self, actions, batches, tokens * cfg.cp, *scale)

@@ -342,10 +342,11 @@ def test_windows_reach_the_last_token_and_no_further(tmp_path):
         cfg = config(random_corpus(tmp_path, train=9, val=n), microbatches=1, batch_size=4)
         data = Data(cfg)
         tokens = np.fromfile(tmp_path / "train.bin", "<u2").tolist()
-        (ids, targets), = data.training(cfg, 5, Mesh(dp=1))
+        (ids, targets, first), = data.training(cfg, 5, Mesh(dp=1))
+        assert first == 5 * 4
         assert ids.tolist() == [tokens[:8]] * 4 and targets.tolist() == [tokens[1:]] * 4
         found, batches = data.validation(cfg, Mesh(dp=1))
-        targets = torch.cat([targets for (_, targets), in batches])
+        targets = torch.cat([targets for (_, targets, _), in batches])
         tokens = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
         assert found == windows and targets.tolist() == [
             *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)), *[[-1] * 8] * (8 - windows)]

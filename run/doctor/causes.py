@@ -18,7 +18,7 @@ from collectives import WithBackward, all_gather
 from context_parallel import zigzag
 from experts import MixtureOfExperts
 from model import UNTIED, causal_attention
-from run.doctor.step import EMBEDDING
+from run.doctor.step import EMBEDDING, served
 from schedules import cut, placement
 from sequence_parallel import all_tokens, own_tokens_of_sum
 from sizes import LlamaConfig
@@ -126,6 +126,12 @@ def known_shares(layout, terms, scale):
                   Share(f"{words}, divided by dp = {D}", 1 / D, only)]
     if D > 1 and m > 1:
         found += sums_too_often_or_seldom(D, m)
+    E = layout["ep"]
+    if 1 < E < D:
+        first = torch.zeros(D, m, dtype=torch.double)
+        first[:E] = 1
+        found.append(Share(f"not summed over the {D // E} data ranks with the same experts (dp, "
+                           f"not ep): those of the first {E} ranks' tokens", data=first))
     for k in range(m if m > 1 else 0):
         only = torch.zeros(D, m, dtype=torch.double)
         only[:, k] = 1
@@ -192,7 +198,7 @@ class Change:
     feed: object = None  # feed(ids, targets, k, mesh, positions): in the place of step.own_tokens
 
 
-def nothing(x, group):
+def unsummed(x, group):
     return x
 
 
@@ -618,13 +624,12 @@ def norms_with(eps):
 def routed(change):
     """Change what an expert layer gives to run_experts: change(x, gates, chosen, layer)."""
     def before(model):
-        for layer in model.modules():
-            if isinstance(layer, MixtureOfExperts):
-                right = layer.run_experts
+        for layer in mixtures(model):
+            right = layer.run_experts
 
-                def run(x, gates, chosen, right=right, layer=layer):
-                    return right(x, *change(x, gates, chosen, layer))
-                layer.run_experts = run
+            def run(x, gates, chosen, right=right, layer=layer):
+                return right(x, *change(x, gates, chosen, layer))
+            layer.run_experts = run
     return before
 
 
@@ -635,12 +640,63 @@ def softmax_over_all(x, gates, chosen, layer):
     return scores.gather(-1, chosen).to(x.dtype), chosen
 
 
+def gates_in_order_of_tokens(T, E):
+    """A rank sorts its rows by expert, and takes the gates in the order of the tokens."""
+    def change(x, gates, chosen, layer):
+        flat, experts = gates.flatten(), chosen.flatten()
+        wrong = torch.zeros_like(flat)
+        for t in range(T):
+            is_served = served(layer.n_experts, E, T, t)[experts]
+            order = experts.masked_fill(~is_served, layer.n_experts).argsort(stable=True)
+            rows = order[: int(is_served.sum())]
+            wrong = wrong.index_copy(0, rows, flat[: len(rows)])
+        return wrong.view_as(gates), chosen
+    return change
+
+
+def with_capacity(factor):
+    """An expert takes `factor` times the tokens that it has if all experts are even; later tokens
+    of the microbatch are dropped."""
+    def change(x, gates, chosen, layer):
+        experts = chosen.flatten()
+        one_hot = F.one_hot(experts, layer.n_experts)
+        before = (one_hot.cumsum(0) - one_hot).gather(1, experts.unsqueeze(1)).squeeze(1)
+        is_kept = before < int(factor * len(experts)) // layer.n_experts
+        return gates * is_kept.view_as(gates), chosen
+    return change
+
+
+def spread_over_tensor_ranks(E, f_of_tokens, f_of_gates):
+    """In backward each tensor rank has the gradients of its own experts' tokens and gates; f sums
+    them over the ranks, if it is right."""
+    def after(model, mesh):
+        group = mesh.group("tp")
+        for layer in mixtures(model):
+            is_served = served(layer.n_experts, E, group.size, group.rank)
+
+            layer.run_experts = partial(run, layer.run_experts, is_served, group)
+
+    def run(right, is_served, group, x, gates, chosen):
+        own = is_served[chosen]
+        outputs = right(f_of_tokens(x, group), f_of_gates(gates, group) * own, chosen)
+        return outputs + right(x.detach(), (gates * ~own).detach(), chosen)
+    return after
+
+
+def mixtures(model):
+    return [layer for layer in model.modules() if isinstance(layer, MixtureOfExperts)]
+
+
 def balance_times(factor):
     def after(model, mesh):
-        for layer in model.modules():
-            if isinstance(layer, MixtureOfExperts):
-                layer.balance_weight *= factor
+        for layer in mixtures(model):
+            layer.balance_weight *= factor
     return after
+
+
+def balance_of_own_tokens(model, mesh):
+    for layer in mixtures(model):
+        layer.sum_counts = lambda counts: counts
 
 
 # pipelines: what crosses a boundary
@@ -784,7 +840,7 @@ def tensor_changes(config, sp):
         if not sp:
             found += [
                 Change(f"f is missing {where}: the gradient of a column's input is not summed over "
-                       "the tensor ranks (tp)", after=replace_f(place, nothing), forward=False),
+                       "the tensor ranks (tp)", after=replace_f(place, unsummed), forward=False),
                 Change(f"f averages over the tensor ranks (tp), and does not sum, {where}",
                        after=replace_f(place, averaged(False, True)), forward=False)]
     for place in ("attention", "MLP", "embedding", "blocks", "model"):
@@ -792,7 +848,7 @@ def tensor_changes(config, sp):
         if not sp:
             found += [
                 Change(f"g is missing {where}: partial sums are not summed over the tensor ranks "
-                       "(tp)", after=replace_g(place, nothing)),
+                       "(tp)", after=replace_g(place, unsummed)),
                 Change(f"g sums in backward, too, {where}: gradients are tp times too large there",
                        after=replace_g(place, sums_both_ways), forward=False),
                 Change(f"g averages over the tensor ranks (tp), and does not sum, {where}",
@@ -800,7 +856,7 @@ def tensor_changes(config, sp):
         if place not in ("embedding", "model") and not sp:
             found += [
                 Change(f"a row's bias is added on each tensor rank (tp) {where}",
-                       after=biased_rows(place, nothing)),
+                       after=biased_rows(place, unsummed)),
                 Change(f"a row's bias is added on each tensor rank (tp) {where}, and its gradient "
                        "is summed over them", after=biased_rows(place, copy_to_ranks))]
     found += [
@@ -877,6 +933,7 @@ def context_changes():
 
 
 def expert_changes(layout):
+    T, E = layout["tp"], layout["ep"]
     found = [
         Change("experts' outputs are not multiplied by their gates",
                before=routed(lambda x, gates, chosen, layer: (torch.ones_like(gates), chosen))),
@@ -887,12 +944,29 @@ def expert_changes(layout):
                before=routed(softmax_over_all)),
         Change("gates are in the wrong order",
                before=routed(lambda x, gates, chosen, layer: (gates.flip(-1), chosen))),
+        Change("gates are in the order of the tokens, rows in that of the experts",
+               before=routed(gates_in_order_of_tokens(T, E)), by_microbatch=True),
+        *(Change("experts drop tokens beyond a capacity: "
+                 f"{factor:g} times the tokens per expert", by_microbatch=True,
+                 before=routed(with_capacity(factor))) for factor in (1.0, 1.25, 1.5, 2.0)),
         Change("the experts' balance loss is missing", after=balance_times(0.0), forward=False)]
+    if layout["cp"] * (T if layout["sp"] else 1) > 1:
+        found.append(Change("the balance loss counts a rank's own tokens of a sequence only",
+                            after=balance_of_own_tokens, forward=False))
+    if T > 1:
+        found += [Change("f is missing before the experts: the gradient of their tokens is not "
+                         "summed over the tensor ranks (tp)", forward=False,
+                         after=spread_over_tensor_ranks(E, unsummed, copy_to_ranks)),
+                  Change("the gates' gradient is not summed over the tensor ranks (tp)",
+                         after=spread_over_tensor_ranks(E, copy_to_ranks, unsummed), forward=False)]
+    sizes = {}  # size -> the axes that have it
     for axis in ("dp", "ep", "tp", "cp", "pp", "microbatches"):
-        size = layout[axis]
-        if size > 1:
-            found += [Change(f"the balance loss counts {size} times ({axis})",
-                             after=balance_times(size), forward=False),
-                      Change(f"the balance loss is divided by {size} ({axis})",
-                             after=balance_times(1 / size), forward=False)]
+        sizes.setdefault(layout[axis], []).append(axis)
+    sizes.pop(1, None)
+    for size, axes in sizes.items():
+        which = " or ".join(axes)
+        found += [Change(f"the balance loss counts {size} times ({which})",
+                         after=balance_times(size), forward=False),
+                  Change(f"the balance loss is divided by {size} ({which})",
+                         after=balance_times(1 / size), forward=False)]
     return found

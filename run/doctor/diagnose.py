@@ -21,7 +21,7 @@ import torch
 
 from model import ABSENT, UNTIED
 from run.doctor.causes import RIGHT, Share, changes, cut_by_layout, factors, gradient, known_shares
-from run.doctor.step import EMBEDDING, Step, Terms, sampled
+from run.doctor.step import EMBEDDING, SimulatedStep, Terms, sampled
 from run.doctor.update import Replay, Way, norms, ways
 
 NOISE = 5  # how many times the noise of one process still counts as equal
@@ -75,12 +75,12 @@ def group_words(wrong, tensors, fits):
         "the gradients of routers": lambda name: ".router." in name,
         "the gradients of all but experts": lambda name: ".experts." not in name,
     }
-    blocks = sorted({place_of(name) for name in tensors} - {-1, math.inf})
+    blocks = sorted({block_of(name) for name in tensors} - {-1, math.inf})
     for i in blocks:
-        groups[f"the gradients before block {i}"] = lambda name, i=i: place_of(name) < i
-        groups[f"the gradients from block {i} on"] = lambda name, i=i: place_of(name) >= i
-        groups[f"the gradients of block {i}"] = lambda name, i=i: place_of(name) == i
-    groups["the gradients before the head"] = lambda name: place_of(name) < len(blocks)
+        groups[f"the gradients before block {i}"] = lambda name, i=i: block_of(name) < i
+        groups[f"the gradients from block {i} on"] = lambda name, i=i: block_of(name) >= i
+        groups[f"the gradients of block {i}"] = lambda name, i=i: block_of(name) == i
+    groups["the gradients before the head"] = lambda name: block_of(name) < len(blocks)
     fitting = {}  # words -> number of members
     for words, has in groups.items():
         members = [name for name in tensors if has(name)]
@@ -100,7 +100,7 @@ def is_replicated(name):
     return ".ln_" in name or "wpe" in name or name.endswith("c_proj.bias") or ".router." in name
 
 
-def place_of(name):
+def block_of(name):
     """The number of a parameter's block; -1 for the embedding, infinite for what follows."""
     number = re.search(r"\.(\d+)\.", name)  # transformer.h.0.ln_1.weight
     if number:
@@ -114,8 +114,9 @@ class Examined:
     def __init__(self, mine, number):
         self.mine = mine
         self.numbers = mine.steps[number - 1]
-        self.step = Step(mine.model, mine.layout, mine.balance, dict(mine.weights(number - 1)),
-                         mine.ids(number), mine.targets(number), mine.loss == "mean")
+        self.step = SimulatedStep(mine.model, mine.layout, mine.balance,
+                                  dict(mine.weights(number - 1)), mine.ids(number),
+                                  mine.targets(number), mine.loss == "mean")
         self.terms = self.step.run()
         self.dtype = getattr(torch, mine.dtype)
         self.grad_dtype = getattr(torch, mine.grad_dtype)
@@ -154,8 +155,8 @@ class Examined:
         weights = {name: weight * (1 + eps * torch.randn(weight.shape, generator=generator,
                                                          dtype=torch.double))
                    for name, weight in self.step.weights.items()}
-        return Step(self.mine.model, self.mine.layout, self.mine.balance, weights, self.step.ids,
-                    self.step.targets, self.step.is_mean)
+        return SimulatedStep(self.mine.model, self.mine.layout, self.mine.balance, weights,
+                             self.step.ids, self.step.targets, self.step.is_mean)
 
     def tolerance(self, name, size=1.0):
         """How far MINE's gradient may be off. size: the largest weight of a term in it."""
@@ -426,23 +427,22 @@ def causes_of_weights(reference, mine, wrong, eps):
              lambda name: given[name].dim() == 2 and is_close(given[name], wanted[name].mT)}
     factor = ratio(min(wrong))
     times = f"{factor:.6g} times REFERENCE's"
-    if mine.model:
-        kinds |= kinds_of_model(mine, given, wanted, is_close)
-        root = math.sqrt(2 * mine.model.n_layer)
-        if abs(factor / root - 1) < 1e-6:
-            times += ": not divided by sqrt(2 n_layer)"
+    if mine.model and abs(factor / math.sqrt(2 * mine.model.n_layer) - 1) < 1e-6:
+        times += ": not divided by sqrt(2 n_layer)"
     kinds[f"are {times}"] = lambda name: is_close(given[name], factor * wanted[name])
+    if mine.model:
+        kinds |= kinds_of_model(mine, given, wanted, wrong, is_close)
     for words, is_kind in kinds.items():
         if all(map(is_kind, wrong)):
             return [f"the initial values of {first_of(wrong)} {words}"]
     return []
 
 
-def kinds_of_model(mine, given, wanted, is_close):
+def kinds_of_model(mine, given, wanted, wrong, is_close):
     """{words: function of a name} for a model of a known form."""
     heads = mine.model.n_head
     layout, L = mine.layout, mine.model.n_layer
-    step = Step(mine.model, layout, 0.0, dict(given), None, None)
+    step = SimulatedStep(mine.model, layout, 0.0, dict(given), None, None)
     tags = step.tags()
     starts = cut_by_layout(mine.model, layout) if layout["pp"] > 1 else []
 
@@ -457,7 +457,7 @@ def kinds_of_model(mine, given, wanted, is_close):
     def first_rank_alone(name):
         """Are only the first tensor rank's and the first pipeline rank's values right?"""
         if starts and layer_number(name, L) >= starts[0]:
-            return True
+            return drawn_anew(given[name], wanted[name])
         both = zip(slices(name, given), slices(name, wanted), strict=True)
         right = [is_close(*pair) for pair in both]
         return right[0] and len(right) > 1 and not any(right[1:])
@@ -474,8 +474,9 @@ def kinds_of_model(mine, given, wanted, is_close):
         return name.endswith("bias") or ".ln_" in name or twin not in given or (
             off(given[name], given[twin]) <= 1e-6 * norm_of(given[name]))
 
-    kinds = {"have q, k and v of a head side by side (Megatron's order): a wrong map": interleaved,
-             "are the same in all blocks: all drawn with one seed": like_next_block}
+    kinds = {"have q, k and v of a head side by side (Megatron's order): a wrong map": interleaved}
+    if any(".h.0." in name for name in wrong):
+        kinds["are the same in all blocks: all drawn with one seed"] = like_next_block
     if layout["tp"] > 1:
         kinds["are the same in each tensor rank's slice (tp): each draws its slice, with one seed"
               ] = repeats
@@ -483,6 +484,13 @@ def kinds_of_model(mine, given, wanted, is_close):
         kinds["are REFERENCE's on the first rank only: each rank draws with a seed of its own"
               ] = first_rank_alone
     return kinds
+
+
+def drawn_anew(tensor, right):
+    """Do two tensors look like two draws from one distribution?"""
+    tensor, right = tensor - tensor.mean(), right - right.mean()  # a LayerNorm's gains are around 1
+    cosine = (tensor * right).sum().item() / (norm_of(tensor) * norm_of(right))
+    return abs(cosine) < 0.8 and 0.5 < norm_of(tensor) / norm_of(right) < 2
 
 
 def first_of(names):
@@ -534,10 +542,10 @@ def repeated_rows(batch, ranks):
     if any(row not in batch for rank in ranks for row in rank):
         return []
     places = [compact([batch.index(row) for row in rank]) for rank in ranks]
-    texts = "; ".join(f"data rank {d} {rows}" for d, rows in enumerate(places))
+    texts = "; ".join(f"data rank {d} has rows {rows}" for d, rows in enumerate(places))
     if all(len(set(rank)) == len(rank) for rank in ranks):
-        return [f"the data ranks' parts of the batch overlap: rows of {texts}"]
-    return [f"a data rank's microbatches repeat sequences: rows of {texts}"]
+        return [f"the data ranks' parts of the batch overlap: {texts}"]
+    return [f"a data rank's microbatches repeat sequences: {texts}"]
 
 
 def compact(numbers):
@@ -548,7 +556,7 @@ def compact(numbers):
 # ---- norm and weights ----
 
 
-def check_norm(mine, number):
+def judge_norm(mine, number):
     """A Finding: is MINE's norm that of MINE's gradients? None if it has none to compare."""
     given = mine.gradients(number)
     if not given or len(given) < len(mine.weights(0)):
@@ -593,7 +601,7 @@ def norms_of_parts(mine, given):
     layout, L = mine.layout, mine.model.n_layer
     T, P = layout["tp"], layout["pp"]
     starts = [0, *(cut_by_layout(mine.model, layout) if P > 1 else [])]
-    step = Step(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
+    step = SimulatedStep(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
     parts = torch.zeros(len(starts), T, dtype=torch.double)  # squares of each stage's rank
     for t, tags in enumerate(step.tags()):
         for name, grad in given.items():
@@ -628,7 +636,7 @@ def shard_norms(mine, given):
 
 def layer_number(name, n_layer):
     """The number of a parameter's layer: 0 the embedding, n_layer + 1 the head."""
-    return min(place_of(name), n_layer) + 1
+    return min(block_of(name), n_layer) + 1
 
 
 class Steps:
@@ -770,6 +778,18 @@ def check_rate(reference, mine, number):
     finding = Finding(stage, False, f"{rate:.6g}, not {right:.6g}")
     if abs(rate - other) <= 1e-6 * other:
         finding.causes = [f"it is that of step {3 - number}"]
+        return finding
+    first, second = (step["lr"] for step in reference.steps)
+    steps = (rate - first) / (second - first) if second != first else 0  # that warm-up went
+    sizes = {axis: mine.layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches")
+             if mine.layout[axis] > 1}
+    went = [axis for axis, size in sizes.items() if number == 2 and abs(steps - size) < 1e-3]
+    if went:
+        finding.causes = [f"warm-up went {sizes[went[0]]} steps at the first one "
+                          f"({' or '.join(went)})"]
+    times = [axis for axis, size in sizes.items() if abs(rate - size * right) <= 1e-6 * rate]
+    if times:
+        finding.causes.append(f"it is {sizes[times[0]]} times REFERENCE's ({' or '.join(times)})")
     return finding
 
 
@@ -827,7 +847,7 @@ def diagnose(reference, mine, deep=True):
             yield Finding(f"step {number} copies", False,
                           f"ranks hold different gradients of {first_of(differ)}")
         else:
-            finding = check_norm(mine, number)
+            finding = judge_norm(mine, number)
             if finding:
                 repeats = number == 2 and set(finding.causes) & set(known)
                 known += finding.causes

@@ -104,10 +104,12 @@ class Writer:
         return copies.differing([*shapes], self.mesh.world)
 
     def write_tokens(self, number, batches):
-        """batches: [(ids, targets)] of this rank's microbatches, (B, S) each."""
+        """batches: [(ids, targets, number of the first sequence)] of this rank's microbatches;
+        ids and targets: (B, S)."""
         index, n_data_ranks = self.mesh.place("dp", "ep")
         replica = self.mesh.group("pp", "cp", "tp")  # its ranks have the same tokens
-        both = [torch.stack(tensors) for tensors in zip(*batches, strict=True)]  # (m, B, S) each
+        ids, targets, _ = zip(*batches, strict=True)
+        both = torch.stack(ids), torch.stack(targets)  # (m, B, S) each
         shape = torch.Size((n_data_ranks, *both[0].shape))
         held = [(Shard(name, shape, 0, ((index, index + 1),), sum_over=(replica,)), tensor)
                 for name, tensor in zip(("ids", "targets"), both, strict=True)]

@@ -9,7 +9,7 @@ the same terms with other weights. Any other bug is run: the forms are changed, 
 computed once more (causes.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -85,7 +85,29 @@ def split_but_experts(model, group, f, g):
     head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
 
 
-class Step:
+def tag_experts(model, E, mesh):
+    """A run spreads whole experts over the T ranks; here all T compute all of them. So that the
+    gradient of an expert is that of its own rank, the others' is zero, and the T are summed."""
+    group = mesh.group("tp")
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts) and group.size > 1:
+            is_own = served(layer.n_experts, E, group.size, group.rank)
+            for param in layer.experts.parameters():
+                others = ~is_own.view(-1, *[1] * (param.dim() - 1))
+                param.register_hook(partial(torch.masked_fill, mask=others, value=0.0))
+                param.shard = replace(param.shard, sum_over=(*param.shard.sum_over, group))
+
+
+def served(n_experts, E, T, t):
+    """(n_experts,) bool: which experts tensor rank t has. E x T ranks share them: for E = 2, T = 2
+    and 8 experts the ranks with t = 0 have 0 1 4 5."""
+    owners = torch.arange(n_experts).view(E, T, -1)
+    found = torch.zeros(n_experts, dtype=torch.bool)
+    found[owners[:, t].flatten()] = True
+    return found
+
+
+class SimulatedStep:
     """A step of a run: the sizes, and what went into it. run() computes it."""
 
     def __init__(self, config, layout, balance, weights, ids, targets, is_mean=True):
@@ -124,6 +146,7 @@ class Step:
         f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
         split_but_experts(model, tensor, f, g)
         tag_replicated(model, tensor, sum_gradients=sp)
+        tag_experts(model, self.layout["ep"], mesh)
         if sp:
             positions_of_own_tokens(model, tensor)
         sharing = mesh.group("cp", "tp") if sp else context  # ranks that share a sequence
@@ -144,7 +167,8 @@ class Step:
     def merged(self):
         """The same step with all sequences in one microbatch of one data rank: sooner computed."""
         tokens = [part.flatten(0, 2)[None, None] for part in (self.ids, self.targets)]
-        return Step(self.config, self.layout, self.balance, self.weights, *tokens, self.is_mean)
+        return SimulatedStep(self.config, self.layout, self.balance, self.weights, *tokens,
+                             self.is_mean)
 
     def run(self, cause=None, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
             losses_only=False):
