@@ -1,6 +1,7 @@
 """What a first run on GPUs meets, shown without one: how torch connects the ranks, and the lines
 that are printed."""
 
+import re
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from engine.group import CommunicationError, naming
 from engine.mesh import Mesh, connection_options
 from run import processes
+from run.config import Config, check_layout, choose_gpu_or_cpu, parse
+from sizes import config_of
+from tests.harness import HERE
 
 
 @pytest.fixture
@@ -54,6 +58,22 @@ def test_the_same_ranks_have_one_communicator_on_gpus(nccl, monkeypatch, device,
     assert all(options["timeout"] == limit for _, options in made)
 
 
+def test_dp_2_tp_2_pp_2_has_five_communicators(nccl, monkeypatch):
+    """The world's is that of init_process_group; 4 pairs each of tp, dp and pp (also pp_ends), and
+    2 replicas."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    mesh = Mesh("cuda", dp=2, ep=1, pp=2, cp=1, tp=2)
+    groups = [mesh.in_step(), mesh.group("cp"), mesh.group("tp"), mesh.replicas(),
+              mesh.group("pp"), mesh.one_replica(), mesh.ends("pp")]
+    assert len(made) == 4 + 4 + 4 + 2
+    assert [group.ranks for group in groups if group.size > 1] == [
+        [*range(8)], [4, 5], [1, 5], [5, 7], [4, 5, 6, 7], [5, 7]]
+
+
 def test_nccl_connects_at_init_and_not_when_the_card_is_full(nccl, monkeypatch):
     asked = {}
     monkeypatch.setattr(dist, "init_process_group",
@@ -88,3 +108,62 @@ def test_nccls_own_reason_is_kept():
         raise RuntimeError(NCCL_ERROR)
     assert str(error.value) == ("rank 3: joining group tp: NCCL error, unhandled cuda error: "
                                 "Cuda failure 2 'out of memory'")
+
+
+@pytest.mark.parametrize("flags,local,gpus,torchrun,lines", [
+    ({"dtype": "bfloat16"}, 1, 8, False, ["1 of this machine's 8 GPUs in use; --dp 8 takes all"]),
+    ({"dtype": "bfloat16", "dp": 2, "tp": 2}, 4, 8, False, [
+        "4 of this machine's 8 GPUs in use; --dp 4 takes all"]),
+    ({"dtype": "bfloat16", "dp": 4}, 2, 8, True, [
+        "2 of this machine's 8 GPUs in use; torchrun --nproc-per-node 8 takes all"]),
+    ({"dtype": "bfloat16"}, 8, 8, False, []),
+    ({"dtype": "float32"}, 8, 8, False, [
+        "--dtype float32: activations and messages take twice the memory of --dtype bfloat16, and "
+        "products at least twice the time"]),
+    ({"dtype": "float32", "device": "cpu"}, 1, 8, False, []),
+    ({"dtype": "float32"}, 8, 4, False, ["8 processes for 4 GPUs: falling back to the CPU"])])
+def test_a_run_says_what_it_leaves_unused(flags, local, gpus, torchrun, lines, monkeypatch,
+                                          capsys):
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    cfg = Config(**{"dp": 1, **flags})
+    choose_gpu_or_cpu(cfg, local, gpus, warn=False)
+    assert capsys.readouterr().err == ""
+    cfg = Config(**{"dp": 1, **flags})
+    choose_gpu_or_cpu(cfg, local, gpus, warn=True)
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+# ---- the commands of docs/gpus-and-nodes.md ----
+
+
+def lines_of_the_page():
+    """[(processes, words behind train.py)] of each command on the page that trains."""
+    page = (HERE / "docs/gpus-and-nodes.md").read_text().replace("\\\n", " ")
+    nodes, = re.findall(r"#SBATCH --nodes (\d+)", page)
+    page = page.replace("$SLURM_NNODES", nodes)
+    for before, after in re.findall(r"^ +(.*)\btrain\.py ([^'#\n]*)", page, re.MULTILINE):
+        nodes = re.search(r"--nnodes (\d+)", before)
+        ranks = re.search(r"--nproc-per-node (\d+)", before)
+        yield int(nodes[1]) * int(ranks[1]) if nodes else 1, after.split()
+
+
+def test_the_lines_for_gpus_are_layouts_that_can_be():
+    """For one GPU, a node of eight, two nodes and SLURM, GPT-2 and 1.3 billion parameters."""
+    found = set()
+    for world, words in lines_of_the_page():
+        cfg = parse(words)
+        ranks = check_layout(cfg, world)
+        assert cfg.dtype == "bfloat16", words
+        if cfg.block_size > 128:
+            assert cfg.compile and cfg.data != "stdlib", words
+            parameters = config_of(cfg, 50257).block_weights() * cfg.n_layer
+            found.add((ranks, "1.3B" if parameters > 1e9 else "124M"))
+    assert found == {(ranks, model) for ranks in (1, 8, 16) for model in ("124M", "1.3B")}
+
+
+def test_the_line_for_slurm_gives_each_rank_its_cores():
+    """srun has not inherited --cpus-per-task since 22.05."""
+    page = (HERE / "docs/gpus-and-nodes.md").read_text()
+    asked = re.search(r"#SBATCH --cpus-per-task (\d+)", page)
+    assert asked and 'srun --cpus-per-task "$SLURM_CPUS_PER_TASK" bash' in page
