@@ -228,7 +228,7 @@ MUTANTS = {
          "streams:zb_h1"),
         ("dist.batch_isend_irecv(operations) if operations else []",
          "[work for each in operations for work in dist.batch_isend_irecv([each])]",
-         "queues:first_in"),
+         "queues:one_batch"),
         ("is_completed=self.ran_native.query", "is_completed=lambda: True",
          "queues:native_collective"),
         ("self.receive_stream.wait_event(self.ran_native)", "pass", "streams:experts_1f1b"),

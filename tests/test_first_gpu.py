@@ -15,7 +15,10 @@ from engine.mesh import Mesh, connection_options
 from run import processes
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of
+from tests import first_gpu
 from tests.harness import HERE
+from tests.pool import pool
+from tests.runs import Run
 
 
 @pytest.fixture
@@ -167,3 +170,54 @@ def test_the_line_for_slurm_gives_each_rank_its_cores():
     page = (HERE / "docs/gpus-and-nodes.md").read_text()
     asked = re.search(r"#SBATCH --cpus-per-task (\d+)", page)
     assert asked and 'srun --cpus-per-task "$SLURM_CPUS_PER_TASK" bash' in page
+
+
+# ---- the page of the first ten minutes ----
+
+
+def _kernels(rank):
+    return first_gpu.kernels(dry=True)
+
+
+def test_the_first_ten_minutes_print_their_page(monkeypatch, capsys, tmp_path):
+    """In pretence: every part runs but the two commands that have tests of their own."""
+    def run(file, *words):
+        if file != "train.py":
+            return [f"{file} {' '.join(words)}"]
+        done = Run(1, list(map(str, words)), tmp_path)
+        assert done.wait() == [0], done.read()
+        return done.read("stdout").splitlines()
+
+    class UsualPool:
+        def start(self, size):
+            pass
+
+        def stop(self):
+            pass
+
+        def __call__(self, *args):
+            return pool(*args)
+
+    monkeypatch.setattr(first_gpu, "run", run)
+    monkeypatch.setattr(first_gpu, "Pool", UsualPool)
+    monkeypatch.setitem(first_gpu.PARTS, "The kernels of one step",
+                        lambda dry: pool(1, _kernels)[0])
+    monkeypatch.setattr("sys.argv", ["first_gpu.py", "--dry"])
+    first_gpu.main()
+    page = capsys.readouterr().out
+    assert "Failed" not in page and "no step" not in page, page
+    for words in (r"so MFU +\d\d% +on h200", r"    test_all\.py -n 0", r"--compile +[\d.]+",
+                  r"without +[\d.]+ +[\d,]+ +-", r"products +\d+ +[\d.]+", "4 ranks: torch 0.00 GB",
+                  r"    bench\.py --gpu --quick", r"counted on meta tensors: [\d,]+ kernels"):
+        assert re.search(words, page), (words, page)
+
+
+def test_a_part_that_fails_does_not_end_the_page(monkeypatch, capsys):
+    def broken(dry):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(first_gpu, "PARTS", {"One": broken, "Two": lambda dry: ["    it runs"]})
+    monkeypatch.setattr("sys.argv", ["first_gpu.py", "--dry"])
+    first_gpu.main()
+    assert "Failed: RuntimeError: CUDA error" in (page := capsys.readouterr().out)
+    assert "    it runs" in page

@@ -218,6 +218,20 @@ def _ahead(rank, cfg, mesh):
     return _step(rank, cfg, mesh)
 
 
+def test_both_halves_of_an_exchange_are_one_batch():
+    """NCCL would run two batches one after the other: of two ranks that exchange, each would wait
+    in its first."""
+    batches, x = [], torch.zeros(2)
+    group = InOrderGroup(Mesh(dp=1), "tp", [0, 1, 2], 1, "communicator")
+    with (patch.object(dist, "P2POp", lambda *args, **more: args[0]),
+          patch.object(dist, "batch_isend_irecv", lambda operations: batches.append(operations)
+                       or [])):
+        group.exchange(x, 2, x.clone(), 0)
+        group.exchange(x, 2, x.clone(), 0, more=[(x, 0, x.clone(), 2)])
+        group.send(x, 2)
+    assert batches == [[dist.irecv, dist.isend], [dist.irecv, dist.isend] * 2, [dist.isend]]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_receive_posted_ahead_would_deadlock_on_nccl(corpus, schedule):
     cfg = config(corpus, microbatches=4, batch_size=4, pp=2, schedule=schedule)
