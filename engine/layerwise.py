@@ -96,8 +96,11 @@ class Layerwise(Optimizer):
         weight_norms = []  # the norm of each piece on this rank
         other_norms = []
         for bucket in self.reducer.buckets:
-            weight_norms += [piece.norm() for _, piece in bucket.pieces(bucket.master)]
-            other_norms += [piece.norm() for _, piece in bucket.pieces(flat_of(bucket))]
+            weights = [piece for _, piece in bucket.pieces(bucket.master)]
+            others = [piece for _, piece in bucket.pieces(flat_of(bucket))]
+            if weights:  # one kernel for each of the two lists
+                weight_norms += torch._foreach_norm(weights)
+                other_norms += torch._foreach_norm(others)
         if weight_norms:  # else there are fewer parameters than ranks
             norms = torch.stack([torch.stack(weight_norms), torch.stack(other_norms)])
             squares.index_add_(1, self.indices, norms.double().square() / self.copies)

@@ -46,6 +46,7 @@ class CudaGroup(InOrderGroup):
     only after all computation that was posted before."""
 
     is_shared = True  # the host posts all messages, on every rank in one order
+    gathers_in_place = True
 
     def __init__(self, *args):
         super().__init__(*args)

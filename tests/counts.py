@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import train
+from engine import vocabulary_parallel
 from engine.dropout import Dropout
 from engine.mesh import Mesh
 from run.config import Config, check_layout
@@ -94,12 +95,14 @@ def on_meta():
 
 
 @cache
-def count_step(**flags):
-    """The Counting of one step of one rank: gradients and update."""
+def count_step(cpu_chunks=False, **flags):
+    """The Counting of one step of one rank: gradients and update. cpu_chunks: the loss takes as
+    many tokens at a time as on a CPU."""
     cfg = Config(**{**GPT2, **flags})
     check_layout(cfg, 1)
     mesh = Mesh("meta", native=True, dp=1, ep=1, pp=1, cp=1, tp=1)
-    with on_meta():
+    chunk = 0 if cpu_chunks else vocabulary_parallel.CHUNK
+    with on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk):
         trainer = train.Trainer(cfg, mesh, VOCABULARY)
         ids = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.long, device="meta")
         with Counting() as counting:

@@ -95,6 +95,8 @@ MUTANTS = {
         ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
+        ("into.add_(param.grad)", "into.copy_(param.grad)", "layouts:layout_equals"),
+        ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
          "        if bucket.grad is None:", "layouts:layout_equals"),
@@ -132,13 +134,14 @@ MUTANTS = {
         ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
-        ("-1, dtype=wide)\n", "-1)\n", "values:in_32"),
+        ("-1, dtype=torch.promote_types(logits.dtype, torch.float))", "-1)", "values:in_32"),
         ("torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()",
          "layouts:layout_equals"),
         ("masked_fill(outside, 0).sum()", "sum()", "layouts:layout_equals"),
         ("(0, 1) * present", "(0, 1)", "values:chunks"),
         ("(grad @ weight) * present", "(grad @ weight)", "values:chunks"),
-        ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad_vocab"),
+        ("logits[:, num_words:] = -torch.inf", "pass", "layouts:pad_vocab"),
+        ("CHUNK // (weight", "0 // (weight", "first_gpu:fifth"),
         ("i : i + n] = leaving", "0:n] = leaving", "values:chunks"),
         ("inputs / power), alpha=power", "inputs), alpha=1", "values:range")],
     "engine/sequence_parallel.py": [

@@ -1,6 +1,8 @@
 """What a first run on GPUs meets, shown without one: how torch connects the ranks, and the lines
 that are printed."""
 
+import gc
+import os
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,13 +14,14 @@ import torch.distributed as dist
 
 from engine.group import CommunicationError, naming
 from engine.mesh import Mesh, connection_options
-from run import processes
+from run import launch, processes
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of
 from tests import first_gpu
+from tests.counts import count_step
 from tests.harness import HERE
 from tests.pool import pool
-from tests.runs import Run
+from tests.runs import Run, _main, flags
 
 
 @pytest.fixture
@@ -135,6 +138,68 @@ def test_a_run_says_what_it_leaves_unused(flags, local, gpus, torchrun, lines, m
     cfg = Config(**{"dp": 1, **flags})
     choose_gpu_or_cpu(cfg, local, gpus, warn=True)
     assert capsys.readouterr().err.splitlines() == lines
+
+
+# ---- the process ----
+
+
+def _main_and_freezing(*args):
+    """_main; then how many objects Python's gc leaves alone."""
+    try:
+        _main(*args)
+    finally:
+        print("frozen", gc.get_freeze_count(), flush=True)
+
+
+@pytest.mark.parametrize("steps,frozen", [(1, False), (3, True)])
+def test_the_gc_leaves_alone_what_is_there_after_two_steps(corpus, tmp_path, steps, frozen):
+    run = Run(1, flags(corpus, tmp_path / "out", steps=steps), tmp_path, fn=_main_and_freezing)
+    assert run.wait() == [0], run.read()
+    assert (int(run.read("stdout").split()[-1]) > 10_000) == frozen
+
+
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
+    """Set before torch is imported, which reads it then."""
+    monkeypatch.setattr(launch.signals, "before_training", lambda: None)
+    monkeypatch.setattr(launch.config, "read_command_line", lambda description: (Config(), 1, 1))
+    monkeypatch.setenv("RANK", "1")
+    with patch.dict(os.environ):
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)
+        launch.start("")
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
+        launch.start("")
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+# ---- kernels and bytes of a step, counted on meta tensors ----
+
+
+def test_the_loss_of_gpt2_takes_a_fifth_of_the_kernels_and_fewer_bytes_in_large_chunks():
+    """16 x 1024 tokens: 7 chunks of 256 MB of logits, where a CPU takes 22 of 768 tokens."""
+    large, small = count_step(), count_step(cpu_chunks=True)
+    assert (large.num_kernels, small.num_kernels) == (786, 1221)
+    assert 70.5 < large.gigabytes() < 71 and 77.5 < small.gigabytes() < 78
+
+
+def test_lamb_takes_the_norms_of_a_bucket_in_one_kernel():
+    """GPT-2 has 148 tensors, of each a norm of the weights and one of the change."""
+    kernels = count_step(optimizer="lamb").kernels
+    assert kernels["linalg_vector_norm"] == 0 and kernels["_foreach_norm"] < 20
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_copies_the_first_gradient_of_a_microbatch(stage):
+    """It makes no zeros to add to: of 148 gradients none is added."""
+    kernels = count_step(zero=stage).kernels
+    assert kernels["new_zeros"] <= 1
+    assert kernels["add_"] == 16 + 7 + 1  # shards of buckets; chunks of the loss; the step's number
+
+
+def test_recompute_keeps_no_state_of_random_generators(monkeypatch):
+    """On a GPU the host would wait for the device to read it, in each block."""
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("reads the state"))
+    count_step.__wrapped__(recompute=True)
 
 
 # ---- the commands of docs/gpus-and-nodes.md ----

@@ -153,7 +153,9 @@ class Device(TorchDispatchMode):
         """One of NCCL's collectives without async_op: on the current stream."""
         def run(out, *inputs, group):
             with patch.multiple(self, recording=False):
-                real(out, *inputs, group=group)
+                # NCCL gathers in place; gloo wants a copy
+                apart = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+                real(out, *apart, group=group)
             self.operate(real.__name__, self.current, inputs, [out, self.communicators[group][1]])
 
         return run
