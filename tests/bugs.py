@@ -435,7 +435,7 @@ SEQUENCES = [
     Bug("gradients of keys and values stay with the rank that computed them", "gradients",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
         change("engine/context_parallel.py",
-               "grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)",
+               "grad_k, grad_v = grad_kv[0] + own_dk, grad_kv[1] + own_dv",
                "grad_k, grad_v = own_dk, own_dv")),
 ]
 
