@@ -98,7 +98,7 @@ def train_rank(mesh, cfg, value, steps):
     return numbers, recorder.writer.held
 
 
-def merge(parts):
+def put_together(parts):
     """({name: full tensor}, names whose copies differ), of every rank's [(tag, slice)]. Of copies
     the first rank's counts."""
     full = {}
@@ -117,7 +117,7 @@ def merge(parts):
     return full, differ
 
 
-def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
+def train_changed(corpus, flags, changes=(), value=initial_value, steps=STEPS):
     """Train with these flags and with these changes of the code. Returns the losses and, of two
     steps and more, their Dump. value: makes the initial values."""
     cfg = Config(data=corpus, **{"seed": SEEDS[0], **FLAGS_OF_ALL, **flags})
@@ -126,11 +126,11 @@ def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
         ranks = world.run(partial(train_rank, cfg=cfg, value=value, steps=steps))
         trace = []
         for n in range(3):
-            weights, differ = merge(held[f"weights-{n}"] for _, held in ranks)
+            weights, differ = put_together(held[f"weights-{n}"] for _, held in ranks)
             trace.append({"weights": weights, "differ": differ})
         for n in (1, 2):
             loss, norm = ranks[0][0][n - 1]
-            grads, _ = merge(held[f"gradients-{n}"] for _, held in ranks)
+            grads, _ = put_together(held[f"gradients-{n}"] for _, held in ranks)
             trace[n] |= {"loss": loss, "norm": norm, "grads": grads,
                          "lr": learning_rate(cfg, n - 1)}
         dump = in_memory(cfg, trace, Data(cfg).vocab_size)
@@ -140,7 +140,7 @@ def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
 # ---- one row ----
 
 
-class Row(NamedTuple):
+class Outcome(NamedTuple):
     line: WrongLine
     losses: list
     off: dict  # {name: relative difference of the gradient of step 1}
@@ -152,7 +152,7 @@ def flags_of_right(line):
 
 
 def losses_of_right(corpus, flags, seed):
-    return train(corpus, {**flags, "seed": seed})[0]
+    return train_changed(corpus, {**flags, "seed": seed})[0]
 
 
 def relative(got, want):
@@ -160,17 +160,17 @@ def relative(got, want):
 
 
 def examine(corpus, line, steps=STEPS):
-    """The Row of a wrong line."""
+    """The Outcome of a wrong line."""
     alone = flags_of_right(line)
     changes = (*line.setting, (line.file, line.right, line.wrong))
-    losses, mine = train(corpus, line.layout, changes, steps=steps)
-    _, right = train(corpus, alone, steps=2)
+    losses, mine = train_changed(corpus, line.layout, changes, steps=steps)
+    _, right = train_changed(corpus, alone, steps=2)
     grads = mine.gradients(1)
     off = {name: relative(grads[name], want) for name, want in right.gradients(1).items()}
     # The doctor's two runs have random biases, as every dump has: a bias of 0 hides bugs
-    _, mine = train(corpus, line.layout, changes, random_value, 2)
-    _, right = train(corpus, alone, (), random_value, 2)
-    return Row(line, losses, off, first_name(diagnose(right, mine, deep=True)))
+    _, mine = train_changed(corpus, line.layout, changes, random_value, 2)
+    _, right = train_changed(corpus, alone, (), random_value, 2)
+    return Outcome(line, losses, off, first_name(diagnose(right, mine, deep=True)))
 
 
 def first_name(findings):
@@ -215,7 +215,7 @@ def gradients_cell(row):
     return f"{max(wrong):<8.2g}{len(wrong)} of {len(row.off)}" if wrong else "equal"
 
 
-def table(rows, rights):
+def outcome_table(rows, rights):
     """Yields the lines of the table. rights[i]: the losses of row i's right runs."""
     yield f"{'':54}loss of  a curve   last {SMOOTH} steps  gradients, step 1"
     yield f"    {'wrong line':50}step 1   shows it  wrong  right   off by  tensors"
@@ -266,7 +266,7 @@ def run_job(job):
 
 
 def break_all():
-    """([Row], [losses of the right runs] of each row)."""
+    """([Outcome], [losses of the right runs] of each row)."""
     kinds = []  # the flags of right runs that are needed
     for line in WRONG_LINES:
         if flags_of_right(line) not in kinds:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exercises import break_it
-from exercises.break_it import IN_A_ROW, SMOOTH, train, write_zen
+from exercises.break_it import IN_A_ROW, SMOOTH, train_changed, write_zen
 from exercises.wrong_lines import WRONG_LINES
 from tests.harness import HERE, close, needs_minutes
 from tests.pool import HANG, pool
@@ -48,8 +48,8 @@ def test_the_page_says_of_each_wrong_line_what_two_steps_say():
 
 def _right(rank, folder, line):
     """Losses and weights of a row's layout without its wrong line, and of one process."""
-    runs = [train(folder, line.layout, line.setting, steps=2),
-            train(folder, break_it.flags_of_right(line), steps=2)]
+    runs = [train_changed(folder, line.layout, line.setting, steps=2),
+            train_changed(folder, break_it.flags_of_right(line), steps=2)]
     return [(losses, {**dump.weights(2)}) for losses, dump in runs]
 
 
@@ -96,7 +96,7 @@ def test_copies_that_differ_are_named_and_the_first_one_counts():
         def place(self, part, full):
             full.copy_(part)
 
-    full, differ = break_it.merge([[(Tag(), torch.zeros(2))], [(Tag(), torch.ones(2))]])
+    full, differ = break_it.put_together([[(Tag(), torch.zeros(2))], [(Tag(), torch.ones(2))]])
     assert full["w"].tolist() == [0, 0] and differ == ["w"]
 
 
