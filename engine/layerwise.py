@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from engine.collectives import all_reduce
-from engine.optimizer import AdamW, Optimizer, norms
+from engine.optimizer import AdamW, Optimizer, exact_norms
 from optimizer import decays
 from shard import Shard
 
@@ -99,7 +99,7 @@ class Layerwise(Optimizer):
             weights += [piece for _, piece in bucket.pieces(bucket.master)]
             others += [piece for _, piece in bucket.pieces(flat_of(bucket))]
         if weights:  # else there are fewer parameters than ranks
-            both = torch.stack([norms(weights, self.wide), norms(others, self.wide)])
+            both = torch.stack([exact_norms(weights, self.wide), exact_norms(others, self.wide)])
             squares.index_add_(1, self.indices, both.square() / self.copies)
         return all_reduce(squares, self.norm_group).sqrt()
 

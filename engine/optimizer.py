@@ -27,7 +27,7 @@ def holders(bucket, tag, norm_group):
     return tag.copies * replicas / bucket.num_shards
 
 
-def norms(tensors, dtype):
+def exact_norms(tensors, dtype):
     """The 2-norm of each flat tensor, a float64 tensor (n,). `dtype`: that of the sums."""
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double()
@@ -85,7 +85,7 @@ class Optimizer:
                  for _, grad in self.reducer.grad_pieces(bucket)]
         if not grads:  # fewer trained parameters than ranks
             return torch.zeros((), dtype=torch.double, device=self.device)
-        return (norms(grads, self.wide).square() / self.copies).sum()
+        return (exact_norms(grads, self.wide).square() / self.copies).sum()
 
     def step(self, lr, factor, finite):
         """Step this rank's shards, with gradients times `factor`, and start to send the weights,

@@ -24,4 +24,5 @@ def diagnosis(cfg, mine, reference, vocab_size):
     if not is_known(cfg, reference, vocab_size):
         return "a model that the doctor does not know"
     dumps = [in_memory(cfg, trace, vocab_size) for trace in (reference, mine)]
-    return "\n".join(line for line, is_equal in lines(diagnose(*dumps)) if not is_equal)
+    said = lines(diagnose(*dumps), dumps[1].layout)
+    return "\n".join(line for line, is_equal in said if not is_equal)
