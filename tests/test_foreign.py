@@ -86,7 +86,7 @@ def run_loop(folder, number, changes=()):
 def answer(reference, mine):
     """(the lines that the doctor prints, the causes in them)."""
     findings = list(diagnose(reference, mine))
-    printed = list(lines(findings))
+    printed = list(lines(findings, mine.layout))
     end = "equal" if all(equal for _, equal in printed) else "not equal"
     causes = [words for finding in findings for words in finding.causes]
     return [*(line for line, _ in printed), end], causes
