@@ -125,7 +125,7 @@ LOSS = [
     Bug("the loss is a mean of the data ranks' means", "loss",
         ("dp 2 microbatches 3", "dp 3 microbatches 5"),
         (("train.py", EXECUTE,
-          "self.own(batches), self.cfg.dp * sum((t >= 0).sum() for _, t in batches), scale)"),),
+          "self.own(batches), self.cfg.dp * sum((t >= 0).sum() for _, t, _ in batches), scale)"),),
         PADDING),
     Bug("padding tokens count in the mean", "loss",
         ("dp 2 microbatches 3", "tp 2 microbatches 5"),
