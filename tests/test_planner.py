@@ -476,7 +476,7 @@ def _buffers(rank, cfg, words):
     layers = trainer.stages[0].layers
     trainer.reducer.gather_weights([layers[-1]])
     x = torch.zeros(trainer.pipeline.shape, dtype=trainer.dtype).requires_grad_()
-    (_, targets), *_ = trainer.own(batches)
+    (_, targets, _), *_ = trainer.own(batches)
     return update, peak_of(lambda: layers[-1](x, targets))
 
 
