@@ -85,10 +85,10 @@ def break_all_lines(svg):
     None. ValueError, OSError: it cannot be written."""
     if svg:
         refuse_foreign("--svg", svg, "<svg ")
-    from exercises.break_it import break_all, diffs, table
+    from exercises.break_it import break_all, diffs, table_lines
     from exercises.panels import panels_svg
     rows, rights = break_all()
-    print(*table(rows, rights), *diffs(rows), sep="\n")
+    print(*table_lines(rows, rights), *diffs(rows), sep="\n")
     if svg:
         Path(svg).write_text(panels_svg(rows, rights))
 

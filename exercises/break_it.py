@@ -97,7 +97,7 @@ def train_rank(mesh, cfg, value, steps):
     return numbers, recorder.writer.held
 
 
-def merge(parts):
+def joined_parts(parts):
     """({name: full tensor}, names whose copies differ), of every rank's [(tag, slice)]. Of copies
     the first rank's counts."""
     full = {}
@@ -116,7 +116,7 @@ def merge(parts):
     return full, differ
 
 
-def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
+def losses_and_dump(corpus, flags, changes=(), value=initial_value, steps=STEPS):
     """Train with these flags and with these changes of the code. Returns the losses and, of two
     steps and more, their Dump. value: makes the initial values."""
     cfg = Config(data=corpus, **{"seed": SEEDS[0], **FLAGS_OF_ALL, **flags})
@@ -125,11 +125,11 @@ def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
         ranks = world.run(partial(train_rank, cfg=cfg, value=value, steps=steps))
         trace = []
         for n in range(3):
-            weights, differ = merge(held[f"weights-{n}"] for _, held in ranks)
+            weights, differ = joined_parts(held[f"weights-{n}"] for _, held in ranks)
             trace.append({"weights": weights, "differ": differ})
         for n in (1, 2):
             loss, norm = ranks[0][0][n - 1]
-            grads, _ = merge(held[f"gradients-{n}"] for _, held in ranks)
+            grads, _ = joined_parts(held[f"gradients-{n}"] for _, held in ranks)
             trace[n] |= {"loss": loss, "norm": norm, "grads": grads,
                          "lr": learning_rate(cfg, n - 1)}
         dump = in_memory(cfg, trace, Data(cfg).vocab_size)
@@ -139,7 +139,7 @@ def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
 # ---- one row ----
 
 
-class Row(NamedTuple):
+class Outcome(NamedTuple):
     line: object  # WrongLine
     losses: list
     off: dict  # {name: relative difference of the gradient of step 1}
@@ -151,7 +151,7 @@ def flags_of_right(line):
 
 
 def losses_of_right(corpus, flags, seed):
-    return train(corpus, {**flags, "seed": seed})[0]
+    return losses_and_dump(corpus, {**flags, "seed": seed})[0]
 
 
 def relative(got, want):
@@ -159,17 +159,17 @@ def relative(got, want):
 
 
 def examine(corpus, line, steps=STEPS):
-    """The Row of a wrong line."""
+    """The Outcome of a wrong line."""
     alone = flags_of_right(line)
     changes = (*line.setting, (line.file, line.right, line.wrong))
-    losses, mine = train(corpus, line.layout, changes, steps=steps)
-    _, right = train(corpus, alone, steps=2)
+    losses, mine = losses_and_dump(corpus, line.layout, changes, steps=steps)
+    _, right = losses_and_dump(corpus, alone, steps=2)
     grads = mine.gradients(1)
     off = {name: relative(grads[name], want) for name, want in right.gradients(1).items()}
     # The doctor's two runs have random biases, as every dump has: a bias of 0 hides
-    _, mine = train(corpus, line.layout, changes, random_value, 2)
-    _, right = train(corpus, alone, (), random_value, 2)
-    return Row(line, losses, off, first_words(diagnose(right, mine, deep=True)))
+    _, mine = losses_and_dump(corpus, line.layout, changes, random_value, 2)
+    _, right = losses_and_dump(corpus, alone, (), random_value, 2)
+    return Outcome(line, losses, off, first_words(diagnose(right, mine, deep=True)))
 
 
 def first_words(findings):
@@ -209,7 +209,7 @@ HEAD = f"""\
     {'wrong line':50}step 1   shows it  wrong  right   off by  tensors"""
 
 
-def table(rows, rights):
+def table_lines(rows, rights):
     """Yields the lines of the table. rights[i]: the losses of row i's right runs."""
     usual = rights[0]
     ends = [end_of(losses) for losses in usual]
@@ -251,7 +251,7 @@ def run_job(job):
 
 
 def break_all():
-    """([Row], [losses of the right runs] of each row)."""
+    """([Outcome], [losses of the right runs] of each row)."""
     kinds = []  # the flags of right runs that are needed
     for line in WRONG_LINES:
         if flags_of_right(line) not in kinds:

@@ -11,7 +11,7 @@ WRONG = CURVES[1]
 
 
 def panels_svg(rows, rights):
-    """rows: the Rows of break_it.break_all, rights: the losses of each row's right runs."""
+    """rows: the Outcomes of break_it.break_all, rights: the losses of each row's right runs."""
     down = -(-len(rows) // ACROSS)
     picture = Picture("Fifteen wrong lines (orange), and right runs of eight seeds (grey)",
                       ACROSS * WIDTH + 20, 64 + down * HEIGHT)
