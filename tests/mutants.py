@@ -274,6 +274,12 @@ MUTANTS = {
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes"),
         ("step - len(unread), saved)", "step, saved)", "values:gives_up_after"),
         ("saved = folder or saved", "saved = folder", "values:last_good")],
+    "exercises/break_it.py": [
+        ("abs(loss - right) > spread", "loss - right > spread", "wrong_lines:apart"),
+        ("if all(apart[i : i + IN_A_ROW])", "if apart[i]", "wrong_lines:apart"),
+        ("elif not torch.equal(held, part) and", "elif False and", "wrong_lines:copies"),
+        ("max(0, i + 1 - SMOOTH)", "max(0, i - SMOOTH)", "wrong_lines:apart"),
+        ("changes, random_value, 2)", "changes, initial_value, 2)", "wrong_lines:two_steps")],
     "run/copies.py": [
         ("differ[name] |= is_unequal", "pass", "zero:one_bit"),
         ("(shard.sum_over[0], *shard.shared_by)", "shard.shared_by", "zero:bit")],
