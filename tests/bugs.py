@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import train
 from data.batches import Data
+from exercises.planted import planted
 from run.config import Config, check
 from run.doctor.record import write_run
 from tests.cover import layouts
 from tests.harness import VOCAB, config, mesh_of
-from tests.planted import planted
 from tests.pool import pool
 
 STAGES = ("data", "initial values", "loss", "gradients", "norm", "update")  # in a run's order
@@ -125,7 +125,7 @@ LOSS = [
     Bug("the loss is a mean of the data ranks' means", "loss",
         ("dp 2 microbatches 3", "dp 3 microbatches 5"),
         (("train.py", EXECUTE,
-          "self.own(batches), self.cfg.dp * sum((t >= 0).sum() for _, t in batches), scale)"),),
+          "self.own(batches), self.cfg.dp * sum((t >= 0).sum() for _, t, _ in batches), scale)"),),
         PADDING),
     Bug("padding tokens count in the mean", "loss",
         ("dp 2 microbatches 3", "tp 2 microbatches 5"),
@@ -412,8 +412,8 @@ SEQUENCES = [
                "positions(idx)[: idx.size(1) // group.size]")),
     Bug("targets are shifted after the sequence was split", "loss",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
-        change("train.py", "(ids[:, self.positions], targets[:, self.positions])",
-               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1))")),
+        change("train.py", "(ids[:, self.positions], targets[:, self.positions], first)",
+               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1), first)")),
     Bug("ranks have neighbouring segments, and the mask is zigzag's", "loss",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
         change("context_parallel.py",
@@ -463,8 +463,8 @@ NORM = [
         change("train.py", " if cfg.zero == 0 else mesh.in_step()", "")),
     Bug("the norm is the root of the sum of norms", "norm",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "torch.stack(norms).double().square()",
-               "torch.stack(norms).double()")),
+        change("engine/optimizer.py", "exact_norms(grads, self.wide).square()",
+               "exact_norms(grads, self.wide)")),
     Bug("the loss scale is left in the norm", "norm",
         ("dp 2 microbatches 5", "tp 2 microbatches 3"),
         change("train.py", "square.sqrt() / self.scale", "square.sqrt()"), SCALED),
