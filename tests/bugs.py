@@ -228,7 +228,7 @@ MICROBATCHES = [
 # ---- gradients: f and g of tensor parallelism ----
 
 COLUMN = "leaving = ctx.region.start_leave(grad_x)"
-ROW = "return region.leave(F.linear(x, weight))"
+ROW = "return region.leave(F.linear(region.by_rank(x), weight))"
 ROW_BACKWARD = "grad = ctx.region.enter(grad.contiguous())"
 
 
@@ -263,8 +263,8 @@ TENSOR = [
     Bug("f is missing in the head", "gradients",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("engine/vocabulary_parallel.py",
-               "leaving = region.start_leave(grad_inputs.view(B, -1, C))",
-               "leaving = lambda kept=grad_inputs.view(B, -1, C): kept")),
+               "leaving = region.start_leave(grad_inputs.view(parts * B, -1, C))",
+               "leaving = lambda kept=grad_inputs.view(parts * B, -1, C): kept")),
     Bug("g is missing in attention: its forward does not sum", "loss",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"), without_g("attn.c_proj")),
     Bug("g is missing in the MLP", "loss",
@@ -278,7 +278,8 @@ TENSOR = [
                "return loss[0]")),
     Bug("the softmax is over a rank's own words", "loss",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
-        change("engine/vocabulary_parallel.py", "if group.size > 1:", "if False:")),
+        change("engine/vocabulary_parallel.py", "if self.region.group.size > 1:",
+               "if False:")),
     Bug("g's backward sums too, in attention", "gradients",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"), g_twice("attn.c_proj")),
     Bug("g's backward sums too, in the MLP", "gradients",
