@@ -71,6 +71,17 @@ class Terms:
         return self.losses.mean(-1).sum().item() / self.divisor
 
 
+@dataclass
+class Change:
+    """A bug that is run: another line in the plain forms."""
+    words: str
+    before: object = None  # before(model): changes the whole model
+    after: object = None  # after(model, mesh): changes a rank's part of it
+    forward: bool = True  # does the loss change, too?
+    by_microbatch: bool = False  # does the change depend on what a microbatch is?
+    feed: object = None  # feed(ids, targets, k, mesh, positions): in the place of step.own_tokens
+
+
 def split_but_experts(model, group, f, g):
     """Like tensor_parallel.split_layers, but experts stay whole on each rank."""
     embedding, *blocks, head = model.layers

@@ -1,55 +1,15 @@
-"""The norm and the optimizer's step, computed again from a run's own gradients, with known bugs.
+"""AdamW's step, computed again from a run's own weights, gradients and norms, with known bugs.
 
 Everything here is arithmetic on whole tensors: no rank takes part. So a bug before (a gradient that
-is wrong) does not make the norm or the new weights wrong here.
+is wrong) does not make the new weights wrong here.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from optimizer import decays
 from shard import Shard
-
-# ---- the global norm ----
-
-
-def norms(squares, split, layout):
-    """{words: norm} of known mistakes. squares: {name: sum of squares of the gradient}; split:
-    names of the tensors that are split over the tensor ranks."""
-    T, P, D = layout["tp"], layout["pp"], layout["dp"]
-    whole = sum(squares.values())
-    parts = sum(squares[name] for name in split)
-    copies = whole - parts
-    found = {"its square: the root is missing": whole,
-             "the root of the sum of the tensors' norms, not of their squares":
-             math.sqrt(sum(math.sqrt(square) for square in squares.values())),
-             "the sum of the tensors' norms, not the root of the sum of their squares":
-             sum(math.sqrt(square) for square in squares.values())}
-    if T > 1:
-        found |= {
-            f"replicated gradients count {T} times (tp)": math.sqrt(parts + T * copies),
-            f"replicated gradients count {T * T} times (tp)": math.sqrt(parts + T * T * copies),
-            "split gradients are left out (tp)": math.sqrt(copies),
-            "replicated gradients are left out (tp)": math.sqrt(parts),
-            f"split gradients count as 1/{T} (tp)": math.sqrt(parts / T + copies),
-            f"replicated gradients count as 1/{T} (tp)": math.sqrt(parts + copies / T)}
-    for name, size in (("data", D), ("tensor", T), ("pipeline", P)):
-        if size > 1:
-            found |= {f"all gradients count {size} times, for each {name} rank":
-                      math.sqrt(size * whole),
-                      f"the sum of squares is divided by the {size} {name} ranks":
-                      math.sqrt(whole / size),
-                      f"it is {size} times too large": size * math.sqrt(whole),
-                      f"it is 1/{size} of what it should be": math.sqrt(whole) / size}
-    tied = squares.get("transformer.wte.weight", 0)
-    found["the tied matrix counts twice"] = math.sqrt(whole + tied)
-    found["the tied matrix is left out"] = math.sqrt(whole - tied)
-    return found
-
-
-# ---- AdamW ----
 
 
 @dataclass
