@@ -49,8 +49,8 @@ class Examined:
         losses = []
         errors = dict.fromkeys(self.gradients, 0.0)
         for seed in range(runs):
-            terms = self.rounded(seed).run(None, self.dtype, self.grad_dtype,
-                                           self.numbers["scale"])
+            terms = self.rounded(seed).run(dtype=self.dtype, grad_dtype=self.grad_dtype,
+                                           scale=self.numbers["scale"])
             losses.append((terms.losses - self.terms.losses).abs().sum().item())
             for name, full in terms.full.items():
                 error = off(full, self.terms.full[name]) / self.terms.divisor

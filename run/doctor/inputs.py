@@ -23,7 +23,7 @@ def kinds_of_model(mine, given, wanted, wrong, is_close):
     """{words: function of a name} for a model of a known form."""
     heads = mine.model.n_head
     layout, L = mine.layout, mine.model.n_layer
-    step = SimulatedStep(mine.model, layout, 0.0, dict(given), None, None)
+    step = SimulatedStep(mine.model, layout, 0.0, dict(given))
     tags = step.tags()
     starts = cut_by_layout(mine.model, layout) if layout["pp"] > 1 else []
 

@@ -49,7 +49,7 @@ def norms_of_parts(mine, given):
     layout, L = mine.layout, mine.model.n_layer
     T, P = layout["tp"], layout["pp"]
     starts = [0, *(cut_by_layout(mine.model, layout) if P > 1 else [])]
-    step = SimulatedStep(mine.model, layout, 0.0, dict(mine.weights(0)), None, None)
+    step = SimulatedStep(mine.model, layout, 0.0, dict(mine.weights(0)))
     parts = torch.zeros(len(starts), T, dtype=torch.double)  # squares of each stage's rank
     for t, tags in enumerate(step.tags()):
         for name, grad in given.items():

@@ -1,4 +1,17 @@
-"""Shares: bugs that count the right step's terms with other weights."""
+"""Shares: bugs that count the right step's terms with other weights.
+
+The terms of a tensor's gradient are (D, m, C, R, n), one for each data rank, microbatch, context
+rank and tensor rank (step.py). A Share says which of them are in the sum, and how often:
+
+    D = 2, m = 3     right      only the last       data rank 0's own gradient,
+                                microbatch          divided by its own tokens
+    Share.data       1 1 1      0 0 1               1 1 1
+                     1 1 1      0 0 1               0 0 0
+    Share.factor     1          1                   2
+
+known_shares() lists those of a layout. To try a Share costs a sum, no step, so each tensor is
+compared with each Share by itself.
+"""
 
 from dataclasses import dataclass
 
@@ -10,16 +23,16 @@ from run.doctor.step import EMBEDDING
 
 @dataclass
 class Share:
-    """The terms of some ranks and microbatches. None: all of that axis, as it is right."""
-    words: str
-    factor: float = 1.0
-    data: torch.Tensor | None = None  # (D, m): weight of each data rank's microbatches
-    context: int | None = None  # only this context rank's terms
-    tensor: int | None = None  # only this tensor rank's terms
-    tied: tuple = (1, 1)  # how often the embedding's and the head's term count
+    """Weights of a gradient's terms. The defaults are the right ones."""
+    words: str  # what the doctor prints
+    factor: float = 1.0  # of all terms
+    data: torch.Tensor | None = None  # (D, m): of each data rank's microbatches. None: all 1
+    context: int | None = None  # only this context rank's terms. None: all ranks'
+    tensor: int | None = None  # only this tensor rank's terms. None: all ranks'
+    tied: tuple = (1, 1)  # of the embedding's terms and of the head's, in a tied matrix
 
     def largest(self, name):
-        """The largest weight of a term in a tensor: rounding errors grow with it."""
+        """The largest weight of a term in a tensor, 1 at least: rounding errors grow with it."""
         weight = 1.0 if self.data is None else self.data.abs().max().item()
         tied = max(self.tied) if name == EMBEDDING else 1
         return max(1.0, abs(self.factor) * weight * tied)
@@ -29,21 +42,23 @@ RIGHT = Share("right")
 
 
 def summed_terms(terms, name, share):
+    """(n,): a share's sum of a tensor's terms. Of a tied matrix: of one of its two ends."""
     grad = terms.gradients[name]  # (D, m, C, R, n)
     if share.data is not None:
         grad = grad * share.data[:, :, None, None, None]
     grad = grad.sum((0, 1))  # (C, R, n)
-    grad = grad.sum(0) if share.context is None else grad[share.context]
+    grad = grad.sum(0) if share.context is None else grad[share.context]  # (R, n)
     if not terms.is_summed[name]:
-        grad = grad[0]
+        grad = grad[0]  # the R are copies, or R is 1
+    elif share.tensor is None:
+        grad = grad.sum(0)
     else:
-        grad = grad.sum(0) if share.tensor is None else grad[share.tensor]
+        grad = grad[share.tensor]
     return share.factor / terms.divisor * grad
 
 
 def gradient(terms, name, share):
-    """The sampled gradient (n,) of the mean loss that a share gives for a tensor. None if the share
-    is about terms that the tensor does not have."""
+    """(n,): a share's gradient of the mean loss, sampled."""
     if name == EMBEDDING and terms.tied:
         embedding = summed_terms(terms, EMBEDDING, share)
         head = summed_terms(terms, UNTIED, share)
@@ -52,7 +67,8 @@ def gradient(terms, name, share):
 
 
 def factors(layout, tokens, scale):
-    """[(factor, words)] of what a gradient or a loss may be multiplied by."""
+    """[(factor, words)]: what a gradient or a loss may be multiplied by. tokens: those of the whole
+    batch that count; scale: the loss scale."""
     D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
     m = layout["microbatches"]
     named = [
@@ -88,75 +104,108 @@ def factors(layout, tokens, scale):
     return [(factor, words) for factor, words in named if factor != 1]
 
 
-def sums_too_often_or_seldom(D, m):
-    """Gradients are to be summed over the data ranks once per step, or one microbatch's at a time.
-    """
+def not_summed_over_data(layout, D, m):
+    """Shares with the gradients of some data ranks only."""
     found = []
-    for k, which in ((0, "first"), (m - 1, "last")):
+    for d in range(D):
         own = torch.zeros(D, m, dtype=torch.double)
-        own[0] = 1
-        own[:, k] = 1
-        found.append(Share(f"only the {which} microbatch's gradients are summed over the data "
-                           "ranks (dp); data rank 0's own of the others", data=own))
-    again = D ** torch.arange(m - 1, -1, -1, dtype=torch.double).expand(D, m)
-    found.append(Share("the sum so far is summed over the data ranks (dp) again after each "
-                       "microbatch", data=again))
-    return found
-
-
-def uneven(tokens):
-    """Means of means, where microbatches have different numbers of tokens. tokens: (D, m)."""
-    D, m = tokens.shape
-    return [Share("a mean of the microbatches' means, which have different numbers of tokens",
-                  data=tokens.sum() / (D * m * tokens)),
-            Share("a mean of the data ranks' means, which have different numbers of tokens",
-                  data=tokens.sum() / (D * tokens.sum(1, keepdim=True).expand(D, m)))]
-
-
-def known_shares(layout, terms, scale):
-    """The Shares of a layout."""
-    D, m, C, _ = next(iter(terms.gradients.values())).shape[:4]
-    T = layout["tp"]
-    total = int(terms.tokens.sum())
-    found = [Share(words, factor=factor)
-             for factor, words in factors(layout, total, scale)]
-    for d in range(D if D > 1 else 0):
-        only = torch.zeros(D, m, dtype=torch.double)
-        only[d] = 1
+        own[d] = 1
         words = f"not summed over the data ranks (dp): data rank {d}'s own gradient"
-        found += [Share(words, data=only), Share(f"{words}, divided by its own tokens", D, only),
-                  Share(f"{words}, divided by dp = {D}", 1 / D, only)]
-    if D > 1 and m > 1:
-        found += sums_too_often_or_seldom(D, m)
+        found += [Share(words, data=own),
+                  Share(f"{words}, divided by its own tokens", D, own),
+                  Share(f"{words}, divided by dp = {D}", 1 / D, own)]
+    if m > 1:
+        found += summed_at_wrong_microbatches(D, m)
     E = layout["ep"]
     if 1 < E < D:
         first = torch.zeros(D, m, dtype=torch.double)
         first[:E] = 1
         found.append(Share(f"not summed over the {D // E} data ranks with the same experts (dp, "
                            f"not ep): those of the first {E} ranks' tokens", data=first))
-    for k in range(m if m > 1 else 0):
+    return found
+
+
+def summed_at_wrong_microbatches(D, m):
+    """Shares of sums over the data ranks that are taken for one microbatch only, or, of the sum so
+    far, after each microbatch. For D = 2, m = 3 data rank 0 then has
+
+        only the first microbatch summed    1 1 1      again after each microbatch    4 2 1
+                                            1 0 0                                     4 2 1
+    """
+    found = []
+    for k, which in ((0, "first"), (m - 1, "last")):
+        data = torch.zeros(D, m, dtype=torch.double)
+        data[0] = 1
+        data[:, k] = 1
+        found.append(Share(f"only the {which} microbatch's gradients are summed over the data "
+                           "ranks (dp); data rank 0's own of the others", data=data))
+    sums = torch.arange(m - 1, -1, -1, dtype=torch.double)  # m - 1 ... 1 0: further sums
+    found.append(Share("the sum so far is summed over the data ranks (dp) again after each "
+                       "microbatch", data=(D**sums).expand(D, m)))
+    return found
+
+
+def of_some_microbatches(D, m):
+    """Shares with one microbatch only, or without the first or the last one."""
+    found = []
+    for k in range(m):
         only = torch.zeros(D, m, dtype=torch.double)
         only[:, k] = 1
         which = {0: "first", m - 1: "last"}.get(k, f"{k + 1}.")
         words = f"only the {which} microbatch counts, of {m}"
-        found += [Share(words, data=only), Share(f"{words}, as if it were all", m, only)]
+        found += [Share(words, data=only),
+                  Share(f"{words}, as if it were all", m, only)]
         if k in (0, m - 1):
             found.append(Share(f"the {which} microbatch is missing, of {m}", data=1 - only))
+    return found
+
+
+def not_summed_in_replica(C, T):
+    """Shares with the terms of one context rank or one tensor rank."""
+    found = []
     for c in range(C if C > 1 else 0):
         words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
-        found += [Share(words, context=c), Share(f"{words}, divided by its own tokens", C,
-                                                 context=c)]
+        found += [Share(words, context=c),
+                  Share(f"{words}, divided by its own tokens", C, context=c)]
     for t in range(T if T > 1 else 0):
-        found.append(Share(f"not summed over the tensor ranks (tp), which see different tokens: "
+        found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
                            f"tensor rank {t}'s own gradient", tensor=t))
+    return found
+
+
+def means_of_means(tokens):
+    """Shares of microbatches with different numbers of tokens. tokens: (D, m)."""
+    tokens = tokens.double()
+    D, m = tokens.shape
+    total = tokens.sum()
+    of_rank = tokens.sum(1, keepdim=True).expand(D, m)
+    return [Share("a mean of the microbatches' means, which have different numbers of tokens",
+                  data=total / (D * m * tokens)),
+            Share("a mean of the data ranks' means, which have different numbers of tokens",
+                  data=total / (D * of_rank))]
+
+
+TIED = [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),
+        Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
+        Share("the tied matrix's two terms are summed twice", tied=(2, 2)),
+        Share("the tied matrix has the head's term twice", tied=(1, 2)),
+        Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
+
+
+def known_shares(layout, terms, scale):
+    """The Shares of a layout. terms: of the right step; scale: the loss scale."""
+    D, m, C, T = terms.losses.shape  # 1 each, where the terms are not known apart
+    total = int(terms.tokens.sum())
+    found = [Share(words, factor=factor) for factor, words in factors(layout, total, scale)]
+    if D > 1:
+        found += not_summed_over_data(layout, D, m)
+    if m > 1:
+        found += of_some_microbatches(D, m)
+    found += not_summed_in_replica(C, T)
     if total < terms.positions:
         found.append(Share("padding tokens count in the mean", total / terms.positions))
     if terms.tokens.min() < terms.tokens.max():
-        found += uneven(terms.tokens.double())
+        found += means_of_means(terms.tokens)
     if terms.tied:
-        found += [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),
-                  Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
-                  Share("the tied matrix's two terms are summed twice", tied=(2, 2)),
-                  Share("the tied matrix has the head's term twice", tied=(1, 2)),
-                  Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
+        found += TIED
     return found
