@@ -1,4 +1,16 @@
-"""The changes that a layout may have."""
+"""All Changes that a step's layout can have: known bugs that are more than other weights of terms.
+
+    model.py         any layout: attention, the loss, norms, GELU
+    tensor.py        --tp: f and g, biases of rows, q k v as one
+    vocabulary.py    --tp: words of the embedding's and the head's slices, the loss
+    sequence.py      --tp --sp: all-gather and reduce-scatter, positions
+    context.py       --cp: masks and sums of attention, positions, targets
+    experts.py       --experts: gates, capacity, the balance loss
+    pipeline.py      --pp: what crosses a boundary
+
+Each is tried by running the step (step.py), forward only where that refuses it. To add a bug: write
+what it does to a rank's model, and add a Change with it to its file's list.
+"""
 
 from run.doctor.changes.context import context_changes
 from run.doctor.changes.experts import expert_changes
@@ -10,7 +22,7 @@ from run.doctor.changes.vocabulary import vocabulary_changes
 
 
 def changes(step):
-    """The Changes of a step's layout."""
+    """The Changes of a SimulatedStep's model and layout."""
     config = step.config
     layout = step.layout
     T = layout["tp"]

@@ -10,6 +10,7 @@ from sizes import LlamaConfig
 
 
 def each_attention(attend):
+    """attend(q, k, v): takes the place of causal_attention in all blocks."""
     def after(model, mesh):
         for block in model.layers[1:-1]:
             block.attn.attend = attend
@@ -25,7 +26,8 @@ def unscaled_attention(q, k, v):
 
 
 def shifted_targets(model, mesh):
-    """The loss shifts targets that are the next tokens already, and leaves out the last place."""
+    """The loss shifts targets that are the next tokens already, and leaves out the last place. (It
+    is then the mean over S - 1 places.)"""
     head = model.layers[-1]
     right = head.loss
 
@@ -37,13 +39,15 @@ def shifted_targets(model, mesh):
 
 
 def padded_rows(multiple):
-    """The rows that pad a rank's slice of the vocabulary count in the loss, with logits of 0."""
+    """The rows that pad a rank's slice of the vocabulary to a multiple count in the loss, with
+    logits of 0."""
     def after(model, mesh):
         head = model.layers[-1]
         right = head.loss
 
         def loss(logits, targets):
-            return right(F.pad(logits, (0, -logits.size(-1) % multiple)), targets)
+            n_padded = -logits.size(-1) % multiple  # 10 rows, a multiple of 8: 6 more
+            return right(F.pad(logits, (0, n_padded)), targets)
 
         head.loss = loss
     return after
@@ -58,8 +62,11 @@ def norms_with(eps):
 
 
 def exact_gelu(model):
+    def forward(mlp, x):
+        return mlp.c_proj(F.gelu(mlp.c_fc(x)))
+
     for block in model.layers[1:-1]:
-        block.mlp.forward = partial(lambda mlp, x: mlp.c_proj(F.gelu(mlp.c_fc(x))), block.mlp)
+        block.mlp.forward = partial(forward, block.mlp)
 
 
 def model_changes(config, C):
