@@ -318,11 +318,12 @@ MUTANTS = {
          "foreign:another_form_is"),
         ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic")],
     "run/doctor/gradients.py": [
-        ('fitting or causes))', "fitting))", "foreign:shifted_twice")],
+        ("[check_loss(examined, number, causes), finding]",
+         "[check_loss(examined, number, []), finding]", "foreign:shifted_twice")],
     "run/doctor/inputs.py": [
-        ("given[name].shape != wanted[name].shape\n             or", "", "foreign:another_shape")],
+        ("given[name].shape != right[name].shape\n             or", "", "foreign:another_shape")],
     "run/doctor/norm.py": [
-        ("(grad.chunk(D) for", "(grad.chunk(1) for", "foreign:ranks_shards")],
+        ("grad.chunk(D)", "grad.chunk(1)", "foreign:ranks_shards")],
     "run/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [

@@ -1,27 +1,28 @@
-"""Goes through the two steps of a dump, stage by stage, and says where it differs and why.
+"""Goes through the two steps of a dump, stage by stage, and says where MINE differs and why.
 
-    initial weights    against REFERENCE's
-    tokens             against REFERENCE's: which rows each data rank had
-    of each step:
-        loss           against one process, from MINE's own weights and tokens
-        gradients      the same
-        norm           against the norm of MINE's own gradients
-        weights        against AdamW, from MINE's own weights, gradients and norms
+                         MINE's                       are compared with
+    inputs.py            initial weights, tokens      REFERENCE's
+    of step 1, then of step 2:
+        gradients.py     loss, gradients              one process's, from MINE's weights and tokens
+        norm.py          norm                         that of MINE's gradients
+    inputs.py            rates                        REFERENCE's
+    of step 1, then of step 2:
+        weights.py       weights after the step       AdamW's, from MINE's weights, gradients, norm
 
-Each stage begins with MINE's own state, so a finding never follows from an earlier one. Tolerance
-is measured: five times what one process in MINE's dtype differs from float64.
+Each stage begins with MINE's own state, so no finding follows from an earlier one. What counts as
+equal is measured (examined.py). If MINE's model has no known form, loss and gradients are compared
+with REFERENCE's.
 """
 
-
-from run.doctor.examined import Examined, LikeReference
+from run.doctor.examined import Computed, LikeReference
 from run.doctor.finding import Finding, first_of
 from run.doctor.gradients import check_gradients
 from run.doctor.inputs import check_initial_weights, check_rate, check_tokens
-from run.doctor.norm import judge_norm
+from run.doctor.norm import check_norm
 from run.doctor.weights import check_updates
 
-# How far weights may be from REFERENCE's, relative to their norm, where its gradients are the right
-# ones (a model of another form)
+# How far weights of a model of another form may be from REFERENCE's, relative to their norm, for
+# REFERENCE's gradients to be the right ones
 FAR = 1e-2
 
 
@@ -40,54 +41,54 @@ def comparable(reference, mine):
 
 
 def check_step(reference, mine, number, deep, known):
-    """Findings on loss and gradients of a step; none if MINE has not what it takes."""
+    """Findings on loss and gradients of a step; none if a file that this takes is not there. known:
+    words of the causes found in step 1."""
     if not mine.gradients(number) or not mine.weights(number - 1):
         return []
     if mine.model:
-        can = mine.ids(number) is not None
-        return check_gradients(Examined(mine, number), number, deep, known) if can else []
+        if mine.ids(number) is None:
+            return []
+        return check_gradients(Computed(mine, number), number, deep, known)
     if not reference.gradients(number) or not reference.weights(number - 1):
         return []
     examined = LikeReference(reference, mine, number)
     if examined.distance > FAR:
         return [Finding(f"step {number} gradients", True,
                         "not examined: MINE's weights before the step are not REFERENCE's")]
-    return check_gradients(examined, number, False, known)
+    return check_gradients(examined, number, False, known)  # no formulas: no Change can be run
+
+
+def differing_copies(number, what, names):
+    return Finding(f"step {number} copies", False, f"ranks hold different {what} of {names}")
 
 
 def diagnose(reference, mine, deep=True):
     """Yields Findings, stage by stage. reference, mine: Dumps (dump.py). deep: also run the step
-    again with each known bug. Ends where ranks hold different weights: what follows is the work of
-    no single model."""
+    again with each known bug. Ends where ranks hold different weights, because from there on MINE
+    has no single model. ValueError if the dumps cannot be compared."""
     comparable(reference, mine)
     yield check_initial_weights(reference, mine)
     for number in (1, 2):
         if mine.ids(number) is not None and reference.ids(number) is not None:
             yield check_tokens(reference, mine, number)
-    known = []  # causes that step 1 has shown
+    known = []  # words of the causes found so far
     for number in (1, 2):
-        for finding in check_step(reference, mine, number, deep, known):
-            repeats = number == 2 and set(finding.causes) & set(known)
+        step = mine.steps[number - 1]
+        findings = check_step(reference, mine, number, deep, known)
+        if not step["gradients_differ"]:  # else the norm is also that of copies not in the dump
+            findings += check_norm(mine, number)
+        for finding in findings:
+            is_again = number == 2 and set(finding.causes) & set(known)
             known += finding.causes
-            if not repeats:
+            if not is_again:
                 yield finding
-        differ = mine.steps[number - 1]["gradients_differ"]
-        if differ:
-            yield Finding(f"step {number} copies", False,
-                          f"ranks hold different gradients of {first_of(differ)}")
-        else:
-            finding = judge_norm(mine, number)
-            if finding:
-                repeats = number == 2 and set(finding.causes) & set(known)
-                known += finding.causes
-                if not repeats:
-                    yield finding
-        differ = mine.steps[number - 1]["weights_differ"]
-        if differ and not mine.steps[number - 1]["gradients_differ"]:
-            yield from check_updates(reference, mine)
-        if differ:
-            yield Finding(f"step {number} copies", False, f"ranks hold different weights of "
-                          f"{first_of(differ)}; the rest is not examined")
+        if step["gradients_differ"]:
+            yield differing_copies(number, "gradients", first_of(step["gradients_differ"]))
+        if step["weights_differ"]:
+            if not step["gradients_differ"]:
+                yield from check_updates(reference, mine)
+            names = first_of(step["weights_differ"])
+            yield differing_copies(number, "weights", f"{names}; the rest is not examined")
             return
     for number in (1, 2):
         finding = check_rate(reference, mine, number)
