@@ -18,7 +18,7 @@ from run.doctor.examined import Computed, LikeReference
 from run.doctor.finding import Finding, first_of
 from run.doctor.gradients import check_gradients
 from run.doctor.inputs import check_initial_weights, check_rate, check_tokens
-from run.doctor.norm import check_norm
+from run.doctor.norm import judge_norm
 from run.doctor.weights import check_updates
 
 # How far weights of a model of another form may be from REFERENCE's, relative to their norm, for
@@ -76,7 +76,7 @@ def diagnose(reference, mine, deep=True):
         step = mine.steps[number - 1]
         findings = check_step(reference, mine, number, deep, known)
         if not step["gradients_differ"]:  # else the norm is also that of copies not in the dump
-            findings += check_norm(mine, number)
+            findings += judge_norm(mine, number)
         for finding in findings:
             is_again = number == 2 and set(finding.causes) & set(known)
             known += finding.causes

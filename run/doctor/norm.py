@@ -118,7 +118,7 @@ def known_norms(mine, number, given, squares, right):
     return found
 
 
-def check_norm(mine, number):
+def judge_norm(mine, number):
     """[a Finding]: is MINE's norm that of MINE's gradients? None, if the dump lacks some."""
     given = mine.gradients(number)
     if not given or len(given) < len(mine.weights(0)):

@@ -122,7 +122,8 @@ def served(n_experts, E, T, t):
 def tag_experts(model, E, mesh):
     """Make the gradient of an expert that of its own tensor rank. A run spreads whole experts over
     the T ranks; here all T ranks compute all experts. So the gradient becomes zero on the other
-    ranks, and is summed over the T."""
+    ranks, and is summed over the T. (Under --sp each of the T has other tokens, and the gradient is
+    summed already.)"""
     group = mesh.group("tp")
     if group.size == 1:
         return
@@ -248,9 +249,10 @@ class SimulatedStep:
         positions = split_sequences(model, context, attention)
         split_but_experts(model, tensor, f, g)
         tag_replicated(model, tensor, sum_gradients=sp)
-        tag_experts(model, self.layout["ep"], mesh)
         if sp:
             positions_of_own_tokens(model, tensor)
+        else:
+            tag_experts(model, self.layout["ep"], mesh)
         sharing = mesh.group("cp", "tp") if sp else context  # ranks that share a sequence
         for layer in model.modules():
             if isinstance(layer, MixtureOfExperts):

@@ -118,7 +118,7 @@ class Hops(torch.autograd.Function):
         return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad, None, None, None
 
 
-def table(see, group, S):
+def hop_table(see, group, S):
     """(N, S/N, S) bool: which keys this rank's queries see at each hop. see: one of the functions
     below."""
     N = group.size
@@ -136,8 +136,8 @@ def ring_that_sees(see, see_back=None, comes_back=True, is_even=False):
     another one. comes_back: see gather_keys. is_even: see Hops."""
     def attend(q, k, v, group):
         S = group.size * q.size(2)
-        seen = table(see, group, S)
-        seen_back = table(see_back or see, group, S)
+        seen = hop_table(see, group, S)
+        seen_back = hop_table(see_back or see, group, S)
         shared_by = q.size(1) // k.size(1)  # heads of q that share one of k and v: a Llama's
         keys = gather_keys(k, group, comes_back).repeat_interleave(shared_by, 1)
         values = gather_keys(v, group, comes_back).repeat_interleave(shared_by, 1)

@@ -159,7 +159,7 @@ def expert_changes(layout):
         found.append(Change("experts drop tokens beyond a capacity: "
                             f"{factor:g} times the tokens per expert",
                             before=replace_gates(with_capacity(factor)), by_microbatch=True))
-    if T > 1:
+    if T > 1 and not layout["sp"]:
         found += [
             Change("f is missing before the experts: the gradient of their tokens is not summed "
                    "over the tensor ranks (tp)",
