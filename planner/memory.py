@@ -14,7 +14,8 @@ What a block of GPT-2 saves per token:
     with --recompute instead                     its input, h; the rest is held only for the block
                                                  whose backward runs
 
-Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts.
+Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts, a Llama's
+cosines and sines.
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
 """
 

@@ -390,7 +390,9 @@ MUTANTS = {
         (", matrix), everything)", ", matrix), 1e9)", "planner:copies_one_bucket"),
         ("layout.dp * layout.cp\n    per_other", "layout.dp\n    per_other", "planner:zero_paper"),
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
-        ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers")],
+        ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers"),
+        ("(3 * 8 + 2 * wide)", "(2 * 8 + 2 * wide)", "planner:saves_the_bytes"),
+        ("up * (inner + shared)", "up * (inner - shared)", "planner:mlp_beside")],
     "planner/search.py": [
         ("if tp > self.device.node and", "if tp >= self.device.node and", "planner:limits_that"),
         ("S // cp < 512 and", "S // cp <= 512 and", "planner:limits_that"),
