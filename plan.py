@@ -3,7 +3,7 @@
     python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
     python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
     python plan.py --model llama-70b --gpus 64 --for megatron    the layout in Megatron-LM's flags
-    python plan.py --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    as fast as an own run
+    python plan.py --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    as fast as your own run
     python plan.py --published                published runs beside their predictions
     python plan.py --measure                  measures this node; prints the flags to plan with
 
@@ -144,9 +144,9 @@ def own_runs(args, job, fixed):
 
 
 def require_has(args, job, cfg):
-    """ValueError if the program of --for has not the layout of a Config."""
+    """ValueError if the program of --for cannot run the layout of a Config."""
     lacking = PROGRAMS.get(args.program, TRAIN_PY).lacks(job, layout_of(cfg))
-    config.require(not lacking, f"--for {args.program} has not {'; '.join(lacking)}")
+    config.require(not lacking, f"--for {args.program} cannot run {'; '.join(lacking)}")
 
 
 def searched(args):
@@ -158,17 +158,17 @@ def searched(args):
     rows = []
     runs = own_runs(args, job, fixed)
     if args.calibrate:
-        fixed = {}  # they describe the run that was measured
-    own = slower(device, factor_of_runs(job, device, runs)) if runs else device
+        fixed = {}  # the flags described the run that was measured, not the layouts to search
+    calibrated = slower(device, factor_of_runs(job, device, runs)) if runs else device
     if args.layout:
         ranks = config.check_layout(cfg, args.gpus)  # also chooses what no flag named
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
         require_has(args, job, cfg)
-        rows.append(figures(job, layout_of(cfg), own))
+        rows.append(figures(job, layout_of(cfg), calibrated))
         fixed = {}  # for the search: the layout stands beside the fastest of all layouts
-    search = Search(job, args.gpus, own, fixed, PROGRAMS.get(args.program, TRAIN_PY))
+    search = Search(job, args.gpus, calibrated, fixed, PROGRAMS.get(args.program, TRAIN_PY))
     best = search.best(1) if args.layout else search.best(args.top, BAND)
-    rows += [figures(job, layout, own) for _, layout in best]
+    rows += [figures(job, layout, calibrated) for _, layout in best]
     if not rows:
         config.check_layout(cfg, args.gpus)  # a ValueError says why train.py takes no such layout
         require_has(args, job, cfg)

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from engine.collectives import all_reduce
-from engine.optimizer import AdamW, Optimizer
+from engine.optimizer import AdamW, Optimizer, exact_norms
 from optimizer import decays
 from shard import Shard
 
@@ -93,14 +93,14 @@ class Layerwise(Optimizer):
         """(norms of the weights, norms of flat_of(bucket)) of all whole tensors, wherever they lie.
         Each rank adds the squares of its pieces, divided by the number of ranks that hold them."""
         squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.device)
-        weight_norms = []  # the norm of each piece on this rank
-        other_norms = []
+        weights = []  # each piece on this rank
+        others = []
         for bucket in self.reducer.buckets:
-            weight_norms += [piece.norm() for _, piece in bucket.pieces(bucket.master)]
-            other_norms += [piece.norm() for _, piece in bucket.pieces(flat_of(bucket))]
-        if weight_norms:  # else there are fewer parameters than ranks
-            norms = torch.stack([torch.stack(weight_norms), torch.stack(other_norms)])
-            squares.index_add_(1, self.indices, norms.double().square() / self.copies)
+            weights += [piece for _, piece in bucket.pieces(bucket.master)]
+            others += [piece for _, piece in bucket.pieces(flat_of(bucket))]
+        if weights:  # else there are fewer parameters than ranks
+            both = torch.stack([exact_norms(weights, self.wide), exact_norms(others, self.wide)])
+            squares.index_add_(1, self.indices, both.square() / self.copies)
         return all_reduce(squares, self.norm_group).sqrt()
 
     def ratio_of(self, numerator, denominator, given):

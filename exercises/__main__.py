@@ -4,6 +4,7 @@
     python -m exercises 3               test exercise 3: right, or what differs
     python -m exercises 3 --hint        the next hint
     python -m exercises quiz            questions with a number for an answer
+    python -m exercises break           fifteen wrong lines: does a loss curve show them?
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from run.command import Parser
+from run.files import refuse_foreign
 from run.signals import end_quietly
 
 FOLDER = Path(__file__).parent
@@ -50,7 +52,8 @@ def overview(exercises, progress):
         yield (f"{number:3}  exercises/{exercise.name + '.py':28} {exercise.title:52} "
                f"{state_of(exercise.name, progress)}")
     yield ""
-    yield "python -m exercises 1 tests the first; --hint helps; python -m exercises quiz asks"
+    yield ("python -m exercises 1 tests the first; --hint helps; python -m exercises quiz asks; "
+           "python -m exercises break breaks")
 
 
 def next_hint(exercise, progress):
@@ -77,17 +80,40 @@ def test(number, exercise, progress):
     return 0
 
 
+def break_all_lines(svg):
+    """Print the table of the wrong lines; write the picture into the file `svg`, unless that is
+    None. ValueError, OSError: it cannot be written."""
+    if svg:
+        refuse_foreign("--svg", svg, "<svg ")
+    from exercises.break_it import break_all, diffs, table
+    from exercises.panels import panels_svg
+    rows, rights = break_all()
+    print(*table(rows, rights), *diffs(rows), sep="\n")
+    if svg:
+        Path(svg).write_text(panels_svg(rows, rights))
+
+
 def main():
     end_quietly()
     parser = Parser(__doc__)
-    parser.add_argument("which", nargs="?", default="", metavar="N", help="a number, or quiz")
+    parser.add_argument("which", nargs="?", default="", metavar="N",
+                        help="a number, quiz or break")
     parser.add_argument("--hint", action="store_true", help="show the next hint of exercise N")
+    parser.add_argument("--svg", metavar="FILE", help="with break: write the picture there, too")
     args = parser.parse_args()
+    if args.svg and args.which != "break":
+        parser.error("--svg draws the picture of: exercises break --svg FILE")
     if args.which == "quiz" and not args.hint:
         from exercises.quiz import ask_all
         sys.exit(ask_all(input, print))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch beside our lines
+    if args.which == "break" and not args.hint:
+        try:
+            break_all_lines(args.svg)
+        except (ValueError, OSError) as error:
+            parser.error(error)
+        return
     from exercises.catalogue import EXERCISES
     progress = read_progress(FOLDER)
     if not args.which and not args.hint:
@@ -95,7 +121,7 @@ def main():
         return
     if not args.which.isdecimal() or not 1 <= int(args.which) <= len(EXERCISES):
         parser.error(f"{args.which or '--hint'}: say which exercise, 1 to {len(EXERCISES)}, "
-                     "or quiz")
+                     "quiz or break")
     exercise = EXERCISES[int(args.which) - 1]
     code = 0
     if args.hint:

@@ -15,8 +15,8 @@ import torch
 
 import plain
 from collectives import own_chunk
-from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
 from engine.group import CommunicationError
+from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
 from group import Group
 from run.config import Config
 

@@ -1,9 +1,9 @@
-"""A device as own runs show it: python plan.py --calibrate metrics.jsonl ..., or --measured "..."
+"""A device as fast as your own runs: python plan.py --calibrate FILE ..., or --measured "..."
 
-One factor lengthens all compute (products and memory), such that the run's step is predicted as
-it was measured; messages keep their time, so layouts may change places. Of several runs the median
-factor counts. `python plan.py --published` prints how well runs of a program predict the program's
-other runs."""
+One factor lengthens all compute (products and memory), such that the prediction of the run's step
+equals the measured time. Messages keep their time, so layouts may change places. Of several runs
+the median factor counts. `python plan.py --published` prints how well some runs of a program so
+predict its others."""
 
 import json
 import math

@@ -1,14 +1,15 @@
 """Layouts in other programs' words: python plan.py --for megatron|torchtitan|deepspeed|nanotron
 
-A Program says which layouts it has (the search leaves out the others), and prints one as its own
-flags, TOML, JSON or YAML. Names of options are those of these versions:
+A Program says which layouts it can run (the search leaves out the others), and writes one as its
+own flags, TOML, JSON or YAML. Names of options are those of these versions:
 
     megatron     Megatron-LM core_v0.14.0, megatron/training/arguments.py
     torchtitan   torchtitan 0.2.2, torchtitan/config/job_config.py
-    deepspeed    DeepSpeed 0.16.5, docs/_pages/config-json.md, docs/_tutorials/pipeline.md
+    deepspeed    DeepSpeed 0.16.5, docs/_pages/config-json.md, docs/_tutorials/pipeline.md,
+                 blogs/huggingface-tp/README.md (tensor ranks)
     nanotron     nanotron 0.4, src/nanotron/config
 
-Seconds and bytes stay train.py's: the programs hold and send somewhat other things.
+Seconds and bytes stay train.py's: each program holds and sends somewhat more, or less.
 """
 
 import json
@@ -23,16 +24,17 @@ from sizes import LlamaConfig
 class Program(NamedTuple):
     name: str
     version: str  # empty: this repository's
-    zero: tuple  # its ZeRO stages
-    # lacks(job, layout): [text], what the layout has and the program has not; [] if it can run it
+    zero: tuple  # the ZeRO stages that it has
+    cannot: tuple  # (text, text, ...): what the program cannot do, and train.py can
+    # lacks(job, layout): [text], what of this layout the program cannot do; [] if it can run it
     lacks: Callable
     # written(job, layout): the layout in the program's words
     written: Callable
-    # notes(job, layout): [text], what its words leave to say
+    # notes(job, layout): [text], what the user has to add to these words
     notes: Callable
 
 
-def refused(*cases):
+def applying(*cases):
     """The texts of (condition, text) whose condition holds."""
     return [text for condition, text in cases if condition]
 
@@ -49,21 +51,21 @@ def is_llama(model):
 # ---- Megatron-LM: flags of pretrain_gpt.py ----
 
 
-def megatron_layers(job, layout):
-    """Does Megatron's cut need the two ends counted as layers? None if it has no cut at all."""
-    stages = layout.pp * layout.chunks
-    for counted in (False, True):
-        if (job.model.n_layer + 2 * counted) % stages == 0:
-            return counted
+def megatron_ends(job, layout):
+    """As how many layers the two ends count in Megatron's cut, whose stages have equally many: 0 or
+    2; None if it has no such cut."""
+    for ends in (0, 2):
+        if (job.model.n_layer + ends) % (layout.pp * layout.chunks) == 0:
+            return ends
     return None
 
 
 def megatron_lacks(job, layout):
     stages = layout.pp * layout.chunks
-    return refused(
+    return applying(
         (layout.schedule not in ("1f1b", "interleaved"),
          f"{layout.schedule}: Megatron-LM has 1F1B and its interleaved form"),
-        (layout.pp > 1 and megatron_layers(job, layout) is None,
+        (layout.pp > 1 and megatron_ends(job, layout) is None,
          f"{stages} stages of {job.model.n_layer} layers: a stage has as many layers as any other "
          "(the ends may count as layers)"),
         (layout.tp > 1 and not layout.sp and job.model.n_experts > 0,
@@ -76,7 +78,7 @@ def megatron_written(job, layout):
              "context-parallel-size": layout.cp}
     if layout.schedule == "interleaved":
         words["num-virtual-stages-per-pipeline-rank"] = layout.chunks
-    if layout.pp > 1 and megatron_layers(job, layout):
+    if layout.pp > 1 and megatron_ends(job, layout) == 2:
         words |= {"account-for-embedding-in-pipeline-split": "",
                   "account-for-loss-in-pipeline-split": ""}
     if layout.sp:
@@ -124,9 +126,17 @@ def expert_width(model):
 
 
 def megatron_notes(job, layout):
-    return ["no zb-h1, zb-h2, zb-v; no ZeRO-2 or 3 beside its flags above (--use-megatron-fsdp is "
-            "another engine): not searched", "add --tokenizer-type, --data-path, --lr, "
-            "--train-iters: the vocabulary is the tokenizer's"]
+    return ["add --tokenizer-type, --data-path, --lr, --train-iters: the vocabulary is the "
+            "tokenizer's"]
+
+
+MEGATRON = Program(
+    "Megatron-LM", "core_v0.14.0", zero=(0, 1),
+    cannot=("zb-h1, zb-h2 and zb-v",
+            "ZeRO-2 and 3 (--use-megatron-fsdp starts another engine)",
+            "stages of unequally many layers",
+            "experts and --tp without --sp"),
+    lacks=megatron_lacks, written=megatron_written, notes=megatron_notes)
 
 
 # ---- torchtitan: a TOML file ----
@@ -151,14 +161,15 @@ def layers_per_stage(job, layout):
 def titan_lacks(job, layout):
     per_stage = layers_per_stage(job, layout)
     stages = -(-(job.model.n_layer + 2) // per_stage)  # as torchtitan counts them
-    return refused(
+    return applying(
         (layout.schedule not in TITAN_SCHEDULES,
          f"{layout.schedule}: torchtitan has 1F1B, Interleaved1F1B and ZBVZeroBubble"),
         (layout.pp > 1 and stages != layout.pp * layout.chunks,
          f"{layout.pp * layout.chunks} stages: {per_stage} layers each make {stages}"),
         (layout.tp > 1 and not layout.sp, "--tp without --sp"),
         (layout.cp_attention != "ring", "attention by all-to-all"),
-        (layout.dp * layout.cp == 1 and layout.ranks > 1, "no data-parallel ranks to shard over"))
+        (layout.dp * layout.cp == 1 and layout.ranks > 1,
+         "--tp or --pp alone: it computes in 16 bits only where data ranks shard the weights"))
 
 
 def titan_written(job, layout):
@@ -195,20 +206,33 @@ def titan_written(job, layout):
 
 
 def titan_notes(job, layout):
-    return ["no zb-h1 or zb-h2, no ZeRO-0 or 1 beside other axes, no attention by all-to-all: not "
-            "searched",
-            *refused((job.grad_width == 2, "it sums gradients in 32 bits: plan with --grad-dtype "
-                      "float32, too"),
-                     (not flavor(job.model), "no flavor of llama3 has these sizes: add one to "
-                      "torchtitan/models (experts: qwen3 or deepseek_v3) and name it"))]
+    return applying(
+        (job.grad_width == 2, "it sums gradients in 32 bits: plan with --grad-dtype float32, too"),
+        (not flavor(job.model), "no flavor of llama3 has these sizes: add one to "
+         "torchtitan/models (experts: qwen3 or deepseek_v3) and name it"))
+
+
+TORCHTITAN = Program(
+    "torchtitan", "0.2.2", zero=(2, 3),
+    cannot=("zb-h1 and zb-h2",
+            "ZeRO-0 and 1 beside other axes",
+            "--tp without --sp",
+            "--tp or --pp without data ranks, in 16 bits",
+            "attention by all-to-all",
+            "numbers of stages that no number of layers per stage gives"),
+    lacks=titan_lacks, written=titan_written, notes=titan_notes)
 
 
 # ---- DeepSpeed: a JSON file; what splits the model is code ----
 
 
 def deepspeed_lacks(job, layout):
-    return refused(
-        (layout.tp > 1, "--tp: its configuration has no tensor ranks for training"),
+    return applying(
+        (layout.sp, "--sp: each of its tensor ranks has whole activations"),
+        (layout.tp > 1 and layout.pp > 1, "--tp with --pp"),
+        (layout.tp > 1 and layout.cp > 1, "--tp with --cp"),
+        (layout.tp > 1 and layout.zero == 3, "ZeRO-3 with --tp"),
+        (layout.tp > 1 and job.model.n_experts > 0, "experts and --tp"),
         (layout.schedule != "1f1b", f"{layout.schedule}: its pipeline is 1F1B"),
         (layout.pp > 1 and layout.cp > 1, "--pp with --cp"),
         (layout.pp > 1 and layout.ep > 1, "--pp with --ep"),
@@ -220,31 +244,45 @@ def deepspeed_lacks(job, layout):
 
 def deepspeed_written(job, layout):
     grads = "bf16" if job.grad_width == 2 else "fp32"
-    return json.dumps({
+    values = {
         "train_batch_size": job.batch_size,
         "train_micro_batch_size_per_gpu": sequences_of(job, layout),
         "gradient_accumulation_steps": layout.microbatches,
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": grads},
-        "zero_optimization": {"stage": layout.zero, "overlap_comm": True}}, indent=2)
+        "zero_optimization": {"stage": layout.zero, "overlap_comm": True}}
+    if layout.tp > 1:
+        values["tensor_parallel"] = {"autotp_size": layout.tp}
+    return json.dumps(values, indent=2)
 
 
 def deepspeed_notes(job, layout):
-    return ["no --tp, no schedule but 1F1B, no ring attention: not searched",
-            *refused(
+    return applying(
+        (layout.tp > 1, "its tensor ranks (AutoTP) split models of Hugging Face's transformers"),
         (layout.pp > 1, f"in your model: PipelineModule(layers, num_stages={layout.pp})"),
         (layout.cp > 1, "in your model: DistributedAttention(attention, group), with "
          f"sequence_parallel_size {layout.cp} (DeepSpeed-Ulysses)"),
         (job.model.n_experts > 0, "in your model: deepspeed.moe.layer.MoE(hidden_size, expert, "
          f"num_experts={job.model.n_experts}, ep_size={layout.ep}, k={job.model.top_k})"),
-        (layout.recompute, "in your model: deepspeed.checkpointing.checkpoint(block, x)"))]
+        (layout.recompute, "in your model: deepspeed.checkpointing.checkpoint(block, x)"))
+
+
+DEEPSPEED = Program(
+    "DeepSpeed", "0.16.5", zero=(0, 1, 2, 3),
+    cannot=("schedules but 1F1B",
+            "--sp",
+            "--tp beside --pp, --cp, experts or ZeRO-3",
+            "--pp beside --cp, --ep, ZeRO-2 or 3",
+            "ring attention",
+            "experts under ZeRO-3, and more than 2 experts per token"),
+    lacks=deepspeed_lacks, written=deepspeed_written, notes=deepspeed_notes)
 
 
 # ---- nanotron: a YAML file ----
 
 
 def nanotron_lacks(job, layout):
-    return refused(
+    return applying(
         (layout.schedule not in ("1f1b", "gpipe"),
          f"{layout.schedule}: nanotron has 1f1b and afab"),
         (layout.cp_attention != "ring", "attention by all-to-all"),
@@ -296,10 +334,18 @@ def yaml(values, indent=""):
 
 
 def nanotron_notes(job, layout):
-    return ["no interleaved or zero-bubble schedules, no ZeRO-2 or 3, no attention by all-to-all: "
-            "not searched; no expert ranks, though it has a flag for them",
-            *refused((not is_llama(job.model), "it has no GPT-2 blocks: sizes above are those of "
-                      "the nearest Llama"))]
+    return applying((not is_llama(job.model), "it has no GPT-2 blocks: sizes above are those of "
+                    "the nearest Llama"))
+
+
+NANOTRON = Program(
+    "nanotron", "0.4", zero=(0, 1),
+    cannot=("interleaved, zb-h1, zb-h2 and zb-v",
+            "ZeRO-2 and 3",
+            "attention by all-to-all",
+            "expert ranks, though it has a flag for them",
+            "experts beside --tp"),
+    lacks=nanotron_lacks, written=nanotron_written, notes=nanotron_notes)
 
 
 # ---- this repository ----
@@ -309,12 +355,7 @@ def nothing(job, layout):
     return []
 
 
-TRAIN_PY = Program("train.py", "", (0, 1, 2, 3), nothing, nothing, nothing)
-PROGRAMS = {
-    "megatron": Program("Megatron-LM", "core_v0.14.0", (0, 1), megatron_lacks, megatron_written,
-                        megatron_notes),
-    "torchtitan": Program("torchtitan", "0.2.2", (2, 3), titan_lacks, titan_written, titan_notes),
-    "deepspeed": Program("DeepSpeed", "0.16.5", (0, 1, 2, 3), deepspeed_lacks, deepspeed_written,
-                         deepspeed_notes),
-    "nanotron": Program("nanotron", "0.4", (0, 1), nanotron_lacks, nanotron_written,
-                        nanotron_notes)}
+TRAIN_PY = Program("train.py", "", zero=(0, 1, 2, 3), cannot=(), lacks=nothing, written=nothing,
+                   notes=nothing)
+PROGRAMS = {"megatron": MEGATRON, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED,
+            "nanotron": NANOTRON}

@@ -82,8 +82,10 @@ def listed(values, digits):
 
 
 def described_layout(layout):
-    """The fields of a layout that differ from those of one process: "dp 16 tp 4 zero 1"."""
-    return " ".join(f"{name} {value}" for name, value in departures(layout).items())
+    """The fields of a layout that differ from those of one process, like in --measured: "dp 16 tp 4
+    sp zero 1"."""
+    return " ".join(name if value is True else f"{name} {value}"
+                    for name, value in departures(layout).items())
 
 
 def fell_out(search):
@@ -110,11 +112,14 @@ def trades(job, rows):
 
 
 def for_program(program, job, layout):
-    """Lines of text: a layout in another program's words, and what they leave to say."""
+    """Lines of text: a layout in another program's words, what to add to them, and what the program
+    cannot do."""
     yield f"for {program.name} {program.version}, planned with train.py's seconds and bytes:"
     yield program.written(job, layout)
     for note in program.notes(job, layout):
         yield f"({note})"
+    for text in program.cannot:
+        yield f"(not searched: {program.name} cannot run {text})"
 
 
 def calibration(args, job, device, runs):

@@ -177,41 +177,43 @@ class Search:
 
     def next_fit(self, queue, entry, found):
         """(seconds, layout) of the first layout of the queue that fits, with its exact time; None
-        if none is left. found: Kinds (habits.py) to skip. The queue is a heap of entry(seconds,
-        kind, layout). A layout that leaves the queue returns to it with better seconds, until they
-        are exact:
+        if none is left. found: Kinds of layouts (habits.py) to skip. The queue is a heap of
+        entry(seconds, precision, layout). A layout that leaves the queue returns to it with more
+        precise seconds, until they are exact:
 
-            kind           seconds                                 what becomes of it
+            precision      seconds                                 what becomes of it
             "bound"        lower bound of the pipeline             one "with update" per ZeRO stage
             "with update"  and data-parallel messages, optimizer   "exact", if the two ends fit
             "exact"        the same, with the simulated pipeline   the answer, if all ranks fit
         """
         while queue:
-            _, _, seconds, kind, layout = heapq.heappop(queue)
-            if kind == "bound":
+            _, _, seconds, precision, layout = heapq.heappop(queue)
+            if precision == "bound":
                 for staged in self.worth_trying(layout):
                     least = seconds + sum(self.costs.update_time(staged))
                     heapq.heappush(queue, entry(least, "with update", staged))
             elif technique_of(layout) in found:
                 self.slower += 1
-            elif kind == "with update":
+            elif precision == "with update":
                 if self.fits(layout, [0, layout.pp - 1]):  # mostly the ends hold most
                     heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
                 return seconds, layout
         return None
 
-    def by_time(self, seconds, kind, layout):
-        """An entry of a heap of layouts, whose smallest entry comes first: the fastest."""
-        return 0, seconds, seconds, kind, layout
+    def by_time(self, seconds, precision, layout):
+        """An entry of a heap of layouts. Its first two values order the heap: the fastest comes
+        first."""
+        return 0, seconds, seconds, precision, layout
 
     def by_price(self, limit):
-        """A function that makes such entries, too: layouts that take at most `limit` seconds come
-        first, and among them those whose time is least once it is lengthened by its price."""
-        def entry(seconds, kind, layout):
-            # The price of a bound is at most that of each of its ZeRO stages
-            priced = layout._replace(zero=1) if kind == "bound" else layout
-            return seconds > limit, seconds * price(self.job, priced), seconds, kind, layout
+        """A function that makes such entries in another order: layouts that take at most `limit`
+        seconds come first, and among them the one whose time, multiplied by its price, is
+        least."""
+        def entry(seconds, precision, layout):
+            # ZeRO-1 has the lowest price. So a bound's price is at most each of its ZeRO stages'
+            priced = layout._replace(zero=1) if precision == "bound" else layout
+            return seconds > limit, seconds * price(self.job, priced), seconds, precision, layout
 
         return entry
 
@@ -229,7 +231,7 @@ class Search:
         # fastest has left the queue: put it back
         seconds, layout = self.fastest
         entry = self.by_price(seconds * (1 + band))
-        queue = [entry(*each) for _, _, *each in queue]  # each: seconds, kind, layout
+        queue = [entry(*each) for _, _, *each in queue]  # each: seconds, precision, layout
         queue.append(entry(seconds, "exact", layout))
         heapq.heapify(queue)
         found = {}  # Kind -> (seconds, layout)
@@ -238,6 +240,6 @@ class Search:
             if following is None:
                 break
             found[technique_of(following[1])] = following
-        for _, _, _, kind, layout in queue:
-            self.slower += len(self.with_zero(layout)) if kind == "bound" else 1
+        for _, _, _, precision, layout in queue:
+            self.slower += len(self.with_zero(layout)) if precision == "bound" else 1
         return list(found.values())

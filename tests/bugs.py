@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import train
 from data.batches import Data
+from exercises.planted import planted
 from run.config import Config, check
 from run.doctor.record import write_run
 from tests.cover import layouts
 from tests.harness import VOCAB, config, mesh_of
-from tests.planted import planted
 from tests.pool import pool
 
 STAGES = ("data", "initial values", "loss", "gradients", "norm", "update")  # in a run's order

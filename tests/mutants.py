@@ -106,9 +106,11 @@ MUTANTS = {
          "layouts:layout_equals"),
         ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
     "engine/optimizer.py": [
+        ("        self.kinds.append(name)\n", "", "checkpoint:adds"),
         ("square() / self.copies).sum()", "square()).sum()", "layouts:layout_equals"),
         ("/ bucket.num_shards", "", "layouts:layout_equals"),
-        ("2, dtype=self.wide)", "2)", "values:norm"),
+        ("exact_norms(grads, self.wide)", "exact_norms(grads, grads[0].dtype)", "values:norm"),
+        ("x.split(1 << 16)", "(x,)", "zero:many_elements"),
         ("found_inf=skip", "found_inf=None", "faults:nan_in_one"),
         ("(bucket.master, *bucket.moments.values())]\n        norms",
          "(bucket.master,)]\n        norms", "checkpoint:one_ranks_shard"),

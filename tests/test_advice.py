@@ -111,6 +111,7 @@ DOCUMENTED = {  # {program: {table: its options}}
     "deepspeed": {
         "train_batch_size": {}, "train_micro_batch_size_per_gpu": {},
         "gradient_accumulation_steps": {}, "bf16": {"enabled"}, "data_types": {"grad_accum_dtype"},
+        "tensor_parallel": {"autotp_size"},
         "zero_optimization": {"stage", "overlap_comm"}},
     "nanotron": {
         "parallelism": {"dp", "tp", "pp", "context_parallel_size", "pp_engine", "tp_mode",
@@ -204,7 +205,7 @@ def test_a_layout_is_written_in_other_programs_words(name, job):
     else:
         assert said.keys() <= DOCUMENTED[name].keys()
         for table, options in DOCUMENTED[name].items():
-            assert not options or said[table].keys() <= options, table
+            assert not options or said.get(table, {}).keys() <= options, table
     if name == "torchtitan":
         axes, training = said["parallelism"], said["training"]
         got = [axes[f"{axis}_degree"] for axis in ("tensor_parallel", "pipeline_parallel",
@@ -216,7 +217,8 @@ def test_a_layout_is_written_in_other_programs_words(name, job):
     if name == "deepspeed":
         batch, b = said["train_batch_size"], said["train_micro_batch_size_per_gpu"]
         assert said["gradient_accumulation_steps"] == layout.microbatches
-        assert said["zero_optimization"]["stage"] == layout.zero and layout.tp == 1
+        assert said["zero_optimization"]["stage"] == layout.zero
+        assert said.get("tensor_parallel", {}).get("autotp_size", 1) == layout.tp
     if name == "nanotron":
         axes, tokens = said["parallelism"], said["tokens"]
         assert [axes[axis] for axis in ("dp", "tp", "pp")] == [layout.dp, layout.tp, layout.pp]
@@ -227,12 +229,13 @@ def test_a_layout_is_written_in_other_programs_words(name, job):
     assert batch == job.batch_size == b * layout.microbatches * layout.dp
 
 
-def test_a_program_is_given_no_layout_that_it_has_not():
-    """... and says so, if flags ask for one; what it has not is printed below its words."""
+def test_no_layout_is_written_for_a_program_that_cannot_run_it():
+    """One line says so, if flags ask for one."""
     model = "--model gpt3-1.3b --gpus 8 --batch-size 64 --for "
     for flags, says in (("megatron --pp 4 --schedule zb-v", "zb-v: Megatron-LM has 1F1B"),
                         ("torchtitan --pp 2 --schedule zb-h1", "zb-h1: torchtitan has"),
-                        ("deepspeed --tp 2", "its configuration has no tensor ranks"),
+                        ("deepspeed --tp 2 --sp", "tensor ranks has whole activations"),
+                        ("deepspeed --tp 2 --zero 3", "ZeRO-3 with --tp"),
                         ("nanotron --pp 4 --schedule interleaved", "nanotron has 1f1b and afab"),
                         ("megatron --pp 5 --gpus 40", "5 stages of 24 layers")):
         with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
@@ -240,7 +243,48 @@ def test_a_program_is_given_no_layout_that_it_has_not():
         assert says in err.getvalue() and err.getvalue().count("\n") == 1, flags
     text = answer(model + "megatron --pp 2")
     assert "for Megatron-LM core_v0.14.0, planned with" in text and "train.py --" not in text
-    assert "(no zb-h1, zb-h2, zb-v;" in text
+
+
+# {program: pairs of what it cannot run: (fields of a layout, words of its line)}
+CANNOT = {
+    "megatron": [({"pp": 4, "schedule": "zb-h1"}, "zb-h1, zb-h2 and zb-v"), ({"zero": 2}, "ZeRO-2"),
+                 ({"pp": 5, "dp": 1}, "unequally many layers")],
+    "torchtitan": [({"pp": 4, "schedule": "zb-h2"}, "zb-h1 and zb-h2"), ({"zero": 1}, "ZeRO-0"),
+                   ({"tp": 2}, "--tp without --sp"), ({"tp": 8, "sp": True, "dp": 1}, "--tp or"),
+                   ({"cp": 2, "cp_attention": "all-to-all"}, "all-to-all"),
+                   ({"pp": 15, "dp": 1}, "numbers of stages")],
+    "deepspeed": [({"pp": 4, "schedule": "zb-v", "chunks": 2}, "schedules but 1F1B"),
+                  ({"tp": 2, "sp": True}, "--sp"), ({"tp": 2, "pp": 2}, "--tp beside --pp"),
+                  ({"pp": 2, "zero": 2}, "--pp beside"), ({"cp": 2}, "ring attention")],
+    "nanotron": [({"pp": 2, "schedule": "interleaved", "chunks": 2}, "interleaved"),
+                 ({"zero": 3}, "ZeRO-2 and 3"), ({"ep": 2}, "expert ranks"),
+                 ({"cp": 2, "cp_attention": "all-to-all"}, "all-to-all")]}
+
+
+def test_deepspeeds_tensor_ranks_are_in_its_file():
+    job = memory.Job(plan.MODELS["gpt3-1.3b"], 64)
+    layout = memory.Layout(dp=4, tp=2, zero=1, microbatches=4)
+    assert not programs.DEEPSPEED.lacks(job, layout)
+    said = json.loads(programs.DEEPSPEED.written(job, layout))
+    assert said["tensor_parallel"] == {"autotp_size": 2}
+    # "dp_size = num_gpus / tp_size", and the batch is dp_size times the others
+    assert said["train_batch_size"] == 64 == (
+        4 * said["train_micro_batch_size_per_gpu"] * said["gradient_accumulation_steps"])
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_what_a_program_cannot_run_has_a_line(name):
+    """... below its words; and a layout of that kind is not among those that are searched."""
+    program = programs.PROGRAMS[name]
+    text = answer(f"--model gpt3-1.3b --gpus 8 --batch-size 64 --for {name}")
+    lines = re.findall(rf"^\(not searched: {program.name} cannot run (.+)\)$", text, re.MULTILINE)
+    assert lines == [*program.cannot]
+    job = memory.Job(plan.MODELS["gpt3-1.3b"], 64)
+    for fields, words in CANNOT[name]:
+        layout = memory.Layout(**{"dp": 4, **fields})
+        staged = layout.zero in program.zero or "zero" not in fields
+        assert program.lacks(job, layout) or not staged, fields
+        assert any(words in line for line in lines), words
 
 
 # ---- mixtures of experts ----

@@ -14,12 +14,12 @@ from data import batches
 from engine import ddp, zero
 from engine.group import CommunicationError, naming
 from engine.sequence_parallel import Region
+from exercises.planted import CannotPlant, planted
 from run.config import check
 from run.doctor.dump import read_dump
 from shard import Shard
 from tests import bugs
 from tests.harness import FULL, config
-from tests.planted import CannotPlant, planted
 from tests.pool import pool
 
 # ---- planting ----

@@ -17,6 +17,7 @@ import sample
 import train
 from data.batches import Data
 from engine.mesh import Mesh
+from engine.optimizer import AdamW
 from run import checkpoint
 from run.config import check
 from sizes import MOMENTS
@@ -39,7 +40,7 @@ from tests.runs import Run, contents, flags, one_line, rewrite
 
 def gathered_state(trainer):
     """{kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's shards."""
-    kinds = MOMENTS[trainer.cfg.optimizer]
+    kinds = trainer.optimizer.kinds
     found = {"weights": local_tensors(trainer, "weights"), **{kind: [] for kind in kinds}}
     for kind, bucket in itertools.product(kinds, trainer.reducer.buckets):
         pieces = bucket.pieces(bucket.moments[kind])
@@ -118,6 +119,36 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(
         last = {kind: assemble([rank[2][0][kind] for rank in got]) for kind in got[0][2][0]}
         if dtype == "float64":
             close(got[0][1], want[i], f"loss {layout}")
+
+
+class Averaging(AdamW):
+    """With a state of its own beside the moments: an average of the weights."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.add_state("average")
+
+    def step_bucket(self, bucket, lr, grads, skip):
+        super().step_bucket(bucket, lr, grads, skip)
+        bucket.moments["average"].lerp_(bucket.master, 0.5)
+
+
+def _averaging(rank, cfg, folder):
+    with patch.dict(train.OPTIMIZERS, adamw=Averaging):
+        return _hop(rank, cfg, folder)
+
+
+def test_a_state_that_an_optimizer_adds_is_saved_and_loaded_in_any_layout(corpus, tmp_path):
+    folder, saved = None, {}
+    for layout in ({"dp": 2, "tp": 2, "zero": 2}, {"pp": 3}, {"dp": 3, "zero": 3}):
+        cfg = config(corpus, out=str(tmp_path), microbatches=1, **layout)
+        got = pool(check(cfg, 1), _averaging, cfg, folder)
+        if saved:  # by the layout before
+            loaded = assemble([rank[0][0]["average"] for rank in got])
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        folder = got[0][3]
+        saved = assemble([rank[2][0]["average"] for rank in got])
+        assert all(value.any() for value in saved.values())
 
 
 def _growth(rank, cfg):

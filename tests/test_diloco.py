@@ -76,22 +76,20 @@ def trainer_of(cfg):
     return diloco.diloco(usual)(cfg, mesh_of(cfg), VOCAB)
 
 
-class Bugs:
-    """name: (owner, attribute, what a mistake would put there)"""
-    table = {
-        "the outer step forgets its momentum": (diloco, "MOMENTUM", 0.0),
-        "terms are not divided by the workers": (
-            diloco, "all_reduce", lambda x, group, usual=diloco.all_reduce: usual(x, group) * 2),
-        "workers do not send": (diloco, "all_reduce", lambda x, group: x * group.size),
-        "new weights are not published": (
-            train.OPTIMIZERS["adamw"], "publish", lambda optimizer, bucket: None)}
+BUGS = {  # name: (owner, attribute, what a mistake would put there)
+    "the outer step forgets its momentum": (diloco, "MOMENTUM", 0.0),
+    "terms are not divided by the workers": (
+        diloco, "all_reduce", lambda x, group, usual=diloco.all_reduce: usual(x, group) * 2),
+    "workers do not send": (diloco, "all_reduce", lambda x, group: x * group.size),
+    "new weights are not published": (
+        train.OPTIMIZERS["adamw"], "publish", lambda optimizer, bucket: None)}
 
 
 def _workers(rank, cfg, settings, bug):
     """The weights after three steps and a last meeting."""
     rate, momentum = settings
     with (patch.multiple(diloco, OUTER_LR=rate, MOMENTUM=momentum),
-          patch.object(*Bugs.table.get(bug, (diloco, "OUTER_LR", rate)))):
+          patch.object(*BUGS.get(bug, (diloco, "OUTER_LR", rate)))):
         trainer = trainer_of(cfg)
         data = Data(cfg)
         for step in range(3):
@@ -128,7 +126,7 @@ def test_workers_in_any_layout_equal_workers_of_one_process(corpus, flags):
     equals_workers(corpus, 2, **flags)
 
 
-@pytest.mark.parametrize("bug", Bugs.table)
+@pytest.mark.parametrize("bug", BUGS)
 def test_the_comparison_notices(corpus, bug):
     layout = {"dp": 2, "cp": 2, "zero": 2} if "published" in bug else {"dp": 2}
     with pytest.raises(AssertionError, match="off by|copies of"):

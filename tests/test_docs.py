@@ -34,7 +34,6 @@ from contextlib import redirect_stdout
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -53,6 +52,7 @@ from show import demonstrations
 from tests import mutants
 from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
 from tests.isolation import as_it_was
+from tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from tests.pool import HANG, pool
 from tests.runs import Run, apply, flags, main_of_plain, needs_git, start
 from tests.test_house import FOLDERS, HOUSE, MAY_IMPORT, ROOMS, imported, is_ours, room
@@ -63,8 +63,6 @@ from train import Trainer
 if not (HERE / "README.md").read_text().startswith("# nanoParallel\n"):
     pytest.skip("for nanoParallel's own pages; README.md is another's", allow_module_level=True)
 
-PAGES = {str(path.relative_to(HERE)): path.read_text()
-         for path in [HERE / "README.md", *sorted(HERE.glob("docs/*.md"))]}
 MEASURED = "docs/measured.md"
 YOUR_OWN = "docs/test-your-own.md"
 # The standard library of Python 3.11.7: the corpus that the pages' losses are of. Another release
@@ -103,61 +101,8 @@ CODE = {  # {how code on a page begins, if no output follows: what it is}
     '"""A schedule of my own': "tests/test_eager.py",
     '"""A collective of my own': "tests/test_doubling.py"}
 
-# ---- the blocks of a page ----
+# ---- the blocks of a page (tests/pages.py) ----
 
-
-class Block(NamedTuple):
-    page: str
-    line: int  # its number in the page
-    kind: str  # "" if indented, else the word of the fence: python, diff
-    lines: list
-    above: str  # the paragraph above the block
-
-    @property
-    def command(self):
-        """The command whose output the block shows; "" if it shows none."""
-        return self.lines[0] if is_command(self.lines[0]) and "" in self.lines[1:2] else ""
-
-    @property
-    def output(self):
-        return self.lines[2:] if self.command else self.lines
-
-
-def is_command(line):
-    return line.split()[0:1] in (["python"], ["torchrun"], ["pip"])
-
-
-def shows_output(lines, i):
-    """Is an indented line a command with its output below? Another block begins there."""
-    return is_command(lines[i]) and not lines[i - 1] and not lines[i + 1]
-
-
-def blocks(page, text):
-    """The blocks of a page, from top to bottom."""
-    lines = ["", *text.splitlines(), ""]
-    above = ""
-    i = 1
-    while i < len(lines):
-        first = i
-        if lines[i].startswith("```"):
-            i = lines.index("```", i + 1) + 1
-            yield Block(page, first, lines[first][3:], lines[first + 1 : i - 1], above)
-        elif lines[i].startswith("    ") and not lines[i - 1]:
-            while i < len(lines) and (lines[i].startswith("    ") or not lines[i]):
-                i += 1
-            cuts = [first, *(j for j in range(first + 1, i) if shows_output(lines, j)), i]
-            for start, stop in pairwise(cuts):
-                inside = "\n".join(line[4:] for line in lines[start:stop]).rstrip()
-                yield Block(page, start, "", inside.splitlines(), above)
-        elif not lines[i]:
-            i += 1
-        else:
-            while i < len(lines) and lines[i] and not lines[i].startswith("```"):
-                i += 1
-            above = " ".join(lines[first:i])
-
-
-BLOCKS = [block for page, text in PAGES.items() for block in blocks(page, text)]
 QUOTES = [block for block in BLOCKS if block.command]
 # Code, and the output below it
 PRINTS = [(code, below) for code, below in pairwise(BLOCKS)
@@ -225,12 +170,6 @@ def test_every_block_is_compared_or_says_why_not():
 
 
 # ---- what a command prints ----
-
-
-def masked(lines, all_numbers=False):
-    """The lines, with # for each number before a unit of time, or for each number."""
-    unit = "" if all_numbers else r"(?= ?(ms|s|min|minutes?|seconds?|tokens/s)\b)"
-    return [re.sub(r"\d([\d.,]*\d)?(e-\d+)?" + unit, "#", line.rstrip()) for line in lines]
 
 
 def lacking(quote, output, shortened=False):
@@ -502,7 +441,8 @@ PATCHES = [block for block in BLOCKS if block.kind == "diff"]
     *((path.name, path.read_text()) for path in sorted(HERE.glob("forks/*.patch")))])
 def test_every_patch_applies_at_the_lines_that_it_names(where, patch, fork):
     reply = apply(patch, fork, "--check")
-    assert "offset" not in reply and "fuzz" not in reply, reply
+    assert "offset" not in reply and "fuzz" not in reply, (
+        f"{reply}\nfor a file of forks/: git apply, git diff '*.py' > FILE, git checkout '*.py'")
 
 
 @pytest.fixture
@@ -816,11 +756,20 @@ def test_nothing_imports_the_forks():
     assert all(room(module) == "forks" for module in users)
 
 
-def test_the_gallery_lists_every_fork_with_its_lines():
-    rows = re.findall(r"\(\.\./forks/(\w+)\.py\) \| .* \| (\d+) \| (.+) \| (\d+) \|",
-                      PAGES[YOUR_OWN])
+def layouts_and_bugs(fork):
+    """How many of each a fork's tests have."""
+    tests = vars(importlib.import_module(f"tests.test_{fork}"))
+    layouts = [mark.args[1] for test in tests.values() for mark in getattr(test, "pytestmark", [])
+               if mark.args[0] in ("flags", "layout")]
+    return [str(len(cases)) for cases in (*layouts, tests["BUGS"])]
+
+
+def test_the_gallery_lists_every_fork_with_its_lines_layouts_and_bugs():
+    rows = re.findall(r"\(\.\./forks/(\w+)\.py\) \| [^|]* \| (\d+) \| ([^|]+) \| (\d+) "
+                      r"\| (\d+) \| (\d+) \|", PAGES[YOUR_OWN])
     assert {name for name, *_ in rows} == {path.stem for path in HERE.glob("forks/[!_]*.py")}
-    for name, lines, added, tests in rows:
+    for name, lines, added, tests, *counts in rows:
+        assert counts == layouts_and_bugs(name), name
         patch = HERE / f"forks/{name}.patch"
         plus = re.findall(r"^\+[^+]", patch.read_text() if patch.exists() else "", re.MULTILINE)
         found = [len((HERE / path).read_text().splitlines())

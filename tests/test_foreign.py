@@ -20,8 +20,8 @@ from run.doctor.dump import Tensors, read_dump
 from run.doctor.words import lines
 from run.hugging_face import CONV1D
 from tests.harness import HERE, pool
+from tests.pages import BLOCKS, PAGES, masked
 from tests.runs import Run, rewrite
-from tests.test_docs import BLOCKS, PAGES, masked
 from tests.test_dump import LLAMA, change_json, dump_of, every_tensor
 
 PAGE = "docs/check-your-own-trainer.md"
@@ -86,7 +86,7 @@ def run_loop(folder, number, changes=()):
 def answer(reference, mine):
     """(the lines that the doctor prints, the causes in them)."""
     findings = list(diagnose(reference, mine))
-    printed = list(lines(findings))
+    printed = list(lines(findings, mine.layout))
     end = "equal" if all(equal for _, equal in printed) else "not equal"
     causes = [words for finding in findings for words in finding.causes]
     return [*(line for line, _ in printed), end], causes

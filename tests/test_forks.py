@@ -31,6 +31,13 @@ def test_a_fork_is_a_file_its_patch_and_its_tests():
         assert (HERE / f"forks/{name}.py").exists() and (HERE / f"tests/test_{name}.py").exists()
 
 
+def test_test_docs_can_be_deleted():
+    """docs/test-your-own.md tells a fork to delete it: nothing may need it."""
+    users = [path.name for path in HERE.glob("tests/*.py")
+             if re.search("^(from|import) tests.test_docs", path.read_text(), re.MULTILINE)]
+    assert not users
+
+
 @needs_git
 @needs_minutes
 @pytest.mark.parametrize("name", PATCHES)

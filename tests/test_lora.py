@@ -150,3 +150,27 @@ def test_adapters_start_from_a_file_without_them_and_change_no_loss(corpus, tmp_
         for tag, value in weights:
             assert not tag.name.endswith("adapter_b.weight") or not value.any()
         assert names and all(lora.is_adapter(name.rpartition(".")[0]) for name in names)
+
+
+def _sent(rank, cfg, adapted):
+    """Bytes that this rank sends to tensor ranks in forward and backward of a step."""
+    usual = {"kind_of": experts.kind_of, "initial_value": model_file.initial_value,
+             "parallelize": engine.tensor_parallel.parallelize}
+    with hook() if adapted else patch.multiple(train, **usual):
+        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+        group = trainer.mesh.group("tp")
+        batches = Data(cfg).training(cfg, 0, trainer.mesh)
+        before = group.bytes_sent
+        trainer.run_microbatches(trainer.actions, batches)
+    return group.bytes_sent - before
+
+
+def test_adapters_send_the_formula(corpus):
+    """An all-reduce of RANK elements per token for each matrix more; and one of C less, because
+    nothing below the first block's column is trained."""
+    T = 3
+    cfg = config(corpus, tp=T, microbatches=1, n_layer=2)
+    usual, with_adapters = (sum(pool(T, _sent, cfg, adapted)) for adapted in (False, True))
+    tokens = cfg.batch_size * cfg.block_size
+    more = 4 * cfg.n_layer * 4 - cfg.n_embd
+    assert with_adapters - usual == 8 * 2 * (T - 1) * tokens * more

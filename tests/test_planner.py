@@ -540,7 +540,9 @@ def largest_bucket(model, layout):
         spread_experts(whole, mesh)
     users = {param: [(0, i)] for i, layer in enumerate(whole.layers)
              for param in layer.parameters()}
-    limit = SimpleNamespace(bucket_numel=(25 << 20) // 2)  # of 16-bit weights
+    mebibytes = parse([]).bucket_mb
+    assert memory.BUCKET == mebibytes * 2**20
+    limit = SimpleNamespace(bucket_numel=memory.BUCKET // 2)  # of 16-bit weights
     return max(sum(param.numel() for param in bucket)
                for _, bucket in DDP.partition(limit, users))
 

@@ -17,6 +17,7 @@ import train
 from data.batches import Data
 from engine.group import Group
 from engine.mesh import Mesh
+from engine.optimizer import exact_norms
 from run import checkpoint, timeline
 from run.config import check
 from shard import Shard
@@ -320,6 +321,14 @@ def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpu
         assert sum(of_buckets) <= 4 * buckets + 4
         assert counts.pop("_foreach_norm") == 1 and counts.pop("add_") == 1  # the counter of steps
         assert sum(counts.values()) <= 20, counts  # of numbers: norm, clipping, whether to skip
+
+
+def test_a_norm_of_many_elements_is_exact():
+    """torch's CPU kernel adds up squares one after the other: 7e-4 too small here, in float32."""
+    x = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+    found, least = exact_norms([x, x[:7]], torch.float)
+    assert found == pytest.approx(x.double().norm().item(), rel=1e-6)
+    assert least == pytest.approx(x[:7].double().norm().item(), rel=1e-6)
 
 
 def test_18_bytes_per_parameter():

@@ -15,6 +15,7 @@ from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
+    sys.argv[0] = "doctor"  # with which error lines begin
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 from run.config import fail
@@ -31,7 +32,8 @@ def main():
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
         equal = True
-        for line, is_equal in lines(diagnose(reference, mine, args.deep or is_small(mine))):
+        for line, is_equal in lines(diagnose(reference, mine, args.deep or is_small(mine)),
+                                    mine.layout):
             print(line, flush=True)
             equal = equal and is_equal
     except ValueError as error:

@@ -37,10 +37,11 @@ class Share:
     tensor: int | None = None  # only this tensor rank's terms
     tied: tuple = (1, 1)  # how often the embedding's and the head's term count
 
-    def largest(self):
-        """The largest weight of a term: rounding errors grow with it."""
+    def largest(self, name):
+        """The largest weight of a term in a tensor: rounding errors grow with it."""
         weight = 1.0 if self.data is None else self.data.abs().max().item()
-        return max(1.0, abs(self.factor) * weight * max(self.tied))
+        tied = max(self.tied) if name == EMBEDDING else 1
+        return max(1.0, abs(self.factor) * weight * tied)
 
 
 RIGHT = Share("right")
@@ -70,8 +71,7 @@ def summed_terms(terms, name, share):
 
 
 def factors(layout, tokens, scale):
-    """{factor: words} of what a gradient or a loss may be multiplied by. Causes with one number are
-    named together."""
+    """[(factor, words)] of what a gradient or a loss may be multiplied by."""
     D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
     m = layout["microbatches"]
     named = [
@@ -104,11 +104,7 @@ def factors(layout, tokens, scale):
     if scale != 1:
         named += [(scale, f"{scale:g} times: the loss scale is still in it"),
                   (1 / scale, f"divided by the loss scale {scale:g} twice")]
-    found = {}
-    for factor, words in named:
-        if factor != 1:
-            found.setdefault(float(f"{factor:.12g}"), []).append(words)
-    return {factor: " or ".join(words) for factor, words in found.items()}
+    return [(factor, words) for factor, words in named if factor != 1]
 
 
 def known_shares(layout, terms, scale):
@@ -117,7 +113,7 @@ def known_shares(layout, terms, scale):
     T = layout["tp"]
     total = int(terms.tokens.sum())
     found = [Share(words, factor=factor)
-             for factor, words in factors(layout, total, scale).items()]
+             for factor, words in factors(layout, total, scale)]
     for d in range(D if D > 1 else 0):
         only = torch.zeros(D, m, dtype=torch.double)
         only[d] = 1

@@ -27,6 +27,8 @@ from run.doctor.update import Replay, Way, norms, ways
 NOISE = 5  # how many times the noise of one process still counts as equal
 # Floor of the tolerance, in roundings of the dtype, relative to a tensor's norm
 FLOOR = 8
+# How large the tolerance may be in what a cause changes, for the cause to have a name
+RESOLVED = 0.2
 # How far weights may be from REFERENCE's, relative to their norm, where its gradients are the right
 # ones (a model of another form)
 FAR = 1e-2
@@ -39,7 +41,6 @@ class Finding:
     equal: bool
     differs: str = ""  # where, and by how much
     causes: list = field(default_factory=list)  # words; several fit the same numbers
-    advice: str = ""
 
     @property
     def named(self):
@@ -162,12 +163,16 @@ class Examined:
         """How far MINE's gradient may be off. size: the largest weight of a term in it."""
         return NOISE * self.noise[1][name] * size
 
-    def loss_is(self, mine, loss):
-        """Is MINE's loss this number?"""
+    def loss_tolerance(self, loss):
+        """How far MINE's loss may be off, if it is this number."""
         wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
         floor = FLOOR * torch.finfo(wide).eps * abs(loss)
         size = max(1.0, abs(loss / self.loss))
-        return abs(mine - loss) <= max(NOISE * self.noise[0] * size, floor)
+        return max(NOISE * self.noise[0] * size, floor)
+
+    def loss_is(self, mine, loss):
+        """Is MINE's loss this number?"""
+        return abs(mine - loss) <= self.loss_tolerance(loss)
 
 
 class LikeReference(Examined):
@@ -237,8 +242,8 @@ def causes_of_gradients(examined, given, wrong, deep, known):
 
         def fits(name, share=share):
             error = off(mine[name], gradient(terms, name, share))
-            return error <= examined.tolerance(name, share.largest())
-        if not any(map(fits, wrong)):
+            return error <= examined.tolerance(name, share.largest(name))
+        if not any(map(fits, wrong)) or not is_resolved(examined, share, wrong):
             continue
         words = group_words(wrong, mine, fits)
         if words:
@@ -247,6 +252,16 @@ def causes_of_gradients(examined, given, wrong, deep, known):
     if found or not deep:
         return found
     return fitting_changes(examined, mine, examined.numbers["loss"], known)
+
+
+def is_resolved(examined, share, wrong):
+    """Is what the share changes in the wrong tensors much larger than the noise? If not, shares of
+    other sizes would fit as well."""
+    terms = examined.terms
+    changed = math.hypot(*(off(gradient(terms, name, share), gradient(terms, name, RIGHT))
+                           for name in wrong))
+    noise = math.hypot(*(examined.tolerance(name, share.largest(name)) for name in wrong))
+    return noise <= RESOLVED * changed
 
 
 def fitting_changes(examined, mine, loss, known):
@@ -275,7 +290,7 @@ def fitted_weights(examined, mine):
     share = Share("", data=weights)
     for name in mine:
         error = off(mine[name], gradient(terms, name, share))
-        if not error <= examined.tolerance(name, share.largest()):
+        if not error <= examined.tolerance(name, share.largest(name)):
             return []
     rows = "; ".join(f"data rank {d} {' '.join(f'{w:.3g}' for w in row.tolist())}"
                      for d, row in enumerate(weights))
@@ -314,7 +329,7 @@ def causes_of_loss(examined, loss):
     divisor = terms.divisor
     found = {}
     total = int(terms.tokens.sum())
-    for factor, words in factors(layout, total, examined.numbers["scale"]).items():
+    for factor, words in factors(layout, total, examined.numbers["scale"]):
         found[f"the loss is {words}"] = factor * examined.loss
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
@@ -323,7 +338,8 @@ def causes_of_loss(examined, loss):
             words = f"the printed loss is {axis} {i}'s own"
             found[f"{words} part"] = part.item() / divisor
             found[f"{words} mean"] = part.item() / divisor * len(parts)
-    return [words for words, value in found.items() if examined.loss_is(loss, value)]
+    return [words for words, value in found.items() if examined.loss_is(loss, value)
+            and examined.loss_tolerance(value) <= RESOLVED * abs(value - examined.loss)]
 
 
 # ---- the stages ----
@@ -356,7 +372,8 @@ def keeps_first_step(examined, given):
     share = sum((errors[name] * first[name]).sum().item() for name in given) / squares
     left = (off(errors[name], share * first[name]) <= 2 * examined.tolerance(name)
             for name in given)
-    if abs(share) < 1e-3 or not all(left):
+    noise = math.hypot(*(examined.tolerance(name) for name in given))
+    if noise > RESOLVED * abs(share) * math.sqrt(squares) or not all(left):
         return []
     return [f"{share:.3g} of the first step's gradients is still in them: they were not zeroed"]
 
@@ -378,7 +395,7 @@ def check_gradients(examined, number, deep, known):
     elif loss_is_right:
         findings.append(Finding(f"step {number} loss", True))
     else:
-        fitting = causes_of_loss(examined, loss)
+        fitting = [] if wrong else causes_of_loss(examined, loss)
         if not wrong and not fitting and deep:
             mine = {name: sampled(given[name]) for name in given}
             fitting = fitting_changes(examined, mine, loss, known)
@@ -426,8 +443,8 @@ def causes_of_weights(reference, mine, wrong, eps):
     kinds = {"are transposed: a wrong map of names":
              lambda name: given[name].dim() == 2 and is_close(given[name], wanted[name].mT)}
     factor = ratio(min(wrong))
-    times = f"{factor:.6g} times REFERENCE's"
-    if mine.model and abs(factor / math.sqrt(2 * mine.model.n_layer) - 1) < 1e-6:
+    times = f"{factor:.{6 if eps < 1e-6 else 3}g} times REFERENCE's"
+    if mine.model and abs(factor / math.sqrt(2 * mine.model.n_layer) - 1) < eps:
         times += ": not divided by sqrt(2 n_layer)"
     kinds[f"are {times}"] = lambda name: is_close(given[name], factor * wanted[name])
     if mine.model:

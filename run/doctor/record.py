@@ -202,12 +202,15 @@ def write_run(trainer, data):
 
 
 class Recorder:
-    """Stands between plain.training_steps and its AdamW, and writes what passes."""
+    """Stands between plain.training_steps and its AdamW, and writes what passes. make_writer: a
+    Writer, or what has its methods; value: makes the initial values."""
 
-    def __init__(self, cfg, mesh, data):
+    def __init__(self, cfg, mesh, data, make_writer=Writer, value=random_value):
         self.cfg = cfg
         self.mesh = mesh
         self.data = data
+        self.make_writer = make_writer
+        self.value = value
         self.model = None  # set, like writer, in build()
         self.writer = None
         self.adamw = None  # set in make_optimizer()
@@ -219,9 +222,9 @@ class Recorder:
         self.model = build(config, seed, dtype)
         shapes = {}
         for name, param in self.model.canonical_parameters():
-            param.data.copy_(random_value(name, param.shape, config, seed))
+            param.data.copy_(self.value(name, param.shape, config, seed))
             shapes[name] = param.shape
-        self.writer = Writer(self.cfg, self.mesh, config, shapes, dtype)
+        self.writer = self.make_writer(self.cfg, self.mesh, config, shapes, dtype)
         return self.model
 
     def make_optimizer(self, cfg, weights, tags):

@@ -62,6 +62,7 @@ class ThreadMesh(Mesh):
         self.group_class = Group
         self.device = torch.device("cpu")
         self.groups = {}
+        self.world = self.join("world", [list(range(world.size))])
 
     def communicator(self, name, ranks):
         """This rank's end of a group's queues; None where the rank is not in the group."""

@@ -1,0 +1,268 @@
+"""python -m exercises break: each wrong line trains a small GPT, beside the right one. What does
+the loss of step 1 say, what the curve, what do the gradients, what the doctor?
+
+Ranks are threads (run/doctor/threads.py), which run plain.py's page; rows go to as many processes
+as there are cores. The right run of each row is one process, because any layout is the same
+computation.
+"""
+
+import codecs
+import io
+import json
+import os
+import tempfile
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import chain, islice
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch._dynamo  # checkpoint() needs it: imported once, before processes are forked
+
+import plain
+from data.batches import Data
+from exercises.planted import planted
+from exercises.wrong_lines import WRONG_LINES
+from model import initial_value
+from optimizer import learning_rate
+from run.config import Config
+from run.doctor.diagnose import diagnose
+from run.doctor.memory import in_memory
+from run.doctor.record import Recorder, random_value
+from run.doctor.threads import World
+
+STEPS = 60
+SEEDS = (1337, 1, 2, 3, 4, 5, 6, 7)  # of the right runs; the wrong ones have the first
+SMOOTH = 10  # steps of a running mean
+IN_A_ROW = 5  # steps that a curve must stay apart
+EQUAL = 1e-10  # relative: float64 has 16 digits, and sums in another order cost a few
+FLAGS_OF_ALL = {
+    "dp": 1, "microbatches": 1, "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16,
+    "batch_size": 24, "steps": STEPS, "lr": 1e-2, "warmup_steps": 5, "grad_clip": 0.0,
+    "dtype": "float64", "device": "cpu"}
+# Flags of a layout; the others change the training, so the right run has them, too
+LAYOUT_FLAGS = ("dp", "pp", "cp", "tp", "sp", "zero", "microbatches")
+
+
+def write_zen(folder):
+    """The Zen of Python, which every Python has, character by character, as a prepared corpus."""
+    with redirect_stdout(io.StringIO()):
+        import this
+    text = codecs.decode(this.s, "rot13")
+    words = sorted(set(text))
+    ids = np.array([words.index(character) for character in text], "<u2")
+    for split in ("train", "val"):
+        ids.tofile(Path(folder, f"{split}.bin"))
+    meta = {"vocab_size": len(words), "tokenizer": "bytes"}
+    Path(folder, "meta.json").write_text(json.dumps(meta))
+
+
+# ---- one run ----
+
+
+class Memory:
+    """Has the methods of a dump's Writer, for one rank: keeps what the rank would write."""
+
+    def __init__(self, cfg, mesh, model_config, shapes, dtype):
+        self.wide = dtype
+        self.held = {}  # {"gradients-1": [(tag, this rank's slice)]}
+
+    def keep(self, name, number, held):
+        if number <= 2:
+            self.held[f"{name}-{number}"] = [(tag, part.detach().clone()) for tag, part in held]
+
+    def write_tokens(self, number, batches):
+        """Tokens are not kept: they can be read again."""
+
+    def write_gradients(self, number, held):
+        self.keep("gradients", number, held)
+
+    def write_weights(self, number, held, masters):
+        self.keep("weights", number, held)
+
+
+def train_rank(mesh, cfg, value, steps):
+    """One rank: (loss, norm) of each step, and what it would write of a dump."""
+    data = Data(cfg)
+    recorder = Recorder(cfg, mesh, data, Memory, value)
+    training = plain.training_steps(cfg, mesh, data, recorder.build, recorder.make_optimizer)
+    numbers = []
+    for loss, norm in islice(training, steps):
+        numbers.append((loss, norm))
+        recorder.write_weights()
+    return numbers, recorder.writer.held
+
+
+def merge(parts):
+    """({name: full tensor}, names whose copies differ), of every rank's [(tag, slice)]. Of copies
+    the first rank's counts."""
+    full = {}
+    differ = []
+    for tag, part in chain(*parts):
+        shape = list(tag.shape)
+        shape[tag.dim] = sum(stop - start for start, stop in tag.ranges)
+        part = part.view(shape)
+        if tag.name not in full:
+            full[tag.name] = torch.full(tag.shape, torch.nan, dtype=part.dtype)
+        held = tag.slice(full[tag.name])
+        if held.isnan().all():
+            tag.place(part, full[tag.name])
+        elif not torch.equal(held, part) and tag.name not in differ:
+            differ.append(tag.name)
+    return full, differ
+
+
+def train(corpus, flags, changes=(), value=initial_value, steps=STEPS):
+    """Train with these flags and with these changes of the code. Returns the losses and, of two
+    steps and more, their Dump. value: makes the initial values."""
+    cfg = Config(data=corpus, **{"seed": SEEDS[0], **FLAGS_OF_ALL, **flags})
+    world = World({axis: getattr(cfg, axis) for axis in ("dp", "pp", "cp", "tp")})
+    with planted(*changes):
+        ranks = world.run(partial(train_rank, cfg=cfg, value=value, steps=steps))
+        trace = []
+        for n in range(3):
+            weights, differ = merge(held[f"weights-{n}"] for _, held in ranks)
+            trace.append({"weights": weights, "differ": differ})
+        for n in (1, 2):
+            loss, norm = ranks[0][0][n - 1]
+            grads, _ = merge(held[f"gradients-{n}"] for _, held in ranks)
+            trace[n] |= {"loss": loss, "norm": norm, "grads": grads,
+                         "lr": learning_rate(cfg, n - 1)}
+        dump = in_memory(cfg, trace, Data(cfg).vocab_size)
+    return [loss for loss, _ in ranks[0][0]], dump
+
+
+# ---- one row ----
+
+
+class Row(NamedTuple):
+    line: object  # WrongLine
+    losses: list
+    off: dict  # {name: relative difference of the gradient of step 1}
+    says: str  # the doctor
+
+
+def flags_of_right(line):
+    return {name: value for name, value in line.layout.items() if name not in LAYOUT_FLAGS}
+
+
+def losses_of_right(corpus, flags, seed):
+    return train(corpus, {**flags, "seed": seed})[0]
+
+
+def relative(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+def examine(corpus, line, steps=STEPS):
+    """The Row of a wrong line."""
+    alone = flags_of_right(line)
+    changes = (*line.setting, (line.file, line.right, line.wrong))
+    losses, mine = train(corpus, line.layout, changes, steps=steps)
+    _, right = train(corpus, alone, steps=2)
+    grads = mine.gradients(1)
+    off = {name: relative(grads[name], want) for name, want in right.gradients(1).items()}
+    # The doctor's two runs have random biases, as every dump has: a bias of 0 hides
+    _, mine = train(corpus, line.layout, changes, random_value, 2)
+    _, right = train(corpus, alone, (), random_value, 2)
+    return Row(line, losses, off, first_words(diagnose(right, mine, deep=True)))
+
+
+def first_words(findings):
+    """What the doctor says first, with a name if any finding has one."""
+    wrong = [finding for finding in findings if not finding.equal]
+    for finding in wrong:
+        if finding.causes:
+            return f"{finding.stage}: {finding.causes[0]}"
+    return f"{wrong[0].stage}: differs, fits nothing that is known" if wrong else "equal"
+
+
+# ---- the table ----
+
+
+def running_means(losses):
+    """Entry i: the mean of the SMOOTH steps up to step i."""
+    return [fmean(losses[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(losses))]
+
+
+def shown_from(losses, rights):
+    """The step from which a curve shows that a run is wrong; None: never. rights: losses of the
+    right runs, those of the same seed first."""
+    mine, *curves = map(running_means, (losses, *rights))
+    spreads = [max(step) - min(step) for step in zip(*curves, strict=True)]
+    apart = [abs(loss - right) > spread
+             for loss, right, spread in zip(mine, curves[0], spreads, strict=True)]
+    return next((i + 1 for i in range(len(apart) - IN_A_ROW + 1)
+                 if all(apart[i : i + IN_A_ROW])), None)
+
+
+def end_of(losses):
+    return fmean(losses[-SMOOTH:])
+
+
+HEAD = f"""\
+{'':54}loss of  a curve   last {SMOOTH} steps  gradients, step 1
+    {'wrong line':50}step 1   shows it  wrong  right   off by  tensors"""
+
+
+def table(rows, rights):
+    """Yields the lines of the table. rights[i]: the losses of row i's right runs."""
+    usual = rights[0]
+    ends = [end_of(losses) for losses in usual]
+    yield HEAD
+    for number, (row, right) in enumerate(zip(rows, rights, strict=True), 1):
+        first = f"{row.losses[0]:.4f}"
+        first = "same" if first == f"{right[0][0]:.4f}" else first
+        shown = shown_from(row.losses, right)
+        shown = f"step {shown}" if shown else "never"
+        wrong = [off for off in row.off.values() if off > EQUAL]
+        grads = f"{max(wrong):<8.2g}{len(wrong)} of {len(row.off)}" if wrong else "equal"
+        yield (f"{number:2}  {row.line.name:50}{first:9}{shown:10}{end_of(row.losses):.3f}  "
+               f"{end_of(right[0]):.3f}   {grads}")
+    yield ""
+    yield f"The right run's loss of step 1 is {usual[0][0]:.4f}."
+    yield (f"A curve, a running mean of {SMOOTH} steps, shows a wrong line from the first of "
+           f"{IN_A_ROW} steps in which it is")
+    yield (f"farther from the right one than the right runs of {len(usual)} seeds are apart (they "
+           f"end at {min(ends):.3f} to {max(ends):.3f}).")
+
+
+def diffs(rows):
+    """Yields each row's wrong line, and what the doctor says."""
+    for number, row in enumerate(rows, 1):
+        line = row.line
+        layout = " ".join(f"{name} {value}".removesuffix(" True")
+                          for name, value in line.layout.items())
+        yield ""
+        yield f"{number:2}  {line.file}, {layout or 'one process'}"
+        yield from (f"    - {text.strip()}" for text in line.right.splitlines())
+        yield from (f"    + {text.strip()}" for text in line.wrong.splitlines())
+        yield f"    doctor: {row.says}"
+
+
+def run_job(job):
+    """In a process of the pool."""
+    torch.set_num_threads(1)
+    return job()
+
+
+def break_all():
+    """([Row], [losses of the right runs] of each row)."""
+    kinds = []  # the flags of right runs that are needed
+    for line in WRONG_LINES:
+        if flags_of_right(line) not in kinds:
+            kinds.append(flags_of_right(line))
+    with tempfile.TemporaryDirectory() as corpus:
+        write_zen(corpus)
+        jobs = [partial(examine, corpus, line) for line in WRONG_LINES]
+        jobs += [partial(losses_of_right, corpus, flags, seed) for flags in kinds
+                 for seed in SEEDS]
+        with get_context("fork").Pool(os.cpu_count()) as pool:
+            results = pool.map(run_job, jobs, chunksize=1)
+    rows, rights = results[: len(WRONG_LINES)], results[len(WRONG_LINES) :]
+    rights = [rights[i * len(SEEDS) : (i + 1) * len(SEEDS)] for i in range(len(kinds))]
+    return rows, [rights[kinds.index(flags_of_right(row.line))] for row in rows]

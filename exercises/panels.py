@@ -1,0 +1,49 @@
+"""The picture of python -m exercises break: a panel for each wrong line, its curve over the right
+runs."""
+
+from exercises.break_it import running_means, shown_from
+from show.draw import CURVES, GRID, INK, Picture, scale
+
+ACROSS = 3  # panels side by side
+WIDTH, HEIGHT = 310, 150  # of a panel, in pixels
+LOSSES = (2, 3, 4)  # ticks; what lies above the last is drawn at it
+WRONG = CURVES[1]
+
+
+def panels_svg(rows, rights):
+    """rows: the Rows of break_it.break_all, rights: the losses of each row's right runs."""
+    down = -(-len(rows) // ACROSS)
+    picture = Picture("Fifteen wrong lines (orange), and right runs of eight seeds (grey)",
+                      ACROSS * WIDTH + 20, 64 + down * HEIGHT)
+    picture.text(12, 42, "Loss of 60 steps, a running mean of ten. A bar: from here on the curve "
+                         "shows that something is wrong.")
+    for i, (row, right) in enumerate(zip(rows, rights, strict=True)):
+        left = 30 + i % ACROSS * WIDTH
+        top = 62 + i // ACROSS * HEIGHT
+        draw_panel(picture, left, top, f"{i + 1}  {row.line.name}", row.losses, right)
+    return str(picture)
+
+
+def draw_panel(picture, left, top, title, losses, rights):
+    """One panel, whose upper left corner is at (left, top)."""
+    across = scale((1, len(losses)), left, left + WIDTH - 30)
+    level = scale(LOSSES, top + HEIGHT - 30, top + 24)
+
+    def pixels(curve):
+        return [(across(step), level(min(loss, LOSSES[-1])))
+                for step, loss in enumerate(running_means(curve), 1)]
+
+    picture.text(left - 18, top + 10, title, style='font-size="11.5"')
+    for tick in LOSSES:
+        picture.line([(left, level(tick)), (left + WIDTH - 30, level(tick))], GRID)
+        picture.text(left - 4, level(tick) + 4, tick, "end", style='font-size="10"')
+    for curve in rights:
+        picture.line(pixels(curve), INK, 'stroke-width="1.2" opacity="0.5"')
+    picture.line(pixels(losses), WRONG, 'stroke-width="2"')
+    shown = shown_from(losses, rights)
+    if shown:
+        x = across(shown)
+        picture.line([(x, level(LOSSES[-1])), (x, level(LOSSES[0]))], WRONG,
+                     'stroke-dasharray="3 3"')
+        picture.text(x + 5, level(LOSSES[-1]) + 12, f"step {shown}", color=WRONG,
+                     style='font-size="10.5"')
