@@ -64,14 +64,73 @@ for (const input of inputs) {
   }
 }
 [...all("[type=checkbox]"), ...all("[type=checkbox]"), ...presets].forEach((e) => e.click());
+// What a screen reader says of a slider is what the page shows
+const spoken = (slider) => slider.getAttribute("aria-valuetext");
+const mute = all("[type=range]").filter((slider) =>
+  spoken(slider) !== slider.parentElement.querySelector("output").textContent);
+// Each Try: no preset solves it, alone or after another one; after any preset controls of its own
+// figure do
+const solved = (figure) => all(`#${figure} .try`)[0].classList.contains("done");
+function turn(figure, key, value) {
+  const input = all(`#${figure} .controls [data-key=${key}]`)[0].querySelector("input, select");
+  if (input.type === "checkbox") input.checked = value;
+  else input.value = input.type === "range" ? CONTROLS[key][3].indexOf(value) : value;
+  for (const name of ["input", "change"]) input.dispatchEvent(new Event(name));
+}
+const tries = {given_away: [], unsolved: [], solved: 0};
+for (const [figure, answers] of Object.entries(ANSWERS)) {
+  const own = all(`#${figure} button.preset`);
+  for (const first of own) {
+    for (const second of own) {
+      from_address("#");
+      for (const button of [first, second]) {
+        button.click();
+        if (solved(figure)) tries.given_away.push([figure, button.textContent]);
+      }
+    }
+    first.click();
+    const answer = answers.some((values) => {
+      for (const [key, value] of Object.entries(values)) turn(figure, key, value);
+      return solved(figure);
+    });
+    if (answer) tries.solved += 1; else tries.unsolved.push([figure, first.textContent]);
+  }
+}
+const trace_lines = TRACES.map((text) => {
+  take_trace(text);
+  return $("trace-error").textContent;
+});
 for (const setting of SETTINGS) {
   from_address("#" + setting);
   numbers.push(Object.fromEntries(all("[id]").map((e) => [e.id, e.innerText])));
 }
-const report = {errors, numbers, moved: inputs.length + presets.length,
+const report = {errors, numbers, mute: mute.length, tries, trace_lines,
+                moved: inputs.length + presets.length,
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
 </script></body>"""
+COUNTS = [1, 2, 4, 8, 14, 16, 32, 64, 256, 1024]  # of the page's slider
+# {figure: settings of its controls, of which one at least solves its Try}
+ANSWERS = {
+    "wall": [{"wm": "by number", "wn": 4.5, "wd": "h100"}],
+    "ring": [{"rn": 16, "rd": 0.0001}],
+    "zero": [{"zr": ranks} for ranks in COUNTS],
+    "pipe": [{"p": 4, "m": 32}],
+    "tensor": [{"tt": 4, "ts": True}],
+    "grid": [{"dp": 8, "pp": 1, "cp": 1, "tp": 2, "ep": 1, "cb": 8, "cmb": 1}],
+    "calc": [{"cm": "llama-70b", "dp": 1, "pp": 4, "cp": 1, "tp": 8, "ep": 1, "z": 0, "x": 0,
+              "s": "1f1b", "k": 0, "cb": 64, "cmb": 64, "sp": True, "cd": "h100"}]}
+
+
+def spans(P, m, steps):
+    """The text of a trace of 1F1B, with this many steps."""
+    times = simulate(make_schedule("1f1b", P, m), range(P), (1, 1, 1, 0)).times
+    return json.dumps({"traceEvents": [
+        {"pid": rank, "tid": "main", "cat": action.kind, "ts": 1000 * (100 * step + start),
+         "dur": 1000 * (end - start), "args": {**action._asdict(), "step": step}}
+        for step in range(steps) for rank, row in enumerate(times) for action, start, end in row]})
+
+
 CHROME = shutil.which("chromium") or shutil.which("google-chrome")
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no Node: lab.html is not run")
 
@@ -190,6 +249,11 @@ def other_cases(rng):
                    memory.memory(job, layout))
         yield ["(name) => n_parameters(MODELS[name])", name], memory.n_parameters(model)
         yield ["(name) => layer_costs(MODELS[name])", name], model.layer_costs()
+    for zero in range(4):  # what figure 3 says each rank sends
+        D, numel = rng.randint(1, 512), 1000
+        rows = traffic.dp_messages(memory.Job(MODELS["gpt2"], D), memory.Layout(D, zero=zero),
+                                   numel, D, 2 * numel)
+        yield ["data_bytes", zero, D, numel], sum(float(times * each) for *_, times, each in rows)
     for _ in range(300):
         split = rng.randint(0, 3), rng.randint(1, 4096), rng.choice((2, 4, 8)), rng.choice((2, 4))
         yield ["bytes_per_parameter", *split], [*map(float, sizes.bytes_per_parameter(*split))]
@@ -216,7 +280,11 @@ def opened(tmp_path_factory):
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
     page = tmp_path_factory.mktemp("lab") / "lab.html"
-    page.write_text(PAGE.replace("</body>", PROBE.replace("SETTINGS", json.dumps(settings))))
+    probe = PROBE
+    traces = ["{", spans(2, 2, 1)]  # the second one is read: the first one's error goes away
+    for name, value in (("SETTINGS", settings), ("ANSWERS", ANSWERS), ("TRACES", traces)):
+        probe = probe.replace(name, json.dumps(value), 1)
+    page.write_text(PAGE.replace("</body>", probe))
     shown = page.with_name("shown")
     with open(shown, "w") as out:
         chromium = subprocess.Popen(
@@ -232,6 +300,11 @@ def opened(tmp_path_factory):
 def all_cases():
     rng, kinds = random.Random(0), (ring_cases, schedule_cases, job_cases, other_cases)
     return [case for cases in kinds for case in cases(rng)]
+
+
+def test_the_page_is_one_small_file():
+    assert len(PAGE.encode()) <= 130_000
+    assert not re.findall(r'(?:src|href)="https?:', PAGE)
 
 
 @needs_node
@@ -266,6 +339,78 @@ def test_the_page_shows_powers_of_ten_and_percents_with_a_decimal():
     assert not differences(pairs, show)
 
 
+WRONG = "this is not a file that train.py --trace wrote"
+
+
+@needs_node
+def test_a_wrong_trace_is_refused_in_words():
+    """... and not in JavaScript's: no JSON, other JSON, numbers that are none, too large ones."""
+    event = {"pid": 0, "tid": "main", "cat": "F", "ts": 0.0, "dur": 1.0,
+             "args": {"stage": 0, "microbatch": 0, "step": 0}}
+
+    def text(**changes):
+        return json.dumps({"traceEvents": [{**event, **changes}]})
+
+    pairs = [(["trace", words], WRONG) for words in (
+        "", "{", "[]", "3", "null", '{"traceEvents": 3}', '{"traceEvents": [null]}',
+        text(ts="soon"), text(dur=None), text(dur=-1), text(pid="x"), text(args=None),
+        text(args={"stage": 1e9, "microbatch": 0, "step": 0}),
+        text(args={"stage": 0, "microbatch": 0.5, "step": 0}))]
+    pairs += [
+        (["trace", text(cat="send")], "no actions of a pipeline in this file: train.py --pp 2 "
+         "--trace FILE writes some"),
+        (["trace", spans(17, 2, 1)], "this trace has 17 pipeline ranks; the figure draws up to 16"),
+        (["trace", spans(2, 65, 1)], "this trace has 65 microbatches; the figure draws up to 64"),
+        (["() => trace(' '.repeat(33e6))"], "this file has 33 MB; the page reads up to 32")]
+    assert not differences(pairs)
+
+
+@needs_node
+def test_a_long_trace_is_read_in_one_pass():
+    """Lists that are filtered have few times as many elements as the trace, together: not one whole
+    trace for each step."""
+    looked = """(text) => {
+      const filter = Array.prototype.filter;
+      let elements = 0;
+      Array.prototype.filter = function (...how) {
+        elements += this.length;
+        return filter.apply(this, how);
+      };
+      try { return [read_trace(text).steps, elements < 5 * JSON.parse(text).traceEvents.length]; }
+      finally { Array.prototype.filter = filter; }
+    }"""
+    assert not differences([([looked, spans(2, 4, 300)], [300, True])])
+
+
+def luminance(color):
+    """Of a color like #fff or #2f6fd0 (WCAG 2.2, relative luminance)."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_words_and_lines_of_the_page_can_be_told_from_it(theme):
+    """WCAG 2.2: 4.5 for words, 3 for lines and signs; numbers on actions are #16181b."""
+    light, dark = re.findall(r":root \{(.*?)\}", PAGE, re.S)[:2]
+    colors = dict(re.findall(r"--(\w+): (#\w+);", light))
+    if theme == "dark":
+        colors.update(re.findall(r"--(\w+): (#\w+);", dark))
+    for words, behind in (("text", "page"), ("quiet", "page"), ("limit", "page"), ("link", "page"),
+                          ("text", "soft"), ("quiet", "soft")):
+        assert contrast(colors[words], colors[behind]) >= 4.5, words
+    for name in ("c0", "c1", "c2", "c3", "c4"):
+        assert contrast(colors[name], colors["page"]) >= 3, name
+    for name in "FBW":
+        assert contrast(colors[name], "#16181b") >= 4.5, name
+
+
 @needs_node
 @pytest.mark.parametrize("name,v", [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
@@ -289,6 +434,9 @@ def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     text = re.search(r'<pre id="report">(.*?)</pre>', page.read_text(), re.S)[1]
     report = json.loads(html.unescape(text))
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65
+    assert not report["mute"] and report["trace_lines"] == [WRONG, ""]
+    # Each Try, after each preset of its figure
+    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 23}
     for shown, parts in zip(report["numbers"], want, strict=True):
         for part, size in parts.items():  # four digits are shown
             got = float(shown["calc-" + part].replace(",", ""))
