@@ -9,6 +9,7 @@ Any layout is the same computation: the same initial weights, the same batches, 
 only ever summed, and so the same losses. `python train.py --help` lists the flags.
 """
 
+import gc
 import math
 import sys
 import time
@@ -115,8 +116,9 @@ class Trainer:
                 compile_layer(layer)
             if cfg.recompute and isinstance(layer, Block):
                 # ZeRO-3's hooks stay outside: recomputing does not gather the weights once more
+                # (no state of torch's generators is kept: dropout draws from its own)
                 layer.forward = partial(recompute, layer.forward, use_reentrant=False,
-                                        context_fn=dropout.again)
+                                        preserve_rng_state=False, context_fn=dropout.again)
         shape = (cfg.batch_size // (cfg.dp * cfg.microbatches), len(own_positions), cfg.n_embd)
         self.pipeline = Pipeline(self.stages, self.where, mesh.group("pp"), shape, self.dtype,
                                  self.reducer, deferred, dropout)
@@ -325,6 +327,10 @@ def train(cfg, data, mesh):
             log.say(watch.story(cfg.watch))
         unread.append((step, lr, read))
         done = step + 1
+        if done == start + 2:
+            # What is there now stays: from here on Python's gc does not look at it again and again
+            gc.collect()
+            gc.freeze()
         saving = cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps
         catch_up(0 if saving or done == cfg.steps else steps_read_late(mesh))
         if skipped >= MAX_SKIPPED:

@@ -206,7 +206,9 @@ def reduce_scatter(tensor, group, op="sum"):
 def all_gather(tensor, group):
     """In: chunk r of rank r is valid. Out: every rank has all chunks."""
     if group.native and tensor.numel() % group.size == 0:
-        own = own_chunk(tensor, group).clone()  # gloo's all-gather wants input and output apart
+        own = own_chunk(tensor, group)
+        if not group.gathers_in_place:
+            own = own.clone()
         group.run_native("all_gather", tensor.view(-1), own)
     else:
         ring(tensor, group, "sum", range(group.size - 1, 2 * group.size - 2))

@@ -13,7 +13,9 @@ from model import Attention
 
 # class -> its methods that stay Python. A new layer that sends messages belongs here
 UNCOMPILED = {Column: ["forward"], Row: ["forward"], VocabularyEmbedding: ["forward"],
-              ChunkedHead: ["loss"], MixtureOfExperts: ["run_experts", "sum_counts"]}
+              ChunkedHead: ["loss", "share"], MixtureOfExperts: ["run_experts", "sum_counts"]}
+# class -> its methods, called by an uncompiled one, that are compiled by themselves
+COMPILED = {ChunkedHead: ["log_likelihood"]}
 
 
 def compile_layer(layer):
@@ -23,4 +25,6 @@ def compile_layer(layer):
             names = ["attend"]  # replaced in split_sequences: sends keys and values
         for name in names:
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        for name in COMPILED.get(type(module), []):
+            setattr(module, name, torch.compile(getattr(module, name)))
     layer.forward = torch.compile(layer.forward)

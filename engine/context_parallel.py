@@ -93,28 +93,35 @@ def merge(out, lse, part, part_lse):
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def start_passing(x, group):
-    """Start to send x to the next rank. Returns (tensor, Work): the previous rank's x, valid after
-    work.wait()."""
-    received = torch.empty_like(x)
-    return received, group.submit(
+def start_passing(x, received, group):
+    """Start to send x to the next rank. Returns the Work of the two messages: after its wait()
+    `received` has the previous rank's x."""
+    return group.submit(
         lambda: group.exchange(x, group.next, received, group.prev).wait(), "pass on")
 
 
-def ring_hops(kv, group):
-    """Pass keys and values kv (2, B, n_kv, S/N, hs) around the ring. Yields for each hop: its
-    number; the keys and values to compute with, which this rank now has; and what visible()
-    returned. The next ones travel meanwhile (overlap)."""
+def two_buffers(what, like, dtype, group):
+    """Two tensors for what goes around the ring, (2, *like.shape): what a rank has now, and what it
+    receives meanwhile. All layers use the same two, one layer after the other."""
+    return [group.kept_buffer(f"{what} {i}", (2, *like.shape), dtype) for i in (0, 1)]
+
+
+def ring_hops(k, v, group):
+    """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields for each hop: its number; the
+    keys and values to compute with, which this rank now has (2, B, n_kv, S/N, hs); and what
+    visible() returned. The next ones travel meanwhile (overlap)."""
+    kv, next_kv = two_buffers("keys and values", k, k.dtype, group)
+    torch.stack([k, v], out=kv)
     for hop in range(group.size):
         if hop < group.size - 1:
-            next_kv, passing = start_passing(kv, group)
+            passing = start_passing(kv, next_kv, group)
         # N = 4, rank 1: in hops 0 1 2 3, kv belongs to ranks 1 0 3 2
         key_rank = (group.rank - hop) % group.size
         queries, keys, causal = visible(group.rank, key_rank, half=kv.size(-2) // 2)
         yield hop, kv[..., keys, :], queries, keys, causal
         if hop < group.size - 1:
             passing.wait()
-            kv = next_kv
+            kv, next_kv = next_kv, kv
 
 
 class RingAttentionFunction(torch.autograd.Function):
@@ -126,7 +133,7 @@ class RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group):
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
-        for hop, kv, queries, _, causal in ring_hops(torch.stack([k, v]), group):
+        for hop, kv, queries, _, causal in ring_hops(k, v, group):
             with group.span("attention", hop=hop):
                 part, part_lse, rest = kernel(q[:, :, queries], *kv, causal)
                 if hop == 0:
@@ -135,7 +142,6 @@ class RingAttentionFunction(torch.autograd.Function):
                     ctx.rest = rest  # the same in all hops
                 else:
                     merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
-            del kv  # or the loop variable would keep these keys while ring_hops allocates the next
         out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
@@ -156,15 +162,15 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.group
         wide = torch.promote_types(q.dtype, torch.float)
-        # The sum that this rank starts in hop 1: (2, B, n_kv, S/N, hs)
-        grad_kv = q.new_zeros((2, *k.shape), dtype=wide)
+        # grad_kv: the sum that this rank starts in hop 1, (2, B, n_kv, S/N, hs)
+        grad_kv, next_grad_kv = two_buffers("their gradients", k, wide, group)
+        grad_kv.zero_()
         passing_grad = Work()  # the last start_passing(grad_kv): none yet
-        for hop, kv, queries, keys, causal in ring_hops(torch.stack([k, v]), group):
+        for hop, kv, queries, keys, causal in ring_hops(k, v, group):
             with group.span("attention", hop=hop):
                 dq, dk, dv = kernel_backward(
                     grad[:, :, queries], q[:, :, queries], *kv,
                     out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
-            del kv
             if hop == 0:
                 grad_q, own_dk, own_dv = dq.to(wide), dk, dv
             else:
@@ -172,9 +178,10 @@ class RingAttentionFunction(torch.autograd.Function):
                 passing_grad.wait()
                 grad_kv[0][:, :, keys] += dk
                 grad_kv[1][:, :, keys] += dv
-                grad_kv, passing_grad = start_passing(grad_kv, group)
+                passing_grad = start_passing(grad_kv, next_grad_kv, group)
+                grad_kv, next_grad_kv = next_grad_kv, grad_kv
         passing_grad.wait()
-        grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)
+        grad_k, grad_v = grad_kv[0] + own_dk, grad_kv[1] + own_dv
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
 
 

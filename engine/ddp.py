@@ -47,6 +47,7 @@ class Bucket:
         for param in params:
             self.starts[param] = self.numel
             self.numel += param.numel()
+        self.filled = self.numel  # beyond are no parameters
         self.num_shards = self.group.size if split else 1  # DDP: one, the whole buffer
         self.numel += -self.numel % self.num_shards  # padding
         shard_numel = self.numel // self.num_shards

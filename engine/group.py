@@ -34,6 +34,23 @@ class CommunicationError(RuntimeError):
     """A rank died, hung or never joined: one line that names rank, operation and peer."""
 
 
+def reason_in(text):
+    """What an error of the library says, in one line: without the C++ location, hints and the
+    store's keys; NCCL's own words, after "Last error:" in a line of their own, at the end.
+
+        [/w/pair.cc:5] Connection closed by peer. This is likely ...    Connection closed by peer
+        wait timeout after 600ms, keys: /a/b                            wait timeout after 600ms
+        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...    NCCL error, unhandled cuda
+        Last error:                                                     error: Cuda failure 2 'out
+        Cuda failure 2 'out of memory'                                  of memory'
+    """
+    first = text.splitlines()[0]
+    first = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*| in: \S+(?=,)| \(run with .*", "",
+                   first)
+    _, _, last_error = text.partition("Last error:")
+    return ": ".join([first, *last_error.strip().splitlines()[:1]])
+
+
 @contextmanager
 def naming(what):
     """Re-raise a RuntimeError, of the library or of a collective, as a CommunicationError that
@@ -43,11 +60,7 @@ def naming(what):
     except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
         raise
     except RuntimeError as error:
-        # Strip the C++ location, hints and the store's keys. "[/w/pair.cc:5] Connection closed by
-        # peer. This is likely ..." becomes "Connection closed by peer"; "wait timeout after 600ms,
-        # keys: /a/b" becomes "wait timeout after 600ms".
-        text = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*", "", str(error).splitlines()[0])
-        raise CommunicationError(f"{what}: {text}") from None
+        raise CommunicationError(f"{what}: {reason_in(str(error))}") from None
 
 
 class Work(group.Work):
@@ -76,6 +89,10 @@ class Group(group.Group):
     # an exchange as one operation (engine/nccl_group.py). False: a receive may be posted long
     # before its send, and the ring does so, for speed.
     in_order = False
+    # May several names have one group, if their ranks are the same? Here no: a thread of the group
+    # posts what was submitted, and the caller's messages must not get between these
+    is_shared = False
+    gathers_in_place = False  # gloo's all-gather wants input and output apart
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
         super().__init__(mesh, name, ranks, rank, communicator)
@@ -85,6 +102,7 @@ class Group(group.Group):
         self.last = Work()  # the Work that was submitted last
         self.executor = None  # one thread, which runs submitted work; made by the first submit()
         self.worker = None  # identifies that thread, from its first job on
+        self.kept = {}  # (name, shape, dtype) -> the tensor that kept_buffer() returns
 
     def span(self, name, **args):
         """A context: a named stretch of time, for --trace."""
@@ -124,6 +142,15 @@ class Group(group.Group):
     def track(self, work, posted):
         """Nothing here. On GPUs wait() does not block the host, so CudaGroup.track lists pending
         operations, and start_read()'s function looks at them, to notice a rank that died."""
+
+    def kept_buffer(self, name, shape, dtype):
+        """A tensor for messages, the same one in each call, with whatever values it has. (A new one
+        for each message would take memory: torch gives the memory of a tensor that NCCL has sent
+        or received back only once the device is past the message, and the host runs ahead.)"""
+        key = name, torch.Size(shape), dtype
+        if key not in self.kept:
+            self.kept[key] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self.kept[key]
 
     def recv_new(self, shape, dtype, src):
         """Post a receive into a new tensor. Return (tensor, Work)."""

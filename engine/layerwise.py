@@ -93,14 +93,17 @@ class Layerwise(Optimizer):
         """(norms of the weights, norms of flat_of(bucket)) of all whole tensors, wherever they lie.
         Each rank adds the squares of its pieces, divided by the number of ranks that hold them."""
         squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.device)
-        weights = []  # each piece on this rank
-        others = []
+        weight_norms = []  # of each bucket: the norms of its pieces on this rank
+        other_norms = []
         for bucket in self.reducer.buckets:
-            weights += [piece for _, piece in bucket.pieces(bucket.master)]
-            others += [piece for _, piece in bucket.pieces(flat_of(bucket))]
-        if weights:  # else there are fewer parameters than ranks
-            both = torch.stack([exact_norms(weights, self.wide), exact_norms(others, self.wide)])
-            squares.index_add_(1, self.indices, both.square() / self.copies)
+            weights = [piece for _, piece in bucket.pieces(bucket.master)]
+            others = [piece for _, piece in bucket.pieces(flat_of(bucket))]
+            if weights:
+                weight_norms.append(exact_norms(weights, self.wide))
+                other_norms.append(exact_norms(others, self.wide))
+        if weight_norms:  # else there are fewer parameters than ranks
+            norms = torch.stack([torch.cat(weight_norms), torch.cat(other_norms)])
+            squares.index_add_(1, self.indices, norms.square() / self.copies)
         return all_reduce(squares, self.norm_group).sqrt()
 
     def ratio_of(self, numerator, denominator, given):

@@ -22,6 +22,21 @@ from engine.group import Group, naming
 from engine.nccl_group import CudaGroup, InOrderGroup
 
 
+def connection_options(device, timeout):
+    """How torch is to connect ranks on this device: keywords that init_process_group and new_group
+    share. timeout: seconds."""
+    if device.type != "cuda":
+        return {"timeout": timedelta(seconds=timeout)}
+    # Twice: our own check (CudaGroup.start_read) is to fire first; at this limit NCCL's watchdog
+    # kills the process
+    limit = timedelta(seconds=2 * timeout)
+    # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait for
+    # its place on the GPU behind the products, whatever the priority of the stream that posts it
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = limit  # torch warns if the two differ
+    return {"timeout": limit, "pg_options": options}
+
+
 class Mesh(mesh.Mesh):
     """Mesh("cuda", dp=2, pp=2, tp=2). native: call torch's own collectives. in_order: post messages
     in the order that NCCL demands (engine/nccl_group.py), also on CPU, for tests."""
@@ -29,6 +44,7 @@ class Mesh(mesh.Mesh):
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
+        self.shared = {}  # {ranks of every group of a name: this rank's}; filled on GPUs only
         cuda = str(device).startswith("cuda")
         group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         super().__init__(group_class, device, timeout, **sizes)
@@ -55,9 +71,20 @@ class Mesh(mesh.Mesh):
         Tracer.at (run/timeline.py)."""
         return nullcontext()
 
+    def join(self, name, rows):
+        """On GPUs names for the same ranks, such as world and dp_ep_cp, are one group, because each
+        communicator takes memory of the GPU. It has the name that was asked for first."""
+        if not self.group_class.is_shared:
+            return super().join(name, rows)
+        if name not in self.groups:
+            same = tuple(map(tuple, rows))
+            if same not in self.shared:
+                self.shared[same] = super().join(name, rows)
+            self.groups[name] = self.shared[same]
+        return self.groups[name]
+
     def communicator(self, name, ranks):
-        # Twice on GPUs: our own check (CudaGroup.start_read) is to fire first; at this limit NCCL's
-        # watchdog kills the process
-        limit = self.timeout * (2 if self.device.type == "cuda" else 1)
+        if self.group_class.is_shared and len(ranks) == dist.get_world_size():
+            return dist.group.WORLD  # connected in init (run/processes.py)
         with naming(f"rank {self.rank}: joining group {name}"):
-            return dist.new_group(ranks, timeout=timedelta(seconds=limit))
+            return dist.new_group(ranks, **connection_options(self.device, self.timeout))

@@ -45,10 +45,14 @@ class CudaGroup(InOrderGroup):
     compute. The pipeline's receives run on the other: on the compute stream a receive would start
     only after all computation that was posted before."""
 
+    is_shared = True  # the host posts all messages, on every rank in one order
+    gathers_in_place = True
+
     def __init__(self, *args):
         super().__init__(*args)
         self.side_stream = None  # of submit(); made when first used
         self.receive_stream = None  # of recv_new(); made when first used
+        self.ran_native = None  # the event of the last run_native()
 
     def track(self, work, posted):
         """Append a Work to mesh.pending, for start_read(); drop those that are done."""
@@ -85,6 +89,8 @@ class CudaGroup(InOrderGroup):
 
     def recv_new(self, shape, dtype, src):
         self.receive_stream = self.receive_stream or torch.cuda.Stream(self.device, priority=-1)
+        if self.ran_native:  # one after the other: this group may be that of pp_ends, too
+            self.receive_stream.wait_event(self.ran_native)
         with torch.cuda.stream(self.receive_stream):
             tensor, work = super().recv_new(shape, dtype, src)
         # The tensor's memory belongs to the receive stream. record_stream keeps the allocator from
@@ -97,8 +103,8 @@ class CudaGroup(InOrderGroup):
         the library's Work: a Work keeps its tensors alive until is_done() asks it."""
         def post():
             LIBRARY[name](*args, group=self.communicator)
-            event = torch.cuda.current_stream().record_event()
-            return [SimpleNamespace(wait=lambda: None, is_completed=event.query)]
+            self.ran_native = torch.cuda.current_stream().record_event()
+            return [SimpleNamespace(wait=lambda: None, is_completed=self.ran_native.query)]
 
         self.start(f"native {name}", post).wait()
 

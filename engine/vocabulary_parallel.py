@@ -77,11 +77,24 @@ def add_weight_gradient(grad_weight, grad, inputs):
         grad_weight.add_(grad.t() @ (inputs / power), alpha=power)
 
 
+# Bytes of a chunk's logits on a GPU: more kernels, and a gradient of the matrix that is read and
+# written more often, cost more there than larger chunks do (tests/counts.py counts both)
+CHUNK = 256 << 20
+
+
+def tokens_of_chunk(x, weight):
+    """How many tokens ChunkedLoss takes at a time: as many as the model is wide, so that their
+    logits are as large as the gradient of the matrix; at least 256, because each chunk costs
+    launches and, under --tp, messages. On a GPU as many as CHUNK holds, if that is more."""
+    tokens = max(x.size(-1), 256)
+    if x.device.type == "cpu":
+        return tokens
+    return max(tokens, CHUNK // (weight.size(0) * x.element_size()))
+
+
 class ChunkedLoss(torch.autograd.Function):
     """Product with lm_head and cross-entropy, over chunks of tokens: for each chunk its logits,
-    then at once their loss and gradient. A chunk has as many tokens as the model is wide, so its
-    logits are as large as the gradient of the matrix (at least 256 tokens: each chunk costs kernel
-    launches and, under --tp, messages). Forward saves the gradients of x and weight. Backward only
+    then at once their loss and gradient. Forward saves the gradients of x and weight. Backward only
     multiplies them, in place, by the gradient of the loss; so it can run only once.
 
     In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
@@ -89,7 +102,8 @@ class ChunkedLoss(torch.autograd.Function):
     log(sum(exp(logits))) of their words."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, region, training):
+    def forward(ctx, x, weight, targets, head, training):
+        region = head.region
         group = region.group
         start, stop = weight.shard.ranges[0]  # this rank's words
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
@@ -102,23 +116,17 @@ class ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if weight_trained else None
         # A chunk: n positions of each part, in the order in which region.enter() gathers them:
         # c = B * parts * n tokens
-        n = max(1, max(C, 256) // (B * parts))
+        n = max(1, tokens_of_chunk(x, weight) // (B * parts))
         for i in range(0, length, n):
             wanted = targets[:, :, i : i + n].flatten()  # (c,)
             # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient
             present = (wanted != ABSENT).unsqueeze(-1)
             inputs = region.enter(x[:, i : i + n]).flatten(0, 1) * present  # (c, C)
             logits = inputs @ weight.t()  # (c, V/T)
-            logits[:, stop - start :] = -torch.inf  # rows of --pad-vocab are no words
-            log_probs = F.log_softmax(logits, -1, dtype=wide)
-            if group.size > 1:
-                log_probs += log_share(logits, log_probs, group)
             local, outside = (part.unsqueeze(-1) for part in to_local(wanted, start, stop))
-            of_target = log_probs.gather(-1, local)  # (c, 1)
-            loss -= of_target.masked_fill(outside, 0).sum()
+            loss -= head.log_likelihood(logits, local, outside, stop - start, training)
             if training:
-                grad = gradient_of_logits(log_probs, of_target, local, outside, out=logits)
-                del log_probs  # free (c, V/T) elements before the products
+                grad = logits  # overwritten
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
                 leaving = region.start_leave(grad_inputs.view(B, -1, C))
                 del grad_inputs  # --sp sends a copy of it
@@ -148,9 +156,24 @@ class ChunkedHead(nn.Module):
         self.lm_head = head.lm_head  # its weight: (V/T, C)
         self.region = region
 
+    def log_likelihood(self, logits, local, outside, num_words, training):
+        """The sum of the targets' log-probabilities for c tokens, of the targets on this rank.
+        Afterwards logits (c, V/T), in training, are the gradient. All of it is one function, so
+        that --compile reads the logits twice and writes them once."""
+        logits[:, num_words:] = -torch.inf  # rows of --pad-vocab are no words
+        log_probs = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float))
+        if self.region.group.size > 1:
+            log_probs += self.share(logits, log_probs)
+        of_target = log_probs.gather(-1, local)  # (c, 1)
+        if training:
+            gradient_of_logits(log_probs, of_target, local, outside, out=logits)
+        return of_target.masked_fill(outside, 0).sum()
+
+    def share(self, logits, log_probs):
+        return log_share(logits, log_probs, self.region.group)
+
     def loss(self, x, targets):
-        return ChunkedLoss.apply(x, self.lm_head.weight, targets, self.region,
-                                 torch.is_grad_enabled())
+        return ChunkedLoss.apply(x, self.lm_head.weight, targets, self, torch.is_grad_enabled())
 
     def forward(self, x, targets):  # (B, S, C), under --sp (B, S/T, C); (B, S)
         return self.loss(self.ln_f(x), targets)

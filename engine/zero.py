@@ -79,6 +79,7 @@ class ZeRO2(ZeRO1):
 
     def __init__(self, *args):
         self.reducing = None  # the bucket whose reduction is pending
+        self.lacking = set()  # parameters whose part of a full gradient has no values yet
         super().__init__(*args)
 
     def allocate_shards(self, bucket):
@@ -97,24 +98,36 @@ class ZeRO2(ZeRO1):
             self.move(param, bucket)
 
     def move(self, param, bucket):
-        """Add param.grad to the bucket's full gradient."""
-        bucket.view(self.full_gradient(bucket), param).add_(param.grad)
+        """Copy param.grad into the bucket's full gradient; add what comes for it later."""
+        into = bucket.view(self.full_gradient(bucket), param)
+        if param in self.lacking:
+            self.lacking.remove(param)
+            into.copy_(param.grad)
+        else:
+            into.add_(param.grad)
         param.grad = None
 
     def full_gradient(self, bucket):
         """The bucket's full gradient, to add to; it lives until it is reduced. If there is none, or
         if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket or
-        another, and make new zeros. So a gradient on its way is freed before the next is made."""
+        another, and make a new one, without values. So a gradient on its way is freed before the
+        next is made."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
-            bucket.grad = bucket.grad_shard.new_zeros(bucket.numel)
+            bucket.grad = bucket.grad_shard.new_empty(bucket.numel)
+            self.lacking.update(bucket.params)
         return bucket.grad
 
     def launch(self, bucket):
         for param in bucket.params:
             if param.grad is not None:
                 self.move(param, bucket)
-        full = self.full_gradient(bucket)  # zeros if none came: other ranks may have a gradient
+        full = self.full_gradient(bucket)
+        for param in bucket.params:
+            if param in self.lacking:  # none came, but another rank may have a gradient
+                self.lacking.remove(param)
+                bucket.view(full, param).zero_()
+        full[bucket.filled :].zero_()  # padding
         self.keep_shard()  # of another bucket
         self.works.append(reduce_scatter(full, bucket.group, async_op=True))
         self.reducing = bucket

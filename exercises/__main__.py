@@ -53,7 +53,7 @@ def overview(exercises, progress):
                f"{state_of(exercise.name, progress)}")
     yield ""
     yield ("python -m exercises 1 tests the first; --hint helps; python -m exercises quiz asks; "
-           "python -m exercises break breaks")
+           "break shows wrong lines")
 
 
 def next_hint(exercise, progress):
@@ -85,10 +85,15 @@ def break_all_lines(svg):
     None. ValueError, OSError: it cannot be written."""
     if svg:
         refuse_foreign("--svg", svg, "<svg ")
-    from exercises.break_it import break_all, diffs, table_lines
+        Path(svg).touch()  # what cannot be written is said before the trainings
+    from exercises.break_it import SEEDS, STEPS, break_all, diffs, outcome_table
     from exercises.panels import panels_svg
+    from exercises.wrong_lines import WRONG_LINES
+    print(f"{len(WRONG_LINES)} wrong lines train for {STEPS} steps each, and right runs of "
+          f"{len(SEEDS)} seeds", flush=True)
     rows, rights = break_all()
-    print(*table_lines(rows, rights), *diffs(rows), sep="\n")
+    print()
+    print(*outcome_table(rows, rights), *diffs(rows), sep="\n")
     if svg:
         Path(svg).write_text(panels_svg(rows, rights))
 

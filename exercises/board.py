@@ -88,7 +88,7 @@ class Board:
                 sent, taken = (nbytes, other) if way == SEND else (other, nbytes)
                 raise OtherSize(f"rank {src} sends {sent} bytes to rank {dst}, and rank {dst} "
                                 f"receives into a tensor of {taken} bytes (their message "
-                                f"{k + 1})")
+                                f"{k + 1}): do both mean the same part?")
         return k
 
     def wait(self, group, way, src, dst, k):

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import tempfile
+import textwrap
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import chain, islice
@@ -26,7 +27,7 @@ import torch._dynamo  # checkpoint() needs it: imported once, before processes a
 import plain
 from data.batches import Data
 from exercises.planted import planted
-from exercises.wrong_lines import WRONG_LINES
+from exercises.wrong_lines import WRONG_LINES, WrongLine
 from model import initial_value
 from optimizer import learning_rate
 from run.config import Config
@@ -97,7 +98,7 @@ def train_rank(mesh, cfg, value, steps):
     return numbers, recorder.writer.held
 
 
-def joined_parts(parts):
+def put_together(parts):
     """({name: full tensor}, names whose copies differ), of every rank's [(tag, slice)]. Of copies
     the first rank's counts."""
     full = {}
@@ -116,7 +117,7 @@ def joined_parts(parts):
     return full, differ
 
 
-def losses_and_dump(corpus, flags, changes=(), value=initial_value, steps=STEPS):
+def train_changed(corpus, flags, changes=(), value=initial_value, steps=STEPS):
     """Train with these flags and with these changes of the code. Returns the losses and, of two
     steps and more, their Dump. value: makes the initial values."""
     cfg = Config(data=corpus, **{"seed": SEEDS[0], **FLAGS_OF_ALL, **flags})
@@ -125,11 +126,11 @@ def losses_and_dump(corpus, flags, changes=(), value=initial_value, steps=STEPS)
         ranks = world.run(partial(train_rank, cfg=cfg, value=value, steps=steps))
         trace = []
         for n in range(3):
-            weights, differ = joined_parts(held[f"weights-{n}"] for _, held in ranks)
+            weights, differ = put_together(held[f"weights-{n}"] for _, held in ranks)
             trace.append({"weights": weights, "differ": differ})
         for n in (1, 2):
             loss, norm = ranks[0][0][n - 1]
-            grads, _ = joined_parts(held[f"gradients-{n}"] for _, held in ranks)
+            grads, _ = put_together(held[f"gradients-{n}"] for _, held in ranks)
             trace[n] |= {"loss": loss, "norm": norm, "grads": grads,
                          "lr": learning_rate(cfg, n - 1)}
         dump = in_memory(cfg, trace, Data(cfg).vocab_size)
@@ -140,10 +141,10 @@ def losses_and_dump(corpus, flags, changes=(), value=initial_value, steps=STEPS)
 
 
 class Outcome(NamedTuple):
-    line: object  # WrongLine
+    line: WrongLine
     losses: list
     off: dict  # {name: relative difference of the gradient of step 1}
-    says: str  # the doctor
+    says: str  # the doctor: the stage, and the name of the bug; "" if it knows none
 
 
 def flags_of_right(line):
@@ -151,7 +152,7 @@ def flags_of_right(line):
 
 
 def losses_of_right(corpus, flags, seed):
-    return losses_and_dump(corpus, {**flags, "seed": seed})[0]
+    return train_changed(corpus, {**flags, "seed": seed})[0]
 
 
 def relative(got, want):
@@ -162,23 +163,20 @@ def examine(corpus, line, steps=STEPS):
     """The Outcome of a wrong line."""
     alone = flags_of_right(line)
     changes = (*line.setting, (line.file, line.right, line.wrong))
-    losses, mine = losses_and_dump(corpus, line.layout, changes, steps=steps)
-    _, right = losses_and_dump(corpus, alone, steps=2)
+    losses, mine = train_changed(corpus, line.layout, changes, steps=steps)
+    _, right = train_changed(corpus, alone, steps=2)
     grads = mine.gradients(1)
     off = {name: relative(grads[name], want) for name, want in right.gradients(1).items()}
-    # The doctor's two runs have random biases, as every dump has: a bias of 0 hides
-    _, mine = losses_and_dump(corpus, line.layout, changes, random_value, 2)
-    _, right = losses_and_dump(corpus, alone, (), random_value, 2)
-    return Outcome(line, losses, off, first_words(diagnose(right, mine, deep=True)))
+    # The doctor's two runs have random biases, as every dump has: a bias of 0 hides bugs
+    _, mine = train_changed(corpus, line.layout, changes, random_value, 2)
+    _, right = train_changed(corpus, alone, (), random_value, 2)
+    return Outcome(line, losses, off, first_name(diagnose(right, mine, deep=True)))
 
 
-def first_words(findings):
-    """What the doctor says first, with a name if any finding has one."""
-    wrong = [finding for finding in findings if not finding.equal]
-    for finding in wrong:
-        if finding.causes:
-            return f"{finding.stage}: {finding.causes[0]}"
-    return f"{wrong[0].stage}: differs, fits nothing that is known" if wrong else "equal"
+def first_name(findings):
+    """The first of the doctor's findings that has a name, in words; "" if none has."""
+    return next((f"{finding.stage}: {finding.causes[0]}" for finding in findings
+                 if finding.causes), "")
 
 
 # ---- the table ----
@@ -200,34 +198,47 @@ def shown_from(losses, rights):
                  if all(apart[i : i + IN_A_ROW])), None)
 
 
-def end_of(losses):
-    return fmean(losses[-SMOOTH:])
+def first_cell(row, right):
+    """right: the right run's loss of step 1."""
+    first = f"{row.losses[0]:.4f}"
+    return "same" if first == f"{right:.4f}" else first
 
 
-HEAD = f"""\
-{'':54}loss of  a curve   last {SMOOTH} steps  gradients, step 1
-    {'wrong line':50}step 1   shows it  wrong  right   off by  tensors"""
+def shown_cell(row, rights):
+    shown = shown_from(row.losses, rights)
+    return f"step {shown}" if shown else "never"
 
 
-def table_lines(rows, rights):
+def gradients_cell(row):
+    """How far the gradients of step 1 are off: that of the worst tensor, and how many are."""
+    wrong = [off for off in row.off.values() if off > EQUAL]
+    return f"{max(wrong):<8.2g}{len(wrong)} of {len(row.off)}" if wrong else "equal"
+
+
+def outcome_table(rows, rights):
     """Yields the lines of the table. rights[i]: the losses of row i's right runs."""
-    usual = rights[0]
-    ends = [end_of(losses) for losses in usual]
-    yield HEAD
-    for number, (row, right) in enumerate(zip(rows, rights, strict=True), 1):
-        first = f"{row.losses[0]:.4f}"
-        first = "same" if first == f"{right[0][0]:.4f}" else first
-        shown = shown_from(row.losses, right)
-        shown = f"step {shown}" if shown else "never"
-        wrong = [off for off in row.off.values() if off > EQUAL]
-        grads = f"{max(wrong):<8.2g}{len(wrong)} of {len(row.off)}" if wrong else "equal"
-        yield (f"{number:2}  {row.line.name:50}{first:9}{shown:10}{end_of(row.losses):.3f}  "
-               f"{end_of(right[0]):.3f}   {grads}")
+    yield f"{'':54}loss of  a curve   last {SMOOTH} steps  gradients, step 1"
+    yield f"    {'wrong line':50}step 1   shows it  wrong  right   off by  tensors"
+    cells = []
+    for number, (row, runs) in enumerate(zip(rows, rights, strict=True), 1):
+        first, shown = first_cell(row, runs[0][0]), shown_cell(row, runs)
+        wrong, right = (fmean(losses[-SMOOTH:]) for losses in (row.losses, runs[0]))
+        grads = gradients_cell(row)
+        cells.append((first, shown, grads))
+        yield (f"{number:2}  {row.line.name:50}{first:9}{shown:10}{wrong:.3f}  {right:.3f}   "
+               f"{grads}")
+    ends = [fmean(losses[-SMOOTH:]) for losses in rights[0]]
+    same, never, equal = (sum(cell == word for cell in column) for column, word in zip(
+        zip(*cells, strict=True), ("same", "never", "equal"), strict=True))
     yield ""
-    yield f"The right run's loss of step 1 is {usual[0][0]:.4f}."
+    yield (f"Of {len(rows)} wrong lines {same} have the right loss of step 1, {never} are never "
+           f"shown by a curve, and {equal} have the right")
+    yield (f"gradients in step 1. The doctor names {sum(bool(row.says) for row in rows)}. The "
+           f"right run's loss of step 1 is {rights[0][0][0]:.4f}.")
+    yield ""
     yield (f"A curve, a running mean of {SMOOTH} steps, shows a wrong line from the first of "
            f"{IN_A_ROW} steps in which it is")
-    yield (f"farther from the right one than the right runs of {len(usual)} seeds are apart (they "
+    yield (f"farther from the right one than the right runs of {len(ends)} seeds are apart (they "
            f"end at {min(ends):.3f} to {max(ends):.3f}).")
 
 
@@ -241,7 +252,11 @@ def diffs(rows):
         yield f"{number:2}  {line.file}, {layout or 'one process'}"
         yield from (f"    - {text.strip()}" for text in line.right.splitlines())
         yield from (f"    + {text.strip()}" for text in line.wrong.splitlines())
-        yield f"    doctor: {row.says}"
+        yield from textwrap.wrap(f"doctor: {row.says or 'knows none that fits'}", 100,
+                                 initial_indent="    ", subsequent_indent=" " * 12)
+
+
+# ---- all rows ----
 
 
 def run_job(job):

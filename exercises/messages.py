@@ -62,7 +62,7 @@ def judge_reduce_scatter(make_mesh, forms):
                 said += f"; {hops} hops were made, and {N - 1} are needed"
             raise Wrong(f"rank {r}: its own chunk {r} {said}")
     # Sent are all chunks but the one that this rank receives last, its own
-    facts = [beside("bytes sent by this rank", sent, "n - own chunk",
+    facts = [beside("bytes sent by this rank", sent, "n - own chunk, elements of 8",
                     8 * (n - chunks[r].numel())),
              beside("hops", hops, "N - 1", N - 1)]
     for size in (2, 7):  # a chunk may be empty; three ranks
@@ -107,7 +107,7 @@ def judge_all_gather(make_mesh, forms):
                 said = f"holds {value:g}: chunks are copied, not added"
             raise Wrong(f"rank {r}: chunk {c} {said}")
     # Sent are all chunks but the one that the next rank owns
-    facts = [beside("bytes sent by this rank", sent, "n - chunk of the next rank",
+    facts = [beside("bytes sent by this rank", sent, "n - chunk of the next rank, elements of 8",
                     8 * (n - chunks[group.next].numel())),
              beside("hops", hops, "N - 1", N - 1)]
     for size in (2, 7):

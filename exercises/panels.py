@@ -1,7 +1,7 @@
 """The picture of python -m exercises break: a panel for each wrong line, its curve over the right
 runs."""
 
-from exercises.break_it import running_means, shown_from
+from exercises.break_it import SMOOTH, running_means, shown_from
 from show.draw import CURVES, GRID, INK, Picture, scale
 
 ACROSS = 3  # panels side by side
@@ -15,8 +15,8 @@ def panels_svg(rows, rights):
     down = -(-len(rows) // ACROSS)
     picture = Picture("Fifteen wrong lines (orange), and right runs of eight seeds (grey)",
                       ACROSS * WIDTH + 20, 64 + down * HEIGHT)
-    picture.text(12, 42, "Loss of 60 steps, a running mean of ten. A bar: from here on the curve "
-                         "shows that something is wrong.")
+    picture.text(12, 42, f"Loss of {len(rows[0].losses)} steps, a running mean of {SMOOTH}. A "
+                         "dashed bar: the step from which the curve shows it. Above 4: drawn at 4.")
     for i, (row, right) in enumerate(zip(rows, rights, strict=True)):
         left = 30 + i % ACROSS * WIDTH
         top = 62 + i // ACROSS * HEIGHT

@@ -49,7 +49,7 @@ def head_of(node):
     return [part and ast.dump(part) for part in parts]
 
 
-def code_object(name, code):
+def inner_code(name, code):
     """The code object of a function or class, inside of that of its module or class."""
     (found,) = [const for const in code.co_consts
                 if isinstance(const, CodeType) and const.co_name == name]
@@ -88,7 +88,7 @@ class Swap:
     def replace(self, was, now, code, owner):
         """Swap one statement that differs."""
         if isinstance(now, ast.FunctionDef | ast.ClassDef) and head_of(was) == head_of(now):
-            inner = code_object(now.name, code)
+            inner = inner_code(now.name, code)
             value = vars(owner)[now.name]
             if isinstance(now, ast.ClassDef):
                 self.compare(was.body, now.body, inner, value)

@@ -530,6 +530,20 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
         if 0 < gpus < local and warn:
             note(f"{local} processes for {gpus} GPUs: falling back to the CPU")
         cfg.device = "cuda" if gpus >= local and not cfg.plain else "cpu"
+    if cfg.device == "cuda" and warn:
+        note_slow_choices(cfg, local, gpus)
+
+
+def note_slow_choices(cfg, local, gpus):
+    """Print what this run leaves unused: GPUs of this machine, or the speed of 16 bits."""
+    if local < gpus:
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        replicas = cfg.dp * gpus // local
+        more = f"torchrun --nproc-per-node {gpus}" if by_torchrun else f"--dp {replicas}"
+        note(f"{local} of this machine's {gpus} GPUs in use; {more} takes all")
+    if cfg.dtype == "float32":
+        note("--dtype float32: activations and messages take twice the memory of --dtype bfloat16, "
+             "and products at least twice the time")
 
 
 def check_ring_kernels(cfg):

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from engine.collectives import all_gather, all_reduce
 from engine.group import CommunicationError, naming
+from engine.mesh import connection_options
 from run import signals
 
 # The number of a rank in the text of a CommunicationError, such as "receive from rank 3"
@@ -204,14 +205,17 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     # torch would try again and again: this timer ends the process instead
     late = threading.Timer(timeout, give_up, [f"{joining}: not within {timeout:g} s", timeout])
     late.start()
-    cuda = torch.device(device).type == "cuda"
-    # Twice on GPUs: our own check (CudaGroup.start_read) is to fire first; at this limit NCCL's
-    # watchdog kills the process
-    limit = timedelta(seconds=timeout * (2 if cuda else 1))
+    device = torch.device(device)
+    options = connection_options(device, timeout)
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "nccl"
+        # With a device NCCL connects now: without, at the barrier of shutdown(), when a full GPU
+        # may have no memory left for that
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     try:
         with naming(joining):
-            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank,
-                                    world_size=size, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
     finally:
         late.cancel()
 

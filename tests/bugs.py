@@ -411,8 +411,8 @@ SEQUENCES = [
                "positions(idx)[: idx.size(1) // group.size]")),
     Bug("targets are shifted after the sequence was split", "loss",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
-        change("train.py", "(ids[:, self.positions], targets[:, self.positions],",
-               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1),")),
+        change("train.py", "(ids[:, self.positions], targets[:, self.positions], first)",
+               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1), first)")),
     Bug("ranks have neighbouring segments, and the mask is zigzag's", "loss",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
         change("context_parallel.py",
@@ -435,7 +435,7 @@ SEQUENCES = [
     Bug("gradients of keys and values stay with the rank that computed them", "gradients",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
         change("engine/context_parallel.py",
-               "grad_k, grad_v = grad_kv[0].add_(own_dk), grad_kv[1].add_(own_dv)",
+               "grad_k, grad_v = grad_kv[0] + own_dk, grad_kv[1] + own_dv",
                "grad_k, grad_v = own_dk, own_dv")),
 ]
 

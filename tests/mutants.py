@@ -95,6 +95,8 @@ MUTANTS = {
         ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
+        ("into.add_(param.grad)", "into.copy_(param.grad)", "layouts:layout_equals"),
+        ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
          "        if bucket.grad is None:", "layouts:layout_equals"),
@@ -134,13 +136,14 @@ MUTANTS = {
         ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
-        ("-1, dtype=wide)\n", "-1)\n", "values:in_32"),
+        ("-1, dtype=torch.promote_types(logits.dtype, torch.float))", "-1)", "values:in_32"),
         ("torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()",
          "layouts:layout_equals"),
         ("masked_fill(outside, 0).sum()", "sum()", "layouts:layout_equals"),
         ("(0, 1) * present", "(0, 1)", "values:chunks"),
         ("(grad @ weight) * present", "(grad @ weight)", "values:chunks"),
-        ("logits[:, stop - start :] = -torch.inf", "pass", "layouts:pad_vocab"),
+        ("logits[:, num_words:] = -torch.inf", "pass", "layouts:pad_vocab"),
+        ("CHUNK // (weight", "0 // (weight", "first_gpu:fifth"),
         ("i : i + n] = leaving", "0:n] = leaving", "values:chunks"),
         ("inputs / power), alpha=power", "inputs), alpha=1", "values:range")],
     "engine/sequence_parallel.py": [
@@ -150,9 +153,12 @@ MUTANTS = {
          "layouts:sp")],
     "engine/context_parallel.py": [
         ("if key_rank < rank", "if key_rank > rank", "layouts:cp"),
+        ("            kv, next_kv = next_kv, kv", "            kv = next_kv", "layouts:cp"),
+        ("grad_kv, next_grad_kv = next_grad_kv, grad_kv", "grad_kv = next_grad_kv", "layouts:cp"),
+        ('{what} {i}"', '{what} {i} {id(like)}"', "sequences:four_tensors"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
         ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
-        ("passing.wait()\n            kv = next_kv", "kv = next_kv", "streams:ring"),
+        ("passing.wait()\n            kv, next", "kv, next", "streams:ring"),
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "layouts:cp"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
@@ -201,6 +207,7 @@ MUTANTS = {
     "group.py": [
         ("send.numel() * send.element_size()", "send.numel()", "plain:table")],
     "engine/group.py": [
+        ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason"),
         ("future.result()", "pass", "collectives:change_nothing"),
         ("inside = group.is_running_job()", "inside = False", "collectives:collective_of"),
         ("if async_op and not inside:", "if async_op:", "collectives:collective_of"),
@@ -220,8 +227,21 @@ MUTANTS = {
         ("copied.synchronize()", "pass", "queues:device_has_copied"),
         ("is_done(*pending[0])", "is_done(*pending[-1])", "queues:forgotten"),
         ("before = [*self.mesh.pending]", "before = self.mesh.pending", "queues:posted_before"),
-        ("with naming(work.what):", "if True:", "queues:operation_that_failed")],
+        ("with naming(work.what):", "if True:", "queues:operation_that_failed"),
+        ("        host.copy_(tensor, non_blocking=True)\n        copied = self.record_event()\n",
+         "        copied = self.record_event()\n        host.copy_(tensor, non_blocking=True)\n",
+         "streams:zb_h1"),
+        ("dist.batch_isend_irecv(operations) if operations else []",
+         "[work for each in operations for work in dist.batch_isend_irecv([each])]",
+         "queues:one_batch"),
+        ("is_completed=self.ran_native.query", "is_completed=lambda: True",
+         "queues:native_collective"),
+        ("self.receive_stream.wait_event(self.ran_native)", "pass", "streams:experts_1f1b"),
+        ("is_shared = True", "is_shared = False", "first_gpu:communicator")],
     "engine/mesh.py": [
+        ("timedelta(seconds=2 * timeout)", "timedelta(seconds=timeout)", "first_gpu:watchdog"),
+        ("is_high_priority_stream=True", "is_high_priority_stream=False", "first_gpu:priority"),
+        ("len(ranks) == dist.get_world_size()", "False", "first_gpu:communicator"),
         ('if axis == "ep")', "if False)", "layouts:experts")],
     "mesh.py": [
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
@@ -384,6 +404,8 @@ MUTANTS = {
         ('WEIGHTS, ("zero", "publish"): NEW', "WEIGHTS", "watch:every_message")],
     "experiments/eight_ranks.py": [
         ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
+    "run/processes.py": [
+        ('options["device_id"] =', "device =", "first_gpu:connects_at_init")],
     "run/launch.py": [
         ("max(1, (os.cpu_count() or 1) // size)", "max(1, os.cpu_count() or 1)",
          "faults:launcher_ends"),

@@ -76,6 +76,8 @@ LONG = {  # {command: what is compared}
     "python -m experiments.large_batches --out large-batches --svg pictures":
         "19 trainings: what the program prints, given the results on the page",
     "python plan.py --measure": "figures of the machine: which flags are printed",
+    "python -m exercises break --svg pictures/wrong-lines.svg":
+        "test_wrong_lines.py runs two steps of each row; with FULL=1 all, and the picture",
     "python -m run.doctor reference mine": "test_foreign.py runs the page's loops, and compares",
     "torchrun train.py --dp 4 --batch-size 512 --optimizer lamb --lr 2e-2 --scale-lr sqrt "
     "--warmup-tokens 500000 | grep rate": "large batches: the lines before the first step"}

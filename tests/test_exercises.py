@@ -955,8 +955,11 @@ def test_the_list_says_what_is_solved_and_hints_come_one_at_a_time(learner, caps
 
 
 @pytest.mark.parametrize("words,says", [
-    (["17"], "17: say which exercise, 1 to 16, or quiz"), (["x"], "x: say which"),
-    (["--hint"], "--hint: say which exercise"), (["quiz", "--hint"], "quiz: say which")])
+    (["17"], "17: say which exercise, 1 to 16, quiz or break"), (["x"], "x: say which"),
+    (["--hint"], "--hint: say which exercise"), (["quiz", "--hint"], "quiz: say which"),
+    (["break", "--hint"], "break: say which"), (["3", "--svg", "x.svg"], "--svg draws the picture"),
+    (["break", "--svg", "/proc/x"], "/proc/x: No such file"),
+    (["break", "--svg", __file__], "holds something else than --svg writes")])
 def test_a_wrong_command_line_is_answered_in_one_line(words, says, capsys, monkeypatch):
     assert says in one_line(program.main, ["exercises", *words], capsys, monkeypatch)
 

@@ -7,18 +7,21 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import engine.collectives as c
+import engine.group
 import train
 from data.batches import Data
 from engine.group import CommunicationError, Group, Work
 from engine.mesh import Mesh
-from engine.nccl_group import CudaGroup
+from engine.nccl_group import CudaGroup, InOrderGroup
 from run.config import check
 from tests.harness import (
     FULL,
@@ -41,9 +44,10 @@ class Deadlock(AssertionError):
 
 
 class Queues:
-    """One first-in-first-out queue per rank and group, no tags, sends that block until received:
-    what may be relied on with NCCL. Ranks are threads. `posted` has what each rank posted, in its
-    order, as (group, index); `matched` the pairs of operations that met."""
+    """One first-in-first-out queue per rank and communicator (groups of the same ranks share one),
+    no tags, sends that block until received: what may be relied on with NCCL. Ranks are threads.
+    `posted` has what each rank posted, in its order, as (group, index); `matched` the pairs of
+    operations that met."""
 
     def __init__(self, patience=HANG):
         self.lock, self.queues = threading.Lock(), {}
@@ -53,10 +57,10 @@ class Queues:
     def post(self, group, ends):
         """ends: [("send" or "recv", tensor, peer)]. Returns a Work."""
         with self.lock:
-            key = group.name, *group.ranks
+            key = tuple(group.ranks)
             queues = self.queues.setdefault(key, [[] for _ in group.ranks])
             mine = self.posted.setdefault(group.ranks[group.rank], [])
-            name = (key, group.rank, group.sequence)
+            name = (group.name, key, group.rank, group.sequence)
             mine.append(name)
             op = SimpleNamespace(name=name, ends=list(ends), done=threading.Event())
             queues[group.rank].append(op)
@@ -96,16 +100,31 @@ class Queues:
         return False
 
 
-class QueueGroup(Group):
+def post_batch(operations):
+    """In the place of torch's batch_isend_irecv. An operation's `group` posts it on a queue."""
+    kinds = {dist.isend: "send", dist.irecv: "recv"}
+    return [operations[0].group([(kinds[each.op], each.tensor, each.group_peer)
+                                 for each in operations])]
+
+
+def to_queues():
+    """A context: what torch is given to post goes to the queues."""
+    return patch.multiple(
+        dist, batch_isend_irecv=post_batch,
+        P2POp=lambda op, tensor, group, group_peer: SimpleNamespace(
+            op=op, tensor=tensor, group=group, group_peer=group_peer))
+
+
+class QueueGroup(InOrderGroup):
     """Submitted work is posted by the host at once, as on CUDA, and here even waited for."""
 
-    in_order = True
+    def __init__(self, queues, *args):
+        super().__init__(*args, partial(queues.post, self))
 
     def post(self, ends):
-        kinds = {torch.distributed.isend: "send", torch.distributed.irecv: "recv"}
-        ends = [(kinds[op], tensor, peer) for op, tensor, peer in ends]
-        parts = [ends] if self.in_order else [[end] for end in ends]
-        return [self.queues.post(self, part) for part in parts if part]
+        parts = [ends] if self.in_order else [[end] for end in ends]  # else as on gloo
+        posted = map(super().post, parts)
+        return [work for works in posted for work in works]
 
     def submit(self, job, name):
         job()
@@ -122,15 +141,14 @@ class QueueMesh(Mesh):
     def join(self, name, rows):
         if name not in self.groups:
             row = next((row for row in rows if self.rank in row), [self.rank])
-            self.groups[name] = QueueGroup(self, name, row, row.index(self.rank))
-            self.groups[name].queues = self.queues
+            self.groups[name] = QueueGroup(self.queues, self, name, row, row.index(self.rank))
         return self.groups[name]
 
 
 def on_queues(cfg, run, queues=None):
     """[run(rank, cfg, mesh)] of ranks that are threads, and the Queues that they used."""
     sizes, queues = sizes_of(cfg), queues or Queues()
-    with as_it_was(), ThreadPoolExecutor(math.prod(sizes.values())) as ranks:
+    with as_it_was(), to_queues(), ThreadPoolExecutor(math.prod(sizes.values())) as ranks:
         torch.set_num_threads(1)
         jobs = [ranks.submit(run, rank, cfg, QueueMesh(queues, rank, **sizes))
                 for rank in range(math.prod(sizes.values()))]
@@ -200,6 +218,20 @@ def _ahead(rank, cfg, mesh):
     return _step(rank, cfg, mesh)
 
 
+def test_both_halves_of_an_exchange_are_one_batch():
+    """NCCL would run two batches one after the other: of two ranks that exchange, each would wait
+    in its first."""
+    batches, x = [], torch.zeros(2)
+    group = InOrderGroup(Mesh(dp=1), "tp", [0, 1, 2], 1, "communicator")
+    with (patch.object(dist, "P2POp", lambda *args, **more: args[0]),
+          patch.object(dist, "batch_isend_irecv", lambda operations: batches.append(operations)
+                       or [])):
+        group.exchange(x, 2, x.clone(), 0)
+        group.exchange(x, 2, x.clone(), 0, more=[(x, 0, x.clone(), 2)])
+        group.send(x, 2)
+    assert batches == [[dist.irecv, dist.isend], [dist.irecv, dist.isend] * 2, [dist.isend]]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_receive_posted_ahead_would_deadlock_on_nccl(corpus, schedule):
     cfg = config(corpus, microbatches=4, batch_size=4, pp=2, schedule=schedule)
@@ -223,15 +255,15 @@ def test_a_dead_peer_is_noticed_where_the_host_waits_for_the_device():
     for rank in range(3):
         mesh = QueueMesh(queues, rank, dp=3)
         mesh.timeout = 0.3
-        mesh.world = OnAStream(mesh, "world", range(3), rank)
-        mesh.world.queues = queues
+        mesh.world = OnAStream(queues, mesh, "world", range(3), rank)
         meshes.append(mesh)
     x, world = torch.zeros(4), [mesh.world for mesh in meshes]
-    for group in world:
-        c.reduce_scatter(x, group)
-    assert world[0].read(torch.arange(3)) == [0, 1, 2]
-    for group in world[:2]:  # rank 2 has died
-        c.reduce_scatter(x, group)
+    with to_queues():
+        for group in world:
+            c.reduce_scatter(x, group)
+        assert world[0].read(torch.arange(3)) == [0, 1, 2]
+        for group in world[:2]:  # rank 2 has died
+            c.reduce_scatter(x, group)
     for rank in range(2):
         start = time.time()
         with pytest.raises(CommunicationError) as error:
@@ -248,6 +280,23 @@ def on_a_stream():
     group = CudaGroup(mesh, "solo", [0], 0)
     group.record_event = lambda: SimpleNamespace(synchronize=lambda: None)
     return group
+
+
+def test_a_native_collective_that_hangs_is_named_where_the_host_reads():
+    """Native collectives are the default on GPUs. They bypass the queues of messages: an event in
+    their stream tells whether the device is past them."""
+    group = on_a_stream()
+    group.mesh.timeout = 0.3
+    done = set()
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: "past" in done))
+    with (patch.dict(engine.group.LIBRARY, all_reduce=lambda tensor, op, group: None),
+          patch.object(torch.cuda, "current_stream", lambda: stream)):
+        group.run_native("all_reduce", torch.zeros(2), None)
+    with pytest.raises(CommunicationError, match="^rank 0: operation 1 of group solo, native "
+                                                 "all_reduce: not done within 0.3 s$"):
+        group.read(torch.zeros(1))
+    done.add("past")
+    assert group.read(torch.zeros(1)) == [0]
 
 
 def operation(what, is_completed):

@@ -26,6 +26,7 @@ from tests.harness import (
     BATCH,
     SHAPE,
     VOCAB,
+    _train,
     close,
     config,
     equals_one_process,
@@ -372,8 +373,8 @@ def _watched(rank, cfg):
     ring."""
     start_passing = context_parallel.start_passing
 
-    def start_and_tell(x, group):
-        received, passing = start_passing(x, group)
+    def start_and_tell(x, received, group):
+        passing = start_passing(x, received, group)
         with group.span("post"):
             pass
 
@@ -381,7 +382,7 @@ def _watched(rank, cfg):
             with group.span("await"):
                 passing.wait()
 
-        return received, Work([wait])
+        return Work([wait])
 
     with patch.object(context_parallel, "start_passing", start_and_tell):
         return _overlap(rank, cfg)[0]
@@ -403,3 +404,26 @@ def test_the_next_keys_are_under_way_while_attention_computes(long_corpus):
             beside = [main[:i].count("post") - main[:i].count("await")
                       for i, name in enumerate(main) if name == "attention"]
             assert beside == under_way * cfg.n_layer
+
+
+def _landings(rank, cfg):
+    """Where the ring's messages of two steps arrive: [(address, bytes)]."""
+    mesh = mesh_of(cfg)
+    group, seen = mesh.group("cp"), set()
+    exchange = group.exchange
+
+    def noting(send, dst, recv, src):
+        seen.add((recv.data_ptr(), recv.nbytes))
+        return exchange(send, dst, recv, src)
+
+    with patch.object(group, "exchange", noting):
+        _train(rank, cfg, steps=2, mesh=mesh, kinds=())
+    return seen
+
+
+def test_the_rings_messages_arrive_in_the_same_four_tensors(corpus):
+    """Two of keys and values, two of their gradients, for all layers, microbatches and steps. New
+    ones would pile up on a GPU: their memory comes back late."""
+    cfg = config(corpus, cp=3, block_size=12, microbatches=2)
+    for seen in pool(3, _landings, cfg):
+        assert len(seen) == 4, seen

@@ -32,6 +32,7 @@ class Stream:
     operations come before the next one here}, a vector clock."""
 
     polled = False  # True: the host has polled, and slept, until the device is done
+    host = None  # a Stream: what the host has waited for; made by Device
 
     def __init__(self, behind=()):
         self.behind = dict(behind)
@@ -48,7 +49,8 @@ class Stream:
     def query(self):
         return Stream.polled
 
-    synchronize = query
+    def synchronize(self):
+        Stream.host.wait_stream(self)
 
 
 def tensors(values):
@@ -71,6 +73,8 @@ class Device(TorchDispatchMode):
         # NCCL's own stream, and a tensor that stands for the order of its operations
         self.communicators = defaultdict(lambda: (Stream(), torch.empty(1)))
         self.errors = []  # what a GPU might have done in another order
+        self.copies = set()  # storages of the host, which the device fills while the host goes on
+        Stream.host = Stream()
 
     def of(self, tensor):
         storage = tensor.untyped_storage()
@@ -84,6 +88,7 @@ class Device(TorchDispatchMode):
             self.errors.append(f"{what}\n{''.join(traceback.format_stack(limit=12))}")
 
     def free(self, storage):
+        self.copies.discard(storage)
         (streams, uses), behind = self.memory.pop(storage, ((), {})), Stream()
         for stream in streams:
             behind.wait_stream(stream)
@@ -113,7 +118,16 @@ class Device(TorchDispatchMode):
             new = [x for x in tensors([result]) if x.untyped_storage()._cdata not in held]
             if new or [*tensors(writes)] or not isinstance(result, torch.Tensor):  # else: a view
                 self.operate(func.__name__, self.current, args, [writes, new])
+            if func.overloadpacket is torch.ops.aten.copy_ and True in args[2:]:  # non_blocking
+                self.copies.add(args[0].untyped_storage()._cdata)
         return result
+
+    def to_list(self, tensor, real=torch.Tensor.tolist):
+        """The host reads a tensor. If the device copies it, only after the copy."""
+        if tensor.untyped_storage()._cdata in self.copies:
+            _, uses = self.of(tensor)
+            self.check("read by the host", Stream.host, [(s, n) for (s, _), n in uses.items()])
+        return real(tensor)
 
     def batch(self, operations, real=dist.batch_isend_irecv):
         """On NCCL's own stream for this communicator, behind the current one."""
@@ -139,7 +153,9 @@ class Device(TorchDispatchMode):
         """One of NCCL's collectives without async_op: on the current stream."""
         def run(out, *inputs, group):
             with patch.multiple(self, recording=False):
-                real(out, *inputs, group=group)
+                # NCCL gathers in place; gloo wants a copy
+                apart = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+                real(out, *apart, group=group)
             self.operate(real.__name__, self.current, inputs, [out, self.communicators[group][1]])
 
         return run
@@ -161,6 +177,7 @@ def _on_streams(rank, cfg):
                          stream=lambda stream: patch.multiple(device, current=stream)),
           patch("torch.Tensor.record_stream", lambda x, stream: device.of(x)[0].append(stream)),
           patch("torch.UntypedStorage.resize_", lambda x, size: device.resize(x, size)),
+          patch("torch.Tensor.tolist", lambda x: device.to_list(x)),
           patch.object(dist, "batch_isend_irecv", device.batch),
           patch.object(time, "sleep", lambda seconds: setattr(Stream, "polled", True)),
           patch.object(mesh, "InOrderGroup", CudaGroup),

@@ -31,7 +31,7 @@ class Place:
         return self.where
 
 
-def batch_tokens(cfg, step):
+def tokens_of_step(cfg, step):
     """{"ids", "targets": (D, m, B, S)} of a step."""
     data = Data(cfg)
     ranks = [data.training(cfg, step, Place(d, cfg.dp)) for d in range(cfg.dp)]
@@ -45,7 +45,7 @@ def in_memory(cfg: Config, trace, vocab_size):
     step, if that is known."""
     tensors = {f"weights-{n}": trace[n]["weights"] for n in (0, 1, 2)}
     tensors |= {f"gradients-{n}": trace[n]["grads"] for n in (1, 2)}
-    tokens = {f"tokens-{n}": batch_tokens(cfg, n - 1) for n in (1, 2)}
+    tokens = {f"tokens-{n}": tokens_of_step(cfg, n - 1) for n in (1, 2)}
     numbers = [{name: trace[n][name] for name in ("loss", "norm", "lr")} for n in (1, 2)]
     steps = [{**step, "scale": 1.0, "gradients_differ": [],
               "weights_differ": trace[n].get("differ", [])} for n, step in enumerate(numbers, 1)]

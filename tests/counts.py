@@ -1,0 +1,111 @@
+"""Counts what a step does on a GPU, without one: kernels and bytes, on torch's meta device, where
+tensors have shapes and no memory.
+
+    counts = count_step(n_layer=12, batch_size=16)      {operation: (kernels, bytes)}
+
+An operation of torch that computes is a kernel here, and reads and writes each of its tensors once.
+On a GPU a few operations are two or three kernels, and --compile puts several into one.
+"""
+
+from collections import Counter
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model
+import train
+from engine import vocabulary_parallel
+from engine.dropout import Dropout
+from engine.mesh import Mesh
+from run.config import Config, check_layout
+
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
+        "dtype": "bfloat16", "pad_vocab": 64, "microbatches": 1, "dp": 1}
+VOCABULARY = 50257
+# Operations that start no kernel, though torch calls them no views
+FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
+        "_unsafe_view", "resize_", "scalar_tensor", "lift_fresh")
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+
+
+class FlashAttention(torch.autograd.Function):
+    """causal_attention by the kernel that a GPU takes; meta tensors would get the plain formulas.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse, _, _, _, _, *rest, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True)
+        ctx.save_for_backward(q, k, v, out, lse, *rest)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, True, *rest)
+
+
+def tensors_in(values):
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+class Counting(TorchDispatchMode):
+    """Counts kernels and bytes on a device."""
+
+    def __init__(self, device="meta"):
+        super().__init__()
+        self.device = device
+        self.kernels = Counter()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        given = [*tensors_in(args), *tensors_in((kwargs or {}).values())]
+        new = [x for x in tensors_in([result]) if not any(x is other for other in given)]
+        on_device = [x for x in given + new if x.device.type == self.device]
+        if on_device and not func.is_view and name not in FREE:
+            self.kernels[name] += 1
+            self.bytes[name] += sum(x.nbytes for x in on_device)
+        return result
+
+    @property
+    def num_kernels(self):
+        return self.kernels.total()
+
+    def gigabytes(self, but=()):
+        """10^9 bytes of all operations, or of all but some."""
+        return sum(n for name, n in self.bytes.items() if name not in but) / 1e9
+
+
+@contextmanager
+def on_meta():
+    """What a Trainer needs to be built and run on the meta device."""
+    with (patch.object(model, "causal_attention", FlashAttention.apply),
+          patch.object(Dropout, "attach", lambda *args: None)):
+        yield
+
+
+@cache
+def count_step(cpu_chunks=False, **flags):
+    """The Counting of one step of one rank: gradients and update. cpu_chunks: the loss takes as
+    many tokens at a time as on a CPU."""
+    cfg = Config(**{**GPT2, **flags})
+    check_layout(cfg, 1)
+    mesh = Mesh("meta", native=True, dp=1, ep=1, pp=1, cp=1, tp=1)
+    chunk = 0 if cpu_chunks else vocabulary_parallel.CHUNK
+    with on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk):
+        trainer = train.Trainer(cfg, mesh, VOCABULARY)
+        ids = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.long, device="meta")
+        with Counting() as counting:
+            norm, _ = trainer.gradients([(ids, ids, 0)])
+            trainer.update(norm, cfg.lr)
+    return counting

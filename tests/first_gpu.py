@@ -1,0 +1,241 @@
+"""The first ten minutes on a GPU: prints a page for docs/measured.md, whatever the figures say.
+
+    python -m tests.first_gpu > docs/measured/gpu.md     on a GPU that nobody else uses
+    python -m tests.first_gpu --dry                     on CPUs, a small model: does it all run?
+
+In order: the GPU's tests; GPT-2 trained by train.py, with and without --compile, beside what it
+should reach and why; one step's kernels beside those counted on meta tensors; memory of dp 2 tp 2
+pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next one runs.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import train
+from planner.hardware import DEVICES, peak_flops
+from run.config import Config, check_layout
+from sizes import GPTConfig
+from tests.counts import GPT2, PRODUCTS, VOCABULARY, count_step
+from tests.harness import HERE, mesh_of
+from tests.pool import Pool
+
+ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
+MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "microbatches", "dtype")
+N_PARAMETERS = 124_439_808  # of GPT-2, without padding
+KINDS = {  # part of a kernel's name -> what it is
+    "flash": "attention", "fmha": "attention", "gemm": "products", "nvjet": "products",
+    "cutlass": "products", "sm90": "products", "mm": "products", "nccl": "messages",
+    "Memcpy": "copies", "Memset": "copies", "adam": "AdamW", "layer_norm": "LayerNorm",
+    "softmax": "loss", "triton": "compiled"}
+
+
+def run(*words):
+    """The lines that a command of this repository prints, of both its outputs."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=HERE, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.stdout.splitlines()
+
+
+def indented(lines):
+    return ["", *(f"    {line}".rstrip() for line in lines), ""]
+
+
+# ---- what it should reach ----
+
+
+def expectation(device):
+    """[(what, milliseconds, how)] of a step of GPT-2 with --compile on a device of the planner."""
+    counting = count_step()
+    tokens = GPT2["batch_size"] * GPT2["block_size"]
+    products = 6 * N_PARAMETERS * tokens
+    causal = 6 * GPT2["n_layer"] * GPT2["n_embd"] * GPT2["block_size"] * tokens  # half of all pairs
+    other = counting.gigabytes(but=(*PRODUCTS, *ATTENTION))
+    speed = device.tflops * 1e12
+    return [
+        ("products", 1e3 * products / (speed * device.f_products),
+         f"{products / 1e12:.1f} TFLOP at {device.f_products:.0%} of {device.tflops} TFLOP/s"),
+        ("attention", 1e3 * causal / (speed * device.f_attention),
+         f"{causal / 1e12:.1f} TFLOP, the visible half, at {device.f_attention:.0%}"),
+        ("all else", other / (device.hbm * device.f_hbm) * 1e3,
+         f"{other:.0f} GB at {device.f_hbm:.0%} of {device.hbm} GB/s; less with --compile"),
+    ]
+
+
+def expected(name):
+    """The lines of the arithmetic, for the card of this name, else for an H200."""
+    known = next((key for key in DEVICES if key.split("-")[0] in name.lower()), "h200")
+    device = DEVICES[known]
+    tokens = GPT2["batch_size"] * GPT2["block_size"]
+    parts = expectation(device)
+    total = sum(ms for _, ms, _ in parts)
+    flops = GPTConfig().flops_per_token(N_PARAMETERS) * tokens
+    least = 1e3 * flops / (device.tflops * 1e12)
+    lines = [f"{what:12}{ms:6.1f} ms   {how}" for what, ms, how in parts]
+    lines += [f"{'together':12}{total:6.1f} ms   {tokens / total * 1e3:,.0f} tokens/s",
+              f"{'at the peak':12}{least:6.1f} ms   {flops / 1e12:.1f} TFLOP, counted as in the log",
+              f"{'so MFU':12}{least / total:6.0%}      on {known}, if no kernel waits for the host"]
+    return lines
+
+
+# ---- what it does reach ----
+
+
+def tests_of_a_gpu(dry):
+    which = "every_axis_meets" if dry else "cuda"
+    return indented(run("test_all.py", "-n", "0", "-k", which)[-4:])
+
+
+def random_data(folder):
+    """A folder like nanoGPT's: no meta.json, so the vocabulary is GPT-2's."""
+    rng = np.random.default_rng(0)
+    for name in ("train.bin", "val.bin"):
+        rng.integers(0, VOCABULARY, 1 << 18).astype("<u2").tofile(Path(folder, name))
+    return folder
+
+
+def steps_of_train_py(sizes, *more):
+    """(the rows of its metrics, the lines that it printed) of a run of train.py."""
+    words = [f"--{key.replace('_', '-')}={sizes[key]}" for key in MODEL_FLAGS]
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder, "metrics.jsonl")
+        said = run("train.py", *words, "--data", random_data(folder), "--eval-interval", 0,
+                   "--out", Path(folder, "out"), "--metrics", metrics, *more)
+        written = metrics.read_text().splitlines() if metrics.exists() else []
+    return [json.loads(line) for line in written], said
+
+
+def training(dry):
+    """A row for train.py with and without --compile: medians of its own metrics."""
+    sizes = {**GPT2, **(SMALL if dry else {})}
+    steps = 3 if dry else 40
+    lines = [f"{'':12}{'ms':>8}{'tokens/s':>12}{'MFU':>8}"]
+    for label in ("without", "--compile"):
+        compiled = ["--compile"] * (label == "--compile" and not dry)
+        rows, said = steps_of_train_py(sizes, "--steps", steps, *compiled)
+        if not rows:
+            lines += [f"{label}: no step", *said[-3:]]
+            continue
+        ms = statistics.median(row["ms"] for row in rows[len(rows) // 3 :])
+        rate = 1e3 * sizes["batch_size"] * sizes["block_size"] / ms
+        mfu = "-"
+        if not dry and peak_flops(torch.cuda.get_device_name()):
+            flops = rate * GPTConfig().flops_per_token(N_PARAMETERS)
+            mfu = f"{flops / peak_flops(torch.cuda.get_device_name()):.1%}"
+        lines.append(f"{label:12}{ms:8.1f}{rate:12,.0f}{mfu:>8}")
+    return indented(lines)
+
+
+def kind_of_kernel(name):
+    return next((kind for part, kind in KINDS.items() if part in name), "elementwise and others")
+
+
+def kernels(dry):
+    """One step's kernels by kind, from torch's profiler."""
+    cuda = torch.cuda.is_available()
+    cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu"})
+    check_layout(cfg, 1)
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCABULARY)
+    ids = torch.randint(VOCABULARY, (cfg.batch_size, cfg.block_size), device=cfg.device)
+
+    def step():
+        norm, read = trainer.gradients([(ids, ids, 0)])
+        trainer.update(norm, cfg.lr)
+        read()
+
+    for _ in range(1 if dry else 5):
+        step()
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
+        step()
+    table = {}
+    for event in profiler.key_averages():
+        kind = kind_of_kernel(event.key)
+        count, ms = table.get(kind, (0, 0.0))
+        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+        table[kind] = count + event.count, ms + spent / 1e3
+    lines = [f"{'':24}{'kernels':>8}{'ms':>8}"]
+    for kind, (count, ms) in sorted(table.items(), key=lambda row: -row[1][1]):
+        lines.append(f"{kind:24}{count:8}{ms:8.1f}")
+    counting = count_step()
+    lines.append(f"counted on meta tensors: {counting.num_kernels} kernels, "
+                 f"{counting.gigabytes():.0f} GB, {counting.gigabytes(but=PRODUCTS):.0f} without "
+                 "the products")
+    return indented(lines)
+
+
+def memory_of_a_rank(rank, cfg):
+    """(bytes of torch's allocator, bytes of the card in use) on one of several ranks."""
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCABULARY)
+    local = cfg.batch_size // cfg.dp // cfg.microbatches
+    ids = torch.zeros(local, cfg.block_size, dtype=torch.long, device=trainer.mesh.device)
+    for _ in range(2):
+        norm, read = trainer.gradients([(ids, ids, 0)] * cfg.microbatches)
+        trainer.update(norm, cfg.lr)
+        read()
+    if not torch.cuda.is_available():
+        return 0, 0
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_reserved(), total - free
+
+
+def memory(dry):
+    """Eight ranks on one card: what torch's allocator holds, and what the card says. The rest is
+    CUDA's own and NCCL's."""
+    cuda = torch.cuda.is_available()
+    cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu", "dp": 2,
+                    "tp": 2, "pp": 1 if dry else 2, "microbatches": 2})
+    cfg.collectives = "native" if cuda else "ring"
+    ranks = check_layout(cfg, 1)
+    pool = Pool()
+    pool.start(ranks)
+    try:
+        held = pool(ranks, memory_of_a_rank, cfg)
+    finally:
+        pool.stop()
+    reserved = sum(bytes_ for bytes_, _ in held) / 1e9
+    used = max(bytes_ for _, bytes_ in held) / 1e9
+    return indented([f"{ranks} ranks: torch {reserved:.2f} GB, the card {used:.2f} GB, so "
+                     f"{(used - reserved) / ranks:.2f} GB of CUDA and NCCL per rank"])
+
+
+def bench(dry):
+    return indented(run("bench.py", "--gpu", *["--quick"] * dry))
+
+
+PARTS = {
+    "Tests": tests_of_a_gpu, "GPT-2, 16 x 1024 tokens, by train.py": training,
+    "The kernels of one step": kernels, "dp 2 tp 2 pp 2 on this card": memory,
+    "Beside loops like nanoGPT's": bench}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
+    args = parser.parse_args()
+    if not (args.dry or torch.cuda.is_available()):
+        parser.exit(2, "first_gpu.py: there is no GPU here; --dry runs without\n")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    pretence = " A dry run: its figures mean nothing." if args.dry else ""
+    print(f"## On a GPU\n\n`python -m tests.first_gpu` on {name}, torch {torch.__version__}."
+          f"{pretence}\n\nExpected of GPT-2 with 16 x 1024 tokens in bfloat16, by arithmetic:")
+    print("\n".join(indented(expected(name))))
+    for title, part in PARTS.items():
+        print(f"### {title}", flush=True)
+        try:
+            print("\n".join(part(args.dry)), flush=True)
+        except Exception as error:
+            print(f"\nFailed: {type(error).__name__}: {error}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

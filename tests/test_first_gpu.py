@@ -1,0 +1,288 @@
+"""What a first run on GPUs meets, shown without one: how torch connects the ranks, and the lines
+that are printed."""
+
+import gc
+import os
+import re
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.group import CommunicationError, naming
+from engine.mesh import Mesh, connection_options
+from run import launch, processes
+from run.config import Config, check_layout, choose_gpu_or_cpu, parse
+from sizes import config_of
+from tests import first_gpu
+from tests.counts import count_step
+from tests.harness import HERE
+from tests.pool import pool
+from tests.runs import Run, _main, flags
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A stand-in for NCCL's options, which torch for CPUs lacks."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace),
+                        raising=False)
+
+
+# ---- how torch connects the ranks ----
+
+
+def test_the_watchdogs_limit_is_twice_ours_and_messages_have_priority(nccl):
+    options = connection_options(torch.device("cuda", 0), 30)
+    assert options["timeout"] == timedelta(seconds=60)
+    assert vars(options["pg_options"]) == {"is_high_priority_stream": True,
+                                           "_timeout": timedelta(seconds=60)}
+    assert connection_options(torch.device("cpu"), 30) == {"timeout": timedelta(seconds=30)}
+
+
+@pytest.mark.parametrize("device,of_world", [
+    ("cuda", []), ("cpu", [[0, 1, 2, 3]])])
+def test_the_same_ranks_have_one_communicator_on_gpus(nccl, monkeypatch, device, of_world):
+    """Each takes half a GB of a card. On CPUs each group has a thread, and so one of its own."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options)))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    mesh = Mesh(device, timeout=30, dp=2, ep=1, pp=1, cp=1, tp=2)
+    replicas, replica = mesh.replicas(), mesh.one_replica()
+    assert [group.ranks for group in (replicas, replica, mesh.group("tp"))] == [
+        [0, 2], [2, 3], [2, 3]]
+    is_one = replica is mesh.group("tp")
+    assert is_one == (device == "cuda") and mesh.same_experts() is not replica
+    of_pairs = [[0, 2], [1, 3], [0, 1], [2, 3]]  # of replicas(), of one_replica()
+    more = [] if is_one else [[0, 1], [2, 3], [0, 2], [1, 3]]  # of "tp", of same_experts()
+    assert [ranks for ranks, _ in made] == of_world + of_pairs + more
+    limit = timedelta(seconds=60 if is_one else 30)
+    assert all(options["timeout"] == limit for _, options in made)
+
+
+def test_dp_2_tp_2_pp_2_has_five_communicators(nccl, monkeypatch):
+    """The world's is that of init_process_group; 4 pairs each of tp, dp and pp (also pp_ends), and
+    2 replicas."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(ranks))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    mesh = Mesh("cuda", dp=2, ep=1, pp=2, cp=1, tp=2)
+    groups = [mesh.in_step(), mesh.group("cp"), mesh.group("tp"), mesh.replicas(),
+              mesh.group("pp"), mesh.one_replica(), mesh.ends("pp")]
+    assert len(made) == 4 + 4 + 4 + 2
+    assert [group.ranks for group in groups if group.size > 1] == [
+        [*range(8)], [4, 5], [1, 5], [5, 7], [4, 5, 6, 7], [5, 7]]
+
+
+def test_nccl_connects_at_init_and_not_when_the_card_is_full(nccl, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(dist, "init_process_group",
+                        lambda backend, **options: asked.update(options, backend=backend))
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(
+        SimpleNamespace(set=lambda *args: None, add=lambda *args: 1, clone=dist.HashStore), 0, 1)]))
+    monkeypatch.setattr(dist, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(processes, "wait_for_start", lambda *args: None)
+    for name in ("place", "store", "last_words"):
+        monkeypatch.setattr(processes, name, None)
+    with patch.object(torch.cuda, "current_device", lambda: 3):
+        processes.init("cuda", 30)
+    assert (asked["backend"], asked["device_id"]) == ("nccl", torch.device("cuda", 3))
+    assert asked["timeout"] == timedelta(seconds=60)
+    assert asked["pg_options"].is_high_priority_stream
+    asked.clear()
+    processes.init("cpu", 30)
+    assert asked["backend"] == "gloo" and "device_id" not in asked
+
+
+# ---- lines ----
+
+NCCL_ERROR = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled \
+cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+
+
+def test_nccls_own_reason_is_kept():
+    with pytest.raises(CommunicationError) as error, naming("rank 3: joining group tp"):
+        raise RuntimeError(NCCL_ERROR)
+    assert str(error.value) == ("rank 3: joining group tp: NCCL error, unhandled cuda error: "
+                                "Cuda failure 2 'out of memory'")
+
+
+@pytest.mark.parametrize("flags,local,gpus,torchrun,lines", [
+    ({"dtype": "bfloat16"}, 1, 8, False, ["1 of this machine's 8 GPUs in use; --dp 8 takes all"]),
+    ({"dtype": "bfloat16", "dp": 2, "tp": 2}, 4, 8, False, [
+        "4 of this machine's 8 GPUs in use; --dp 4 takes all"]),
+    ({"dtype": "bfloat16", "dp": 4}, 2, 8, True, [
+        "2 of this machine's 8 GPUs in use; torchrun --nproc-per-node 8 takes all"]),
+    ({"dtype": "bfloat16"}, 8, 8, False, []),
+    ({"dtype": "float32"}, 8, 8, False, [
+        "--dtype float32: activations and messages take twice the memory of --dtype bfloat16, and "
+        "products at least twice the time"]),
+    ({"dtype": "float32", "device": "cpu"}, 1, 8, False, []),
+    ({"dtype": "float32"}, 8, 4, False, ["8 processes for 4 GPUs: falling back to the CPU"])])
+def test_a_run_says_what_it_leaves_unused(flags, local, gpus, torchrun, lines, monkeypatch,
+                                          capsys):
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    cfg = Config(**{"dp": 1, **flags})
+    choose_gpu_or_cpu(cfg, local, gpus, warn=False)
+    assert capsys.readouterr().err == ""
+    cfg = Config(**{"dp": 1, **flags})
+    choose_gpu_or_cpu(cfg, local, gpus, warn=True)
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+# ---- the process ----
+
+
+def _main_and_freezing(*args):
+    """_main; then how many objects Python's gc leaves alone."""
+    try:
+        _main(*args)
+    finally:
+        print("frozen", gc.get_freeze_count(), flush=True)
+
+
+@pytest.mark.parametrize("steps,frozen", [(1, False), (3, True)])
+def test_the_gc_leaves_alone_what_is_there_after_two_steps(corpus, tmp_path, steps, frozen):
+    run = Run(1, flags(corpus, tmp_path / "out", steps=steps), tmp_path, fn=_main_and_freezing)
+    assert run.wait() == [0], run.read()
+    assert (int(run.read("stdout").split()[-1]) > 10_000) == frozen
+
+
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
+    """Set before torch is imported, which reads it then."""
+    monkeypatch.setattr(launch.signals, "before_training", lambda: None)
+    monkeypatch.setattr(launch.config, "read_command_line", lambda description: (Config(), 1, 1))
+    monkeypatch.setenv("RANK", "1")
+    with patch.dict(os.environ):
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)
+        launch.start("")
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
+        launch.start("")
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+# ---- kernels and bytes of a step, counted on meta tensors ----
+
+
+def test_the_loss_of_gpt2_takes_a_fifth_of_the_kernels_and_fewer_bytes_in_large_chunks():
+    """16 x 1024 tokens: 7 chunks of 256 MB of logits, where a CPU takes 22 of 768 tokens."""
+    large, small = count_step(), count_step(cpu_chunks=True)
+    assert (large.num_kernels, small.num_kernels) == (786, 1221)
+    assert 70.5 < large.gigabytes() < 71 and 77.5 < small.gigabytes() < 78
+
+
+def test_lamb_takes_the_norms_of_a_bucket_in_one_kernel():
+    """GPT-2 has 148 tensors, of each a norm of the weights and one of the change."""
+    kernels = count_step(optimizer="lamb").kernels
+    assert kernels["linalg_vector_norm"] == 0 and kernels["_foreach_norm"] < 20
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_copies_the_first_gradient_of_a_microbatch(stage):
+    """It makes no zeros to add to: of 148 gradients none is added."""
+    kernels = count_step(zero=stage).kernels
+    assert kernels["new_zeros"] <= 1
+    assert kernels["add_"] == 16 + 7 + 1  # shards of buckets; chunks of the loss; the step's number
+
+
+def test_recompute_keeps_no_state_of_random_generators(monkeypatch):
+    """On a GPU the host would wait for the device to read it, in each block."""
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("reads the state"))
+    count_step.__wrapped__(recompute=True)
+
+
+# ---- the commands of docs/gpus-and-nodes.md ----
+
+
+def lines_of_the_page():
+    """[(processes, words behind train.py)] of each command on the page that trains."""
+    page = (HERE / "docs/gpus-and-nodes.md").read_text().replace("\\\n", " ")
+    nodes, = re.findall(r"#SBATCH --nodes (\d+)", page)
+    page = page.replace("$SLURM_NNODES", nodes)
+    for before, after in re.findall(r"^ +(.*)\btrain\.py ([^'#\n]*)", page, re.MULTILINE):
+        nodes = re.search(r"--nnodes (\d+)", before)
+        ranks = re.search(r"--nproc-per-node (\d+)", before)
+        yield int(nodes[1]) * int(ranks[1]) if nodes else 1, after.split()
+
+
+def test_the_lines_for_gpus_are_layouts_that_can_be():
+    """For one GPU, a node of eight, two nodes and SLURM, GPT-2 and 1.3 billion parameters."""
+    found = set()
+    for world, words in lines_of_the_page():
+        cfg = parse(words)
+        ranks = check_layout(cfg, world)
+        assert cfg.dtype == "bfloat16", words
+        if cfg.block_size > 128:
+            assert cfg.compile and cfg.data != "stdlib", words
+            parameters = config_of(cfg, 50257).block_weights() * cfg.n_layer
+            found.add((ranks, "1.3B" if parameters > 1e9 else "124M"))
+    assert found == {(ranks, model) for ranks in (1, 8, 16) for model in ("124M", "1.3B")}
+
+
+def test_the_line_for_slurm_gives_each_rank_its_cores():
+    """srun has not inherited --cpus-per-task since 22.05."""
+    page = (HERE / "docs/gpus-and-nodes.md").read_text()
+    asked = re.search(r"#SBATCH --cpus-per-task (\d+)", page)
+    assert asked and 'srun --cpus-per-task "$SLURM_CPUS_PER_TASK" bash' in page
+
+
+# ---- the page of the first ten minutes ----
+
+
+def _kernels(rank):
+    return first_gpu.kernels(dry=True)
+
+
+def test_the_first_ten_minutes_print_their_page(monkeypatch, capsys, tmp_path):
+    """In pretence: every part runs but the two commands that have tests of their own."""
+    def run(file, *words):
+        if file != "train.py":
+            return [f"{file} {' '.join(words)}"]
+        done = Run(1, list(map(str, words)), tmp_path)
+        assert done.wait() == [0], done.read()
+        return done.read("stdout").splitlines()
+
+    class UsualPool:
+        def start(self, size):
+            pass
+
+        def stop(self):
+            pass
+
+        def __call__(self, *args):
+            return pool(*args)
+
+    monkeypatch.setattr(first_gpu, "run", run)
+    monkeypatch.setattr(first_gpu, "Pool", UsualPool)
+    monkeypatch.setitem(first_gpu.PARTS, "The kernels of one step",
+                        lambda dry: pool(1, _kernels)[0])
+    monkeypatch.setattr("sys.argv", ["first_gpu.py", "--dry"])
+    first_gpu.main()
+    page = capsys.readouterr().out
+    assert "Failed" not in page and "no step" not in page, page
+    for words in (r"so MFU +\d\d% +on h200", r"    test_all\.py -n 0", r"--compile +[\d.]+",
+                  r"without +[\d.]+ +[\d,]+ +-", r"products +\d+ +[\d.]+", "4 ranks: torch 0.00 GB",
+                  r"    bench\.py --gpu --quick", r"counted on meta tensors: [\d,]+ kernels"):
+        assert re.search(words, page), (words, page)
+
+
+def test_a_part_that_fails_does_not_end_the_page(monkeypatch, capsys):
+    def broken(dry):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(first_gpu, "PARTS", {"One": broken, "Two": lambda dry: ["    it runs"]})
+    monkeypatch.setattr("sys.argv", ["first_gpu.py", "--dry"])
+    first_gpu.main()
+    assert "Failed: RuntimeError: CUDA error" in (page := capsys.readouterr().out)
+    assert "    it runs" in page
