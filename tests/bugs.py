@@ -278,7 +278,8 @@ TENSOR = [
                "return loss[0]")),
     Bug("the softmax is over a rank's own words", "loss",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
-        change("engine/vocabulary_parallel.py", "if group.size > 1:", "if False:")),
+        change("engine/vocabulary_parallel.py", "if self.region.group.size > 1:",
+               "if False:")),
     Bug("g's backward sums too, in attention", "gradients",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"), g_twice("attn.c_proj")),
     Bug("g's backward sums too, in the MLP", "gradients",
@@ -351,7 +352,7 @@ VOCABULARY = [
                "torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()")),
     Bug("rows that pad the vocabulary are words", "loss",
         ("tp 3 microbatches 2 pad_vocab 8", "dp 2 microbatches 5 pad_vocab 16"),
-        change("engine/vocabulary_parallel.py", "logits[:, stop - start :] = -torch.inf", "pass")),
+        change("engine/vocabulary_parallel.py", "logits[:, num_words:] = -torch.inf", "pass")),
 ]
 
 # ---- pipeline ----
