@@ -1,11 +1,11 @@
 """Dropout, the same in every layout, as train.py runs it: on the outputs of the embedding, of each
-attention and of each MLP, as in GPT-2. JMLR 15 (2014), 1929. (Not on attention's weights, as GPT-2
-has it, too: the fused kernels have no place for a given mask.)
+attention and of each MLP, as in GPT-2. JMLR 15 (2014), 1929. (GPT-2 drops weights of attention,
+too; not here, because the fused kernels take no mask.)
 
 Which elements of a sequence are dropped is a pure function of (seed, place in the model, number of
 the sequence in the run). Each rank draws the mask of the whole sequence, and takes its own tokens
-of it. So the ranks of a group that hold the same tokens drop the same elements; microbatches, a
-recomputed block and a resumed run have the masks that one process has.
+of it. So ranks with the same tokens drop the same elements; and microbatches, a recomputed block
+and a resumed run have the masks of one process.
 
 Held for backward: one byte for each element of those outputs. Sent: nothing. Masks are drawn on the
 CPU, like initial values, so a GPU has the CPU's masks, and waits for them.
