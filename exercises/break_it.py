@@ -228,8 +228,9 @@ def outcome_table(rows, rights):
         yield (f"{number:2}  {row.line.name:50}{first:9}{shown:10}{wrong:.3f}  {right:.3f}   "
                f"{grads}")
     ends = [fmean(losses[-SMOOTH:]) for losses in rights[0]]
-    same, never, equal = (sum(cell == word for cell in column) for column, word in zip(
-        zip(*cells, strict=True), ("same", "never", "equal"), strict=True))
+    same = sum(first == "same" for first, _, _ in cells)
+    never = sum(shown == "never" for _, shown, _ in cells)
+    equal = sum(grads == "equal" for _, _, grads in cells)
     yield ""
     yield (f"Of {len(rows)} wrong lines {same} have the right loss of step 1, {never} are never "
            f"shown by a curve, and {equal} have the right")

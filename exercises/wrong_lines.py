@@ -17,7 +17,8 @@ SEQUENCES_OVER_CP = (
      '    split_sequences(model, mesh.group("cp"))\n'),
     ("plain.py", "        batches = data.training(cfg, step, mesh)  #",
      "        from context_parallel import zigzag\n"
-     '        own = zigzag(cfg.block_size, *reversed(mesh.place("cp")))\n'
+     '        index, size = mesh.place("cp")\n'
+     "        own = zigzag(cfg.block_size, size, index)\n"
      "        batches = [(ids[:, own], targets[:, own], None)\n"
      "                   for ids, targets, _ in data.training(cfg, step, mesh)]  #"),
     ("plain.py", 'dtype=torch.double), mesh.group("dp", "pp"))',
