@@ -352,7 +352,7 @@ VOCABULARY = [
                "torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()")),
     Bug("rows that pad the vocabulary are words", "loss",
         ("tp 3 microbatches 2 pad_vocab 8", "dp 2 microbatches 5 pad_vocab 16"),
-        change("engine/vocabulary_parallel.py", "logits[:, stop - start :] = -torch.inf", "pass")),
+        change("engine/vocabulary_parallel.py", "logits[:, num_words:] = -torch.inf", "pass")),
 ]
 
 # ---- pipeline ----
