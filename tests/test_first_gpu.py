@@ -252,7 +252,7 @@ def test_the_line_for_slurm_gives_each_rank_its_cores():
 def _losses_of_peers(rank):
     """{peer: its losses in four steps} of a small model, on a CPU."""
     cfg = Config(dp=1, n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, lr=1e-2,
-                 dtype="bfloat16", microbatches=2, grad_clip=1.0)
+                 dtype="bfloat16", microbatches=2, chunks=1, grad_clip=1.0)
     rows = torch.randint(gpu.VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(0))
     batches = [(part[:, :-1], part[:, 1:], None) for part in rows.split(2)]
     device = torch.device("cpu")
