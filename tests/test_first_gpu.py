@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from engine.group import CommunicationError, naming
 from engine.mesh import Mesh, connection_options
+from races import gpu
 from run import launch, processes
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of
@@ -243,6 +244,30 @@ def test_the_line_for_slurm_gives_each_rank_its_cores():
     page = (HERE / "docs/gpus-and-nodes.md").read_text()
     asked = re.search(r"#SBATCH --cpus-per-task (\d+)", page)
     assert asked and 'srun --cpus-per-task "$SLURM_CPUS_PER_TASK" bash' in page
+
+
+# ---- bench.py --gpu ----
+
+
+def _losses_of_peers(rank):
+    """{peer: its losses in four steps} of a small model, on a CPU."""
+    cfg = Config(dp=1, n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, lr=1e-2,
+                 dtype="bfloat16", microbatches=2, chunks=1, grad_clip=1.0)
+    rows = torch.randint(gpu.VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(0))
+    batches = [(part[:, :-1], part[:, 1:], None) for part in rows.split(2)]
+    device = torch.device("cpu")
+    steps = {name: make(cfg, batches, device) for name, make in gpu.PEERS.items()}
+    ours, _ = gpu.our_gpu_step(cfg, batches, device)
+    ours()
+    return {name: [step().item() for _ in range(4)] for name, step in steps.items()}
+
+
+def test_the_peers_of_a_gpu_train_alike_and_their_losses_fall():
+    """float32 weights under autocast, and bfloat16 weights with float32 masters."""
+    losses, = pool(1, _losses_of_peers)
+    for autocast, masters in zip(*losses.values(), strict=True):
+        assert abs(autocast - masters) < 0.02 * autocast, losses
+    assert all(values[-1] < 0.9 * values[0] for values in losses.values()), losses
 
 
 # ---- the page of the first ten minutes ----
