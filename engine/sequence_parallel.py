@@ -8,6 +8,11 @@ layer and the next row-parallel one: with or without --sp, at once or in the bac
 In each line one is the backward of the other: every rank multiplies what enters by its own part of
 W, so the gradients of the input are partial sums.
 
+Tokens inside stand as the messages bring them, rank by rank, (T B, S/T, C): row t B + b has rank
+t's tokens of sequence b. Products and the MLP treat each token by itself, so that order is as good
+as another, and nothing of C numbers per token is copied into another one. Attention alone needs
+sequences: its column sorts what leaves it, 3 C/T numbers per token, and its row sorts back.
+
 Held with --sp: 1/T of all that a block saves (zero bubble keeps the gathered x, which is whole).
 """
 
@@ -20,17 +25,19 @@ from engine.collectives import all_gather, all_reduce, reduce_scatter
 class Region:
     """Crosses the border of the tensor-parallel region of a group. x may be overwritten."""
 
-    def __init__(self, group, sp=False):
+    def __init__(self, group, sp=False, has_attention=False):
+        """has_attention: the layers inside need whole sequences (by_sequence, by_rank)."""
         self.group = group
         self.sp = sp
+        self.sorts = sp and has_attention
 
     def enter(self, x):
-        """With --sp this rank's tokens (B, S/T, C) -> all tokens (B, S, C)."""
+        """With --sp this rank's tokens (B, S/T, C) -> all tokens, rank by rank (T B, S/T, C)."""
         return self.start_enter(x, async_op=False)()
 
     def leave(self, x):
-        """(B, S, C), partial over tp -> the sum, (B, S, C) or, with --sp, this rank's tokens of it,
-        (B, S/T, C)."""
+        """(B, S, C), partial over tp -> the sum, (B, S, C). With --sp (T B, S/T, C) -> this rank's
+        tokens of the sum, (B, S/T, C)."""
         return self.start_leave(x, async_op=False)()
 
     def start_enter(self, x, async_op=True):
@@ -41,15 +48,27 @@ class Region:
         parts = x.new_empty((self.group.size, *x.shape))  # (T, B, S/T, C): each chunk is contiguous
         parts[self.group.rank] = x
         gathered = self.start(all_gather, parts, async_op)
-        return lambda: gathered().movedim(0, 1).flatten(1, 2)
+        return lambda: gathered().flatten(0, 1)
 
     def start_leave(self, x, async_op=True):
         """The same for leave()."""
         if not self.sp:
             return self.start(all_reduce, x, async_op)
-        parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()  # (T, B, S/T, C)
+        parts = x.unflatten(0, (self.group.size, -1))  # (T, B, S/T, C)
         summed = self.start(reduce_scatter, parts, async_op)
         return lambda: summed()[self.group.rank].clone()  # a copy, so that the rest is freed
+
+    def by_sequence(self, x):
+        """In the region of attention, with --sp: (T B, S/T, C) -> (B, S, C)."""
+        if not self.sorts:
+            return x
+        return x.unflatten(0, (self.group.size, -1)).movedim(0, 1).flatten(1, 2)
+
+    def by_rank(self, x):
+        """The way back."""
+        if not self.sorts:
+            return x
+        return x.unflatten(1, (self.group.size, -1)).movedim(1, 0).flatten(0, 1)
 
     def start(self, collective, tensor, async_op):
         """Returns a function that waits for the collective, and returns the tensor."""

@@ -63,18 +63,17 @@ class ColumnLinear(torch.autograd.Function):
         ctx.weight, ctx.bias = weight, bias  # parameters: a deferred gradient goes to their .grad
         ctx.region = region
         ctx.defer = defer
-        return F.linear(region.enter(x), weight, bias)
+        return region.by_sequence(F.linear(region.enter(x), weight, bias))
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = ctx.region.by_rank(grad).contiguous()
         entering = ctx.region.start_enter(x)  # --sp: gather x during the product for grad_x
         grad_x = grad @ ctx.weight  # (B, S, in), partial over tp
         x = entering()
         leaving = ctx.region.start_leave(grad_x)  # reduce grad_x during the product for grad_W
-        del entering  # holds the gathered tokens a second time, in the message's layout
-        del grad_x  # --sp sends a copy of it
+        del entering, grad_x  # else they would hold tokens during the next product
         grads = ctx.defer(weight_gradients, grad, x, *trained(ctx.weight, ctx.bias))
         return leaving(), *grads, None, None
 
@@ -88,14 +87,15 @@ class RowLinear(torch.autograd.Function):
         ctx.weight = weight
         ctx.region = region
         ctx.defer = defer
-        return region.leave(F.linear(x, weight))
+        return region.leave(F.linear(region.by_rank(x), weight))
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         grad = ctx.region.enter(grad.contiguous())
-        grad_weight, _ = ctx.defer(weight_gradients, grad, x, *trained(ctx.weight, None))
-        return grad @ ctx.weight, grad_weight, None, None
+        grad_weight, _ = ctx.defer(weight_gradients, grad, ctx.region.by_rank(x),
+                                   *trained(ctx.weight, None))
+        return ctx.region.by_sequence(grad @ ctx.weight), grad_weight, None, None
 
 
 class Column(nn.Module):
@@ -108,7 +108,7 @@ class Column(nn.Module):
         self.region = region
         self.defer = defer
 
-    def forward(self, x):  # (B, S, in), under --sp (B, S/T, in) -> (B, S, out/T)
+    def forward(self, x):  # (B, S, in), under --sp (B, S/T, in) -> (B, S, out/T), rank by rank
         return ColumnLinear.apply(x, self.weight, self.bias, self.region, self.defer)
 
 
@@ -140,14 +140,15 @@ def parallelize(model, group, sp=False, defer=None):
     time; unless `defer` is given, which only ColumnLinear and RowLinear know."""
     sp = sp and group.size > 1
     region = Region(group, sp)
+    with_attention = Region(group, sp, has_attention=True)
     embedding, *blocks, head = model.layers
     if group.size > 1 or defer:
         now_or_later = defer or compute_now
         embedding.wte = VocabularyEmbedding(embedding.wte, region)
         for block in blocks:
             attn, mlp = block.attn, block.mlp
-            attn.c_attn = Column(attn.c_attn, region, now_or_later, attn.parts)
-            attn.c_proj = Row(attn.c_proj, region, now_or_later)
+            attn.c_attn = Column(attn.c_attn, with_attention, now_or_later, attn.parts)
+            attn.c_proj = Row(attn.c_proj, with_attention, now_or_later)
             if not isinstance(mlp, MixtureOfExperts):  # experts: engine/expert_parallel.py
                 mlp.c_fc = Column(mlp.c_fc, region, now_or_later, mlp.parts)
                 mlp.c_proj = Row(mlp.c_proj, region, now_or_later)

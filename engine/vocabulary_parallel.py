@@ -34,6 +34,8 @@ class VocabularyEmbedding(nn.Module):
         self.weight = split(embedding.weight, 0, region.group)
 
     def forward(self, idx):  # (B, S)
+        if self.region.sp:  # rank by rank (Region)
+            idx = idx.unflatten(1, (self.region.group.size, -1)).movedim(1, 0).flatten(0, 1)
         local, outside = to_local(idx, *self.weight.shard.ranges[0])
         x = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
         return leave_region(x, self.region)  # (B, S, C), under --sp (B, S/T, C)
@@ -109,13 +111,13 @@ class ChunkedLoss(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
         parts = group.size if region.sp else 1  # the sequence is in so many parts, one per rank
         B, length, C = x.shape  # length: S, under --sp S/T
-        targets = targets.unflatten(1, (parts, -1))  # (B, parts, length)
+        targets = targets.unflatten(1, (parts, -1)).movedim(1, 0)  # (parts, B, length)
         loss = x.new_zeros(1, dtype=wide)
         grad_x = torch.empty_like(x) if training else None
         weight_trained = training and ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=wide) if weight_trained else None
         # A chunk: n positions of each part, in the order in which region.enter() gathers them:
-        # c = B * parts * n tokens
+        # c = parts * B * n tokens
         n = max(1, tokens_of_chunk(x, weight) // (B * parts))
         for i in range(0, length, n):
             wanted = targets[:, :, i : i + n].flatten()  # (c,)
@@ -128,8 +130,8 @@ class ChunkedLoss(torch.autograd.Function):
             if training:
                 grad = logits  # overwritten
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
-                leaving = region.start_leave(grad_inputs.view(B, -1, C))
-                del grad_inputs  # --sp sends a copy of it
+                leaving = region.start_leave(grad_inputs.view(parts * B, -1, C))
+                del grad_inputs
                 if weight_trained:
                     add_weight_gradient(grad_weight, grad, inputs)  # while grad_inputs is reduced
                 grad_x[:, i : i + n] = leaving()

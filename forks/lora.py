@@ -30,7 +30,6 @@ import experts
 import model as model_file
 import run.weights
 from collectives import WithBackward
-from engine.sequence_parallel import Region
 from engine.tensor_parallel import Column, Row, compute_now
 from experts import MixtureOfExperts
 from shard import tag_replicated
@@ -120,11 +119,12 @@ def parallelize(model, group, sp=False, defer=None):
     engine.tensor_parallel.parallelize(model, group, sp, defer)
     if group.size == 1 and not defer:
         return  # the linear layers have stayed
-    region = Region(group, sp and group.size > 1)
+    sp = sp and group.size > 1
     replicated = nn.ModuleList()
     for part, name, a, b in adapters:
         half = a if name in COLUMNS else b
-        if not region.sp:  # else the ranks see different tokens
+        region = getattr(part, name).region
+        if not sp:  # else the ranks see different tokens
             half = Replicated(half, group)
         replicated.append(half)
         if name in COLUMNS:

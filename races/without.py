@@ -106,6 +106,7 @@ class EnteredRegion:
 
     def __init__(self, region):
         self.start_leave = region.start_leave
+        self.by_rank = region.by_rank
 
     def start_enter(self, x):
         return lambda: x
@@ -118,7 +119,7 @@ def save_gathered(ctx, x, weight, bias, region, defer):
     ctx.weight, ctx.bias = weight, bias
     ctx.region = EnteredRegion(region)
     ctx.defer = defer
-    return torch.nn.functional.linear(x, weight, bias)
+    return region.by_sequence(torch.nn.functional.linear(x, weight, bias))
 
 
 input_gathered_again = without(engine.tensor_parallel.ColumnLinear, forward=save_gathered)

@@ -228,7 +228,7 @@ MICROBATCHES = [
 # ---- gradients: f and g of tensor parallelism ----
 
 COLUMN = "leaving = ctx.region.start_leave(grad_x)"
-ROW = "return region.leave(F.linear(x, weight))"
+ROW = "return region.leave(F.linear(region.by_rank(x), weight))"
 ROW_BACKWARD = "grad = ctx.region.enter(grad.contiguous())"
 
 
@@ -263,8 +263,8 @@ TENSOR = [
     Bug("f is missing in the head", "gradients",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("engine/vocabulary_parallel.py",
-               "leaving = region.start_leave(grad_inputs.view(B, -1, C))",
-               "leaving = lambda kept=grad_inputs.view(B, -1, C): kept")),
+               "leaving = region.start_leave(grad_inputs.view(parts * B, -1, C))",
+               "leaving = lambda kept=grad_inputs.view(parts * B, -1, C): kept")),
     Bug("g is missing in attention: its forward does not sum", "loss",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"), without_g("attn.c_proj")),
     Bug("g is missing in the MLP", "loss",
@@ -412,8 +412,8 @@ SEQUENCES = [
                "positions(idx)[: idx.size(1) // group.size]")),
     Bug("targets are shifted after the sequence was split", "loss",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
-        change("train.py", "(ids[:, self.positions], targets[:, self.positions], first)",
-               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1), first)")),
+        change("train.py", "(ids[:, self.positions], targets[:, self.positions],",
+               "(ids[:, self.positions], ids[:, self.positions].roll(-1, 1),")),
     Bug("ranks have neighbouring segments, and the mask is zigzag's", "loss",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
         change("context_parallel.py",

@@ -12,7 +12,8 @@ import pytest
 
 SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py",
         "test_accidents.py", "test_lab.py", "test_isolation.py", "test_docs.py")
-LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m")  # in a test's name
+# In a test's name
+LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m", "two_steps_say")
 
 # ---- options ----
 

@@ -7,18 +7,21 @@ An operation of torch that computes is a kernel here, and reads and writes each 
 On a GPU a few operations are two or three kernels, and --compile puts several into one.
 """
 
+import math
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import train
 from engine import vocabulary_parallel
 from engine.dropout import Dropout
+from engine.group import Group, Work
 from engine.mesh import Mesh
 from run.config import Config, check_layout
 
@@ -86,21 +89,41 @@ class Counting(TorchDispatchMode):
         return sum(n for name, n in self.bytes.items() if name not in but) / 1e9
 
 
+class OneOfMany(Mesh):
+    """The mesh of rank 0 of several, on the meta device. Its messages do nothing."""
+
+    def __init__(self, **sizes):
+        with (patch.object(dist, "is_initialized", lambda: True),
+              patch.object(dist, "get_rank", lambda: 0),
+              patch.object(dist, "get_world_size", lambda: math.prod(sizes.values()))):
+            super().__init__("meta", native=True, **sizes)
+
+    def communicator(self, name, ranks):
+        return None
+
+
+def run_at_once(group, job, name):
+    job()
+    return Work()
+
+
 @contextmanager
 def on_meta():
     """What a Trainer needs to be built and run on the meta device."""
     with (patch.object(model, "causal_attention", FlashAttention.apply),
-          patch.object(Dropout, "attach", lambda *args: None)):
+          patch.object(Dropout, "attach", lambda *args: None),
+          patch.object(Group, "run_native", lambda *args: None),
+          patch.object(Group, "submit", run_at_once)):
         yield
 
 
 @cache
 def count_step(cpu_chunks=False, **flags):
-    """The Counting of one step of one rank: gradients and update. cpu_chunks: the loss takes as
+    """The Counting of one step of rank 0: gradients and update. cpu_chunks: the loss takes as
     many tokens at a time as on a CPU."""
     cfg = Config(**{**GPT2, **flags})
     check_layout(cfg, 1)
-    mesh = Mesh("meta", native=True, dp=1, ep=1, pp=1, cp=1, tp=1)
+    mesh = OneOfMany(dp=cfg.dp, ep=1, pp=1, cp=1, tp=cfg.tp)
     chunk = 0 if cpu_chunks else vocabulary_parallel.CHUNK
     with on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk):
         trainer = train.Trainer(cfg, mesh, VOCABULARY)

@@ -81,7 +81,7 @@ def expected(name):
     least = 1e3 * flops / (device.tflops * 1e12)
     lines = [f"{what:12}{ms:6.1f} ms   {how}" for what, ms, how in parts]
     lines += [f"{'together':12}{total:6.1f} ms   {tokens / total * 1e3:,.0f} tokens/s",
-              f"{'at the peak':12}{least:6.1f} ms   {flops / 1e12:.1f} TFLOP, counted as in the log",
+              f"{'at the peak':12}{least:6.1f} ms   {flops / 1e12:.1f} TFLOP, counted like the log",
               f"{'so MFU':12}{least / total:6.0%}      on {known}, if no kernel waits for the host"]
     return lines
 

@@ -274,6 +274,12 @@ MUTANTS = {
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes"),
         ("step - len(unread), saved)", "step, saved)", "values:gives_up_after"),
         ("saved = folder or saved", "saved = folder", "values:last_good")],
+    "exercises/break_it.py": [
+        ("abs(loss - right) > spread", "loss - right > spread", "wrong_lines:apart"),
+        ("if all(apart[i : i + IN_A_ROW])", "if apart[i]", "wrong_lines:apart"),
+        ("elif not torch.equal(held, part) and", "elif False and", "wrong_lines:copies"),
+        ("max(0, i + 1 - SMOOTH)", "max(0, i - SMOOTH)", "wrong_lines:apart"),
+        ("changes, random_value, 2)", "changes, initial_value, 2)", "wrong_lines:two_steps")],
     "run/copies.py": [
         ("differ[name] |= is_unequal", "pass", "zero:one_bit"),
         ("(shard.sum_over[0], *shard.shared_by)", "shard.shared_by", "zero:bit")],
@@ -333,14 +339,19 @@ MUTANTS = {
         ("return tensor[: shape[0]]", "return tensor", "foreign:megatrons"),
         ("name = name.replace(fused, apart)", "pass", "foreign:megatrons")],
     "run/doctor/diagnose.py": [
+        ("if examined.distance > FAR:", "if False:", "foreign:from_other_weights")],
+    "run/doctor/examined.py": [
         ("torch.finfo(self.dtype).eps + self.distance", "torch.finfo(self.dtype).eps",
          "foreign:another_form_is"),
-        ("if examined.distance > FAR:", "if False:", "foreign:from_other_weights"),
-        ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic"),
-        ("(grad.chunk(D) for", "(grad.chunk(1) for", "foreign:ranks_shards"),
-        ("given[name].shape != wanted[name].shape\n             or", "", "foreign:another_shape"),
-        ('fitting or causes))', "fitting))", "foreign:shifted_twice")],
-    "run/doctor/causes.py": [
+        ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic")],
+    "run/doctor/gradients.py": [
+        ("[check_loss(examined, number, causes), finding]",
+         "[check_loss(examined, number, []), finding]", "foreign:shifted_twice")],
+    "run/doctor/inputs.py": [
+        ("given[name].shape != right[name].shape\n             or", "", "foreign:another_shape")],
+    "run/doctor/norm.py": [
+        ("grad.chunk(D)", "grad.chunk(1)", "foreign:ranks_shards")],
+    "run/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
         ("if part not in WRAPPERS", "", "foreign:wrappers"),

@@ -88,7 +88,7 @@ def _cached():
         ("model.py", "ABSENT = -1", "ABSENT = -2"),
         ("engine/ddp.py", "every_microbatch = False", "every_microbatch = True")]),
     (_generator, "sending: closed", "asleep: closed",
-     [("engine/group.py", 'f"{what}: {text}"', 'f"asleep: {text}"')]),
+     [("engine/group.py", 'f"{what}: {reason_in', 'f"asleep: {reason_in')]),
     (_cached, False, True, [("schedules.py", 'any(action[0] == "W"', 'any(action[0] == "B"')]),
 ], ids=["subclass", "imported", "property", "nested", "static", "constants", "generator", "cached"])
 def test_a_change_is_planted_seen_and_gone(ask, before, during, changes):

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from run.config import check_layout, parse
-from run.doctor.diagnose import check_initial_weights, diagnose
+from run.doctor.diagnose import diagnose
 from run.doctor.dump import Tensors, read_dump
+from run.doctor.inputs import check_initial_weights
 from run.doctor.words import lines
 from run.hugging_face import CONV1D
 from tests.harness import HERE, pool

@@ -286,13 +286,13 @@ def test_memory_is_predicted_within_5_percent(long_corpus, flags):
 
 
 def _saved(rank, cfg):
-    """Bytes that autograd keeps at the peak of a step."""
+    """(place on the pipeline axis, bytes that autograd keeps at the peak of a step)."""
     mesh, data = mesh_of(cfg), Data(cfg)
     trainer = Trainer(cfg, mesh, data.vocab_size)
     watch = Watch(trainer)
     with watch.watching():
         trainer.gradients(data.training(cfg, 0, mesh))
-    return watch.peak
+    return mesh.group("pp").rank, watch.peak
 
 
 def norms_of_a_cpu(cfg, job, layout):
@@ -305,27 +305,41 @@ def norms_of_a_cpu(cfg, job, layout):
     return memory.tokens_of(job, layout) * (2 * blocks + 1) * h * w + angles
 
 
+P2 = {"pp": 2, "microbatches": 4}
+
+
 SAVED = [
     {}, {"dtype": "bfloat16"}, {"cp": 2, "cp_attention": "all-to-all"}, {"experts": 4},
     {"experts": 8, "top_k": 3}, {"experts": 4, "dtype": "bfloat16"},
     {"arch": "llama", "n_kv_head": 2}, {"arch": "llama", "n_kv_head": 2, "experts": 4},
     {"arch": "llama", "n_kv_head": 2, "cp": 2, "cp_attention": "all-to-all"},
-    {"dp": 2, "ep": 2, "experts": 4}, {"tp": 2, "experts": 4}, {"tp": 2, "experts": 4, "sp": True}]
+    {"dp": 2, "ep": 2, "experts": 4}, {"tp": 2, "experts": 4}, {"tp": 2, "experts": 4, "sp": True},
+    {"cp_attention": "all-to-all"}, P2, {**P2, "recompute": True}, {**P2, "schedule": "zb-h1"},
+    {**P2, "schedule": "zb-h1", "recompute": True}, {**P2, "schedule": "zb-v"},
+    {**P2, "schedule": "zb-h1", "experts": 4}]
 
 
 @pytest.mark.parametrize("flags", SAVED, ids=str)
 def test_a_step_saves_the_bytes_that_are_planned(long_corpus, flags):
     """Measured beside counted, exact but for the targets' 8 bytes a token and some more. Ranks that
-    share experts save 1 in 200 more in the mean, because tokens choose unevenly."""
+    share experts are off by up to 1 in 200 in the mean, because tokens choose unevenly. Where I and
+    W are apart, up to four vectors per token more for a moment: a product's operands wait for W
+    already, and are not yet freed by I."""
     cfg = config(long_corpus, **{"n_layer": 4, "n_embd": 96, "n_head": 4, "block_size": 128,
                                  "microbatches": 1, "batch_size": 8, "dtype": "float32", **flags})
-    saved = pool(check(cfg, 1), _saved, cfg)
+    places = pool(check(cfg, 1), _saved, cfg)
     job, layout = planned(cfg)
-    want = memory.activations(job, layout, 0)
-    if cfg.arch == "llama":
-        want += norms_of_a_cpu(cfg, job, layout)
-    uneven = 0.005 * want if cfg.experts and len(saved) > 1 else 0
-    assert abs(sum(saved) / len(saved) - want) < max(12_000, uneven), (saved, want)
+    for rank in range(cfg.pp):
+        saved = [peak for place, peak in places if place == rank]
+        want = memory.activations(job, layout, rank)
+        if cfg.arch == "llama":
+            want += norms_of_a_cpu(cfg, job, layout)
+        off = 12_000
+        if cfg.experts and len(places) > 1:
+            off = max(off, 0.005 * want)
+        vector = memory.tokens_of(job, layout) * cfg.n_embd * job.width
+        more = {"zb-h1": 2, "zb-v": 4}.get(cfg.schedule, 0) * vector
+        assert -off < sum(saved) / len(saved) - want < off + more, (rank, saved, want)
 
 
 @pytest.mark.parametrize("n_layer,stages", [(2, 1), (2, 4), (5, 3), (6, 8)])

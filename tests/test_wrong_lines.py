@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exercises import break_it
-from exercises.break_it import IN_A_ROW, SMOOTH, train_changed, write_zen
+from exercises.break_it import train_changed, write_zen
 from exercises.wrong_lines import WRONG_LINES
 from tests.harness import HERE, close, needs_minutes
 from tests.pool import HANG, pool
@@ -65,14 +65,16 @@ def test_a_layout_that_plain_py_leaves_out_is_right_without_the_wrong_line(line)
 
 
 def test_a_curve_shows_what_is_apart_some_steps_in_a_row():
+    """With two right runs that are 0.1 apart, by hand: a mean of 10 steps that has k steps of
+    0.26 in it is off by 0.026 k, more than 0.1 from k = 4 on."""
     right = [3.0] * 40
     rights = [right, [loss + 0.1 for loss in right]]
     assert break_it.shown_from(right, rights) is None
-    for size, shown in ((0.05, None), (0.5, 21 + SMOOTH * 0.2)):
-        wrong = right[:20] + [loss - size for loss in right[20:]]
-        assert break_it.shown_from(wrong, rights) == (shown and round(shown))
-    late = right[: 40 - IN_A_ROW + 1] + [9.0] * (IN_A_ROW - 1)
-    assert break_it.shown_from(late, rights) is None
+    for change, shown in ((0.05, None), (0.26, 24), (-0.26, 24)):
+        assert break_it.shown_from(right[:20] + [3 + change] * 20, rights) == shown
+    # Two steps that cancel in the mean are apart for three steps
+    blip = right[:20] + [5, 3, 3, 1] + right[24:]
+    assert break_it.shown_from(blip, rights) is None
 
 
 def test_the_picture_is_that_of_the_pages_table():
@@ -84,6 +86,15 @@ def test_the_picture_is_that_of_the_pages_table():
         panel = PICTURE.split(f">{number}  ")[1].split('font-size="11.5"')[0]
         assert (f">{shown}<" in panel) == (shown != "never")
         assert panel.replace("&#x27;", "'").startswith(line.name)
+
+
+def test_the_page_counts_what_the_table_has():
+    said = re.search(r"A curve shows (\d+) of the (\d+). The gradients of step 1 show (\d+). The "
+                     r"doctor, .*, names (\d+).", PAGE)
+    counts = re.search(r"Of (\d+) wrong lines \d+ have the right loss of step 1, (\d+) are never "
+                       r"shown by a curve, and (\d+) .* names (\d+).", " ".join(quoted()))
+    rows, never, equal, named = map(int, counts.groups())
+    assert [*map(int, said.groups())] == [rows - never, rows, rows - equal, named]
 
 
 def test_copies_that_differ_are_named_and_the_first_one_counts():

@@ -1,16 +1,22 @@
 """One step of a run, computed again in one process: loss and gradients, taken apart into terms.
 
-Threads (threads.py) are the C context and T tensor ranks of the run's layout, and run the root's
+The C context and T tensor ranks of the run's layout are threads (threads.py), which run the root's
 plain forms. Data ranks and microbatches follow one after the other, because nothing but a sum ties
 them. So each gradient is known as a sum of terms, one for each (data rank, microbatch, context
-rank, tensor rank); the embedding's and the head's terms of a tied matrix are apart, too. A bug that
-leaves out or weighs terms (not summed over the data ranks, the last microbatch only) is a sum of
-the same terms with other weights. Any other bug is run: the forms are changed, then the step is
-computed once more (causes.py).
+rank, tensor rank); a tied matrix's terms from the embedding and from the head are apart, too.
+
+    a Share (shares.py)    a bug that leaves out terms or weighs them, such as "not summed over the
+                           data ranks": other weights for the same terms; nothing is run again
+    a Change (changes/)    any other bug: a line of the forms is changed, and the step is run again
+
+Held: one microbatch's gradients of all C x T ranks, at most SAMPLED elements of each tensor for
+each term, and one sum of full size. Pipeline ranks and ZeRO change no number: they are left out.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -31,31 +37,37 @@ from tensor_parallel import (
 )
 
 EMBEDDING = "transformer.wte.weight"
-# Elements of a tensor that are compared while causes are tried. Of a longer tensor, as many evenly
-# spaced ones. (Whether a run is right at all, all elements say.)
+# Most elements of a tensor that are compared while causes are tried. (Whether a run is right at all
+# is asked of all elements.)
 SAMPLED = 1 << 16
 
 
 def sampled(tensor):
+    """(n,): all elements or, of a tensor longer than SAMPLED, every 2nd, 3rd, ... of them."""
     flat = tensor.flatten()
-    return flat[:: -(-flat.numel() // SAMPLED)]
+    stride = math.ceil(flat.numel() / SAMPLED)
+    return flat[::stride]
 
 
 @dataclass
 class Terms:
     """What a step computes, before any sum over ranks and microbatches.
 
-    losses     (D, m, C, T): sums over the tokens of a microbatch that a context rank has. The T
-               tensor ranks have the same, but where a bug makes them differ
-    gradients  {name: (D, m, C, R, n)} of the summed loss: n sampled elements of the full tensor.
-               R = 1 for a tensor that is split over the tensor ranks; else R = T: copies of a
-               replicated tensor's gradient or, where they see different tokens, terms of it
-    is_summed  {name: are the R ones terms?}
-    full       {name: the full gradient}: all terms, summed one after the other
-    tokens     (D, m): tokens that count
-    positions  number of tokens, padding too
-    divisor    what the loss is divided by: all tokens or, if it is a sum, 1
-    tied       are embedding and head one matrix, whose terms are apart here?
+    losses     (D, m, C, T): sum over the tokens that a context rank has of a microbatch. The T
+               tensor ranks have the same, unless a Change makes them differ
+    gradients  {name: (D, m, C, R, n)}: gradients of those sums, n sampled elements of the full
+               tensor. R is T, or 1 for a tensor that is split over the tensor ranks
+    is_summed  {name: are the R gradients terms of a sum? If not, they are copies of one term}
+    full       {name: full gradient}: the sum of all terms, not divided
+    tokens     (D, m): number of tokens that count, which are those without padding
+    positions  number of all tokens
+    divisor    what loss and gradients are divided by: all tokens that count or, if the run's loss
+               is a sum, 1
+    tied       are embedding and head one matrix? Its terms are apart in gradients
+
+    For D = 2, m = 3, C = 1, T = 2 a LayerNorm's gradients[name][1, 2, 0] are two rows: what data
+    rank 1 has of its last microbatch on tensor rank 0, and on tensor rank 1. Without --sp the rows
+    are copies; with it each tensor rank has other tokens, and the rows are terms.
     """
     losses: torch.Tensor
     gradients: dict
@@ -71,8 +83,21 @@ class Terms:
         return self.losses.mean(-1).sum().item() / self.divisor
 
 
+@dataclass
+class Change:
+    """A bug that is run: what is done to each rank's model before the step."""
+    words: str  # what the doctor prints
+    before: object = None  # before(model): changes the whole model, which is split afterwards
+    after: object = None  # after(model, mesh): changes the part of the model that this rank has
+    feed: object = None  # feed(ids, targets, k, mesh, positions), called in place of own_tokens
+    forward: bool = True  # False: the loss stays right, only gradients change
+    by_microbatch: bool = False  # does it matter which sequences are in one microbatch?
+
+
+UNCHANGED = Change("the right step")
+
 def split_but_experts(model, group, f, g):
-    """Like tensor_parallel.split_layers, but experts stay whole on each rank."""
+    """Like tensor_parallel.split_layers, but each rank keeps all experts."""
     embedding, *blocks, head = model.layers
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:
@@ -85,19 +110,6 @@ def split_but_experts(model, group, f, g):
     head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
 
 
-def tag_experts(model, E, mesh):
-    """A run spreads whole experts over the T ranks; here all T compute all of them. So that the
-    gradient of an expert is that of its own rank, the others' is zero, and the T are summed."""
-    group = mesh.group("tp")
-    for layer in model.modules():
-        if isinstance(layer, MixtureOfExperts) and group.size > 1:
-            is_own = served(layer.n_experts, E, group.size, group.rank)
-            for param in layer.experts.parameters():
-                others = ~is_own.view(-1, *[1] * (param.dim() - 1))
-                param.register_hook(partial(torch.masked_fill, mask=others, value=0.0))
-                param.shard = replace(param.shard, sum_over=(*param.shard.sum_over, group))
-
-
 def served(n_experts, E, T, t):
     """(n_experts,) bool: which experts tensor rank t has. E x T ranks share them: for E = 2, T = 2
     and 8 experts the ranks with t = 0 have 0 1 4 5."""
@@ -107,143 +119,21 @@ def served(n_experts, E, T, t):
     return found
 
 
-class SimulatedStep:
-    """A step of a run: the sizes, and what went into it. run() computes it."""
-
-    def __init__(self, config, layout, balance, weights, ids, targets, is_mean=True):
-        """config: GPTConfig or LlamaConfig; layout: the dict of a dump; balance: weight of the
-        experts' balance loss; weights {name: full tensor}; ids, targets (D, m, B, S); is_mean: the
-        loss is a mean over all tokens, not a sum."""
-        self.config = config
-        self.layout = layout
-        self.balance = balance
-        self.weights = weights
-        self.ids = ids
-        self.targets = targets
-        self.is_mean = is_mean
-        self.sizes = {"cp": layout["cp"], "tp": layout["tp"]}
-
-    def whole_model(self, dtype):
-        """The model with these weights. A tied matrix is two parameters here."""
-        model = kind_of(self.config)(self.config).to(dtype)
-        model.layers[-1].lm_head.weight = torch.nn.Parameter(model.layers[0].wte.weight.clone())
-        for name, param in model.canonical_parameters():
-            param.data.copy_(self.weights[self.stored(name)])
-        return model
-
-    def stored(self, name):
-        """The name of the tensor in the run's files: a tied head is the embedding's matrix."""
-        return EMBEDDING if name not in self.weights else name
-
-    def parallel(self, model, mesh):
-        """Split a whole model as the run's layout says. Returns this rank's positions."""
-        context, tensor = mesh.group("cp"), mesh.group("tp")
-        ring = self.layout["cp_attention"] == "ring"
-        sp = self.layout["sp"] and tensor.size > 1
-        tag_whole(model, data=context)
-        positions = split_sequences(model, context,
-                                    ring_attention if ring else all_to_all_attention)
-        f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
-        split_but_experts(model, tensor, f, g)
-        tag_replicated(model, tensor, sum_gradients=sp)
-        tag_experts(model, self.layout["ep"], mesh)
-        if sp:
-            positions_of_own_tokens(model, tensor)
-        sharing = mesh.group("cp", "tp") if sp else context  # ranks that share a sequence
-        for layer in model.modules():
-            if isinstance(layer, MixtureOfExperts):
-                layer.balance_weight = self.balance
-                layer.sum_counts = partial(all_reduce, group=sharing)
-        return positions
-
-    def tags(self):
-        """[{name: tag}] of each tensor rank: which slice it holds."""
-        def rank(mesh):
-            model = self.whole_model(torch.double)
-            self.parallel(model, mesh)
-            return {param.shard.name: param.shard for param in model.parameters()}
-        return World({"cp": 1, "tp": self.layout["tp"]}).run(rank)
-
-    def merged(self):
-        """The same step with all sequences in one microbatch of one data rank: sooner computed."""
-        tokens = [part.flatten(0, 2)[None, None] for part in (self.ids, self.targets)]
-        return SimulatedStep(self.config, self.layout, self.balance, self.weights, *tokens,
-                             self.is_mean)
-
-    def run(self, cause=None, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
-            losses_only=False):
-        """The Terms of the step, computed in this dtype and summed in grad_dtype. cause: what to do
-        otherwise (causes.py). scale: the loss is multiplied by it, the gradients divided by it.
-        losses_only: forward only, no gradients."""
-        boards = {}  # name -> (C, R, full shape): the gradients of one microbatch
-        is_summed = {}
-        D, m, B, _ = self.ids.shape
-        world = World(self.sizes)
-        C, T = self.sizes.values()
-        losses = torch.zeros(D, m, C, T, dtype=torch.double)
-        found = {}  # name -> its sampled gradients, by microbatch
-        full = {}
-
-        def rank(mesh):
-            torch.set_grad_enabled(not losses_only)  # of this thread
-            model = self.whole_model(dtype)
-            if cause and cause.before:
-                cause.before(model)
-            positions = self.parallel(model, mesh)
-            own = partial(own_tokens, positions=positions)
-            if cause and cause.after:
-                cause.after(model, mesh)
-            if cause and cause.feed:
-                own = partial(cause.feed, mesh=mesh, positions=positions)
-            c, t = mesh.group("cp").rank, mesh.group("tp").rank
-            if mesh.rank == 0:
-                for param in model.parameters():
-                    tag = param.shard
-                    R = 1 if param.shape != tag.shape else T
-                    boards[tag.name] = torch.zeros(C, R, *tag.shape, dtype=torch.double)
-                    is_summed[tag.name] = len(tag.sum_over) > 1
-            world.barrier.wait()
-            for d in range(D):
-                for k in range(m):
-                    loss = model(*own(self.ids[d], self.targets[d], k))
-                    balance = balance_loss(model.layers)
-                    losses[d, k, c, t] = loss.item() - (0 if balance is None else balance.item())
-                    if losses_only:
-                        continue
-                    (loss * scale).backward()
-                    for param in model.parameters():
-                        tag = param.shard
-                        grad = 0 if param.grad is None else param.grad.double() / scale
-                        if param.shape == tag.shape:
-                            board = boards[tag.name][c, min(t, len(boards[tag.name][c]) - 1)]
-                            board.copy_(torch.as_tensor(grad))
-                        else:
-                            put_slice(boards[tag.name][c, 0], tag, grad)
-                        param.grad = None
-                    world.barrier.wait()
-                    if mesh.rank == 0:
-                        for name, board in boards.items():
-                            copies = [[sampled(copy) for copy in copies] for copies in board]
-                            found.setdefault(name, []).append(
-                                torch.stack([torch.stack(row) for row in copies]))
-                            add_up(full, self.stored(name), board, is_summed[name], grad_dtype)
-                    world.barrier.wait()
-
-        world.run(rank)
-        gradients = {name: torch.stack(rows).unflatten(0, (D, m)) for name, rows in found.items()}
-        tokens = (self.targets != ABSENT).sum((-1, -2))
-        divisor = tokens.sum().item() if self.is_mean else 1
-        return Terms(losses, gradients, is_summed, full, tokens, self.targets.numel(), divisor,
-                     tied=UNTIED not in self.weights)
-
-
-def add_up(full, name, board, is_summed, dtype):
-    """Add the terms of a microbatch to full[name]. board: (C, R, full shape). Like a run, round to
-    dtype after each sum."""
-    for copies in board:
-        for term in copies if is_summed else copies[:1]:
-            before = full.get(name, torch.zeros_like(term))
-            full[name] = (before + term).to(dtype).double()
+def tag_experts(model, E, mesh):
+    """Make the gradient of an expert that of its own tensor rank. A run spreads whole experts over
+    the T ranks; here all T ranks compute all experts. So the gradient becomes zero on the other
+    ranks, and is summed over the T. (Under --sp each of the T has other tokens, and the gradient is
+    summed already.)"""
+    group = mesh.group("tp")
+    if group.size == 1:
+        return
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            is_own = served(layer.n_experts, E, group.size, group.rank)
+            for param in layer.experts.parameters():  # (n_experts, ...)
+                others = ~is_own.view(-1, *[1] * (param.dim() - 1))
+                param.register_hook(partial(torch.masked_fill, mask=others, value=0.0))
+                param.shard = replace(param.shard, sum_over=(*param.shard.sum_over, group))
 
 
 def own_tokens(ids, targets, k, positions):
@@ -256,6 +146,185 @@ def put_slice(full, tag, values):
     begin = 0
     for start, stop in tag.ranges:
         length = stop - start
-        part = values if isinstance(values, int) else values.narrow(tag.dim, begin, length)
-        full.narrow(tag.dim, start, length).copy_(torch.as_tensor(part))
+        part = values.narrow(tag.dim, begin, length)
+        full.narrow(tag.dim, start, length).copy_(part)
         begin += length
+
+
+class Boards:
+    """Where the threads put the gradients of one microbatch, and what rank 0 makes of them.
+
+    A board is (C, R, full shape). For C = 1 and T = 2
+
+        ln_1.weight (3,)        R = 2: rank 0 writes board[0, 0], rank 1 writes board[0, 1]
+        c_fc.weight (4, 3)      R = 1: rank 0 writes board[0, 0, :2], rank 1 board[0, 0, 2:]
+    """
+
+    def __init__(self, C, T, dtype, stored):
+        """dtype: in which gradients are summed. stored(name): the name under which the sum is
+        kept, the same for both ends of a tied matrix."""
+        self.C = C
+        self.T = T
+        self.dtype = dtype
+        self.stored = stored
+        self.boards = {}  # name -> (C, R, full shape)
+        self.is_summed = {}  # name -> see Terms
+        self.sampled = {}  # name -> [(C, R, n)], microbatch after microbatch
+        self.full = {}  # stored name -> full gradient, summed so far
+
+    def make(self, model):
+        """Called by rank 0: boards of zeros, for the parameters of its part of the model."""
+        for param in model.parameters():
+            tag = param.shard
+            R = self.T if param.shape == tag.shape else 1
+            self.boards[tag.name] = torch.zeros(self.C, R, *tag.shape, dtype=torch.double)
+            self.is_summed[tag.name] = len(tag.sum_over) > 1
+
+    def put(self, model, c, t, scale):
+        """Called by each rank: move its gradients, divided by the loss scale, to their boards."""
+        for param in model.parameters():
+            tag = param.shard
+            if param.grad is None:  # of an expert without tokens
+                grad = torch.zeros(param.shape, dtype=torch.double)
+            else:
+                grad = param.grad.double() / scale
+            board = self.boards[tag.name][c]  # (R, full shape)
+            if param.shape == tag.shape:
+                board[t].copy_(grad)
+            else:
+                put_slice(board[0], tag, grad)
+            param.grad = None
+
+    def add(self):
+        """Called by rank 0: keep samples of all terms, and add the terms to the sums."""
+        for name, board in self.boards.items():
+            terms = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (C R, n)
+            terms = terms.unflatten(0, board.shape[:2])
+            self.sampled.setdefault(name, []).append(terms)
+            full = self.full.get(self.stored(name), torch.zeros_like(board[0, 0]))
+            for copies in board:
+                for term in copies if self.is_summed[name] else copies[:1]:
+                    full = (full + term).to(self.dtype).double()  # rounded like a run's sum
+            self.full[self.stored(name)] = full
+
+
+class SimulatedStep:
+    """A step of a run: its sizes, and what goes into it. run() computes it."""
+
+    def __init__(self, config, layout, balance, weights, ids=None, targets=None, is_mean=True):
+        """config: GPTConfig or LlamaConfig. layout: a dump's dict. balance: weight of the experts'
+        balance loss. weights: {name: full tensor}. ids, targets: (D, m, B, S); None: tags() is all
+        that is asked for. is_mean: is the loss a mean over all tokens, or their sum?"""
+        self.config = config
+        self.layout = layout
+        self.balance = balance
+        self.weights = weights
+        self.ids = ids
+        self.targets = targets
+        self.is_mean = is_mean
+        self.sizes = {"cp": layout["cp"], "tp": layout["tp"]}
+
+    def whole_model(self, dtype):
+        """The model with these weights. A tied matrix is two parameters here, so that its two
+        terms are apart."""
+        model = kind_of(self.config)(self.config).to(dtype)
+        model.layers[-1].lm_head.weight = torch.nn.Parameter(model.layers[0].wte.weight.clone())
+        for name, param in model.canonical_parameters():
+            param.data.copy_(self.weights[self.stored(name)])
+        return model
+
+    def stored(self, name):
+        """The name of a parameter in the run's files, where a tied head is the embedding's."""
+        return name if name in self.weights else EMBEDDING
+
+    def parallel(self, model, mesh):
+        """Split a whole model like the run's layout. Returns this rank's positions: (S/C,)."""
+        context = mesh.group("cp")
+        tensor = mesh.group("tp")
+        sp = self.layout["sp"] and tensor.size > 1
+        is_ring = self.layout["cp_attention"] == "ring"
+        attention = ring_attention if is_ring else all_to_all_attention
+        f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
+        tag_whole(model, data=context)
+        positions = split_sequences(model, context, attention)
+        split_but_experts(model, tensor, f, g)
+        tag_replicated(model, tensor, sum_gradients=sp)
+        if sp:
+            positions_of_own_tokens(model, tensor)
+        else:
+            tag_experts(model, self.layout["ep"], mesh)
+        sharing = mesh.group("cp", "tp") if sp else context  # ranks that share a sequence
+        for layer in model.modules():
+            if isinstance(layer, MixtureOfExperts):
+                layer.balance_weight = self.balance
+                layer.sum_counts = partial(all_reduce, group=sharing)
+        return positions
+
+    def tags(self):
+        """[{name: tag}] of the T tensor ranks: which slice of each tensor a rank holds."""
+        def rank(mesh):
+            model = self.whole_model(torch.double)
+            self.parallel(model, mesh)
+            return {param.shard.name: param.shard for param in model.parameters()}
+        return World({"cp": 1, "tp": self.layout["tp"]}).run(rank)
+
+    def merged(self):
+        """The same step with all sequences in one microbatch of one data rank, which is faster."""
+        ids = self.ids.flatten(0, 2)[None, None]  # (1, 1, D m B, S)
+        targets = self.targets.flatten(0, 2)[None, None]
+        return SimulatedStep(self.config, self.layout, self.balance, self.weights, ids, targets,
+                             self.is_mean)
+
+    def prepare(self, mesh, change, dtype):
+        """(model, own) of one rank, with the change. own(ids, targets, k): the tokens that the rank
+        is fed as microbatch k."""
+        model = self.whole_model(dtype)
+        if change.before:
+            change.before(model)
+        positions = self.parallel(model, mesh)
+        if change.after:
+            change.after(model, mesh)
+        if change.feed:
+            return model, partial(change.feed, mesh=mesh, positions=positions)
+        return model, partial(own_tokens, positions=positions)
+
+    def run(self, change=UNCHANGED, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
+            losses_only=False):
+        """The Terms of the step with a change, computed in dtype and summed in grad_dtype. scale:
+        the loss is multiplied by it, gradients are divided by it. losses_only: forward only;
+        gradients and full stay empty."""
+        D, m, _, _ = self.ids.shape
+        C = self.sizes["cp"]
+        T = self.sizes["tp"]
+        world = World(self.sizes)
+        losses = torch.zeros(D, m, C, T, dtype=torch.double)
+        boards = Boards(C, T, grad_dtype, self.stored)
+
+        def rank(mesh):
+            torch.set_grad_enabled(not losses_only)  # of this thread
+            model, own = self.prepare(mesh, change, dtype)
+            c = mesh.group("cp").rank
+            t = mesh.group("tp").rank
+            if mesh.rank == 0:
+                boards.make(model)
+            world.barrier.wait()  # the boards are there
+            for d, k in product(range(D), range(m)):
+                loss = model(*own(self.ids[d], self.targets[d], k))
+                balance = balance_loss(model.layers)
+                losses[d, k, c, t] = loss.item() - (0 if balance is None else balance.item())
+                if losses_only:
+                    continue
+                (loss * scale).backward()
+                boards.put(model, c, t, scale)
+                world.barrier.wait()  # all ranks have put their gradients
+                if mesh.rank == 0:
+                    boards.add()
+                world.barrier.wait()  # the boards have been read
+
+        world.run(rank)
+        gradients = {name: torch.stack(terms).unflatten(0, (D, m))
+                     for name, terms in boards.sampled.items()}
+        tokens = (self.targets != ABSENT).sum((-1, -2))  # (D, m)
+        divisor = tokens.sum().item() if self.is_mean else 1
+        return Terms(losses, gradients, boards.is_summed, boards.full, tokens,
+                     self.targets.numel(), divisor, tied=UNTIED not in self.weights)

@@ -1,8 +1,11 @@
 """Ranks as threads of one process: the root's plain forms run as on many processes, unchanged.
 
-A communicator carries the messages of a Group (group.py). Here it is a queue for each pair of
-ranks, in place of gloo's connections. So the doctor can run a step of any layout, right or wrong,
-in one process, and look at the gradients of each rank before they are summed.
+A communicator carries the messages of a Group (group.py). Here it is a queue for each ordered pair
+of ranks, in place of gloo's connections. So the doctor can run a step of any layout, right or
+wrong, in one process, and look at the gradients of each rank before they are summed.
+
+A queue has no limit, so a send never waits. A receive waits for its peer; a rank that fails puts
+None into all queues, which wakes the ranks that wait for it.
 """
 
 import queue
@@ -31,7 +34,7 @@ class Receiving:
 
     def wait(self):
         message = self.messages.get()
-        if message is None:
+        if message is None:  # from World.run
             raise RuntimeError("another rank has failed")
         self.tensor.copy_(message)
 
@@ -44,7 +47,7 @@ class Communicator:
         self.rank = rank
 
     def send(self, tensors, dst, tag):
-        self.queues[self.rank, dst].put(tensors[0].clone())
+        self.queues[self.rank, dst].put(tensors[0].clone())  # the sender may overwrite its tensor
         return Posted()
 
     def recv(self, tensors, src, tag):
@@ -52,7 +55,7 @@ class Communicator:
 
 
 class ThreadMesh(Mesh):
-    """The Mesh of one thread."""
+    """The Mesh of one thread. Mesh.group() calls communicator() in place of mesh.py's own."""
 
     def __init__(self, rank, sizes, world):
         """world: the World that has started the threads."""
@@ -83,6 +86,7 @@ class World:
         self.lock = threading.Lock()
 
     def queues_of(self, name, ranks):
+        """The queues of a group, the same for all its ranks: {(source, destination): Queue}."""
         with self.lock:
             if self.failed:
                 raise RuntimeError("another rank has failed")
@@ -93,7 +97,8 @@ class World:
             return self.queues[key]
 
     def run(self, fn):
-        """Run fn(mesh) as each rank, and return the ranks' results. Raises what a rank raised."""
+        """Run fn(mesh) as each rank, and return the ranks' results. Raises what the first rank that
+        failed has raised."""
         results = [None] * self.size
         errors = []
 

@@ -1,10 +1,13 @@
-"""The norm and the optimizer's step, computed again from a run's own gradients, with known bugs.
+"""AdamW's step on one whole tensor, with known mistakes: a Way says how the step is taken.
 
-Everything here is arithmetic on whole tensors: no rank takes part. So a bug before (a gradient that
-is wrong) does not make the norm or the new weights wrong here.
+    grad = clipped(grad)                                     clip, grad_factor, norm_factor
+    mean = beta1 mean + (1 - beta1) grad                     betas, keeps_moments
+    square = beta2 square + (1 - beta2) grad^2
+    mean / (1 - beta1^n), square / (1 - beta2^n)             corrected, late_count, counts
+    change = mean / (sqrt(square) + eps)                     eps, eps_inside
+    weight = weight - rate (change + decay weight)           rate, decay, moves
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -12,68 +15,31 @@ import torch
 from optimizer import decays
 from shard import Shard
 
-# ---- the global norm ----
-
-
-def norms(squares, split, layout):
-    """{words: norm} of known mistakes. squares: {name: sum of squares of the gradient}; split:
-    names of the tensors that are split over the tensor ranks."""
-    T, P, D = layout["tp"], layout["pp"], layout["dp"]
-    whole = sum(squares.values())
-    parts = sum(squares[name] for name in split)
-    copies = whole - parts
-    found = {"its square: the root is missing": whole,
-             "the root of the sum of the tensors' norms, not of their squares":
-             math.sqrt(sum(math.sqrt(square) for square in squares.values())),
-             "the sum of the tensors' norms, not the root of the sum of their squares":
-             sum(math.sqrt(square) for square in squares.values())}
-    if T > 1:
-        found |= {
-            f"replicated gradients count {T} times (tp)": math.sqrt(parts + T * copies),
-            f"replicated gradients count {T * T} times (tp)": math.sqrt(parts + T * T * copies),
-            "split gradients are left out (tp)": math.sqrt(copies),
-            "replicated gradients are left out (tp)": math.sqrt(parts),
-            f"split gradients count as 1/{T} (tp)": math.sqrt(parts / T + copies),
-            f"replicated gradients count as 1/{T} (tp)": math.sqrt(parts + copies / T)}
-    for name, size in (("data", D), ("tensor", T), ("pipeline", P)):
-        if size > 1:
-            found |= {f"all gradients count {size} times, for each {name} rank":
-                      math.sqrt(size * whole),
-                      f"the sum of squares is divided by the {size} {name} ranks":
-                      math.sqrt(whole / size),
-                      f"it is {size} times too large": size * math.sqrt(whole),
-                      f"it is 1/{size} of what it should be": math.sqrt(whole) / size}
-    tied = squares.get("transformer.wte.weight", 0)
-    found["the tied matrix counts twice"] = math.sqrt(whole + tied)
-    found["the tied matrix is left out"] = math.sqrt(whole - tied)
-    return found
-
-
-# ---- AdamW ----
-
 
 @dataclass
 class Way:
-    """How a step is taken. The defaults are the right way; None: as the run's dump says."""
-    words: str = "right"
+    """How a step is taken. The defaults are the right way; None: like the run's dump says."""
+    words: str = "right"  # what the doctor prints
     rate: float | None = None
-    clip: str = "norm"  # "norm"; "none"; "twice"; "always": also gradients below the limit
-    decay: str = "matrices"  # "matrices", "all", "none", "coupled" (L2), "without rate"
+    clip: str = "norm"  # or "none", "twice"; "always": also gradients below the limit
+    decay: str = "matrices"  # or "all", "none", "coupled" (L2), "without rate"
     eps: float | None = None
     eps_inside: bool = False  # sqrt(square + eps)
-    corrected: tuple = (True, True)  # is the bias of mean and square corrected?
+    corrected: tuple = (True, True)  # mean and square, for their start at 0
     late_count: int = 0  # added to the step's number in the corrections
     counts: bool = True  # False: the corrections stay at the first step's
     betas: tuple | None = None
-    keeps_moments: bool = True
+    keeps_moments: bool = True  # False: they start at 0 in each step
     grad_factor: float = 1.0  # what gradients are multiplied by before the step
     norm_factor: float = 1.0  # what the norm is multiplied by before clipping
-    moves: bool = True  # False: the weights stay as they are
+    moves: bool = True  # False: the weights stay what they are
 
 
-def ways(rates, optimizer, sizes, scale):
-    """Known mistakes. rates: (of this step, others that it may have been taken for)."""
-    beta1, beta2 = optimizer["beta1"], optimizer["beta2"]
+def ways(rates, optimizer, factors, scale):
+    """The wrong Ways. rates: [(words, rate)] that may have been taken for the step's; optimizer: a
+    dump's; factors: [(words, factor)] of gradients; scale: the loss scale."""
+    beta1 = optimizer["beta1"]
+    beta2 = optimizer["beta2"]
     found = [
         Way("gradients are not clipped", clip="none"),
         Way("gradients are clipped twice", clip="twice"),
@@ -98,8 +64,8 @@ def ways(rates, optimizer, sizes, scale):
     found += [Way(f"beta1 is {value:g}", betas=(value, beta2))
               for value in (0.0, 0.5, 0.8, 0.9, 0.95, 0.99) if value != beta1]
     found += [Way(f"the rate is {rate:.6g}: {words}", rate=rate) for words, rate in rates]
-    for words, factor in sizes:
-        found.append(Way(f"gradients are {words} before the step", grad_factor=factor))
+    found += [Way(f"gradients are {words} before the step", grad_factor=factor)
+              for words, factor in factors]
     if scale != 1:
         found += [Way("the loss scale is not taken out of the gradients", grad_factor=scale),
                   Way("gradients are clipped by a norm with the loss scale in it",
@@ -108,36 +74,37 @@ def ways(rates, optimizer, sizes, scale):
 
 
 class Replay:
-    """AdamW on whole tensors, with the gradients and norms of a run."""
+    """Takes steps of AdamW with a run's gradients and norms."""
 
     def __init__(self, optimizer, dtype=torch.double):
+        """optimizer: a dump's settings. dtype: of the arithmetic."""
         self.optimizer = optimizer
         self.dtype = dtype
 
-    def step(self, number, name, weights, grads, norms, rate, way):
-        """The weight after step `number`, 1 or 2. weights, grads, norms: before and of the steps 1
-        to `number`; rate: of this step."""
+    def step(self, name, weights, grads, norms, rate, way):
+        """The tensor after the last of the steps. weights: before each step from the first one;
+        grads, norms: of each step; rate: of the last step."""
         beta1, beta2 = way.betas or (self.optimizer["beta1"], self.optimizer["beta2"])
         eps = self.optimizer["eps"] if way.eps is None else way.eps
-        weight = weights[-1].to(self.dtype)
-        decay = self.optimizer["weight_decay"]
-        tag = Shard(name, weight.shape)
-        if way.decay == "none" or (way.decay != "all" and not decays(tag)):
-            decay = 0.0
         rate = rate if way.rate is None else way.rate
+        weight = weights[-1].to(self.dtype)
+        decay = self.decay_of(name, weight, way)
         mean = torch.zeros_like(weight)
         square = torch.zeros_like(weight)
         for before, grad, norm in zip(weights, grads, norms, strict=True):
             if not way.keeps_moments:
-                mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+                mean = torch.zeros_like(weight)
+                square = torch.zeros_like(weight)
             grad = self.clipped(grad.to(self.dtype) * way.grad_factor, norm, way)
             if way.decay == "coupled":
                 grad = grad + decay * before.to(self.dtype)
             mean = beta1 * mean + (1 - beta1) * grad
             square = beta2 * square + (1 - beta2) * grad.square()
-        count = (number if way.counts else 1) + way.late_count
-        mean = mean / (1 - beta1**count) if way.corrected[0] else mean
-        square = square / (1 - beta2**count) if way.corrected[1] else square
+        n = (len(weights) if way.counts else 1) + way.late_count
+        if way.corrected[0]:
+            mean = mean / (1 - beta1**n)
+        if way.corrected[1]:
+            square = square / (1 - beta2**n)
         root = (square + eps).sqrt() if way.eps_inside else square.sqrt() + eps
         change = mean / root
         if not way.moves:
@@ -148,7 +115,16 @@ class Replay:
             return weight - rate * change - decay * weight
         return weight - rate * (change + decay * weight)
 
+    def decay_of(self, name, weight, way):
+        """The decay of a tensor: right is, of matrices only."""
+        if way.decay == "none":
+            return 0.0
+        if way.decay == "all" or decays(Shard(name, weight.shape)):
+            return self.optimizer["weight_decay"]
+        return 0.0
+
     def clipped(self, grad, norm, way):
+        """The gradient times min(1, limit / norm)."""
         limit = self.optimizer["grad_clip"]
         if not limit or way.clip == "none":
             return grad

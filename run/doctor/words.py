@@ -1,35 +1,52 @@
-"""What the doctor prints."""
+"""What the doctor prints: for each Finding a line, and its causes below.
 
-from collections import Counter
+    step 1 loss              equal
+    step 1 gradients         differs: 40 of 40 tensors; first transformer.wte.weight, ...
+                             -> all gradients: 2 times: ...         a cause
+                             or all gradients: 2 times: ...         another with the same numbers
+                             dp and tp have the same size, 2: ...   once, if sizes make them alike
+    step 1 norm              differs: ...
+                             -> the same                            causes as of the line above
+"""
 
-SIZES = ("dp", "ep", "cp", "tp", "pp", "microbatches")
+INDENT = " " * 24
+AXES = ("dp", "ep", "cp", "tp", "pp", "microbatches")
 
 
-def lines(findings, layout):
-    """The lines to print, one finding after the other; yields (line, is it equal?). layout: of
-    MINE's dump."""
-    printed = []  # causes of the finding before
+def same_sizes(layout):
+    """["dp and tp have the same size, 2: ..."]: axes whose bugs make the same numbers."""
+    axes_of = {}  # size -> its axes
+    for axis in AXES:
+        axes_of.setdefault(layout[axis], []).append(axis)
+    axes_of.pop(1, None)
+    return [f"{' and '.join(axes)} have the same size, {size}: a layout in which they differ tells "
+            "causes apart" for size, axes in axes_of.items() if len(axes) > 1]
+
+
+def lines(findings, layout, deep=True):
+    """Yields (line, is it of an equal stage?). layout: of MINE's dump. deep: have all known bugs
+    been tried?"""
+    above = []  # causes of the finding above
     advised = False
     for finding in findings:
         if finding.equal:
             yield f"{finding.stage:24} {finding.differs or 'equal'}", True
             continue
         yield f"{finding.stage:24} differs: {finding.differs}", False
-        if not finding.causes and not finding.stage.endswith("copies"):
-            yield f"{'':24} fits nothing that is known", False
-        causes = ["the same"] if finding.causes == printed != [] else finding.causes
-        for i, words in enumerate(causes):
-            yield f"{'':24} {'or' if i else '->'} {words}", False
-        if len(causes) > 1 and not advised:
-            for words in same_sizes(layout):
-                yield f"{'':24} {words}: a layout in which they differ tells causes apart", False
-                advised = True
-        printed = finding.causes
-
-
-def same_sizes(layout):
-    """Words for the axes that have one size, and so make different bugs look alike."""
-    counts = Counter(layout[axis] for axis in SIZES if layout[axis] > 1)
-    for size, count in counts.items():
-        if count > 1:
-            yield " and ".join(axis for axis in SIZES if layout[axis] == size) + f" are all {size}"
+        is_run_again = finding.stage.endswith(("loss", "gradients"))
+        if finding.causes and finding.causes == above:
+            yield f"{INDENT} -> the same", False
+        elif finding.causes:
+            first, *others = finding.causes
+            yield f"{INDENT} -> {first}", False
+            for words in others:
+                yield f"{INDENT} or {words}", False
+            if others and not advised:
+                for words in same_sizes(layout):
+                    yield f"{INDENT} {words}", False
+                    advised = True
+        elif is_run_again and not deep:
+            yield f"{INDENT} fits nothing that was tried; --deep tries all known bugs", False
+        elif not finding.stage.endswith("copies"):
+            yield f"{INDENT} fits nothing that is known", False
+        above = finding.causes

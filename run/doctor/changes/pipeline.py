@@ -1,0 +1,138 @@
+"""Changes of the pipeline: what crosses a boundary between two stages.
+
+The doctor has no pipeline ranks. A message between two of them is the activation that enters a
+layer, and the gradient that leaves it in backward: both are changed there. A rank's forwards are
+numbered n = d m + k, for microbatch k of data rank d, in the order in which step.py runs them.
+"""
+
+from itertools import count
+
+from collectives import WithBackward
+from run.doctor.groups import cut_by_layout
+from run.doctor.step import Change
+
+
+def at_boundary(i, change):
+    """change(x, rank, n): what becomes of the activation that enters layer i in a rank's n-th
+    forward."""
+    def after(model, mesh):
+        layer = model.layers[i]
+        right = layer.forward
+        numbers = count()
+        layer.forward = lambda x, *targets: right(change(x, mesh.rank, next(numbers)), *targets)
+    return after
+
+
+def scaled(boundaries, forward, backward):
+    """Multiply what crosses the boundaries: activations by `forward`, gradients by `backward`."""
+    def change(x, rank, n):
+        return WithBackward.apply(x, lambda x: forward * x, lambda grad: backward * grad)
+
+    def after(model, mesh):
+        for i in boundaries:
+            at_boundary(i, change)(model, mesh)
+
+    return after
+
+
+def scale_changes(layout, boundaries):
+    m = layout["microbatches"]
+    words_of = {1 / m: "divided by the microbatches", m: "times the microbatches"}
+    for axis in ("dp", "pp", "tp"):
+        size = layout[axis]
+        words_of |= {1 / size: f"divided by {axis}", size: f"times {axis}"}
+    # After the sizes: 2 is "doubled", whichever axes have 2 ranks
+    words_of |= {0.5: "halved", 2.0: "doubled", 0.1: "divided by 10", 10.0: "times 10"}
+    words_of.pop(1, None)
+    where = "at each boundary of the pipeline"
+    found = []
+    for factor, words in words_of.items():
+        found += [Change(f"gradients are {words} {where}", after=scaled(boundaries, 1, factor),
+                         forward=False),
+                  Change(f"activations are {words} {where}", after=scaled(boundaries, factor, 1)),
+                  Change(f"activations and gradients are {words} {where}",
+                         after=scaled(boundaries, factor, factor))]
+    return found
+
+
+# ---- a message of another microbatch ----
+
+
+def orders(m):
+    """{words: order}. order(k): the microbatch that is taken for microbatch k."""
+    return {"the one before": lambda k: (k - 1) % m,
+            "the one after": lambda k: (k + 1) % m,
+            "the opposite one in order": lambda k: m - 1 - k,
+            "the first one": lambda k: 0,
+            "the last one": lambda k: m - 1}
+
+
+def targets_of(order):
+    """Feeds the tokens of microbatch k with the targets of order(k)."""
+    def feed(ids, targets, k, mesh, positions):
+        return ids[k][:, positions], targets[order(k)][:, positions]
+    return feed
+
+
+class Crossing:
+    """All activations and gradients that cross a boundary in the right step, which is run once."""
+
+    def __init__(self, step, i):
+        """i: the boundary lies before layer i."""
+        self.i = i
+        self.m = step.layout["microbatches"]
+        self.activations = {}  # (rank, n): what enters layer i
+        self.gradients = {}  # (rank, n): its gradient
+        step.run(Change("recorded", after=at_boundary(i, self.record)))
+
+    def record(self, x, rank, n):
+        self.activations[rank, n] = x.detach()
+        x.register_hook(lambda grad: self.gradients.update({(rank, n): grad}))
+        return x
+
+    def other(self, n, order):
+        """The number of the forward that is taken for the n-th, of the same data rank."""
+        d, k = divmod(n, self.m)
+        return d * self.m + order(k)
+
+    def other_activation(self, order):
+        def change(x, rank, n):
+            other = self.activations[rank, self.other(n, order)]
+            return WithBackward.apply(x, lambda x: other, lambda grad: grad)
+        return at_boundary(self.i, change)
+
+    def other_gradient(self, order):
+        def change(x, rank, n):
+            other = self.gradients[rank, self.other(n, order)]
+            return WithBackward.apply(x, lambda x: x, lambda grad: other)
+        return at_boundary(self.i, change)
+
+    def changes(self):
+        found = []
+        where = f"at the boundary before layer {self.i} a microbatch gets the"
+        for whose, order in orders(self.m).items():
+            found.append(Change(f"{where} activation of another microbatch: {whose}",
+                                after=self.other_activation(order), by_microbatch=True))
+        for whose, order in orders(self.m).items():
+            found.append(Change(f"{where} gradient of another microbatch: {whose}",
+                                after=self.other_gradient(order), forward=False,
+                                by_microbatch=True))
+        return found
+
+
+def pipeline_changes(step):
+    m = step.layout["microbatches"]
+    boundaries = cut_by_layout(step.config, step.layout)
+    found = [Change("no gradient goes back over the pipeline's boundaries",
+                    after=scaled(boundaries, 1, 0), forward=False)]
+    for i in boundaries:
+        found.append(Change(f"no gradient goes back over the boundary before layer {i}",
+                            after=scaled([i], 1, 0), forward=False))
+        if m > 1:
+            found += Crossing(step, i).changes()
+    if m > 1:
+        for whose, order in orders(m).items():
+            found.append(Change(
+                f"a microbatch's activation meets the targets of another one: {whose}",
+                feed=targets_of(order), by_microbatch=True))
+    return found + scale_changes(step.layout, boundaries)

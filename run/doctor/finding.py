@@ -1,0 +1,59 @@
+"""A Finding, what one stage of one step says, and what all stages measure and print alike.
+
+In all of run/doctor/: `given` is what MINE's dump has, `right` what it should have, both {name:
+tensor}; `wrong` is the set of names in which they differ by more than rounding.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+NOISE = 5  # how many times the rounding errors of one process still count as equal
+
+
+@dataclass
+class Finding:
+    """What one stage of one step says."""
+    stage: str  # "step 1 gradients"
+    equal: bool
+    differs: str = ""  # where, and by how much; of an equal stage: what was not examined
+    causes: list = field(default_factory=list)  # words of the bugs that give MINE's numbers
+
+
+def norm_of(tensor):
+    return tensor.double().norm().item()
+
+
+def off(mine, right):
+    """How far two tensors are apart: the norm of their difference; infinite if it is not finite."""
+    error = norm_of(mine - right)
+    return error if math.isfinite(error) else math.inf
+
+
+def first_of(names):
+    """Words for some names: "a, b, c and 4 more"."""
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def ratio_words(mine, right):
+    return f"{mine:.8g}, not {right:.8g}: {mine / right:.6g} times"
+
+
+def first_difference(given, right, wrong):
+    """Words for the first wrong tensor, in the model's order: by how much it differs, in which
+    rows."""
+    name = next(name for name in right if name in wrong)
+    if given[name].shape != right[name].shape:
+        return (f"{len(wrong)} of {len(given)} tensors; first {name}, of shape "
+                f"{list(given[name].shape)}, not {list(right[name].shape)}")
+    if not given[name].isfinite().all():
+        return f"{name} is not finite"
+    error = given[name] - right[name]
+    relative = norm_of(error) / max(norm_of(right[name]), 1e-300)
+    rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs()
+    # Rounding errors are in all rows: name those with much of the largest row's error
+    bad = (rows > rows.max() / 1000).nonzero().flatten().tolist()
+    where = f"rows {bad[0]} to {bad[-1]}" if len(bad) > 1 else f"row {bad[0]}"
+    return (f"{len(wrong)} of {len(given)} tensors; first {name}, off by {relative:.2g} of its "
+            f"norm, {where} of {len(rows)}")

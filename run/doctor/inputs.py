@@ -1,0 +1,245 @@
+"""What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, rates.
+
+Of wrong initial weights all wrong tensors have to be of one kind (transposed, drawn with one seed,
+some number of times REFERENCE's) for the kind to be named. A wrong map of names shows here, so that
+it is not read as a bug of the trainer.
+"""
+
+import math
+
+import torch
+
+from run.doctor.examined import eps_of
+from run.doctor.finding import Finding, first_difference, first_of, norm_of, off
+from run.doctor.groups import cut_by_layout, layer_number
+from run.doctor.step import SimulatedStep
+
+# ---- initial weights ----
+
+
+def looks_drawn_anew(tensor, right):
+    """Do two tensors look like two draws from one distribution?"""
+    tensor = tensor - tensor.mean()  # the gains of a LayerNorm are around 1
+    right = right - right.mean()
+    cosine = (tensor * right).sum().item() / (norm_of(tensor) * norm_of(right))
+    return abs(cosine) < 0.8 and 0.5 < norm_of(tensor) / norm_of(right) < 2
+
+
+class InitialWeights:
+    """Initial weights that differ, and questions about one of their tensors."""
+
+    def __init__(self, reference, mine, wrong, eps):
+        """wrong: names of the tensors that differ. eps: a rounding."""
+        self.model = mine.model
+        self.layout = mine.layout
+        self.given = mine.weights(0)
+        self.right = reference.weights(0)
+        self.wrong = wrong
+        self.eps = eps
+        name = min(wrong)
+        self.factor = norm_of(self.given[name]) / norm_of(self.right[name])
+        self.tags = []  # of each tensor rank: {name: tag}; none of a model of another form
+        self.starts = []  # numbers of the layers that begin a pipeline stage, but the first
+        if self.model:
+            self.tags = SimulatedStep(self.model, self.layout, 0.0, dict(self.given)).tags()
+            if self.layout["pp"] > 1:
+                self.starts = cut_by_layout(self.model, self.layout)
+
+    def is_close(self, tensor, right):
+        same_shape = tensor.shape == right.shape
+        return same_shape and off(tensor, right) <= 2 * self.eps * norm_of(right)
+
+    def slices(self, name, tensors):
+        """The slice of a tensor that each tensor rank holds, flat."""
+        return [tags[name].slice(tensors[name]).flatten() for tags in self.tags]
+
+    def is_transposed(self, name):
+        return self.given[name].dim() == 2 and self.is_close(self.given[name], self.right[name].mT)
+
+    def is_times_factor(self, name):
+        return self.is_close(self.given[name], self.factor * self.right[name])
+
+    def is_interleaved(self, name):
+        """Are q, k and v of a head side by side, like Megatron's? For 2 heads: q0 k0 v0 q1 k1 v1 in
+        place of q0 q1 k0 k1 v0 v1."""
+        if ".c_attn." not in name:
+            return False
+        heads = self.right[name].unflatten(0, (3, self.model.n_head, -1))
+        return self.is_close(self.given[name], heads.transpose(0, 1).flatten(0, 2))
+
+    def is_like_next_block(self, name):
+        """Is a matrix of block 0 that of block 1, too? (True of what has no twin there, and of
+        biases and gains, which are not drawn.)"""
+        twin = name.replace(".h.0.", ".h.1.")
+        if name.endswith("bias") or ".ln_" in name or twin not in self.given:
+            return True
+        given = self.given[name]
+        return off(given, self.given[twin]) <= 1e-6 * norm_of(given)
+
+    def repeats(self, name):
+        """Do the slices of the first two tensor ranks begin with the same values?"""
+        first, second = self.slices(name, self.given)[:2]
+        n = min(len(first), len(second))
+        return torch.equal(first[:n], second[:n])
+
+    def is_first_ranks(self, name):
+        """Are only the values of the first tensor rank and the first pipeline rank right?"""
+        if self.starts and layer_number(name, self.model.n_layer) >= self.starts[0]:
+            return looks_drawn_anew(self.given[name], self.right[name])
+        slices = zip(self.slices(name, self.given), self.slices(name, self.right), strict=True)
+        is_right = [self.is_close(given, right) for given, right in slices]
+        return is_right[0] and len(is_right) > 1 and not any(is_right[1:])
+
+    def factor_words(self):
+        digits = 6 if self.eps < 1e-6 else 3
+        words = f"are {self.factor:.{digits}g} times REFERENCE's"
+        if self.model and abs(self.factor / math.sqrt(2 * self.model.n_layer) - 1) < self.eps:
+            words += ": not divided by sqrt(2 n_layer)"
+        return words
+
+    def kinds(self):
+        """{words: is a tensor of this kind?}, for this model and layout."""
+        found = {"are transposed: a wrong map of names": self.is_transposed,
+                 self.factor_words(): self.is_times_factor}
+        if not self.model:
+            return found
+        found["have q, k and v of a head side by side (Megatron's order): a wrong map"] = (
+            self.is_interleaved)
+        if any(".h.0." in name for name in self.wrong):
+            found["are the same in all blocks: all drawn with one seed"] = self.is_like_next_block
+        if len(self.tags) > 1:
+            found["are the same in each tensor rank's slice (tp): each draws its slice, with one "
+                  "seed"] = self.repeats
+        if len(self.tags) > 1 or self.starts:
+            found["are REFERENCE's on the first rank only: each rank draws with a seed of its own"
+                  ] = self.is_first_ranks
+        return found
+
+    def causes(self):
+        """Words of the first kind of which all wrong tensors are; none, if there is no such kind.
+        """
+        for words, is_kind in self.kinds().items():
+            if all(map(is_kind, self.wrong)):
+                return [f"the initial values of {first_of(self.wrong)} {words}"]
+        return []
+
+
+def check_initial_weights(reference, mine):
+    """A Finding: are MINE's initial weights REFERENCE's, to the rounding of their dtypes?"""
+    given = mine.weights(0)
+    right = reference.weights(0)
+    eps = max(eps_of(reference), eps_of(mine))
+    wrong = {name for name in given if given[name].shape != right[name].shape
+             or not off(given[name], right[name]) <= eps * norm_of(right[name])}
+    if not wrong:
+        return Finding("initial weights", True)
+    return Finding("initial weights", False, first_difference(given, right, wrong),
+                   InitialWeights(reference, mine, wrong, eps).causes())
+
+
+# ---- tokens ----
+
+
+def rows_by_rank(tokens):
+    """(D, m, B, S) -> for each data rank the list of its sequences, each a tuple of S numbers."""
+    return [[tuple(row.tolist()) for row in rank.flatten(0, 1)] for rank in tokens]
+
+
+def all_rows(tokens):
+    """The sequences of all data ranks, sorted: which rank has one does not matter."""
+    return sorted(row for rank in rows_by_rank(tokens) for row in rank)
+
+
+def first_twelve(numbers):
+    text = " ".join(map(str, numbers[:12]))
+    return text + (" ..." if len(numbers) > 12 else "")
+
+
+def repeated_rows(right, ranks):
+    """Words for sequences that several ranks or microbatches have. right: REFERENCE's by rank;
+    ranks: MINE's. None, if MINE also has others than REFERENCE."""
+    batch = [row for rank in right for row in rank]
+    if any(row not in batch for rank in ranks for row in rank):
+        return []
+    places = [first_twelve([batch.index(row) for row in rank]) for rank in ranks]
+    texts = "; ".join(f"data rank {d} has rows {rows}" for d, rows in enumerate(places))
+    if all(len(set(rank)) == len(rank) for rank in ranks):
+        return [f"the data ranks' parts of the batch overlap: {texts}"]
+    return [f"a data rank's microbatches repeat sequences: {texts}"]
+
+
+def causes_of_tokens(reference, mine, number):
+    """Words for sequences that are not REFERENCE's, or not each once."""
+    right = all_rows(reference.ids(number))
+    ranks = rows_by_rank(mine.ids(number))
+    had = all_rows(mine.ids(number))
+    if len(ranks) > 1 and all(rank == ranks[0] for rank in ranks):
+        return ["every data rank (dp) has the same sequences"]
+    if had == right:
+        if all_rows(mine.targets(number)) == had:
+            return ["targets are the tokens themselves, not the next ones"]
+        return []
+    if number == 2 and all_rows(mine.ids(1)) == had:
+        return ["the second step has the first step's sequences again"]
+    other = 3 - number  # the other step
+    if reference.ids(2) is not None and had == all_rows(reference.ids(other)):
+        return [f"the sequences are those of step {other}"]
+    if len(set(had)) < len(had):
+        return repeated_rows(rows_by_rank(reference.ids(number)), ranks)
+    is_first_right = set(ranks[0]) <= set(right)
+    if len(ranks) > 1 and is_first_right and not any(set(rank) & set(right) for rank in ranks[1:]):
+        return ["only data rank 0 has sequences of REFERENCE: each data rank (dp) draws a batch of "
+                "its own"]
+    return []
+
+
+def check_tokens(reference, mine, number):
+    """A Finding: did MINE's ranks have REFERENCE's sequences, each once, with the right targets?"""
+    stage = f"step {number} tokens"
+    right = all_rows(reference.ids(number))
+    had = all_rows(mine.ids(number))
+    right_targets = all_rows(reference.targets(number))
+    if had == right and all_rows(mine.targets(number)) == right_targets:
+        return Finding(stage, True)
+    missing = len(set(right) - set(had))
+    differs = f"{missing} of {len(right)} sequences are missing"
+    if had == right:
+        differs = "the sequences are right, the targets are not"
+    return Finding(stage, False, differs, causes_of_tokens(reference, mine, number))
+
+
+# ---- rates ----
+
+
+def causes_of_rate(reference, mine, number):
+    """Words for a rate that is not REFERENCE's."""
+    rate = mine.steps[number - 1]["lr"]
+    first, second = (step["lr"] for step in reference.steps)
+    right, other = (first, second) if number == 1 else (second, first)
+    if abs(rate - other) <= 1e-6 * other:
+        return [f"it is that of step {3 - number}"]
+    sizes = {axis: mine.layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches")
+             if mine.layout[axis] > 1}
+    found = []
+    if number == 2 and second != first:
+        # Rates of a warm-up are a line: how many steps of the line lie between step 1 and 2?
+        went = (rate - first) / (second - first)
+        axes = [axis for axis, size in sizes.items() if abs(went - size) < 1e-3]
+        if axes:
+            found.append(f"warm-up went {sizes[axes[0]]} steps at the first one "
+                         f"({' or '.join(axes)})")
+    axes = [axis for axis, size in sizes.items() if abs(rate - size * right) <= 1e-6 * rate]
+    if axes:
+        found.append(f"it is {sizes[axes[0]]} times REFERENCE's ({' or '.join(axes)})")
+    return found
+
+
+def check_rate(reference, mine, number):
+    """A Finding: is the rate that MINE's dump gives REFERENCE's?"""
+    stage = f"step {number} rate"
+    rate = mine.steps[number - 1]["lr"]
+    right = reference.steps[number - 1]["lr"]
+    if abs(rate - right) <= 1e-6 * right:
+        return Finding(stage, True)
+    return Finding(stage, False, f"{rate:.6g}, not {right:.6g}",
+                   causes_of_rate(reference, mine, number))

@@ -1,0 +1,211 @@
+"""Shares: bugs that count the right step's terms with other weights.
+
+The terms of a tensor's gradient are (D, m, C, R, n), one for each data rank, microbatch, context
+rank and tensor rank (step.py). A Share says which of them are in the sum, and how often:
+
+    D = 2, m = 3     right      only the last       data rank 0's own gradient,
+                                microbatch          divided by its own tokens
+    Share.data       1 1 1      0 0 1               1 1 1
+                     1 1 1      0 0 1               0 0 0
+    Share.factor     1          1                   2
+
+known_shares() lists those of a layout. To try a Share costs a sum, no step, so each tensor is
+compared with each Share by itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model import UNTIED
+from run.doctor.step import EMBEDDING
+
+
+@dataclass
+class Share:
+    """Weights of a gradient's terms. The defaults are the right ones."""
+    words: str  # what the doctor prints
+    factor: float = 1.0  # of all terms
+    data: torch.Tensor | None = None  # (D, m): of each data rank's microbatches. None: all 1
+    context: int | None = None  # only this context rank's terms. None: all ranks'
+    tensor: int | None = None  # only this tensor rank's terms. None: all ranks'
+    tied: tuple = (1, 1)  # of the embedding's terms and of the head's, in a tied matrix
+
+    def largest(self, name):
+        """The largest weight of a term in a tensor, 1 at least: rounding errors grow with it."""
+        weight = 1.0 if self.data is None else self.data.abs().max().item()
+        tied = max(self.tied) if name == EMBEDDING else 1
+        return max(1.0, abs(self.factor) * weight * tied)
+
+
+RIGHT = Share("right")
+
+
+def summed_terms(terms, name, share):
+    """(n,): a share's sum of a tensor's terms. Of a tied matrix: of one of its two ends."""
+    grad = terms.gradients[name]  # (D, m, C, R, n)
+    if share.data is not None:
+        grad = grad * share.data[:, :, None, None, None]
+    grad = grad.sum((0, 1))  # (C, R, n)
+    grad = grad.sum(0) if share.context is None else grad[share.context]  # (R, n)
+    if not terms.is_summed[name]:
+        grad = grad[0]  # the R are copies, or R is 1
+    elif share.tensor is None:
+        grad = grad.sum(0)
+    else:
+        grad = grad[share.tensor]
+    return share.factor / terms.divisor * grad
+
+
+def gradient(terms, name, share):
+    """(n,): a share's gradient of the mean loss, sampled."""
+    if name == EMBEDDING and terms.tied:
+        embedding = summed_terms(terms, EMBEDDING, share)
+        head = summed_terms(terms, UNTIED, share)
+        return share.tied[0] * embedding + share.tied[1] * head
+    return summed_terms(terms, name, share)
+
+
+def factors(layout, tokens, scale):
+    """[(factor, words)]: what a gradient or a loss may be multiplied by. tokens: those of the whole
+    batch that count; scale: the loss scale."""
+    D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
+    m = layout["microbatches"]
+    named = [
+        (1 / D, f"averaged over the {D} data ranks (dp), though the loss is already divided by all "
+                "tokens"),
+        (D, f"{D} times: each data rank (dp) divides by its own tokens, and the {D} gradients are "
+            "summed; or they are summed twice"),
+        (m, f"{m} times: not divided by the microbatches"),
+        (1 / m, f"divided by the {m} microbatches once too often"),
+        (T, f"{T} times: summed over the tensor ranks (tp), which all have it"),
+        (1 / T, f"divided by the {T} tensor ranks (tp), which all have the same"),
+        (C, f"{C} times: summed twice over the context ranks (cp), or divided by a rank's own "
+            "tokens"),
+        (1 / C, f"averaged over the {C} context ranks (cp), though the loss is already divided by "
+                "all tokens"),
+        (P, f"{P} times: counted by each pipeline rank (pp)"),
+        (1 / P, f"divided by the {P} pipeline ranks (pp)"),
+        (tokens, f"{tokens} times: a sum over the tokens, not a mean"),
+        (1 / tokens, f"divided by the {tokens} tokens twice"),
+        (0.0, "zero: no gradient arrives (detached, or never computed)"),
+        (-1.0, "of the wrong sign"),
+    ]
+    if D > 1 and C > 1:
+        named += [(D * C, f"{D * C} times: divided by a rank's own tokens, and summed over dp and "
+                          "cp"),
+                  (1 / (D * C), f"averaged over the {D * C} data and context ranks (dp, cp)")]
+    if D > 1 and m > 1:
+        named += [(D * m, f"{D * m} times: divided by the tokens of one microbatch only"),
+                  (1 / (D * m), f"divided by dp x microbatches = {D * m} once too often")]
+    if scale != 1:
+        named += [(scale, f"{scale:g} times: the loss scale is still in it"),
+                  (1 / scale, f"divided by the loss scale {scale:g} twice")]
+    return [(factor, words) for factor, words in named if factor != 1]
+
+
+def not_summed_over_data(layout, D, m):
+    """Shares with the gradients of some data ranks only."""
+    found = []
+    for d in range(D):
+        own = torch.zeros(D, m, dtype=torch.double)
+        own[d] = 1
+        words = f"not summed over the data ranks (dp): data rank {d}'s own gradient"
+        found += [Share(words, data=own),
+                  Share(f"{words}, divided by its own tokens", D, own),
+                  Share(f"{words}, divided by dp = {D}", 1 / D, own)]
+    if m > 1:
+        found += summed_at_wrong_microbatches(D, m)
+    E = layout["ep"]
+    if 1 < E < D:
+        first = torch.zeros(D, m, dtype=torch.double)
+        first[:E] = 1
+        found.append(Share(f"not summed over the {D // E} data ranks with the same experts (dp, "
+                           f"not ep): those of the first {E} ranks' tokens", data=first))
+    return found
+
+
+def summed_at_wrong_microbatches(D, m):
+    """Shares of sums over the data ranks that are taken for one microbatch only, or, of the sum so
+    far, after each microbatch. For D = 2, m = 3 data rank 0 then has
+
+        only the first microbatch summed    1 1 1      again after each microbatch    4 2 1
+                                            1 0 0                                     4 2 1
+    """
+    found = []
+    for k, which in ((0, "first"), (m - 1, "last")):
+        data = torch.zeros(D, m, dtype=torch.double)
+        data[0] = 1
+        data[:, k] = 1
+        found.append(Share(f"only the {which} microbatch's gradients are summed over the data "
+                           "ranks (dp); data rank 0's own of the others", data=data))
+    sums = torch.arange(m - 1, -1, -1, dtype=torch.double)  # m - 1 ... 1 0: further sums
+    found.append(Share("the sum so far is summed over the data ranks (dp) again after each "
+                       "microbatch", data=(D**sums).expand(D, m)))
+    return found
+
+
+def of_some_microbatches(D, m):
+    """Shares with one microbatch only, or without the first or the last one."""
+    found = []
+    for k in range(m):
+        only = torch.zeros(D, m, dtype=torch.double)
+        only[:, k] = 1
+        which = {0: "first", m - 1: "last"}.get(k, f"{k + 1}.")
+        words = f"only the {which} microbatch counts, of {m}"
+        found += [Share(words, data=only),
+                  Share(f"{words}, as if it were all", m, only)]
+        if k in (0, m - 1):
+            found.append(Share(f"the {which} microbatch is missing, of {m}", data=1 - only))
+    return found
+
+
+def not_summed_in_replica(C, T):
+    """Shares with the terms of one context rank or one tensor rank."""
+    found = []
+    for c in range(C if C > 1 else 0):
+        words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
+        found += [Share(words, context=c),
+                  Share(f"{words}, divided by its own tokens", C, context=c)]
+    for t in range(T if T > 1 else 0):
+        found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
+                           f"tensor rank {t}'s own gradient", tensor=t))
+    return found
+
+
+def means_of_means(tokens):
+    """Shares of microbatches with different numbers of tokens. tokens: (D, m)."""
+    tokens = tokens.double()
+    D, m = tokens.shape
+    total = tokens.sum()
+    of_rank = tokens.sum(1, keepdim=True).expand(D, m)
+    return [Share("a mean of the microbatches' means, which have different numbers of tokens",
+                  data=total / (D * m * tokens)),
+            Share("a mean of the data ranks' means, which have different numbers of tokens",
+                  data=total / (D * of_rank))]
+
+
+TIED = [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),
+        Share("the tied matrix lacks the embedding's term: only the head's", tied=(0, 1)),
+        Share("the tied matrix's two terms are summed twice", tied=(2, 2)),
+        Share("the tied matrix has the head's term twice", tied=(1, 2)),
+        Share("the tied matrix has the embedding's term twice", tied=(2, 1))]
+
+
+def known_shares(layout, terms, scale):
+    """The Shares of a layout. terms: of the right step; scale: the loss scale."""
+    D, m, C, T = terms.losses.shape  # 1 each, where the terms are not known apart
+    total = int(terms.tokens.sum())
+    found = [Share(words, factor=factor) for factor, words in factors(layout, total, scale)]
+    if D > 1:
+        found += not_summed_over_data(layout, D, m)
+    if m > 1:
+        found += of_some_microbatches(D, m)
+    found += not_summed_in_replica(C, T)
+    if total < terms.positions:
+        found.append(Share("padding tokens count in the mean", total / terms.positions))
+    if terms.tokens.min() < terms.tokens.max():
+        found += means_of_means(terms.tokens)
+    if terms.tied:
+        found += TIED
+    return found

@@ -1,0 +1,175 @@
+"""MINE's weights after each step, compared with AdamW's from MINE's own state.
+
+What goes in is MINE's: the weights before the step (the 32-bit masters, if there are some), the
+gradients, the norm and the rate of its dump. So wrong gradients make no wrong weights. Both steps
+start from moments of 0 before step 1; a wrong step 1 ends the search, because the moments of step 2
+are then unknown.
+
+A known way of stepping wrongly (update.py) is named if it explains both steps of all tensors, or of
+all wrong ones while the others are right.
+"""
+
+import math
+
+import torch
+
+from run.doctor.finding import NOISE, Finding, first_difference, first_of, norm_of, off
+from run.doctor.update import Replay, Way, ways
+
+RIGHT_WAY = Way()
+
+
+class Steps:
+    """MINE's two steps of the optimizer, tensor by tensor."""
+
+    def __init__(self, reference, mine):
+        self.reference = reference
+        self.mine = mine
+        self.has_masters = len(mine.masters(1)) > 0
+        self.dtype = getattr(torch, mine.dtype)
+        self.wide = torch.promote_types(self.dtype, torch.float)  # of the optimizer's arithmetic
+        self.replay = Replay(mine.optimizer)
+        self.rounded = Replay(mine.optimizer, self.wide)
+
+    def held(self, number):
+        """{name: tensor}: what the optimizer holds before step 1 (number 0), after step 1 or 2."""
+        return self.mine.masters(number) if self.has_masters else self.mine.weights(number)
+
+    def are_wide(self):
+        """Have the weights enough digits to show a step? 16-bit ones have not, but under autocast
+        the weights are of 32 bits, though the dump's dtype is that of forward."""
+        if self.has_masters or self.dtype == self.wide:
+            return True
+        return any(not torch.equal(weight.to(self.dtype).double(), weight)
+                   for weight in self.mine.weights(1).values())
+
+    def numbers(self):
+        """The steps of which there are weights and gradients."""
+        return [n for n in (1, 2) if self.held(n) and self.held(n - 1) and self.mine.gradients(n)]
+
+    def after(self, replay, number, name, way):
+        """A tensor after a step of MINE, taken again."""
+        steps = self.mine.steps[:number]
+        weights = [self.held(n)[name] for n in range(number)]
+        grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
+        norms = [step["norm"] for step in steps]
+        return replay.step(name, weights, grads, norms, steps[-1]["lr"], way)
+
+    def is_right(self, number, name, way):
+        """Is MINE's tensor after a step that of this way?"""
+        predicted = self.after(self.replay, number, name, way)
+        noise = off(self.after(self.rounded, number, name, way), predicted)
+        noise = max(noise, torch.finfo(self.wide).eps * norm_of(predicted))
+        return off(self.held(number)[name], predicted) <= NOISE * noise
+
+
+# ---- causes ----
+
+
+def known_ways(steps, number):
+    """The wrong Ways that MINE's layout and rates allow."""
+    mine = steps.mine
+    rates = []  # of the other step, and REFERENCE's
+    for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference)):
+        for n in (1, 2):
+            rate = dump.steps[n - 1]["lr"]
+            if rate != mine.steps[number - 1]["lr"]:
+                rates.append((f"the one of {whose} step {n}", rate))
+    factors = []
+    for axis in ("dp", "tp", "pp", "cp", "microbatches"):
+        size = mine.layout[axis]
+        if size > 1:
+            factors += [(f"divided by {axis} = {size}", 1 / size),
+                        (f"multiplied by {axis} = {size}", size)]
+    return ways(rates, mine.optimizer, factors, mine.steps[0]["scale"])
+
+
+def fitting_ways(steps, number, numbers, names, wrong):
+    """Words of the Ways that fit. number: the step; numbers: all steps; wrong: of all names."""
+    found = []
+    for way in known_ways(steps, number):
+        if not any(steps.is_right(number, name, way) for name in wrong):
+            continue
+        # A rate belongs to one step, any other way to both
+        others = [n for n in numbers if n != number] if way.rate is None else []
+
+        def fits(name, way=way, others=others):
+            return all(steps.is_right(n, name, way) for n in (number, *others))
+
+        def is_right_elsewhere(name, others=others):
+            return all(steps.is_right(n, name, RIGHT_WAY) for n in others)
+
+        if all(map(fits, names)):
+            found.append(way.words)
+        elif all(map(fits, wrong)) and all(map(is_right_elsewhere, set(names) - wrong)):
+            found.append(f"{way.words}: {first_of(wrong)}")
+    return found
+
+
+def fitted_rate(steps, number, names):
+    """Words for the one rate that explains all weights, if there is one: a weight moves in
+    proportion to the rate."""
+    moved = 0.0  # <MINE's change, predicted change>, all tensors
+    predicted = 0.0  # <predicted change, predicted change>
+    for name in names:
+        before = steps.held(number - 1)[name]
+        step = steps.after(steps.replay, number, name, RIGHT_WAY) - before
+        moved += ((steps.held(number)[name] - before) * step).sum().item()
+        predicted += step.square().sum().item()
+    if not predicted or not math.isfinite(moved):
+        return []
+    said = steps.mine.steps[number - 1]["lr"]
+    rate = said * moved / predicted
+    if rate <= 0 or not all(steps.is_right(number, name, Way(rate=rate)) for name in names):
+        return []
+    return [f"the weights moved with a rate of {rate:.6g}, the dump says {said:.6g}"]
+
+
+def keeps_old(steps, number, name):
+    """Has each element that differs still the value before the step?"""
+    given = steps.held(number)[name]
+    error = (given - steps.after(steps.replay, number, name, RIGHT_WAY)).abs()
+    differs = error > 1e-3 * error.max()
+    return bool((given == steps.held(number - 1)[name])[differs].all())
+
+
+def causes_of_updates(steps, number, numbers, names, wrong):
+    """Words of the causes of wrong weights after step `number`."""
+    found = (fitting_ways(steps, number, numbers, names, wrong)
+             or fitted_rate(steps, number, names))
+    if found:
+        return list(dict.fromkeys(found))  # each once: MINE's and REFERENCE's rates may be the same
+    if all(keeps_old(steps, number, name) for name in wrong):
+        return [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
+                "the ranks that need them"]
+    return []
+
+
+# ---- the stage ----
+
+
+def check_updates(reference, mine):
+    """Yields Findings on the weights after each step, up to the first that differs."""
+    if mine.optimizer["name"] != "adamw":
+        yield Finding("weights", True, f"not examined: {mine.optimizer['name']} is not replayed")
+        return
+    steps = Steps(reference, mine)
+    if not steps.are_wide():
+        yield Finding("weights", True, f"{mine.dtype} weights without masters say nothing about "
+                      "the optimizer")
+        return
+    numbers = steps.numbers()
+    names = [name for name in mine.gradients(1) if name in steps.held(1)]
+    for number in numbers:
+        stage = f"step {number} weights"
+        if not math.isfinite(mine.steps[number - 1]["norm"]):
+            yield Finding(stage, True, "not examined: the norm is not finite")
+            return
+        wrong = {name for name in names if not steps.is_right(number, name, RIGHT_WAY)}
+        if wrong:
+            given = {name: steps.held(number)[name] for name in names}
+            right = {name: steps.after(steps.replay, number, name, RIGHT_WAY) for name in names}
+            yield Finding(stage, False, first_difference(given, right, wrong),
+                          causes_of_updates(steps, number, numbers, names, wrong))
+            return
+        yield Finding(stage, True)
