@@ -35,8 +35,8 @@ class ParallelBlock(Block):
     def forward(self, x):  # (B, S, C), under --sp (B, S/T, C)
         inputs = self.ln_1(x)
         if self.region:
-            inputs = enter_region(inputs, self.region)  # (B, S, C)
-        y = self.attn(inputs) + self.mlp(inputs)  # (B, S, C), partial over tp
+            inputs = enter_region(inputs, self.region)  # (B, S, C), under --sp (T B, S/T, C)
+        y = self.attn(inputs) + self.mlp(inputs)  # the same, partial over tp
         if self.region:
             y = leave_region(y, self.region)  # (B, S, C), under --sp (B, S/T, C)
         for bias in self.biases:
@@ -45,7 +45,8 @@ class ParallelBlock(Block):
 
 
 class Inside(Region):
-    """For columns and rows within a region that their block has entered: no messages."""
+    """For columns and rows within a region that their block has entered: no messages. (Attention's
+    still sort what comes rank by rank.)"""
 
     def start_enter(self, x, async_op=True):
         return lambda: x
@@ -66,7 +67,7 @@ def share_region(model, group, sp):
         block.region = Region(group, sp)
         for part in (block.attn, block.mlp):
             for linear in (part.c_attn if part is block.attn else part.c_fc, part.c_proj):
-                linear.region = Inside(group)
+                linear.region = Inside(group, sp, has_attention=part is block.attn)
             if part.c_proj.bias is not None:
                 block.biases.append(part.c_proj.bias)
                 part.c_proj.bias = None
