@@ -83,13 +83,16 @@ class Board:
             self.posted[group, way, src, dst] += 1
             self.changes[self.rank] += 1
         if self.posted[group, 1 - way, src, dst] > k:
-            other = self.sizes[group, 1 - way, src, dst, k % KEPT]
-            if other != nbytes:
-                sent, taken = (nbytes, other) if way == SEND else (other, nbytes)
-                raise OtherSize(f"rank {src} sends {sent} bytes to rank {dst}, and rank {dst} "
-                                f"receives into a tensor of {taken} bytes (their message "
-                                f"{k + 1}): do both mean the same part?")
+            self.compare_sizes(group, src, dst, k)
         return k
+
+    def compare_sizes(self, group, src, dst, k):
+        """Raise OtherSize, on both ranks, unless both ends of message k have one size."""
+        sent, taken = self.sizes[group, [SEND, RECV], src, dst, k % KEPT].tolist()
+        if sent != taken:
+            raise OtherSize(f"rank {src} sends {sent} bytes to rank {dst}, and rank {dst} receives "
+                            f"into a tensor of {taken} bytes (their message {k + 1}): do both mean "
+                            "the same part?")
 
     def wait(self, group, way, src, dst, k):
         """Return when the other rank has posted its end of message k; raise Stuck if it never
@@ -99,6 +102,7 @@ class Board:
             if self.all_are_stuck():
                 raise Stuck(self.circle())
             time.sleep(0.0002)
+        self.compare_sizes(group, src, dst, k)
         self.write(RUNS)
 
     def meet(self):
