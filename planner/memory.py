@@ -308,8 +308,9 @@ def work_buffers(job, layout, part):
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h, shape = tokens_of(job, layout), model.n_embd, shape_of(model)
     # A rank with a head (part.head is 1, else 0) takes max(h, 256) tokens at a time (ChunkedLoss in
-    # engine/vocabulary_parallel.py). Buffers: their logits and log-softmax. The log-softmax of
-    # 16-bit logits makes a copy of them in 32 bits
+    # engine/vocabulary_parallel.py; on a GPU more, if their logits take less than 256 MB: with 16
+    # bits at most 1.3 GB of buffers, and not counted here). Buffers: their logits and log-softmax.
+    # The log-softmax of 16-bit logits makes a copy of them in 32 bits
     chunk = min(n, max(h, 256)) * part.head
     wide = max(w, 4)
     copy = wide if w == 2 else 0

@@ -95,7 +95,7 @@ MUTANTS = {
         ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
-        ("into.add_(param.grad)", "into.copy_(param.grad)", "layouts:layout_equals"),
+        ("into.add_(param.grad)", "into.copy_(param.grad)", "streams:zb_v"),
         ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
