@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 import engine.collectives
+import mesh
 import train
 from engine.group import Group
 from engine.mesh import Mesh
@@ -106,6 +107,10 @@ class RowMesh(Mesh):
         self.pending = deque()
         self.groups = {}
         self.world = self.join("world", [list(range(math.prod(sizes.values())))])
+
+    def join(self, name, rows):
+        """Like the root: a group for each name, also of the root's Group."""
+        return mesh.Mesh.join(self, name, rows)
 
     def communicator(self, name, ranks):
         return self.communicators[name]
