@@ -28,7 +28,7 @@ class Dropout:
         self.rate = rate
         self.seed = seed
         self.block_size = 0  # tokens of a whole sequence
-        self.positions = None  # of this rank's tokens of a sequence
+        self.positions = None  # where this rank's tokens stand in their sequence
         # Number in the run of the first sequence that runs forward (data/batches.py); None: nothing
         # is dropped. Set by the pipeline for each microbatch
         self.first = None

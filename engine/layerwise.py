@@ -93,7 +93,7 @@ class Layerwise(Optimizer):
         """(norms of the weights, norms of flat_of(bucket)) of all whole tensors, wherever they lie.
         Each rank adds the squares of its pieces, divided by the number of ranks that hold them."""
         squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.device)
-        weight_norms = []  # of each bucket: the norms of its pieces on this rank
+        weight_norms = []  # for each bucket the norms of its pieces on this rank
         other_norms = []
         for bucket in self.reducer.buckets:
             weights = [piece for _, piece in bucket.pieces(bucket.master)]

@@ -31,7 +31,7 @@ def connection_options(device, timeout):
     # kills the process
     limit = timedelta(seconds=2 * timeout)
     # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait for
-    # its place on the GPU behind the products, whatever the priority of the stream that posts it
+    # its place on the GPU behind the products, whatever priority the posting stream has
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = limit  # torch warns if the two differ
     return {"timeout": limit, "pg_options": options}

@@ -1,8 +1,9 @@
 """Who waits for whom: groups that report each message to a board, a file that all ranks map.
 
 A rank writes on the board what it posts and what it waits for. So each rank that waits can see that
-nobody can ever send what it waits for, and says so at once: no time limit is needed. A send and a
-receive of different sizes are noticed before the message travels.
+no rank can ever send what it waits for, and says so at once. A send and a receive of different
+sizes are noticed before the message travels. (Not caught: if the rank that notices has other
+messages in the same exchange, their receivers wait in gloo until its time limit.)
 
     posted[g, way, src, dst]     messages posted so far in group g; way 0: sends, way 1: receives
     sizes[g, way, src, dst, k]   bytes of message k

@@ -37,7 +37,7 @@ from run.doctor.record import Recorder, random_value
 from run.doctor.threads import World
 
 STEPS = 60
-SEEDS = (1337, 1, 2, 3, 4, 5, 6, 7)  # of the right runs; the wrong ones have the first
+SEEDS = (1337, 1, 2, 3, 4, 5, 6, 7)  # seeds of the right runs; wrong runs have the first
 SMOOTH = 10  # steps of a running mean
 IN_A_ROW = 5  # steps that a curve must stay apart
 EQUAL = 1e-10  # relative: float64 has 16 digits, and sums in another order cost a few

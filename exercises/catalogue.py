@@ -3,11 +3,11 @@
 from importlib import import_module
 from typing import NamedTuple
 
-RANKS = 4  # of each attempt
+RANKS = 4  # ranks of an attempt
 
 
 class Exercise(NamedTuple):
-    name: str  # of its file, without .py
+    name: str  # the file's name, without .py
     title: str
     forms: tuple  # names of the functions and classes to write
     where: str  # where the repository has them: shown when the exercise is solved

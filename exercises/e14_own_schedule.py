@@ -1,6 +1,6 @@
 """Exercise 14: a schedule of your own. With P = 4 and m = 8 beat the bubble of 1F1B, 27%, with at
 most 4 microbatches in flight on any rank. A backward B may be split into I (the gradient of the
-input, for which the rank before waits) and W (the gradient of the weights, for which nobody waits);
+input, for which the rank before waits) and W (the gradient of the weights; no rank waits for it);
 F, I and W take one tick each. A microbatch is in flight from its F to the end of its W (or B).
 """
 

@@ -20,7 +20,7 @@ from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
 from group import Group
 from run.config import Config
 
-TOLERANCE = 1e-10  # of a tensor's norm: float64 has 16 digits, sums in another order cost a few
+TOLERANCE = 1e-10  # share of a tensor's norm: float64 has 16 digits, another order costs a few
 
 
 class Wrong(Exception):

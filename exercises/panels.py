@@ -5,7 +5,7 @@ from exercises.break_it import SMOOTH, running_means, shown_from
 from show.draw import CURVES, GRID, INK, Picture, scale
 
 ACROSS = 3  # panels side by side
-WIDTH, HEIGHT = 310, 150  # of a panel, in pixels
+WIDTH, HEIGHT = 310, 150  # a panel's size in pixels
 LOSSES = (2, 3, 4)  # ticks; what lies above the last is drawn at it
 WRONG = CURVES[1]
 
