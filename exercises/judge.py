@@ -60,15 +60,17 @@ def attempt(rank, judge, forms, board):
     except (Wrong, OtherSize) as error:
         report = Report("wrong", str(error))
     except Stuck as error:
-        return Report("a hang", str(error))  # on the board this rank goes on waiting
+        report = Report("a hang", str(error))
     except CommunicationError as error:  # another rank has ended: what that rank says is told
         report = Report("a lost message", str(error))
     except Exception as error:
         line = str(error).strip().splitlines() or [""]
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
                                     f"{line[0]}")
-    board.write(IDLE, thread=1)
-    board.write(ENDED, thread=0)
+    if report.kind != "a hang":  # on the board a rank that hangs goes on waiting
+        board.write(IDLE, thread=1)
+        board.write(ENDED, thread=0)
+    board.wait_for_all()
     return report
 
 

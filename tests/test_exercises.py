@@ -554,6 +554,13 @@ def combine_wrong(x, gates, chosen, experts, group, gated=True, back=True, both=
     return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
 
 
+def counts_unsent(x, gates, chosen, experts, group):
+    """Takes what it sends for what it receives."""
+    with patch.object(expert_parallel, "all_to_all", lambda outputs, inputs, group: [
+            out.copy_(own) for out, own in zip(outputs, inputs, strict=True)]):
+        return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+
+
 def combine_twice(x, gates, chosen, experts, group):
     return 2 * expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
 
@@ -778,7 +785,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (partial(combine_wrong, both=False), "of one of a token's k experts only"),
         (partial(combine_wrong, back=False), "has the outputs at other tokens"),
         (combine_twice, "is 2 times what it should be"),
-        (partial(combine_wrong, trained=False), "a backward of a small GPT")]),
+        (partial(combine_wrong, trained=False), "a backward of a small GPT"),
+        (counts_unsent, "bytes to rank")]),
     "e12_one_f_one_b": ({"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}, [
         ({"one_f_one_b": warm_up_too_long}, "in flight, and should have at most"),
         ({"one_f_one_b": no_warm_up}, "who waits, and for what?"),
