@@ -227,12 +227,21 @@ class WatchedGroup(engine.group.Group):
             self.unjoined += 1
             self.board.write(RUNS, thread=1)
 
-        def watched():
-            job()
+        def done():
             with self.board.lock:
                 self.jobs -= 1
                 if self.jobs == 0:
                     self.board.write(IDLE)
+
+        def watched():
+            try:
+                job()
+            except Stuck:  # on the board a rank that hangs goes on waiting
+                raise
+            except Exception:
+                done()
+                raise
+            done()
 
         work = super().submit(watched, name)
         ended, = work.waits

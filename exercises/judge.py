@@ -16,7 +16,7 @@ import torch
 import plain
 from collectives import own_chunk
 from engine.group import CommunicationError
-from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
+from exercises.board import ENDED, Board, OtherSize, Stuck, WatchedMesh
 from group import Group
 from run.config import Config
 
@@ -68,8 +68,7 @@ def attempt(rank, judge, forms, board):
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
                                     f"{line[0]}")
     if report.kind != "a hang":  # on the board a rank that hangs goes on waiting
-        board.write(IDLE, thread=1)
-        board.write(ENDED, thread=0)
+        board.write(ENDED)
     board.wait_for_all()
     return report
 
