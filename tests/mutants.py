@@ -347,8 +347,8 @@ MUTANTS = {
     "run/doctor/gradients.py": [
         ("[check_loss(examined, number, of_loss), finding]",
          "[check_loss(examined, number, []), finding]", "foreign:shifted_twice"),
-        ("if of_both:\n        return of_both, of_both\n    return causes_of_loss(examined, loss), ",
-         "return list(shares), ", "doctor:cause_explains")],
+        ("if of_both:\n        return of_both, of_both\n    return causes_of_loss(examined, loss),",
+         "return list(shares),", "doctor:cause_explains")],
     "run/doctor/inputs.py": [
         ("torch.cat([dump.ids(number), dump.targets(number)], dim=-1)", "dump.ids(number)",
          "doctor:other_sequences"),

@@ -202,7 +202,7 @@ def refuse_unsound_dump(given):
 def shapes_of(model, path, entries):
     """{canonical name: shape} of a model. ValueError, before a model of forged sizes is built, if
     weights-0 has too few tensors or elements for it."""
-    block = model.block_weights()  # elements that one token uses: of the experts top_k
+    block = model.block_weights()  # a block's elements, with top_k of the experts
     block += max(0, model.n_experts - model.top_k) * model.expert_parameters()  # the other experts
     least = model.n_layer * block + model.vocab_size * model.n_embd
     elements = sum(math.prod(entry.shape) for entry in entries.values())

@@ -39,8 +39,8 @@ class Examined:
     (error of the loss, {name: norm of the gradient's error})."""
 
     def __init__(self, mine, number, dump, terms, loss, gradients):
-        """dump: the one whose dtypes make the noise. terms: the right step's Terms. loss: the right
-        one. gradients: {name: the right full gradient}."""
+        """dump: the one whose dtypes make the noise. terms: the right step's Terms (step.py). loss:
+        the right one. gradients: {name: the right full gradient}."""
         self.mine = mine
         self.numbers = mine.steps[number - 1]  # MINE's loss, norm, lr, scale
         self.dtype = getattr(torch, dump.dtype)
@@ -79,7 +79,7 @@ class Computed(Examined):
     @cached_property
     def noise(self):
         """How far one process in MINE's dtype is from float64."""
-        # By a rounding a token may choose other experts: try several roundings of the weights
+        # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
@@ -130,7 +130,7 @@ class LikeReference(Examined):
             tied=False)
         coarser = max((reference, mine), key=eps_of)
         super().__init__(mine, number, coarser, terms, loss, gradients)
-        # from MINE's weights before the step to REFERENCE's
+        # between MINE's weights before the step and REFERENCE's, relative to their norm
         self.distance = distance_of(mine.weights(number - 1), reference.weights(number - 1))
 
     @cached_property

@@ -140,25 +140,26 @@ def loss_factors(layout, tokens, scale):
     """[(factor, words)]: what a printed loss may be multiplied by. tokens: those of the whole batch
     that count; scale: the loss scale."""
     D, C, T, P, m = (layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches"))
-    sizes = [(D, f"the {D} data ranks (dp)"), (C, f"the {C} context ranks (cp)"),
-             (D * C, f"the {D * C} data and context ranks (dp, cp)"),
-             (T, f"the {T} tensor ranks (tp)"), (P, f"the {P} pipeline ranks (pp)"),
-             (m, f"the {m} microbatches"), (D * m, f"the {D * m} microbatches of all data ranks"),
-             (tokens, f"the {tokens} tokens")]
-    found = {}  # words -> factor
+    sizes = [(D, "data ranks (dp)"), (C, "context ranks (cp)"), (T, "tensor ranks (tp)"),
+             (P, "pipeline ranks (pp)"), (m, "microbatches"), (tokens, "tokens")]
+    if D > 1 and C > 1:
+        sizes.append((D * C, "data and context ranks (dp, cp)"))
+    if D > 1 and m > 1:
+        sizes.append((D * m, "microbatches of all data ranks (dp)"))
+    found = [(-1.0, "of the wrong sign"),
+             (scale, f"{scale:g} times the right one: the loss scale is still in it"),
+             (1 / scale, f"divided by the loss scale {scale:g} once too often")]
     for size, what in sizes:
-        found[f"{size} times the right one: not divided by {what}, or summed over them"] = size
-        found[f"1/{size} of the right one: divided by {what} once too often, or not summed over "
-              "them"] = 1 / size
-    found[f"{scale:g} times the right one: the loss scale is still in it"] = scale
-    found[f"divided by the loss scale {scale:g} once too often"] = 1 / scale
-    found["of the wrong sign"] = -1.0
-    return [(factor, words) for words, factor in found.items() if factor != 1]
+        found += [(size, f"{size} times the right one: not divided by the {size} {what}, or summed "
+                         "over them"),
+                  (1 / size, f"1/{size} of the right one: divided by the {size} {what} once too "
+                             "often, or not summed over them")]
+    return [(factor, words) for factor, words in found if factor != 1]
 
 
 def causes_of_loss(examined, loss):
-    """Words for a wrong loss that has a cause of its own: it is a multiple or a part of the right
-    one, which is printed wrongly."""
+    """Words for a wrong loss with a cause of its own, beside right gradients or a cause of wrong
+    ones that leaves the loss right: a multiple or a part of the right loss is printed."""
     terms = examined.terms
     losses = terms.losses.mean(-1)  # (D, m, C)
     total = int(terms.tokens.sum())

@@ -141,16 +141,6 @@ def own_tokens(ids, targets, k, positions):
     return ids[k][:, positions], targets[k][:, positions]
 
 
-def put_slice(full, tag, values):
-    """Copy a rank's slice to its place in the full tensor."""
-    begin = 0
-    for start, stop in tag.ranges:
-        length = stop - start
-        part = values.narrow(tag.dim, begin, length)
-        full.narrow(tag.dim, start, length).copy_(part)
-        begin += length
-
-
 class Boards:
     """Where the threads put the gradients of one microbatch, and what rank 0 makes of them.
 
@@ -194,7 +184,7 @@ class Boards:
             if param.shape == tag.shape:
                 board[t].copy_(grad)
             else:
-                put_slice(board[0], tag, grad)
+                tag.place(grad, board[0])
             param.grad = None
 
     def add(self):

@@ -30,7 +30,7 @@ def lines(findings, layout, deep=True):
             yield f"{finding.stage:24} {finding.differs or 'equal'}", True
             continue
         yield f"{finding.stage:24} differs: {finding.differs}", False
-        tries_changes = finding.stage.endswith(("loss", "gradients"))  # with --deep
+        tries_changes = finding.stage.endswith(("loss", "gradients"))  # with --deep only
         if finding.causes and finding.causes == above:
             yield f"{INDENT} -> the same", False
         elif finding.causes:
