@@ -1029,6 +1029,7 @@ def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
 def test_the_quiz_ignores_what_follows_the_number():
     question = quiz.states_of_7b()
     assert all(quiz.is_right(question, text) for text in ("112", " 112 GB", "112GB", "112,0%"))
+    assert quiz.is_right(question, "1.12e2 GB")
     assert not quiz.is_right(question, "11.2GB")
     assert quiz.is_right(question, "GB") is None
 

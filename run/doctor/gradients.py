@@ -93,7 +93,7 @@ def fitted_weights(examined, mine):
             return {}
     rows = [f"data rank {d}: {' '.join(f'{weight:.3g}' for weight in row)}"
             for d, row in enumerate(share.data.tolist())]
-    words = f"all gradients: the microbatches' terms count this often. {'; '.join(rows)}"
+    words = f"all gradients: the microbatches' terms count this often ({'; '.join(rows)})"
     return {words: share}
 
 
