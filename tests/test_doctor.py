@@ -193,7 +193,7 @@ def examine(dumps):
     return run
 
 
-RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::7]
+RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::12]
 
 
 @pytest.mark.parametrize("flags", RIGHT_RUNS, ids=str)
