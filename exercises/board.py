@@ -67,7 +67,9 @@ class Board:
         self.state = parts["state"]
         self.meetings = parts["meetings"]
         self.changes = parts["changes"]
-        self.groups = []  # (mesh, name) of the groups so far: their numbers are the same on all
+        # (mesh, name) of each group, in the order in which the groups were made, which is the same
+        # on all ranks: the index is the group's number
+        self.groups = []
         self.main = threading.get_ident()
         self.lock = threading.RLock()  # held while this rank writes: two threads may
         self.works = []  # every exchange's Work: a message travels only while both ends keep theirs
@@ -236,7 +238,7 @@ class WatchedGroup(engine.group.Group):
         def watched():
             try:
                 job()
-            except Stuck:  # on the board a rank that hangs goes on waiting
+            except Stuck:  # no done(): on the board this thread stays as waiting
                 raise
             except Exception:
                 done()
@@ -262,6 +264,8 @@ class WatchedMesh(engine.mesh.Mesh):
 
     def __init__(self, board, **sizes):
         self.board = board
+        # Not super().__init__: engine.mesh.Mesh chooses the class of the groups by itself. Of its
+        # fields the groups of a CPU read `native` only
         self.native = False
         mesh.Mesh.__init__(self, WatchedGroup, **sizes)
 
