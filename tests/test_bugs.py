@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine import ddp, zero
 from engine.group import CommunicationError, naming
 from engine.sequence_parallel import Region
 from exercises.planted import CannotPlant, planted
+from forks.diloco import diloco
 from run.config import check
 from run.doctor.dump import read_dump
 from shard import Shard
@@ -112,6 +114,17 @@ def test_what_cannot_be_planted_is_refused(changes, says):
     with pytest.raises(CannotPlant, match=re.escape(says)), planted(*changes):
         pass
     assert _property() == 3
+
+
+def test_a_class_is_found_that_a_decorator_has_replaced_by_a_subclass():
+    """Like a fork does with train.py's Trainer (forks/diloco.py)."""
+    usual = train.Trainer
+    before = usual.update.__code__
+    bug = next(bug for bug in bugs.BUGS if bug.name == "gradients are not clipped")
+    with patch.object(train, "Trainer", diloco(usual)):
+        with planted(*bug.changes):
+            assert usual.update.__code__ is not before
+        assert usual.update.__code__ is before
 
 
 # ---- the table ----
