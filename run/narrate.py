@@ -1,7 +1,7 @@
 """What a message is about, in words, found in the Python frames of the call that sends it.
 
     calls, the outermost first                  words
-    run_pipeline, at action F0 of microbatch 2  F2: the forward of microbatch 2
+    run_pipeline, at the third of its forwards  F2: the forward of microbatch 2
       Row.forward, self is h.1.mlp.c_proj       output of h.1.mlp.c_proj
         all_reduce, of a tensor of two chunks   all-reduce, chunk 1 of 2
           reduce_scatter                        to add (the receiver adds what arrives)
