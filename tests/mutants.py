@@ -411,7 +411,7 @@ MUTANTS = {
     "run/export.py": [
         ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
     "run/watch.py": [
-        ('[(send, dst, recv, src), *more.get("more", ())]', "[(send, dst, recv, src)]",
+        ('[(send, dst, recv, src), *options.get("more", ())]', "[(send, dst, recv, src)]",
          "watch:every_message"),
         ("        self.become(usual)", "        pass", "watch:every_message"),
         ("done[key] + more", "done[key]", "watch:ticks"),
