@@ -102,6 +102,10 @@ class OneOfMany(Mesh):
         return None
 
 
+def meta_tensor(shape):
+    return torch.empty(shape, device="meta")
+
+
 def run_at_once(group, job, name):
     job()
     return Work()
@@ -111,6 +115,7 @@ def run_at_once(group, job, name):
 def on_meta():
     """What a Trainer needs to be built and run on the meta device."""
     with (patch.object(model, "causal_attention", FlashAttention.apply),
+          patch.object(train, "initial_value", lambda name, shape, *more: meta_tensor(shape)),
           patch.object(Dropout, "attach", lambda *args: None),
           patch.object(Group, "run_native", lambda *args: None),
           patch.object(Group, "submit", run_at_once)):

@@ -4,6 +4,7 @@ that are printed."""
 import gc
 import os
 import re
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train
 from engine.group import CommunicationError, naming
 from engine.mesh import Mesh, connection_options
 from races import gpu
 from run import launch, processes
+from run.ahead import compute_ahead, threads_per_rank
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of
 from tests import first_gpu
-from tests.counts import count_step
+from tests.counts import GPT2, VOCABULARY, OneOfMany, count_step, on_meta
 from tests.harness import HERE
 from tests.pool import pool
 from tests.runs import Run, _main, flags
@@ -171,6 +174,61 @@ def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
         os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
         launch.start("")
         assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+# ---- initial values ----
+
+
+def test_values_are_computed_three_at_a_time_and_come_in_order():
+    three = threading.Barrier(3, timeout=60)
+    started = []
+
+    def value(x):
+        started.append(x)
+        three.wait()  # BrokenBarrierError unless three threads are here together
+        return 10 * x
+
+    got = []
+    for x in compute_ahead(value, range(6), threads=3):
+        got.append(x)
+        assert len(started) <= len(got) + 3  # of which one is yielded
+    assert got == [0, 10, 20, 30, 40, 50]
+
+
+def test_an_error_of_a_value_comes_in_its_turn():
+    values = compute_ahead(lambda x: 1 / x, [2, 1, 0, 5], threads=2)
+    assert [next(values), next(values)] == [0.5, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(values)
+
+
+@pytest.mark.parametrize("cores,ranks,threads", [
+    (224, "8", 8), (32, "8", 4), (32, None, 8), (2, "4", 1), (2, None, 2)])
+def test_a_rank_draws_on_its_share_of_the_cores(monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert threads_per_rank() == threads
+    monkeypatch.delattr(os, "sched_getaffinity")  # not Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert threads_per_rank() == threads
+
+
+@pytest.mark.parametrize("resume,draws", [("no", True), ("out/step-00000002", False)])
+def test_a_run_that_resumes_draws_no_values(resume, draws):
+    """The checkpoint will replace them."""
+    cfg = Config(**GPT2, resume=resume)
+    check_layout(cfg, 1)
+    drawn = []
+
+    def value(name, shape, *more):
+        drawn.append(name)
+        return torch.empty(shape, device="meta")
+
+    with on_meta(), patch.object(train, "initial_value", value):
+        train.Trainer(cfg, OneOfMany(dp=1, ep=1, pp=1, cp=1, tp=1), VOCABULARY)
+    assert len(drawn) == (148 if draws else 0)
 
 
 # ---- kernels and bytes of a step, counted on meta tensors ----

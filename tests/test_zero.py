@@ -362,7 +362,8 @@ def _unused(rank, world, stage, n):
 
     group = Mesh(dp=world).group("dp")
     layers = [Layer(), Lonely()]
-    reducer = zero.REDUCERS[stage]({0: layers}, torch.float64, "cpu", lambda shard: torch.ones(n))
+    reducer = zero.REDUCERS[stage]({0: layers}, torch.float64, "cpu",
+                                   lambda tags: [torch.ones(n) for _ in tags])
     for bucket in reducer.buckets:
         bucket.grad_shard.fill_(7.0)  # as a step before might have left it
     reducer.zero_grad()
