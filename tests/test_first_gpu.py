@@ -212,8 +212,14 @@ def test_values_are_computed_three_at_a_time_and_come_in_order():
     assert got == [0, 10, 20, 30, 40, 50]
 
 
-def test_an_error_of_a_value_comes_in_its_turn():
-    values = compute_ahead(lambda x: 1 / x, [2, 1, 0, 5], threads=2)
+def test_one_thread_is_the_callers():
+    threads = compute_ahead(lambda x: threading.current_thread(), range(3), threads=1)
+    assert {*threads} == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_of_a_value_comes_in_its_turn(threads):
+    values = compute_ahead(lambda x: 1 / x, [2, 1, 0, 5], threads)
     assert [next(values), next(values)] == [0.5, 1]
     with pytest.raises(ZeroDivisionError):
         next(values)
