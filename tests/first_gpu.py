@@ -34,10 +34,10 @@ MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "micro
 N_PARAMETERS = 124_439_808  # of GPT-2, without padding
 GAP = 1.5e-6  # seconds from the end of a kernel to the next one's full speed; assumed
 KINDS = {  # part of a kernel's name -> what it is
-    "flash": "attention", "fmha": "attention", "gemm": "products", "nvjet": "products",
-    "cutlass": "products", "sm90": "products", "mm": "products", "nccl": "messages",
-    "Memcpy": "copies", "Memset": "copies", "adam": "AdamW", "layer_norm": "LayerNorm",
-    "softmax": "loss", "triton": "compiled"}
+    "flash": "attention", "fmha": "attention", "sdpa": "attention", "gemm": "products",
+    "nvjet": "products", "cutlass": "products", "sm90": "products", "mm": "products",
+    "nccl": "messages", "Memcpy": "copies", "Memset": "copies", "adam": "AdamW",
+    "layer_norm": "LayerNorm", "softmax": "loss", "triton": "compiled"}
 
 
 def run(*words):

@@ -186,11 +186,15 @@ def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with patch.dict(os.environ):
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         launch.start("")
         assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
         launch.start("")
-        assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+        assert os.environ.pop("PYTORCH_ALLOC_CONF") == "max_split_size_mb:64"
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"  # the older name
+        launch.start("")
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 # ---- initial values ----
