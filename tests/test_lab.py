@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import collectives
+import context_parallel
+import expert_parallel
 import schedules
 import sizes
 from engine.schedules import make_schedule, simulate
@@ -28,7 +30,7 @@ from planner.hardware import DEVICES, MODELS
 from planner.search import as_config
 from run import timeline
 from run.config import check_layout
-from show import ring
+from show import ring, tables
 from tests.harness import HERE
 from tests.pool import HANG
 
@@ -117,6 +119,8 @@ ANSWERS = {
     "zero": [{"zr": ranks} for ranks in COUNTS],
     "pipe": [{"p": 4, "m": 32}],
     "tensor": [{"tt": 4, "ts": True}],
+    "context": [{"an": 4, "am": "llama-70b"}],
+    "experts": [{"eu": 1, "ec": capacity} for capacity in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8)],
     "grid": [{"dp": 8, "pp": 1, "cp": 1, "tp": 2, "ep": 1, "cb": 8, "cmb": 1}],
     "calc": [{"cm": "llama-70b", "dp": 1, "pp": 4, "cp": 1, "tp": 8, "ep": 1, "z": 0, "x": 0,
               "s": "1f1b", "k": 0, "cb": 64, "cmb": 64, "sp": True, "cd": "h100"}]}
@@ -154,29 +158,83 @@ def differences(pairs, core=CORE):
                                                            strict=True) if not same(got, want)]
 
 
+def on_threads(N, run, record):
+    """run(group) on N threads; record(rank, tensor, to) before each exchange."""
+    links = [[queue.Queue() for _ in range(N)] for _ in range(N)]
+
+    def group_of(r):
+        def exchange(out, to, into, source):
+            record(r, out, to)
+            links[r][to].put(out.clone())
+            into.copy_(links[source][r].get())
+            return Mock()
+
+        return SimpleNamespace(size=N, rank=r, next=(r + 1) % N, prev=(r - 1) % N,
+                               exchange=exchange)
+
+    with ThreadPoolExecutor(N) as threads:
+        list(threads.map(run, map(group_of, range(N))))
+
+
 def ring_hops(N):
     """Run collectives.all_reduce on N threads. After each hop: the set of ranks, as bits,
     whose terms each chunk of each rank has; and the chunk that each rank sends in that hop."""
-    links, phases = [queue.Queue() for _ in range(N)], ("reduce-scatter", "all-gather")
+    phases = ("reduce-scatter", "all-gather")
+    tensors = [torch.full((N,), 1 << r) for r in range(N)]
     states, sends = [[[] for _ in range(N)] for _ in range(2)]
 
-    def run(r):
-        def exchange(out, to, into, source):
-            states[r].append(tensor.tolist())
-            sends[r].append(out.storage_offset())  # a chunk is one element
-            links[to].put(out.clone())
-            into.copy_(links[r].get())
-            return Mock()
+    def record(r, out, to):
+        states[r].append(tensors[r].tolist())
+        sends[r].append(out.storage_offset())  # a chunk is one element
 
-        tensor = torch.full((N,), 1 << r)
-        states[r].append(collectives.all_reduce(tensor, SimpleNamespace(
-            size=N, rank=r, next=(r + 1) % N, prev=(r - 1) % N, exchange=exchange)).tolist())
+    def run(group):
+        total = collectives.all_reduce(tensors[group.rank], group)
+        states[group.rank].append(total.tolist())
 
-    with ThreadPoolExecutor(N) as threads:
-        list(threads.map(run, range(N)))
+    on_threads(N, run, record)
     return [{"phase": phases[(i - 1) // (N - 1)] if i else "start", "terms": list(terms),
              "sends": [sends[r][i - 1] for r in range(N) if i]}
             for i, terms in enumerate(zip(*states, strict=True))]
+
+
+def keys_by_hop(N):
+    """Run context_parallel.ring_attention on N threads, where a rank's keys are its number. For
+    each rank: the number of the rank whose keys it passes on in each hop."""
+    passed_on = [[] for _ in range(N)]
+
+    def run(group):
+        keys = torch.full((1, 1, 2, 1), float(group.rank))
+        context_parallel.ring_attention(torch.zeros(1, 1, 2, 1), keys, keys, group)
+
+    on_threads(N, run, lambda r, out, to: passed_on[r].append(int(out.max())))
+    return passed_on
+
+
+def dispatched(chosen, n_experts):
+    """Run expert_parallel.dispatch_and_combine on threads, with the experts that each rank's tokens
+    chose: the rows sent from rank to rank, and those that each expert runs."""
+    E = len(chosen)
+    exchanges, load = [[] for _ in range(E)], [[] for _ in range(E)]
+
+    def run(group):
+        def experts(inputs):
+            load[group.rank] = list(map(len, inputs))
+            return inputs
+
+        experts.c_fc = SimpleNamespace(weight=torch.empty(n_experts // E, 1))
+        experts_of = torch.tensor(chosen[group.rank]).view(1, -1, 1)  # one for each token
+        expert_parallel.dispatch_and_combine(
+            torch.ones(1, experts_of.numel(), 3), torch.ones(experts_of.shape), experts_of,
+            experts, group)
+
+    on_threads(E, run, lambda r, out, to: exchanges[r].append((to, len(out))))
+    sent = [[len(experts)] * E for experts in chosen]
+    for r in range(E):
+        # Counts are exchanged first, then rows, then rows back
+        for to, rows in exchanges[r][E - 1 : 2 * (E - 1)]:
+            sent[r][to] = rows
+        sent[r][r] -= sum(sent[r][:r] + sent[r][r + 1 :])
+    return {"sent": sent, "load": sum(load, [])}
 
 
 def ring_cases(rng):
@@ -192,6 +250,24 @@ def ring_cases(rng):
         for name, nbytes in (("ring_time", D), ("in_turn_time", D * N)):
             yield [name, N, D, 1e9 * bandwidth, latency], costs.ring_time(device, N, N, nbytes, 2)
         yield from ((["ring_hops", N], ring_hops(N)), (["ring_bytes", N, D], 2 * (N - 1) * D / N))
+
+
+def attention_cases(rng):
+    for N in (2, 3, 4, 8):
+        yield (["(N) => range(N).map((r) => range(N - 1).map((hop) => keys_after(N, r, hop)))", N],
+               keys_by_hop(N))
+        for zigzag in (True, False):
+            tokens = rng.randint(1, 5)  # of a segment
+            positions = ([context_parallel.zigzag(2 * N * tokens, N, r) for r in range(N)]
+                         if zigzag else torch.arange(2 * N * tokens).chunk(N))
+            pairs = [[tables.visible_pairs(queries, keys) for keys in positions]
+                     for queries in positions]
+            yield ["""(N, zigzag, tokens) => range(N).map((q) => range(N).map((k) => visible_pairs(
+                   segments_of(N, q, zigzag), segments_of(N, k, zigzag), tokens)))""",
+                   N, zigzag, tokens], pairs
+        n = N * rng.randint(1, 3)
+        chosen = [rng.choices(range(n), k=12) for _ in range(N)]
+        yield ["dispatch", chosen, n, N], dispatched(chosen, n)
 
 
 def schedule_cases(rng):
@@ -298,7 +374,8 @@ def opened(tmp_path_factory):
 
 @cache
 def all_cases():
-    rng, kinds = random.Random(0), (ring_cases, schedule_cases, job_cases, other_cases)
+    rng, kinds = random.Random(0), (
+        ring_cases, attention_cases, schedule_cases, job_cases, other_cases)
     return [case for cases in kinds for case in cases(rng)]
 
 
@@ -436,7 +513,7 @@ def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65
     assert not report["mute"] and report["trace_lines"] == [WRONG, ""]
     # Each Try, after each preset of its figure
-    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 23}
+    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 29}
     for shown, parts in zip(report["numbers"], want, strict=True):
         for part, size in parts.items():  # four digits are shown
             got = float(shown["calc-" + part].replace(",", ""))
