@@ -11,9 +11,9 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ import context_parallel
 import expert_parallel
 import schedules
 import sizes
-from engine.schedules import make_schedule, simulate
+from engine.schedules import make_schedule, simulate, validate
 from mesh import lay_out
 from planner import costs, memory, report, traffic
 from planner.hardware import DEVICES, MODELS
@@ -43,6 +43,12 @@ DRIVER = """
 const list = (a) => [[a.kind, a.stage, a.microbatch], a.start, a.end];
 const played = (name, P, m, v, costs) => {
   const t = simulate(make_schedule(name, P, m, v), placement(name, P, v), costs);
+  return [t.times.map((row) => row.map(list)), t.makespan, t.bubble, t.peak_in_flight];
+};
+const written = (rows) => {
+  const lists = rows.map((row, rank) => number_actions(row, [rank])), where = range(rows.length);
+  validate(lists, where);
+  const t = simulate(lists, where, [1, 1, 1, 0]);
   return [t.times.map((row) => row.map(list)), t.makespan, t.bubble, t.peak_in_flight];
 };
 const checked = (cfg, n) => [check_layout(cfg), cfg.microbatches, cfg.chunks, command(cfg, n)];
@@ -74,7 +80,8 @@ const mute = all("[type=range]").filter((slider) =>
 // figure do
 const solved = (figure) => all(`#${figure} .try`)[0].classList.contains("done");
 function turn(figure, key, value) {
-  const input = all(`#${figure} .controls [data-key=${key}]`)[0].querySelector("input, select");
+  const label = all(`#${figure} .controls [data-key=${key}]`)[0];
+  const input = label.querySelector("input, select, textarea");
   if (input.type === "checkbox") input.checked = value;
   else input.value = input.type === "range" ? CONTROLS[key][3].indexOf(value) : value;
   for (const name of ["input", "change"]) input.dispatchEvent(new Event(name));
@@ -102,11 +109,27 @@ const trace_lines = TRACES.map((text) => {
   take_trace(text);
   return $("trace-error").textContent;
 });
+// The pipeline with a mouse: it points at rank 0's first action, then drags the line to the middle
+from_address("#");
+const canvas = $("pipe-a").getBoundingClientRect(), {scale, longest} = runs["pipe-a"];
+const mouse = (type, x, y) => $("pipe-a").dispatchEvent(new PointerEvent(type,
+  {clientX: canvas.left + x, clientY: y, pointerId: 1, pointerType: "mouse"}));
+const said = () => $("pipe-action").textContent, pipe = {chunks: []};
+mouse("pointermove", LEFT + 0.5 * scale, canvas.top + 10); pipe.pointed = said();
+mouse("pointerleave", 0, 0); pipe.left = said();
+mouse("pointerdown", LEFT + 0.9 * longest * scale, canvas.bottom - 5);
+mouse("pointermove", LEFT + 0.5 * longest * scale, canvas.bottom - 5); pipe.time = state.t;
+mouse("pointerup", 0, 0);
+mouse("pointermove", LEFT + 0.7 * longest * scale, canvas.bottom - 5); pipe.still = state.t;
+for (const name of ["1f1b", "interleaved"]) {
+  set({sa: name, sb: "zb-v"});
+  pipe.chunks.push(all("[data-key=v]")[0].hidden);
+}
 for (const setting of SETTINGS) {
   from_address("#" + setting);
   numbers.push(Object.fromEntries(all("[id]").map((e) => [e.id, e.innerText])));
 }
-const report = {errors, numbers, mute: mute.length, tries, trace_lines,
+const report = {errors, numbers, mute: mute.length, tries, trace_lines, pipe,
                 moved: inputs.length + presets.length,
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
@@ -118,6 +141,8 @@ ANSWERS = {
     "ring": [{"rn": 16, "rd": 0.0001}],
     "zero": [{"zr": ranks} for ranks in COUNTS],
     "pipe": [{"p": 4, "m": 32}],
+    "own": [{"ol": "\n".join(" ".join(code[0] for code in schedules.zero_bubble(1, 4, 4, 1, rank))
+                            for rank in range(4))}],
     "tensor": [{"tt": 4, "ts": True}],
     "context": [{"an": 4, "am": "llama-70b"}],
     "experts": [{"eu": 1, "ec": capacity} for capacity in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8)],
@@ -285,6 +310,29 @@ def schedule_cases(rng):
         yield ["played", name, P, m, v, times], want
 
 
+def list_cases(rng):
+    """Lists that somebody could write for figure 5: right ones, and ones with an action too many,
+    too few, or in another place."""
+    for _ in range(150):
+        P, m = rng.randint(1, 4), rng.randint(1, 5)
+        rows = [rng.choice((schedules.gpipe, schedules.one_f_one_b, partial(
+            schedules.zero_bubble, rng.choice((1, 2)))))(P, m, 1, rank) for rank in range(P)]
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            row = rng.choice(rows)
+            letter = row.pop(rng.randrange(len(row)))
+            for _ in range(rng.choice((0, 1, 1, 1, 2))):
+                row.insert(rng.randint(0, len(row)), rng.choice((letter, letter, "B0", "I0", "W0")))
+        mine = {"mine": schedules.Schedule(lambda P, m, v, rank, rows=rows: rows[rank])}
+        with patch.dict(schedules.SCHEDULES, mine):
+            lists = make_schedule("mine", P, m, 1)
+        try:
+            validate(lists, range(P))
+            want = simulate(lists, range(P), (1, 1, 1, 0))
+        except ValueError as error:
+            want = str(error)
+        yield ["written", rows], want
+
+
 def job_cases(rng):
     pick = rng.choice
     for _ in range(400):
@@ -375,7 +423,7 @@ def opened(tmp_path_factory):
 @cache
 def all_cases():
     rng, kinds = random.Random(0), (
-        ring_cases, attention_cases, schedule_cases, job_cases, other_cases)
+        ring_cases, attention_cases, schedule_cases, list_cases, job_cases, other_cases)
     return [case for cases in kinds for case in cases(rng)]
 
 
@@ -513,7 +561,11 @@ def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65
     assert not report["mute"] and report["trace_lines"] == [WRONG, ""]
     # Each Try, after each preset of its figure
-    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 29}
+    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 32}
+    first = "F0 of stage 0 (rank 0), time 0 to 1: needs no action; did not wait; needed by"
+    assert report["pipe"].pop("pointed").startswith(first)
+    assert report["pipe"] == {"left": "no action is chosen", "time": 50, "still": 50,
+                              "chunks": [True, False]}
     for shown, parts in zip(report["numbers"], want, strict=True):
         for part, size in parts.items():  # four digits are shown
             got = float(shown["calc-" + part].replace(",", ""))
