@@ -35,6 +35,7 @@ from tests.harness import HERE
 from tests.pool import HANG
 
 PAGE = HERE.joinpath("lab.html").read_text()
+AUDIT = HERE.joinpath("tests/audit.js")
 CORE = re.search(r'<script id="core">(.*?)</script>', PAGE, re.S)[1]
 # The schedules that the page knows: all but a fork's own (test_docs.py holds that)
 TABLE = CORE.split("const SCHEDULES = {")[1].split("};")[0]
@@ -75,7 +76,7 @@ for (const input of inputs) {
 // What a screen reader says of a slider is what the page shows
 const spoken = (slider) => slider.getAttribute("aria-valuetext");
 const mute = all("[type=range]").filter((slider) =>
-  spoken(slider) !== slider.parentElement.querySelector("output").textContent);
+  spoken(slider) !== slider.parentElement.querySelector("b").textContent);
 // Each Try: no preset solves it, alone or after another one; after any preset controls of its own
 // figure do
 const solved = (figure) => all(`#${figure} .try`)[0].classList.contains("done");
@@ -129,7 +130,8 @@ for (const setting of SETTINGS) {
   from_address("#" + setting);
   numbers.push(Object.fromEntries(all("[id]").map((e) => [e.id, e.innerText])));
 }
-const report = {errors, numbers, mute: mute.length, tries, trace_lines, pipe,
+AUDIT
+const report = {errors, numbers, audits: audit(), mute: mute.length, tries, trace_lines, pipe,
                 moved: inputs.length + presets.length,
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
@@ -161,6 +163,7 @@ def spans(P, m, steps):
 
 
 CHROME = shutil.which("chromium") or shutil.which("google-chrome")
+needs_chrome = pytest.mark.skipif(not CHROME, reason="no Chromium: lab.html is not opened")
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no Node: lab.html is not run")
 
 
@@ -363,7 +366,10 @@ def job_cases(rng):
 
 
 def other_cases(rng):
-    yield ["() => DEVICES"], {name: device.gb for name, device in DEVICES.items()}
+    yield ["() => DEVICES"], {
+        name: {"gb": device.gb, "nvlink": device.nvlink, "network": device.network}
+        for name, device in DEVICES.items()}
+    yield ["() => [NODE, RESERVE]"], [DEVICES["h100"].node, DEVICES["h100"].reserve]
     for name, model in MODELS.items():
         # Few tokens and words: the optimizer's copy of the largest bucket decides
         small = replace(model, n_layer=2, block_size=64, vocab_size=256)
@@ -404,7 +410,7 @@ def opened(tmp_path_factory):
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
     page = tmp_path_factory.mktemp("lab") / "lab.html"
-    probe = PROBE
+    probe = PROBE.replace("AUDIT\n", AUDIT.read_text())
     traces = ["{", spans(2, 2, 1)]  # the second one is read: the first one's error goes away
     for name, value in (("SETTINGS", settings), ("ANSWERS", ANSWERS), ("TRACES", traces)):
         probe = probe.replace(name, json.dumps(value), 1)
@@ -552,12 +558,24 @@ def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
     assert not differences([(["trace", (tmp_path / name).read_text()], want)])
 
 
-@pytest.mark.skipif(not CHROME, reason="no Chromium: lab.html is not opened")
-def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
-    chromium, want, page = opened
+def report_of(opened):
+    chromium, _, shown = opened
     chromium.wait(HANG)
-    text = re.search(r'<pre id="report">(.*?)</pre>', page.read_text(), re.S)[1]
-    report = json.loads(html.unescape(text))
+    text = re.search(r'<pre id="report">(.*?)</pre>', shown.read_text(), re.S)[1]
+    return json.loads(html.unescape(text))
+
+
+@needs_chrome
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_everybody_can_read_and_reach_the_page(opened, theme):
+    """Names, roles, headings, ids, landmarks, focus; and the contrast of all words, on canvases
+    too."""
+    assert report_of(opened)["audits"][theme] == []
+
+
+@needs_chrome
+def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
+    report, want = report_of(opened), opened[1]
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65
     assert not report["mute"] and report["trace_lines"] == [WRONG, ""]
     # Each Try, after each preset of its figure
