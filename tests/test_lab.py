@@ -438,6 +438,21 @@ def test_the_page_is_one_small_file():
     assert not re.findall(r'(?:src|href)="https?:', PAGE)
 
 
+def test_the_published_page_leads_to_files_that_exist(tmp_path):
+    """.ci/pages, which .github/workflows/pages.yml runs: links and the preview's picture."""
+    site, files = "https://site.example/lab", "https://host.example/you/repo/blob/1234"
+    subprocess.run(["bash", HERE / ".ci/pages", tmp_path, f"{site}/", files], check=True)
+    page = (tmp_path / "index.html").read_text()
+    links = [link for link in re.findall(r'href="([^"#]*)[^"]*"', page) if link]
+    links.remove("data:,")
+    assert len(links) == 3 and all((HERE / link.removeprefix(f"{files}/")).exists()
+                                   and link.startswith(files) for link in links)
+    preview = dict(re.findall(r'property="og:(\w+)" content="([^"]*)"', page))
+    assert preview.keys() == {"title", "description", "image"}
+    picture = tmp_path / preview["image"].removeprefix(f"{site}/")
+    assert picture.read_bytes() == (HERE / "pictures/lab.png").read_bytes()
+
+
 @needs_node
 def test_the_page_computes_what_python_computes():
     assert len(all_cases()) > 2000 and not differences(all_cases())[:3]
