@@ -126,13 +126,35 @@ for (const name of ["1f1b", "interleaved"]) {
   set({sa: name, sb: "zb-v"});
   pipe.chunks.push(all("[data-key=v]")[0].hidden);
 }
+// The ring: a touch of rank 2's chunk 1 and of rank 3 on the circle; half of the race's time
+from_address("#rn=4&rh=1");
+const touches = [];
+for (const [x, y] of [ring_at.center_of(2, 1), ring_at.centers(3)]) {
+  const {left, top} = $("ring-canvas").getBoundingClientRect();
+  $("ring-canvas").dispatchEvent(new MouseEvent("click", {clientX: left + x, clientY: top + y}));
+  touches.push($("ring-text").textContent.split(". ")[0]);
+}
+$("ring-canvas").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown"}));
+touches.push($("ring-text").textContent.split(". ")[0]);
+raced = 0.5;
+draw("ring");
+const race = all("#ring-table tr").slice(1).map((row) => row.cells[4].textContent);
+raced = 1;
+// The grid: a row of the table under the mouse
+from_address("#dp=2&tp=2&pp=4");
+const lights = all("#grid-table td:nth-child(4)").slice(-1).map((cell) => {
+  cell.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+  const on = lit;
+  $("grid-table").dispatchEvent(new PointerEvent("pointerleave"));
+  return [cell.textContent.slice(0, 2), on, lit];
+});
 for (const setting of SETTINGS) {
   from_address("#" + setting);
   numbers.push(Object.fromEntries(all("[id]").map((e) => [e.id, e.innerText])));
 }
 AUDIT
 const report = {errors, numbers, audits: audit(), mute: mute.length, tries, trace_lines, pipe,
-                moved: inputs.length + presets.length,
+                touches, race, lights, moved: inputs.length + presets.length,
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
 </script></body>"""
@@ -599,7 +621,16 @@ def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     assert report["pipe"].pop("pointed").startswith(first)
     assert report["pipe"] == {"left": "no action is chosen", "time": 50, "still": 50,
                               "chunks": [True, False]}
+    # After hop 1 of 4 ranks, rank r has added its term to rank r-1's in chunk r-2
+    assert report["touches"] == [
+        "Rank 2, chunk 1: the terms of rank 2", "Rank 3, chunk 1: the terms of ranks 2 3",
+        "Rank 0, chunk 1: the terms of rank 0"]
+    assert report["race"] == ["120 ms", "3 of 6 messages", "3 of 6 messages"]
+    assert report["lights"] == [["dp", "dp", None]]
     for shown, parts in zip(report["numbers"], want, strict=True):
+        more = parts["total"] / 80e9
+        verdict = "Too large" if more > 1 else "Fits barely" if more > 0.93 else "Fits, and"
+        assert shown["calc-verdict"].startswith(verdict)
         for part, size in parts.items():  # four digits are shown
             got = float(shown["calc-" + part].replace(",", ""))
             assert math.isclose(got, size / 1e9, rel_tol=5e-4)
