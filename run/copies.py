@@ -1,5 +1,5 @@
 """Do all ranks that should hold the same bits hold them? Compared by hashes: each rank sends eight
-bytes per tensor and group. train.py asks at the end of a run, run/doctor/dump.py in each step."""
+bytes per tensor and group. train.py asks at the end of a run, run/doctor/record.py in each step."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""The first ten minutes on a GPU: prints a page for docs/measured.md, whatever the figures say.
+"""The first ten minutes on a GPU: prints the page docs/measured/gpu.md, whatever the figures say.
 
     python -m tests.first_gpu > docs/measured/gpu.md     on a GPU that nobody else uses
     python -m tests.first_gpu --dry                     on CPUs, a small model: does it all run?
@@ -53,7 +53,8 @@ def indented(lines):
 
 
 def expectation(device):
-    """[(what, milliseconds, how)] of a step of GPT-2 with --compile on a device of the planner."""
+    """[(what, milliseconds, how)] of a step of GPT-2 without --compile, on a device of the planner.
+    """
     counting = count_step()
     tokens = GPT2["batch_size"] * GPT2["block_size"]
     products = 6 * N_PARAMETERS * tokens
@@ -81,7 +82,8 @@ def expected(name):
     least = 1e3 * flops / (device.tflops * 1e12)
     lines = [f"{what:12}{ms:6.1f} ms   {how}" for what, ms, how in parts]
     lines += [f"{'together':12}{total:6.1f} ms   {tokens / total * 1e3:,.0f} tokens/s",
-              f"{'at the peak':12}{least:6.1f} ms   {flops / 1e12:.1f} TFLOP, counted like the log",
+              f"{'at the peak':12}{least:6.1f} ms   {flops / 1e12:.1f} TFLOP: 6 Psi + 12 L C S "
+              "per token, the count of train.py's MFU",
               f"{'so MFU':12}{least / total:6.0%}      on {known}, if no kernel waits for the host"]
     return lines
 
@@ -119,7 +121,7 @@ def training(dry):
     steps = 3 if dry else 40
     lines = [f"{'':12}{'ms':>8}{'tokens/s':>12}{'MFU':>8}"]
     for label in ("without", "--compile"):
-        compiled = ["--compile"] * (label == "--compile" and not dry)
+        compiled = ["--compile"] if label == "--compile" and not dry else []
         rows, said = steps_of_train_py(sizes, "--steps", steps, *compiled)
         if not rows:
             lines += [f"{label}: no step", *said[-3:]]
@@ -142,7 +144,7 @@ def kernels(dry):
     """One step's kernels by kind, from torch's profiler."""
     cuda = torch.cuda.is_available()
     cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu"})
-    check_layout(cfg, 1)
+    check_layout(cfg, world=1)
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCABULARY)
     ids = torch.randint(VOCABULARY, (cfg.batch_size, cfg.block_size), device=cfg.device)
 
@@ -194,7 +196,7 @@ def memory(dry):
     cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu", "dp": 2,
                     "tp": 2, "pp": 1 if dry else 2, "microbatches": 2})
     cfg.collectives = "native" if cuda else "ring"
-    ranks = check_layout(cfg, 1)
+    ranks = check_layout(cfg, world=1)  # from one process, which starts the ranks itself
     pool = Pool()
     pool.start(ranks)
     try:
@@ -208,7 +210,8 @@ def memory(dry):
 
 
 def bench(dry):
-    return indented(run("bench.py", "--gpu", *["--quick"] * dry))
+    quick = ["--quick"] if dry else []
+    return indented(run("bench.py", "--gpu", *quick))
 
 
 PARTS = {

@@ -345,9 +345,13 @@ MUTANTS = {
          "foreign:another_form_is"),
         ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic")],
     "run/doctor/gradients.py": [
-        ("[check_loss(examined, number, causes), finding]",
-         "[check_loss(examined, number, []), finding]", "foreign:shifted_twice")],
+        ("[check_loss(examined, number, of_loss), finding]",
+         "[check_loss(examined, number, []), finding]", "foreign:shifted_twice"),
+        ("if of_both:\n        return of_both, of_both\n    return causes_of_loss(examined, loss),",
+         "return list(shares),", "doctor:cause_explains")],
     "run/doctor/inputs.py": [
+        ("torch.cat([dump.ids(number), dump.targets(number)], dim=-1)", "dump.ids(number)",
+         "doctor:other_sequences"),
         ("given[name].shape != right[name].shape\n             or", "", "foreign:another_shape")],
     "run/doctor/norm.py": [
         ("grad.chunk(D)", "grad.chunk(1)", "foreign:ranks_shards")],
