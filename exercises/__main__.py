@@ -38,7 +38,7 @@ def keep(folder, progress):
 
 
 def state_of(name, progress):
-    """ "to do", "begun", "solved", or "changed since it was solved"."""
+    """The state of an exercise: "to do", "begun", "solved", or "changed since it was solved"."""
     solved = progress.get(name, {}).get("solved")
     if solved is None:
         text = Path(FOLDER, f"{name}.py").read_text()

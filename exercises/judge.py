@@ -148,7 +148,7 @@ class Alone:
 class RandomTokens:
     """Takes the place of Data (data/batches.py): random tokens, the same for any layout."""
 
-    vocab_size = 21  # 2 and 4 tensor ranks have slices of unequal lengths
+    vocab_size = 21  # no multiple of 2 or 4: the tensor ranks' slices are of unequal length
 
     def training(self, cfg, step, mesh):
         generator = torch.Generator().manual_seed(step)

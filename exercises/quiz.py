@@ -160,7 +160,7 @@ QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, 
 def is_right(question, text):
     """Is a typed answer right? A comma is a decimal point; what follows the number, such as a unit,
     is ignored. None: the answer does not begin with a number."""
-    number = re.match(r"\s*([+-]?\d*[.,]?\d+)", text)
+    number = re.match(r"\s*([+-]?\d*[.,]?\d+(e[+-]?\d+)?)", text, re.IGNORECASE)
     if number is None:
         return None
     given = float(number[1].replace(",", "."))

@@ -1,6 +1,7 @@
 """Pictures as SVG: the drawings of the chapters, or curves of runs, from the files that
-train.py --metrics wrote. (Schedules are drawn by python schedules.py 1f1b 4 8 --svg FILE,
-large-batches.svg by experiments/large_batches.py; all other pictures are live, in lab.html.)
+train.py --metrics wrote. Drawn elsewhere: schedules by python schedules.py 1f1b 4 8 --svg FILE;
+large-batches.svg and ranks.svg in experiments/; wrong-lines.svg by python -m exercises break --svg
+FILE. Pictures that move are in lab.html.
 
     python -m show.pictures --svg pictures
     python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl

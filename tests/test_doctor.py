@@ -37,7 +37,7 @@ NAMED = {
     "projections into the residual stream are divided by sqrt(L)":
         "are 1.41 times|are 1.41421 times",
     "all tensors are drawn from one seed": "all drawn with one seed",
-    "the loss is summed over the T ranks that all have it": "summed over the tensor ranks",
+    "the loss is summed over the T ranks that all have it": "summed over the 3 tensor ranks",
     "the loss of a microbatch is not divided by their number": "not divided by the microbatches",
     "the loss of a microbatch is divided by their number twice": "microbatches once too often",
     "the loss is a mean of each microbatch's mean": "a mean of the microbatches' means",

@@ -245,7 +245,7 @@ class TheEngines(ddp.DDP):
         values = {p.shard.name: p.data.clone() for layer in layers for p in layer.parameters()}
         self.params = ddp.parameters_of(layers)
         self.ours = engine.ddp.DDP({0: layers}, torch.double, "cpu",
-                                   lambda tag: values[tag.name], 8 * 600)
+                                   lambda tags: [values[tag.name] for tag in tags], 8 * 600)
         self.weights = [param.data for param in self.params]
         self.ours.expect(0)
 
@@ -1029,6 +1029,7 @@ def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
 def test_the_quiz_ignores_what_follows_the_number():
     question = quiz.states_of_7b()
     assert all(quiz.is_right(question, text) for text in ("112", " 112 GB", "112GB", "112,0%"))
+    assert quiz.is_right(question, "1.12e2 GB")
     assert not quiz.is_right(question, "11.2GB")
     assert quiz.is_right(question, "GB") is None
 

@@ -33,6 +33,7 @@ from engine.optimizer import AdamW
 from engine.schedules import make_schedule, simulate
 from engine.tensor_parallel import parallelize
 from experts import kind_of
+from mesh import lay_out
 from model import Block
 from planner import costs, habits, hardware, measure, memory, published, report, traffic
 from planner import search as search_file
@@ -351,7 +352,7 @@ def test_each_layer_is_in_one_stage(n_layer, stages):
 
 def test_an_mlp_beside_experts_is_counted_like_a_dense_one():
     """Its parameters, and what it saves for backward: those by which a dense Llama grows with its
-    MLP."""
+    MLP; and its input, the norm's output, in 16 bits: the router alone saves that in 32 bits."""
     llama = hardware.MODELS["llama-7b"]
     layout = memory.Layout(dp=2, tp=2, pp=2, schedule="zb-h1", microbatches=4)
     grown = []
@@ -363,7 +364,8 @@ def test_an_mlp_beside_experts_is_counted_like_a_dense_one():
                     memory.saved_by_block(job, layout, False), sum(memory.matrices(job.model))]
                    for job in jobs]
         grown.append([more - less for less, more in zip(*numbers, strict=True)])
-    assert grown[0] == grown[1] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2, 3 * 4096 * 512]
+    assert grown[0] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2, 3 * 4096 * 512]
+    assert grown[1] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2 + 2 * 4096, 3 * 4096 * 512]
 
 
 @pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 3),
@@ -736,6 +738,24 @@ def test_an_all_reduce_over_many_nodes_takes_the_trees_latency():
     for seconds, want in zip(short, hops, strict=True):
         assert math.isclose(seconds, want * device.latency, rel_tol=1e-4)
     assert costs.all_reduce_time(device, 8, 64, 1e10) == costs.ring_time(device, 8, 64, 1e10, 2)
+
+
+@pytest.mark.parametrize("dp,ep,pp,cp,tp", [
+    (16, 2, 1, 1, 4), (16, 8, 2, 1, 2), (4, 2, 1, 4, 1), (8, 2, 2, 2, 1), (8, 4, 1, 2, 2)])
+def test_ranks_that_sum_gradients_are_on_a_node_like_in_the_mesh(dp, ep, pp, cp, tp):
+    """Nodes of 8. The groups of all parameters, and of the experts, are those of engine/mesh.py."""
+    model = replace(hardware.MODELS["llama-7b"], n_experts=8)
+    found = []
+
+    def collective(device, members, size, nbytes):
+        found.append((members, size))
+        return 0.0
+
+    costs.Costs(memory.Job(model, 64), hardware.DEVICES["h100"]).data_messages(
+        memory.Layout(dp=dp, ep=ep, pp=pp, cp=cp, tp=tp), memory.Part(0, 1, 0), 1e9, collective)
+    sizes_of_mesh = {"dp": dp // ep, "ep": ep, "pp": pp, "cp": cp, "tp": tp}
+    groups = [lay_out(sizes_of_mesh, axes)[0] for axes in (("dp", "ep", "cp"), ("dp", "cp"))]
+    assert found == [(sum(rank < 8 for rank in group), len(group)) for group in groups]
 
 
 @pytest.mark.parametrize("D", [64, 256, 1024])

@@ -93,7 +93,7 @@ def fitted_weights(examined, mine):
             return {}
     rows = [f"data rank {d}: {' '.join(f'{weight:.3g}' for weight in row)}"
             for d, row in enumerate(share.data.tolist())]
-    words = f"all gradients: the microbatches' terms count this often. {'; '.join(rows)}"
+    words = f"all gradients: the microbatches' terms count this often ({'; '.join(rows)})"
     return {words: share}
 
 
@@ -150,8 +150,8 @@ def loss_factors(layout, tokens, scale):
              (scale, f"{scale:g} times the right one: the loss scale is still in it"),
              (1 / scale, f"divided by the loss scale {scale:g} once too often")]
     for size, what in sizes:
-        found += [(size, f"{size} times the right one: not divided by the {size} {what}, or summed "
-                         "over them"),
+        found += [(size, f"{size} times the right one: summed over the {size} {what}, or not "
+                         "divided by their number"),
                   (1 / size, f"1/{size} of the right one: divided by the {size} {what} once too "
                              "often, or not summed over them")]
     return [(factor, words) for factor, words in found if factor != 1]

@@ -3,9 +3,9 @@
     write_run       two steps of train.py's Trainer
     write_plain     two steps of plain.training_steps, with a Recorder in place of AdamW
 
-As in run/checkpoint.py, each rank writes its own slices straight into the files. But where ranks
-hold copies of a slice, the first of them writes it, so that a file is never a mixture; and the
-names of tensors whose copies differ are noted.
+Each rank writes its own slices straight into the files, like in run/checkpoint.py. Where ranks hold
+copies of a slice, the first of them writes it, so that a file is never a mixture; and the names of
+tensors whose copies differ are noted.
 
     python train.py --dump one           torchrun train.py --tp 2 --pp 2 --dump four
     python train.py --plain --dump one
