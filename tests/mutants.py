@@ -480,7 +480,12 @@ MUTANTS = {
          "planner:llm_foundry")],
     "lab.html": [
         ('[[1e9, "GB"], [1e6', '[[2**30, "GB"], [1e6', "lab:powers_of_ten"),
-        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten")],
+        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten"),
+        ("(rank - hop + N) % N", "(rank + hop) % N", "lab:computes"),
+        ("[rank, 2 * N - 1 - rank]", "[rank, N + rank]", "lab:computes"),
+        ("Math.floor(expert * E / n_experts)", "expert % E", "lab:computes"),
+        ("microbatch = late.shift();", "microbatch = late.pop();", "lab:computes"),
+        ('a.got ? "doubled" : "missing"', '"missing"', "lab:computes")],
 }
 
 

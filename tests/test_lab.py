@@ -110,7 +110,10 @@ const trace_lines = TRACES.map((text) => {
   take_trace(text);
   return $("trace-error").textContent;
 });
+$("trace-example").click();
+trace_lines.push($("trace-text").textContent);
 // The pipeline with a mouse: it points at rank 0's first action, then drags the line to the middle
+recorded = null;
 from_address("#");
 const canvas = $("pipe-a").getBoundingClientRect(), {scale, longest} = runs["pipe-a"];
 const mouse = (type, x, y) => $("pipe-a").dispatchEvent(new PointerEvent(type,
@@ -614,7 +617,8 @@ def test_everybody_can_read_and_reach_the_page(opened, theme):
 def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     report, want = report_of(opened), opened[1]
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65
-    assert not report["mute"] and report["trace_lines"] == [WRONG, ""]
+    assert not report["mute"] and report["trace_lines"][:2] == [WRONG, ""]
+    assert report["trace_lines"][2].startswith("recorded by train.py: 1f1b, 381 ms a step")
     # Each Try, after each preset of its figure
     assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 32}
     first = "F0 of stage 0 (rank 0), time 0 to 1: needs no action; did not wait; needed by"
