@@ -3,9 +3,11 @@
 `python train.py --tp 2 --pp 2` becomes the launcher: it starts four processes with the same command
 line, each with its number in the environment (RANK, WORLD_SIZE, ..., like torchrun), and waits for
 them. The launcher does not import torch, so --help and a wrong flag need not wait for it.
+`torchrun train.py --tp 2 --pp 2` starts one process, too, which becomes the launcher. With
+--nproc-per-node 4 torchrun starts the ranks, and this file starts none.
 
-Why not torchrun: it kills ranks 30 s after a signal, even while they save; and it turns exit code 2
-into 1.
+Why ranks have a launcher of their own: torchrun kills the ranks that it starts 30 s after a signal,
+even while they save; and it turns exit code 2 into 1.
 """
 
 import math
