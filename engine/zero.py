@@ -106,10 +106,10 @@ class ZeRO2(ZeRO1):
         param.grad = None
 
     def full_gradient(self, bucket):
-        """The bucket's full gradient, to add to; it lives until it is reduced. If there is none, or
-        if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket or
-        another, and make a new one, without values. So a gradient on its way is freed before the
-        next is made."""
+        """The bucket's full gradient, to copy into; it lives until it is reduced. If there is none,
+        or if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket
+        or another, and make a new one, without values. So a gradient on its way is freed before
+        the next is made."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_empty(bucket.numel)

@@ -166,7 +166,7 @@ MUTANTS = {
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "layouts:cp"),
         ("chosen in (CUDNN, FLASH) else", "chosen == FLASH else", "sequences:hands"),
         ("lse.squeeze(-1), rest", "lse, rest", "sequences:hands"),
-        ("    lse = lse.contiguous()\n", "", "sequences:hands"),
+        ("lse.contiguous().unsqueeze(-1)", "lse.unsqueeze(-1)", "sequences:hands"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
     "engine/expert_parallel.py": [
