@@ -100,9 +100,9 @@ class ZeRO2(ZeRO1):
     def move(self, param, bucket):
         """Copy param.grad into the bucket's full gradient. (A backward brings each parameter's
         gradient once. KeyError if one came again: it would have to be added.)"""
-        full = self.full_gradient(bucket)
+        into = bucket.view(self.full_gradient(bucket), param)
         self.lacking.remove(param)
-        bucket.view(full, param).copy_(param.grad)
+        into.copy_(param.grad)
         param.grad = None
 
     def full_gradient(self, bucket):

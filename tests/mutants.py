@@ -95,8 +95,7 @@ MUTANTS = {
         ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
-        ("        self.lacking.remove(param)\n        bucket", "        bucket",
-         "layouts:layout_equals"),
+        ("        self.lacking.remove(param)\n        into", "        into", "zero:sum_its"),
         ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
