@@ -272,7 +272,7 @@ def race(row, rank, communicators, folder, seconds, least):
         ours, peers = losses.unbind(1)
         assert torch.allclose(ours, peers, rtol=1e-3), (row, losses)
     # The race: pairs of turns
-    before = jobs[0].made.bytes_sent()
+    before = jobs[0].last_mesh.bytes_sent()  # our side's mesh: the peer's Job has another one
     times = []  # (ours, the peer's) of each pair
     pairs = 1  # the first pair tells how many there is time for
     while len(times) < pairs:
@@ -281,7 +281,7 @@ def race(row, rank, communicators, folder, seconds, least):
         # A row's limit counts in the ratio, and in the "peer ms" of the table
         times.append([pair[0], pair[1] * row.limit])
         if len(times) == 1:
-            sent = jobs[0].made.bytes_sent() - before  # by our turn: the peer has its own mesh
+            sent = jobs[0].last_mesh.bytes_sent() - before  # in our turn
             (longest,) = highest([sum(pair.values())]).tolist()
             pairs = min(max(seconds / longest, least), 200)
     calls = row.steps * repeats(row)  # steps, or calls of a collective, in a turn
@@ -336,7 +336,8 @@ def worker(rank, world, chosen, quick, path, folder):
     communicators = {}  # {n: {name of a group: torch's ProcessGroup of the first n ranks}}
     for n in sorted({1, *(row.n for row in rows)}):  # 1: plain_side.one_rank has a mesh of one rank
         named = {name: dist.new_group(range(n)) for name in JOINED}
-        named.update(dict.fromkeys(AXES, dist.new_group(range(n))))  # one for all axes
+        # One for all axes: in a row one axis has more than one rank, so only that axis talks
+        named.update(dict.fromkeys(AXES, dist.new_group(range(n))))
         communicators[n] = named
     if quick:
         for size in SIZES.values():

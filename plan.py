@@ -22,7 +22,7 @@ from planner.calibrate import Measured, chosen, factor_of_runs, measured_in, sec
 from planner.hardware import DEVICES, MODELS, Device
 from planner.memory import Job, Layout
 from planner.mixture import Mixture
-from planner.programs import PROGRAMS, TRAIN_PY
+from planner.programs import PROGRAMS, TRAIN_PY, lacks_stage
 from planner.report import BAND, fell_out, figures, print_plan, trades
 from planner.search import Search, as_config, layout_of
 from run import config
@@ -105,7 +105,8 @@ def model_of_flags(name, given):
     if given.get("expert_width"):
         config.require(n_experts, "--expert-width is for --experts; say how many")
         sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
-    if {*beyond} & {*MIXTURE, "split_experts"} - {"expert_width"}:
+    # Only a Mixture has these. (expert_width has become n_hidden, which a Llama has)
+    if given.get("shared_width") or given.get("head_width") or given.get("split_experts"):
         model = Mixture(**asdict(model))
     return named_in(sizes, model)
 
@@ -145,7 +146,11 @@ def own_runs(args, job, fixed):
 
 def require_has(args, job, cfg):
     """ValueError if the program of --for cannot run the layout of a Config."""
-    lacking = PROGRAMS.get(args.program, TRAIN_PY).lacks(job, layout_of(cfg))
+    program = PROGRAMS.get(args.program, TRAIN_PY)
+    layout = layout_of(cfg)
+    lacking = program.lacks(job, layout)
+    if args.layout or "zero" in vars(args):  # else the search chooses the ZeRO stage
+        lacking = lacking + lacks_stage(program, layout)
     config.require(not lacking, f"--for {args.program} cannot run {'; '.join(lacking)}")
 
 

@@ -88,7 +88,7 @@ class Trainer:
         pad_vocabulary(model, cfg.pad_vocab or 1)
         if cfg.experts:
             spread_experts(model, mesh, cfg.sp)
-        own_positions = self.positions  # of this rank's tokens between the blocks
+        own_positions = self.positions  # positions of the tokens that this rank has between blocks
         if cfg.sp:
             own_positions = own_chunk(self.positions, mesh.group("tp"))
         dropout = Dropout(cfg.dropout, cfg.seed)

@@ -119,6 +119,8 @@ class Data:
         if cfg.data in ("stdlib", "shakespeare"):
             self.folder = Path(__file__).parent / cfg.data
             self.prepare_or_wait(cfg.data, local_rank)
+        # The fix that errors name
+        self.fix = f"python data/prepare.py SOURCE --out {self.folder} writes this folder"
         self.meta = self.find_meta()  # at least {"vocab_size": ...}
         self.vocab_size = self.meta["vocab_size"]
         if cfg.tp > self.vocab_size:
@@ -152,23 +154,22 @@ class Data:
             if meta.get("tokenizer") in ("bpe", "bytes"):  # (GPT-2's may need a download)
                 load_tokenizer(self.folder)  # raises if it is damaged
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}); make it anew") from None
+            raise ValueError(f"{path} is damaged ({error}); {self.fix}") from None
         return meta
 
     def memory_map(self, split):
         """The tokens of train.bin or val.bin. ValueError: missing, damaged or too short."""
         path = self.folder / f"{split}.bin"
         if not path.exists():
-            raise ValueError(f"--data {self.folder}: {path.name} is missing; "
-                             f"python data/prepare.py PATH --out {self.folder} makes it")
+            raise ValueError(f"--data {self.folder}: {path.name} is missing; {self.fix}")
         size = require_file(path).stat().st_size
         tokens_of_meta = self.meta.get(f"{split}_tokens")
         if tokens_of_meta and size != 2 * tokens_of_meta:
             raise ValueError(f"{path} does not fit its meta.json: {size} bytes for "
-                             f"{tokens_of_meta} tokens of 2 bytes; make it anew")
+                             f"{tokens_of_meta} tokens of 2 bytes; {self.fix}")
         if size % 2:
             raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of uint16; "
-                             "make it anew")
+                             + self.fix)
         if size // 2 <= self.block:
             raise ValueError(f"--block-size {self.block} is longer than {path} allows, which "
                              f"has {size // 2} tokens; take less than that")
@@ -183,7 +184,7 @@ class Data:
         """DataError if a token is not in the vocabulary."""
         if ids.max() >= self.vocab_size:
             raise DataError(f"{path} holds token id {ids.max()}, but the vocabulary of "
-                            f"{self.folder} has {self.vocab_size} tokens; make it anew")
+                            f"{self.folder} has {self.vocab_size} tokens; {self.fix}")
 
     def training(self, cfg, step, mesh):
         """This data rank's microbatches of a step: [(ids, targets, first)]. ids, targets: (B, S).
@@ -248,7 +249,7 @@ class Data:
         # tokens.base is the mmap; its size() is the file's size now. Reading beyond it would kill
         # the process (SIGBUS).
         if tokens.base.size() < tokens.nbytes:
-            raise DataError(f"{tokens.filename} was cut off during the run; make it anew")
+            raise DataError(f"{tokens.filename} was cut off during the run; {self.fix}")
         index, n_data_ranks = mesh.place("dp", "ep")
         own_starts = np.split(starts, n_data_ranks)[index]
         row = index * len(own_starts)  # in the batch

@@ -46,7 +46,7 @@ class Dropout:
             module.register_forward_hook(partial(self.drop, place))
 
     def is_dropped(self, place, number, width):
-        """(S, C) bool: this rank's tokens of the mask of a sequence."""
+        """(tokens of this rank, C) bool: their rows of a sequence's mask, which is (S, C)."""
         rng = generator_of(self.seed, f"dropout {place} {number}")
         return (torch.rand(self.block_size, width, generator=rng) < self.rate)[self.positions]
 

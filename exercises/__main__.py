@@ -38,11 +38,11 @@ def keep(folder, progress):
 
 
 def state_of(name, progress):
-    """One word on an exercise."""
+    """The state of an exercise: "to do", "begun", "solved", or "changed since it was solved"."""
     solved = progress.get(name, {}).get("solved")
     if solved is None:
-        return "to do" if "raise NotImplementedError" in Path(
-            FOLDER, f"{name}.py").read_text() else "begun"
+        text = Path(FOLDER, f"{name}.py").read_text()
+        return "to do" if "raise NotImplementedError" in text else "begun"
     return "solved" if solved == hash_of(name) else "changed since it was solved"
 
 
@@ -107,7 +107,7 @@ def main():
     parser.add_argument("--svg", metavar="FILE", help="with break: write the picture there, too")
     args = parser.parse_args()
     if args.svg and args.which != "break":
-        parser.error("--svg draws the picture of: exercises break --svg FILE")
+        parser.error("--svg is for break only: python -m exercises break --svg FILE")
     if args.which == "quiz" and not args.hint:
         from exercises.quiz import ask_all
         sys.exit(ask_all(input, print))

@@ -1,11 +1,12 @@
 """Who waits for whom: groups that report each message to a board, a file that all ranks map.
 
 A rank writes on the board what it posts and what it waits for. So each rank that waits can see that
-no rank can ever send what it waits for, and says so at once. A send and a receive of different
-sizes are noticed before the message travels. (Not caught: if the rank that notices has other
-messages in the same exchange, their receivers wait in gloo until its time limit.)
+no rank can ever send what it waits for, and says so at once. A rank announces all messages of an
+exchange before it posts the first one, and one rank at a time announces: of a send and a receive
+of different sizes the second is noticed, and nothing of its exchange is posted.
 
-    posted[g, way, src, dst]     messages posted so far in group g; way 0: sends, way 1: receives
+    announced[g, way, src, dst]  messages announced so far in group g; way 0: sends, way 1: receives
+    posted[g, way, src, dst]     messages posted so far
     sizes[g, way, src, dst, k]   bytes of message k
     state[rank, thread]          what a thread of a rank does; thread 0: the main one, thread 1: the
                                  one that runs submitted collectives (engine/group.py)
@@ -13,10 +14,12 @@ messages in the same exchange, their receivers wait in gloo until its time limit
     changes[rank]                how often the rank has written any of the above
 """
 
+import fcntl
 import math
 import os
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 
 import numpy as np
@@ -48,23 +51,28 @@ class Board:
         self.path = path
         self.rank = rank
         self.size = size
-        shapes = {"posted": (GROUPS, 2, RANKS, RANKS), "sizes": (GROUPS, 2, RANKS, RANKS, KEPT),
+        messages = GROUPS, 2, RANKS, RANKS
+        shapes = {"announced": messages, "posted": messages, "sizes": (*messages, KEPT),
                   "state": (RANKS, 2, 6), "meetings": (RANKS,), "changes": (RANKS,)}
-        with open(os.open(path, os.O_CREAT | os.O_RDWR), "r+b") as file:
-            os.truncate(file.fileno(), 8 * sum(map(math.prod, shapes.values())))  # zeros
+        self.file = open(os.open(path, os.O_CREAT | os.O_RDWR), "r+b")
+        os.truncate(self.file.fileno(), 8 * sum(map(math.prod, shapes.values())))  # zeros
         parts = {}
         offset = 0
         for name, shape in shapes.items():
             parts[name] = np.memmap(path, np.int64, "r+", offset, shape)
             offset += parts[name].nbytes
+        self.announced = parts["announced"]
         self.posted = parts["posted"]
         self.sizes = parts["sizes"]
         self.state = parts["state"]
         self.meetings = parts["meetings"]
         self.changes = parts["changes"]
-        self.groups = []  # (mesh, name) of the groups so far: their numbers are the same on all
+        # (mesh, name) of each group, in the order in which the groups were made, which is the same
+        # on all ranks: the index is the group's number
+        self.groups = []
         self.main = threading.get_ident()
         self.lock = threading.RLock()  # held while this rank writes: two threads may
+        self.works = []  # every exchange's Work: a message travels only while both ends keep theirs
         self.write(IDLE, thread=1)
 
     def write(self, kind, *what, thread=None):
@@ -76,24 +84,40 @@ class Board:
             self.state[self.rank, thread, 0] = kind
             self.changes[self.rank] += 1
 
-    def post(self, group, way, src, dst, nbytes):
-        """Count a message of this rank. Returns its number. Raises OtherSize."""
-        k = int(self.posted[group, way, src, dst])
+    def announce(self, group, messages):
+        """Write the sizes of this rank's next messages [(way, src, dst, nbytes)]: of all or, if one
+        has another size at its other end, of none. Returns their numbers. Raises OtherSize."""
+        numbers = []
+        before = Counter()
         with self.lock:
-            self.sizes[group, way, src, dst, k % KEPT] = nbytes
-            self.posted[group, way, src, dst] += 1
-            self.changes[self.rank] += 1
-        if self.posted[group, 1 - way, src, dst] > k:
-            self.compare_sizes(group, src, dst, k)
-        return k
+            fcntl.flock(self.file, fcntl.LOCK_EX)  # no other rank announces meanwhile
+            try:
+                for way, src, dst, nbytes in messages:
+                    k = int(self.announced[group, way, src, dst]) + before[way, src, dst]
+                    self.sizes[group, way, src, dst, k % KEPT] = nbytes
+                    if self.announced[group, 1 - way, src, dst] > k:
+                        self.compare_sizes(group, src, dst, k)
+                    before[way, src, dst] += 1
+                    numbers.append(k)
+                for way, src, dst, _ in messages:
+                    self.announced[group, way, src, dst] += 1
+            finally:
+                fcntl.flock(self.file, fcntl.LOCK_UN)
+        return numbers
 
     def compare_sizes(self, group, src, dst, k):
-        """Raise OtherSize, on both ranks, unless both ends of message k have one size."""
+        """Raise OtherSize unless both ends of message k have one size."""
         sent, taken = self.sizes[group, [SEND, RECV], src, dst, k % KEPT].tolist()
         if sent != taken:
             raise OtherSize(f"rank {src} sends {sent} bytes to rank {dst}, and rank {dst} receives "
                             f"into a tensor of {taken} bytes (their message {k + 1}): do both mean "
                             "the same part?")
+
+    def post(self, group, way, src, dst):
+        """Count a message that this rank has posted."""
+        with self.lock:
+            self.posted[group, way, src, dst] += 1
+            self.changes[self.rank] += 1
 
     def wait(self, group, way, src, dst, k):
         """Return when the other rank has posted its end of message k; raise Stuck if it never
@@ -103,7 +127,6 @@ class Board:
             if self.all_are_stuck():
                 raise Stuck(self.circle())
             time.sleep(0.0002)
-        self.compare_sizes(group, src, dst, k)
         self.write(RUNS)
 
     def meet(self):
@@ -132,6 +155,11 @@ class Board:
         before = self.changes.copy()
         stuck = not any(self.can_go_on(rank) for rank in range(self.size))
         return stuck and np.array_equal(before, self.changes)
+
+    def wait_for_all(self):
+        """Return when no rank can go on: until then another may wait for a message of this one."""
+        while not self.all_are_stuck():
+            time.sleep(0.0002)
 
     def waits_of(self, rank):
         """What a rank waits for, in words; "" if it does not wait."""
@@ -172,19 +200,22 @@ class WatchedGroup(engine.group.Group):
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
         me = self.ranks[self.rank]
-        posted = []  # (way, src, dst, k), in the order in which the Work waits for them
+        messages = []  # (way, src, dst, bytes), in the order in which the Work waits for them
         for out, to, into, source in [(send, dst, recv, src), *more]:
             if into is not None and into.numel() > 0:
-                ends = self.ranks[source], me
-                posted.append((RECV, *ends, self.board.post(self.number, RECV, *ends, into.nbytes)))
+                messages.append((RECV, self.ranks[source], me, into.nbytes))
             if out is not None and out.numel() > 0:
                 self.largest = max(self.largest, out.nbytes)
-                ends = me, self.ranks[to]
-                posted.append((SEND, *ends, self.board.post(self.number, SEND, *ends, out.nbytes)))
+                messages.append((SEND, me, self.ranks[to], out.nbytes))
+        numbers = self.board.announce(self.number, messages)
         self.hops += 1
         work = super().exchange(send, dst, recv, src, more)
-        work.waits = [lambda message=message, wait=wait: self.finish(message, wait)
-                      for message, wait in zip(posted, work.waits, strict=True)]
+        self.board.works.append(work)
+        ends = [message[:3] for message in messages]
+        for message in ends:
+            self.board.post(self.number, *message)
+        work.waits = [lambda message=(*message, k), wait=wait: self.finish(message, wait)
+                      for message, k, wait in zip(ends, numbers, work.waits, strict=True)]
         return work
 
     def finish(self, message, wait):
@@ -198,12 +229,21 @@ class WatchedGroup(engine.group.Group):
             self.unjoined += 1
             self.board.write(RUNS, thread=1)
 
-        def watched():
-            job()
+        def done():
             with self.board.lock:
                 self.jobs -= 1
                 if self.jobs == 0:
                     self.board.write(IDLE)
+
+        def watched():
+            try:
+                job()
+            except Stuck:  # no done(): on the board this thread stays as waiting
+                raise
+            except Exception:
+                done()
+                raise
+            done()
 
         work = super().submit(watched, name)
         ended, = work.waits
@@ -224,6 +264,8 @@ class WatchedMesh(engine.mesh.Mesh):
 
     def __init__(self, board, **sizes):
         self.board = board
+        # Not super().__init__: engine.mesh.Mesh chooses the class of the groups by itself. Of its
+        # fields the groups of a CPU read `native` only
         self.native = False
         mesh.Mesh.__init__(self, WatchedGroup, **sizes)
 

@@ -65,11 +65,12 @@ def write_zen(folder):
 # ---- one run ----
 
 
-class Memory:
-    """Has the methods of a dump's Writer, for one rank: keeps what the rank would write."""
+class KeptDump:
+    """Takes a Writer's place in a Recorder (run/doctor/record.py), for one rank: keeps gradients
+    and weights in memory."""
 
     def __init__(self, cfg, mesh, model_config, shapes, dtype):
-        self.wide = dtype
+        self.wide = dtype  # of gradients, see Writer
         self.held = {}  # {"gradients-1": [(tag, this rank's slice)]}
 
     def keep(self, name, number, held):
@@ -87,9 +88,9 @@ class Memory:
 
 
 def train_rank(mesh, cfg, value, steps):
-    """One rank: (loss, norm) of each step, and what it would write of a dump."""
+    """One rank. Returns ([(loss, norm) of each step], the `held` of its KeptDump)."""
     data = Data(cfg)
-    recorder = Recorder(cfg, mesh, data, Memory, value)
+    recorder = Recorder(cfg, mesh, data, KeptDump, value)
     training = plain.training_steps(cfg, mesh, data, recorder.build, recorder.make_optimizer)
     numbers = []
     for loss, norm in islice(training, steps):
@@ -118,22 +119,22 @@ def put_together(parts):
 
 
 def train_changed(corpus, flags, changes=(), value=initial_value, steps=STEPS):
-    """Train with these flags and with these changes of the code. Returns the losses and, of two
-    steps and more, their Dump. value: makes the initial values."""
+    """Train with these flags and with these changes of the code. Returns (losses, Dump of the first
+    two steps). value: the function that makes initial values; steps: 2 at least."""
     cfg = Config(data=corpus, **{"seed": SEEDS[0], **FLAGS_OF_ALL, **flags})
     world = World({axis: getattr(cfg, axis) for axis in ("dp", "pp", "cp", "tp")})
     with planted(*changes):
         ranks = world.run(partial(train_rank, cfg=cfg, value=value, steps=steps))
-        trace = []
+        states = []
         for n in range(3):
             weights, differ = put_together(held[f"weights-{n}"] for _, held in ranks)
-            trace.append({"weights": weights, "differ": differ})
+            states.append({"weights": weights, "differ": differ})
         for n in (1, 2):
             loss, norm = ranks[0][0][n - 1]
             grads, _ = put_together(held[f"gradients-{n}"] for _, held in ranks)
-            trace[n] |= {"loss": loss, "norm": norm, "grads": grads,
-                         "lr": learning_rate(cfg, n - 1)}
-        dump = in_memory(cfg, trace, Data(cfg).vocab_size)
+            states[n] |= {"loss": loss, "norm": norm, "grads": grads,
+                          "lr": learning_rate(cfg, n - 1)}
+        dump = in_memory(cfg, states, Data(cfg).vocab_size)
     return [loss for loss, _ in ranks[0][0]], dump
 
 
@@ -210,7 +211,7 @@ def shown_cell(row, rights):
 
 
 def gradients_cell(row):
-    """How far the gradients of step 1 are off: that of the worst tensor, and how many are."""
+    """The largest relative difference of a gradient of step 1, and how many tensors differ."""
     wrong = [off for off in row.off.values() if off > EQUAL]
     return f"{max(wrong):<8.2g}{len(wrong)} of {len(row.off)}" if wrong else "equal"
 

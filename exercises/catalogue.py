@@ -106,7 +106,8 @@ EXERCISES = (
         "expert_parallel.py: dispatch_and_combine", "tokens.judge_experts",
         ("chosen.flatten().argsort(stable=True) sorts the B * S * k choices by expert; choice i is "
          "of token i // k.",
-         "torch.bincount(chosen, minlength=E * n).view(E, n) is what goes to each rank's experts; "
+         "torch.bincount(chosen.flatten(), minlength=E * n).view(E, n) counts the rows for each "
+         "rank's experts; "
          "one all_to_all(list(to_run), list(to_send), group) tells the others.",
          "send_rows there, run_by_expert, send_rows back with sent and received swapped; then "
          "y.index_add_(0, token, gate * output).")),
@@ -143,6 +144,6 @@ EXERCISES = (
         ("One index along dim has inner = shape[dim + 1:].numel() elements side by side; there are "
          "shape[:dim].numel() rows of shape[dim] * inner elements.",
          "Walk over rows, then ranges. Keep `position`, the place in the flattened slice: a range "
-         "covers position to position + (last - first) * inner. Cut that by start and stop.",
-         "It begins in the full tensor at (row * shape[dim] + first) * inner + what was cut off.")),
+         "covers position to position + (end - begin) * inner. Cut that by start and stop.",
+         "It starts in the full tensor at (row * shape[dim] + begin) * inner + what was cut off.")),
 )

@@ -12,7 +12,8 @@ from shard import split
 
 class Column(nn.Module):
     """parts: if W is several matrices in one (q, k, v: sizes of each), split each of them. lm_head
-    has no bias. Two ranks, W = [[1], [2], [3], [4]], parts (2, 2): rank 0 has rows 1 and 3."""
+    has no bias. Two ranks, W = [[1], [2], [3], [4]], parts (2, 2): rank 0 has
+    [[1], [3]], rank 1 [[2], [4]]."""
 
     def __init__(self, linear, group, f, parts=()):
         super().__init__()

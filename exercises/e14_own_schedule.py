@@ -8,5 +8,5 @@ F, I and W take one tick each. A microbatch is in flight from its F to the end o
 def own_schedule(P, m, v, rank):
     """One rank's list of "F0", and "B0" or "I0" and "W0": m of each; v is 1. The tester plays and
     draws it. P = 2, m = 2: rank 0  F0 F0 I0 W0 I0 W0, rank 1  F0 I0 F0 I0 W0 W0 takes 7 ticks,
-    as rank 1 does its Ws when it would wait; 1F1B takes 9."""
+    because rank 1 puts its Ws off to the end, so that rank 0 waits less; 1F1B takes 9."""
     raise NotImplementedError

@@ -16,7 +16,7 @@ import torch
 import plain
 from collectives import own_chunk
 from engine.group import CommunicationError
-from exercises.board import ENDED, IDLE, Board, OtherSize, Stuck, WatchedMesh
+from exercises.board import ENDED, Board, OtherSize, Stuck, WatchedMesh
 from group import Group
 from run.config import Config
 
@@ -33,7 +33,8 @@ class Report(NamedTuple):
     facts: tuple = ()  # lines: figures beside their formulas
 
 
-# Of several ranks' reports the first kind of these is told: the others may follow from it
+# Worst first. If ranks report different kinds, only the first of them in this order is printed: the
+# others may follow from it
 KINDS = ("not written", "an error", "wrong", "a hang", "a lost message", "right")
 
 
@@ -60,24 +61,26 @@ def attempt(rank, judge, forms, board):
     except (Wrong, OtherSize) as error:
         report = Report("wrong", str(error))
     except Stuck as error:
-        return Report("a hang", str(error))  # on the board this rank goes on waiting
-    except CommunicationError as error:  # another rank has ended: what that rank says is told
+        report = Report("a hang", str(error))
+    except CommunicationError as error:  # another rank has ended: its own report comes first
         report = Report("a lost message", str(error))
     except Exception as error:
         line = str(error).strip().splitlines() or [""]
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
                                     f"{line[0]}")
-    board.write(IDLE, thread=1)
-    board.write(ENDED, thread=0)
+    # A rank that hangs stays on the board as waiting: the others have to see what it waits for
+    if report.kind != "a hang":
+        board.write(ENDED)
+    board.wait_for_all()
     return report
 
 
 def verdict(reports):
-    """The report to tell: the first of the worst kind."""
+    """The report to print: the first of the worst kind."""
     return min(reports, key=lambda report: KINDS.index(report.kind))
 
 
-# ---- words that several families use ----
+# ---- comparisons and words that all judges use ----
 
 
 def same(got, want):
@@ -145,7 +148,7 @@ class Alone:
 class RandomTokens:
     """Takes the place of Data (data/batches.py): random tokens, the same for any layout."""
 
-    vocab_size = 21  # divides by no T
+    vocab_size = 21  # no multiple of 2 or 4: the tensor ranks' slices are of unequal length
 
     def training(self, cfg, step, mesh):
         generator = torch.Generator().manual_seed(step)

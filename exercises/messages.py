@@ -23,7 +23,9 @@ def ranks_in_words(ranks):
 
 def explain_sum(total, c, N):
     """What is wrong with the sum of chunk c; "" if nothing is."""
-    if total * N == round(total * N) and total != round(total):
+    right = sum(10.0 ** (r + N * c) for r in range(N))
+    is_fraction = total != round(total) and total * N == round(total * N)
+    if is_fraction or total * N == right:
         return f"is divided by {N}: sums are never averaged here"
     if total < 0 or total >= 10 ** (N * N):
         return "is no sum of the ranks' terms"
@@ -61,7 +63,7 @@ def judge_reduce_scatter(make_mesh, forms):
             elif hops != N - 1:
                 said += f"; {hops} hops were made, and {N - 1} are needed"
             raise Wrong(f"rank {r}: its own chunk {r} {said}")
-    # Sent are all chunks but the one that this rank receives last, its own
+    # A rank sends every chunk but its own, which it receives last
     facts = [beside("bytes sent by this rank", sent, "n - own chunk, elements of 8",
                     8 * (n - chunks[r].numel())),
              beside("hops", hops, "N - 1", N - 1)]
@@ -106,7 +108,7 @@ def judge_all_gather(make_mesh, forms):
             else:
                 said = f"holds {value:g}: chunks are copied, not added"
             raise Wrong(f"rank {r}: chunk {c} {said}")
-    # Sent are all chunks but the one that the next rank owns
+    # A rank sends every chunk but the next rank's
     facts = [beside("bytes sent by this rank", sent, "n - chunk of the next rank, elements of 8",
                     8 * (n - chunks[group.next].numel())),
              beside("hops", hops, "N - 1", N - 1)]

@@ -47,9 +47,9 @@ def play_form(form, P, m, v=1, costs=(1, 1, 1, 0)):
         validate(lists, where)
     except ValueError as error:
         raise Wrong(f"P = {P}, m = {m}: {error}") from None
-    longest = max(action.microbatch for actions in lists for action in actions) + 1
-    if longest != m:
-        raise Wrong(f"P = {P}, m = {m}: {longest} microbatches are run")
+    num_run = 1 + max(action.microbatch for actions in lists for action in actions)
+    if num_run != m:
+        raise Wrong(f"P = {P}, m = {m}: {num_run} microbatches are run")
     return simulate(lists, where, costs)
 
 

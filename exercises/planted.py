@@ -4,9 +4,9 @@ anew.
     with planted(("optimizer.py", "norm + 1e-6", "norm + 1e-3")):
         ...                             every module that imported clip_coefficient sees the bug
 
-The changed file is compiled, and each function whose text differs gets the new code object: the
-function itself stays, so that modules and subclasses that have it need not be told. Constants, of a
-module or of a class, are set. An object that was made before keeps what it has computed.
+The changed file is compiled, and each function whose text differs gets the new code object. The
+function itself stays the same object, so modules that have imported it, and subclasses, run the new
+code. Constants of a module or class are set. An object that was made before keeps its values.
 """
 
 import ast
@@ -34,14 +34,14 @@ def changed_text(file, pairs):
 
 
 def heads(body):
-    """What must stay the same in the statements of a module or of a class: their kinds, and the
-    names that they define."""
+    """The kinds of a module's or class's statements, and the names that they define: these must
+    not change."""
     return [(type(node), getattr(node, "name", None)) for node in body]
 
 
 def head_of(node):
-    """What must stay the same in a function or class but its body: a change there would need a
-    new object."""
+    """The decorators, bases and defaults of a function or class: these must not change, because
+    only a body can be swapped in the live object."""
     if isinstance(node, ast.ClassDef):
         parts = [*node.decorator_list, *node.bases, *node.keywords]
     else:
@@ -50,7 +50,8 @@ def head_of(node):
 
 
 def inner_code(name, code):
-    """The code object of a function or class, inside of that of its module or class."""
+    """The code object of the function or class `name`, found among the constants of the code
+    around it, a module's or a class's."""
     (found,) = [const for const in code.co_consts
                 if isinstance(const, CodeType) and const.co_name == name]
     return found
@@ -63,13 +64,19 @@ def function_of(value):
     return value
 
 
+def class_of(value, name):
+    """The class of this name, which a decorator may have replaced by a subclass."""
+    return next(base for base in value.__mro__ if base.__name__ == name)
+
+
 class Swap:
-    """The changes of one file in the module that it is. `stack` gets what takes each one back."""
+    """Puts the changes of one file into its module."""
 
     def __init__(self, module, stack):
+        """stack: an ExitStack, whose end undoes each change."""
         self.module = module
         self.stack = stack
-        self.count = 0
+        self.count = 0  # swaps so far
 
     def set(self, owner, name, value):
         self.stack.callback(setattr, owner, name, getattr(owner, name))
@@ -77,8 +84,8 @@ class Swap:
         self.count += 1
 
     def compare(self, before, after, code, owner):
-        """Swap what differs between two bodies, of a module or of a class. code: of the new one;
-        owner: the live module or class."""
+        """Swap the statements that differ between two bodies of a module or class. code: the code
+        object of the new body; owner: the live module or class."""
         if heads(before) != heads(after):
             raise CannotPlant(f"{owner.__name__}: a statement is added, taken away or renamed")
         for was, now in zip(before, after, strict=True):
@@ -91,7 +98,7 @@ class Swap:
             inner = inner_code(now.name, code)
             value = vars(owner)[now.name]
             if isinstance(now, ast.ClassDef):
-                self.compare(was.body, now.body, inner, value)
+                self.compare(was.body, now.body, inner, class_of(value, now.name))
             else:
                 self.set(function_of(value), "__code__", inner)
         elif isinstance(now, ast.Assign) and ast.dump(was.targets[0]) == ast.dump(now.targets[0]):
@@ -114,7 +121,7 @@ class Swap:
             self.set(owner, name, value)
 
     def forget(self):
-        """Results that the module's functions have cached may be those of the other code."""
+        """Clear the caches of the module's functions, which may hold the other code's results."""
         for value in vars(self.module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -136,9 +143,9 @@ def plant(file, pairs, stack):
 @contextmanager
 def planted(*changes):
     """While it is open, this process runs with the changes, (file, old, new) each: `old` is found
-    once in the file, after the changes before it. CannotPlant if there is nothing to swap, or
-    something that this cannot: a statement added to a module or class, another decorator or
-    default, a field of a dataclass."""
+    once in the file, after the changes before it. CannotPlant if nothing changes, or if a change
+    cannot be swapped: a statement added to a module or class, another decorator or default, a field
+    of a dataclass."""
     files = {}
     for file, old, new in changes:
         files.setdefault(file, []).append((old, new))

@@ -1,6 +1,7 @@
-"""python -m exercises quiz: a number is asked, sizes.py and schedules.py compute it, and the way to
-it is printed. No torch here."""
+"""python -m exercises quiz: asks for a number, then prints the right one and its derivation. They
+are computed here, or by sizes.py and schedules.py. No torch here."""
 
+import re
 from typing import NamedTuple
 
 from engine.schedules import make_schedule, simulate
@@ -136,7 +137,8 @@ def bytes_of_tensor_parallelism():
         "block, forward and backward?", sent,
         (f"an activation B S C is 2048 * 4096 * 2 bytes = {n / 1e6:.4g} MB",
          "four all-reduces: after attention and after the MLP (g), and in backward before them (f)",
-         f"4 * 2 (T-1)/T * {n / 1e6:.4g} = {sent:.4g} MB; the same with --sp"))
+         f"4 * 2 (T-1)/T * {n / 1e6:.4g} = {sent:.4g} MB. With --sp 5/4 of it: columns gather "
+         "their input again in backward"))
 
 
 def zero3_bytes():
@@ -156,18 +158,19 @@ QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, 
 
 
 def is_right(question, text):
-    """Is a typed answer right? Units and a % are ignored. None: there is no number in it."""
-    words = text.replace("%", " ").replace(",", ".").split()
-    try:
-        given = float(words[0])
-    except (IndexError, ValueError):
+    """Is a typed answer right? A comma is a decimal point; what follows the number, such as a unit,
+    is ignored. None: the answer does not begin with a number."""
+    number = re.match(r"\s*([+-]?\d*[.,]?\d+(e[+-]?\d+)?)", text, re.IGNORECASE)
+    if number is None:
         return None
+    given = float(number[1].replace(",", "."))
     return abs(given - question.answer) <= question.slack * abs(question.answer) + 1e-9
 
 
 def ask_all(ask, say):
-    """Ask each question: ask(prompt) returns a line, say(line) prints. An empty line passes on, an
-    end of the input ends. Returns the exit code: 0 if all answers were right."""
+    """Ask each question: ask(prompt) returns a line, say(line) prints. An empty line skips the
+    question, the end of the input ends the quiz. Returns the exit code: 0 if all answers were
+    right."""
     right = 0
     for number, make in enumerate(QUESTIONS, 1):
         question = make()

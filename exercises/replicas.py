@@ -184,11 +184,12 @@ def judge_zero3(make_mesh, forms):
                     f"before, and all weights have {8 * psi}: the gathered weights are not freed")
     facts = [f"bytes held after forward, beyond the chunks: {held}    all weights have {8 * psi}"]
     mesh, line = trains(make_mesh, places, {"dp": 4}, zero=3)
-    sent = mesh.group("dp").bytes_sent // 2
+    sent = mesh.group("dp").bytes_sent // 2  # trains() makes two steps
     model = build(SMALL, dtype=torch.double)
-    psi = sum(param.numel() for layer in model.layers for param in layer.parameters())
+    # The tied matrix counts twice: ZeRO-3 gathers it for both ends
+    gathered = sum(param.numel() for layer in model.layers for param in layer.parameters())
     return [*facts, f"bytes sent by this rank in a step: {sent}    formula 3 m Psi (D-1)/D = "
-            f"{3 * 8 * psi * (RANKS - 1) // RANKS}", line]
+            f"{3 * 8 * gathered * (RANKS - 1) // RANKS}, with the tied matrix twice in Psi", line]
 
 
 def held_after_forward(group, places):

@@ -141,7 +141,8 @@ def judge_linear(make_mesh, forms):
     linear = tagged_linear(8, 5)
     want = linear(x).detach()
     columns = slice(*bounds(8, group))
-    got = forms["Row"](linear, group, g)(x[..., columns].contiguous())
+    row = forms["Row"](linear, group, g)
+    got = row(x[..., columns].contiguous())
     check_shape("Row's output", got, want)
     if not same(got, want):
         own = x[..., columns] @ linear.weight.detach()[:, columns].T
@@ -150,9 +151,10 @@ def judge_linear(make_mesh, forms):
             raise Wrong(f"rank {t}: Row's output is this rank's partial sum: g is missing")
         raise Wrong(f"rank {t}: Row's output " + explain_bias(got, want, bias))
     places = [(tensor_parallel, name, form) for name, form in forms.items()]
-    held = 8 * (linear.weight.numel() // T + linear.bias.numel())
-    return [f"bytes held of Row's layer: {held}    formula (out * in / T + out) * 8",
-            trains(make_mesh, places, {"tp": 4})[1]]
+    held = 8 * sum(param.numel() for param in row.parameters())
+    facts = [beside("bytes of Row's parameters", held, "(out * in / T + out) * 8",
+                    8 * (5 * 8 // T + 5))]
+    return [*facts, trains(make_mesh, places, {"tp": 4})[1]]
 
 
 def explain_bias(got, want, bias):
@@ -237,7 +239,7 @@ def judge_sequence(make_mesh, forms):
     y, grad = through(forms["gather_tokens"], whole[:, mine], grads[t], group)
     check_shape("what gather_tokens returns", y, whole)
     if not same(y, whole):
-        raise Wrong(f"rank {t}: what gather_tokens returns " + explain_tokens(y, whole, B))
+        raise Wrong(f"rank {t}: what gather_tokens returns " + explain_tokens(y, whole))
     if grad is None or not same(grad, summed[:, mine]):
         raise Wrong(f"rank {t}: the gradient in gather_tokens' backward "
                     + explain_sum_of(grad, grads[t][:, mine], summed[:, mine], T))
@@ -248,14 +250,14 @@ def judge_sequence(make_mesh, forms):
                     + explain_sum_of(y, grads[t][:, mine], summed[:, mine], T))
     if grad is None or not same(grad, whole):
         raise Wrong(f"rank {t}: the gradient in scatter_tokens' backward "
-                    + explain_tokens(grad, whole, B))
+                    + explain_tokens(grad, whole))
     n = 8 * whole.numel()
     facts = [beside("bytes sent by this rank, both ways", group.bytes_sent, "4 (T-1)/T n",
                     4 * (T - 1) * n // T)]
     return [*facts, one_backward(make_mesh, forms)]
 
 
-def explain_tokens(got, want, B):
+def explain_tokens(got, want):
     """How all tokens differ from those that should be there."""
     if got is None:
         return "is None: no gradient came through"

@@ -84,7 +84,7 @@ def check_norm(form, group):
     elif same(got, sum((part.square().sum() + own / T).sqrt() for part in parts)):
         said = "is a sum of norms: sum the squares, then take the root"
     elif same(got, want / math.sqrt(T)) or same(got, want / T):
-        said = f"is {in_numbers((got / want).item())} times too small: squares are never averaged"
+        said = f"is {in_numbers((got / want).item())} of the right one: squares are never averaged"
     raise Wrong(f"rank {t}: the norm {said}")
 
 
@@ -93,7 +93,7 @@ def check_norm(form, group):
 
 def tags_of(group):
     """{name: (tag of this rank's slice, start, stop)}: rows; columns; q, k, v; and under ZeRO a
-    chunk of columns."""
+    chunk of the whole and a chunk of columns. [start, stop): in the flattened slice."""
     T, t = group.size, group.rank
     shape = torch.Size((6, 8))
     rows = Shard("rows", shape, 0, (bounds(6, group),))
@@ -103,11 +103,13 @@ def tags_of(group):
     whole = Shard("a chunk of the whole", shape, 0, ((0, 6),))
     half = replace(columns, name="a chunk of columns",
                    ranges=((0, 4),) if t < T // 2 else ((4, 8),))
-    chunk = bounds(48, group)
-    part = (0, 11) if t % 2 == 0 else (11, 24)
-    return {tag.name: (tag, *span) for tag, span in (
-        (rows, (0, rows.slice(torch.empty(shape)).numel())), (columns, (0, 12)), (parts, (0, 6)),
-        (whole, chunk), (half, part))}
+    # Two ranks share four columns, 24 elements, cut at 11
+    part_of_half = (0, 11) if t % 2 == 0 else (11, 24)
+    return {rows.name: (rows, 0, rows.slice(torch.empty(shape)).numel()),
+            columns.name: (columns, 0, 12),
+            parts.name: (parts, 0, 6),
+            whole.name: (whole, *bounds(48, group)),
+            half.name: (half, *part_of_half)}
 
 
 def judge_checkpoint(make_mesh, forms):

@@ -141,8 +141,7 @@ def judge_experts(make_mesh, forms):
     layer = mixture_layer(range(8))
     own = mixture_layer(range(2 * e, 2 * e + 2))
     x = random_tensor(2, 5, 8, seed=20 + e)
-    chosen = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(10 * e + i))[:2]
-                          for i in range(10)]).view(2, 5, 2)
+    chosen = random_choices(e)
     gates = random_tensor(2, 5, 2, seed=30 + e).softmax(-1)
     want = layer.run_experts(x, gates, chosen)
     got = form(x, gates, chosen, own.experts, group)
@@ -151,13 +150,16 @@ def judge_experts(make_mesh, forms):
         raise Wrong(f"rank {e}: the result " + explain_experts(got, want, layer, x, gates, chosen))
     away = int((chosen // 2 != e).sum())
     arriving = sum(int((random_choices(rank) // 2 == e).sum()) for rank in range(E) if rank != e)
-    formula = 8 * (8 * away + 8 * arriving + 2 * (E - 1))
+    C, number = 8, 8  # elements of a row, bytes of a number
+    counts = 2 * (E - 1)  # each other rank is told how many rows come for each of its 2 experts
+    formula = number * (C * away + C * arriving + counts)
     facts = [beside("bytes sent by this rank", group.bytes_sent,
                     "rows out + outputs back + counts", formula)]
     return [*facts, one_step_of_experts(make_mesh, forms)]
 
 
 def random_choices(rank):
+    """(2, 5, 2): for each token of a rank two of the 8 experts."""
     return torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(10 * rank + i))
                         [:2] for i in range(10)]).view(2, 5, 2)
 

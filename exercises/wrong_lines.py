@@ -3,8 +3,8 @@ have had."""
 
 from typing import NamedTuple
 
-# Layouts that plain.py leaves out, as changes that the right run has, too. Sequence parallelism, in
-# the place of tensor parallelism:
+# Layouts that plain.py leaves out, as changes that are made before the wrong line. (The right run
+# is one process, and needs none.) Sequence parallelism in the place of tensor parallelism:
 SEQUENCES_OVER_TP = (
     ("plain.py", '    tensor_parallel(model, mesh.group("tp"))\n',
      "    from sequence_parallel import sequence_parallel\n"
@@ -31,7 +31,7 @@ class WrongLine(NamedTuple):
     file: str
     right: str  # stands once in the file
     wrong: str
-    setting: tuple = ()  # changes that make the layout, (file, old, new) each
+    setting: tuple = ()  # the changes that make the layout: (file, old, new) each
 
 
 REPLICAS = {"dp": 2}

@@ -3,9 +3,10 @@ no gradient travels. Each worker is what one data rank was: with its pipeline, t
 ranks it is a replica of the model, on its 1/D of each batch.
 
     H times    each worker steps by AdamW on its own gradients
-    meet       d = w0 - mean of the workers' w;  v = MOMENTUM v + d       w0: weights of the last
-               w0 = w0 - OUTER_LR (d + MOMENTUM v);  all go on from w0    meeting; Nesterov's form
+    meet       d = w0 - mean of the workers' w;  v = MOMENTUM v + d
+               w0 = w0 - OUTER_LR (d + MOMENTUM v);  all go on from w0
 
+w0: the weights after the last meeting. MOMENTUM v in the last line is Nesterov's form of momentum.
 With SGD, OUTER_LR 1 and MOMENTUM 0 it is federated averaging (1602.05629), and with H = 1 data
 parallelism. What the fork shows: who is summed is said in one place, mesh.summed; without the data
 axes in it gradients, norm, ZeRO's shards and the check of replicas stay within a worker.
@@ -41,8 +42,8 @@ def diloco(usual):
                               for bucket in self.reducer.buckets]
 
         def run_microbatches(self, actions, batches, scale=1.0):
-            """The loss is divided by the tokens of all workers; a gradient is of one worker's
-            tokens."""
+            """Multiplies gradients by the number of workers: the loss is divided by the tokens of
+            all workers, but a worker's gradient is a sum over its own tokens only."""
             if self.workers:
                 scale = scale * self.workers.size
             return super().run_microbatches(actions, batches, scale)

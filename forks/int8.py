@@ -19,6 +19,7 @@ bytes are the formula; the errors telescope; the loss falls as without. Left out
     git apply forks/int8.patch && torchrun train.py --dp 2 --int8
 """
 
+import math
 from functools import partial
 
 import torch
@@ -48,16 +49,18 @@ def unpack(packed, dtype):
 
 
 class Errors:
-    """What rounding has left of a tensor of n elements so far."""
+    """The rounding errors of one tensor, to be added to the next step's. The tensor is padded, so
+    that each rank owns a whole number of blocks."""
 
     def __init__(self, tensor, group):
-        padded = tensor.numel() + -tensor.numel() % (group.size * BLOCK)
-        self.sent = tensor.new_zeros(padded)  # e: of what this rank sends to the owners
-        self.owned = tensor.new_zeros(padded // group.size)  # e': of the chunk that it owns
+        unit = group.size * BLOCK
+        padded = math.ceil(tensor.numel() / unit) * unit
+        self.sent = tensor.new_zeros(padded)  # e: errors of what this rank sends to the owners
+        self.owned = tensor.new_zeros(padded // group.size)  # e': errors of this rank's own chunk
 
 
 def keep(error, x, packed):
-    """error = what packing x has lost; 0 where that is not finite, because the step is skipped."""
+    """error = x - unpacked x; 0 where that is not finite, because such a step is skipped."""
     error.copy_(x - torch.cat([unpack(part, x.dtype) for part in packed]))
     error.nan_to_num_(0.0, 0.0, 0.0)
 

@@ -7,13 +7,16 @@ message of a new kind. W is column-parallel: A is replicated, B a Column. W is r
 Row, B is replicated. Tags say the rest, under --sp, ZeRO, pipelines and zero bubble as always.
 A trap: the T gradients of a replicated matrix may differ in their last bit, because a product's
 rounding depends on where in memory its factors lie. So each rank takes 1/T of its gradient, and the
-T are summed; else the copies would drift apart.
+T gradients are summed: otherwise the copies would drift apart.
 
     held on a rank      gradients and optimizer states of A and B only (frozen: engine/ddp.py)
-    sent, --tp          2 (T-1)/T B S RANK elements more per matrix and microbatch (columns: in
-                        backward; rows: in forward; --sp: half of it in each, and columns the half
-                        once more); once per step the sum of the replicated halves
     sent, --dp          2 (D-1)/D of the elements of A and B, in place of the model's
+    sent, --tp          elements more per matrix and microbatch, for n = B S RANK:
+                        columns    2 (T-1)/T n in backward
+                        rows       2 (T-1)/T n in forward
+                        --sp       (T-1)/T n in forward; in backward (T-1)/T n for rows, and
+                                   2 (T-1)/T n for columns
+                        and per step an all-reduce of the gradients of the replicated A's and B's
 
 Initial values of W: --init-from, or random. Left out: merging W + B A into one file, for sample.py.
 
@@ -50,7 +53,7 @@ def adapted(blocks):
     for block in blocks if RANK else ():
         for part in (block.attn, block.mlp):
             if not isinstance(part, MixtureOfExperts):
-                yield part, COLUMNS[part is block.mlp]
+                yield part, "c_attn" if part is block.attn else "c_fc"
                 yield part, "c_proj"
 
 
@@ -122,14 +125,13 @@ def parallelize(model, group, sp=False, defer=None):
     sp = sp and group.size > 1
     replicated = nn.ModuleList()
     for part, name, a, b in adapters:
-        half = a if name in COLUMNS else b
-        region = getattr(part, name).region
-        if not sp:  # else the ranks see different tokens
-            half = Replicated(half, group)
-        replicated.append(half)
+        linear = getattr(part, name)
+        whole = a if name in COLUMNS else b  # the one that all T ranks hold
+        if not sp:  # (under --sp the ranks see different tokens: their gradients are terms already)
+            whole = Replicated(whole, group)
+        replicated.append(whole)
         if name in COLUMNS:
-            attach(getattr(part, name), half,
-                   Column(b, region, defer or compute_now, part.parts))
+            attach(linear, whole, Column(b, linear.region, defer or compute_now, part.parts))
         else:
-            attach(getattr(part, name), Row(a, region, defer or compute_now), half)
+            attach(linear, Row(a, linear.region, defer or compute_now), whole)
     tag_replicated(replicated, group, sum_gradients=True)

@@ -10,9 +10,10 @@ hold a slice (--tp), and of the slice a shard (--zero). Bucket.whole gathers the
 puts the slices together, tag.slice takes this rank's part of O back: no line asks which technique
 has split the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by AdamW.)
 
-Held: as AdamW, the second moments of the matrices unused. Sent, beside what AdamW sends, for M
-elements of matrices in one stage: with ZeRO (D-1)/D M / T to each rank, with --tp 2 (T-1)/T M.
-Each rank orthogonalizes all matrices of its stage, also those that other ranks orthogonalize, too.
+Held: AdamW's states; the second moments of the matrices are kept, but not used. Sent, beside what
+AdamW sends, for M elements of matrices in one stage: with ZeRO (D-1)/D M / T by each rank, with
+--tp 2 (T-1)/T M. Each rank orthogonalizes all matrices of its stage, also those that other ranks
+orthogonalize, too.
 
     git apply forks/muon.patch && torchrun train.py --tp 2 --zero 1 --optimizer muon --beta1 0.95
 """
@@ -63,14 +64,17 @@ class Muon(AdamW):
         super().step_bucket(bucket, lr, grads, skip)
         if not any(is_for_muon(param.shard) for param in bucket.params):
             return
+        # u of this rank's shard, a piece for each parameter
         means = bucket.pieces(bucket.moments["exp_avg"])
         pieces = [(param, grads[param].lerp(mean, self.beta1)) for param, mean in means]
-        changes = torch.zeros(bucket.numel, dtype=self.wide, device=self.device)
+        # Shards -> slices -> whole matrices -> O -> this rank's slice of O
+        changes = torch.zeros(bucket.numel, dtype=self.wide, device=self.device)  # in bucket order
         for param, held in bucket.whole(pieces, self.wide):
             if is_for_muon(param.shard):
                 full = whole_matrix(held, param.shard)
                 change = newton_schulz(full) * update_scale(full.shape)
                 bucket.view(changes, param).copy_(param.shard.slice(change))
+        # This rank's shard of the changes
         masters = dict(bucket.pieces(bucket.master))
         for param, change in bucket.pieces(changes[bucket.own]):
             if is_for_muon(param.shard):

@@ -46,7 +46,7 @@ class ParallelBlock(Block):
 
 class Inside(Region):
     """For columns and rows within a region that their block has entered: no messages. (Attention's
-    still sort what comes rank by rank.)"""
+    two layers still sort the tokens, which come rank by rank.)"""
 
     def start_enter(self, x, async_op=True):
         return lambda: x
@@ -62,12 +62,17 @@ def make_parallel(model):
 
 
 def share_region(model, group, sp):
-    """Call it after parallelize (engine/tensor_parallel.py)."""
-    for block in model.layers[1:-1] if group.size > 1 else ():
+    """Give each block a region, its columns and rows an Inside in place of theirs, and move the
+    rows' biases to the block. Call it after parallelize (engine/tensor_parallel.py)."""
+    if group.size == 1:
+        return
+    for block in model.layers[1:-1]:
         block.region = Region(group, sp)
-        for part in (block.attn, block.mlp):
-            for linear in (part.c_attn if part is block.attn else part.c_fc, part.c_proj):
-                linear.region = Inside(group, sp, has_attention=part is block.attn)
-            if part.c_proj.bias is not None:
-                block.biases.append(part.c_proj.bias)
-                part.c_proj.bias = None
+        for linear in (block.attn.c_attn, block.attn.c_proj):
+            linear.region = Inside(group, sp, has_attention=True)
+        for linear in (block.mlp.c_fc, block.mlp.c_proj):
+            linear.region = Inside(group, sp)
+        for row in (block.attn.c_proj, block.mlp.c_proj):
+            if row.bias is not None:
+                block.biases.append(row.bias)
+                row.bias = None

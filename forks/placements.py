@@ -126,8 +126,8 @@ def of_grad_weight(plan):
 
 
 class Linear(torch.autograd.Function):
-    """y = x W^T on any plan. Gradients are placed as their tensors; the gradient of a W that is
-    replicated is summed."""
+    """y = x W^T on any plan. A tensor's gradient has the dual of the tensor's placement, which for
+    Split and REPLICATE is the same one. So the gradient of a replicated W is summed."""
 
     @staticmethod
     def forward(ctx, x, weight, plans):

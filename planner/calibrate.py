@@ -2,12 +2,13 @@
 
 One factor lengthens all compute (products and memory), such that the prediction of the run's step
 equals the measured time. Messages keep their time, so layouts may change places. Of several runs
-the median factor counts. `python plan.py --published` prints how well some runs of a program so
-predict its others."""
+the median factor counts. `python plan.py --published` prints how well a published run is predicted
+by the factor of one other run of its source, and by the median factor of all others."""
 
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ MOST = 64  # compute is this many times as slow, or as fast, at most
 
 
 class Measured(NamedTuple):
-    seconds: float  # of a step
+    seconds: float  # seconds of a step
     layout: Layout
 
 
@@ -35,9 +36,11 @@ def factor_of(seconds_with, seconds):
     """The factor with which seconds_with(factor), which grows with it, is `seconds`. ValueError if
     there is none."""
     low, high = 1 / MOST, MOST
-    require(seconds_with(low) <= seconds <= seconds_with(high), f"a step of {seconds:g} s: no "
-            f"speed of compute explains it; predicted are {seconds_with(1):.4g} s, of them "
-            f"{seconds_with(low):.4g} messages")
+    fastest = seconds_with(low)
+    slowest = seconds_with(high)
+    require(fastest <= seconds <= slowest, f"a step of {seconds:g} s: no speed of compute explains "
+            f"it; predicted are {seconds_with(1):.4g} s, {fastest:.4g} s with compute {MOST} times "
+            f"as fast, {slowest:.4g} s with compute {MOST} times as slow")
     for _ in range(40):
         middle = math.sqrt(low * high)
         if seconds_with(middle) < seconds:
@@ -49,18 +52,21 @@ def factor_of(seconds_with, seconds):
 
 def factor_of_runs(job, device, runs):
     """The median of the factors that Measured runs of a job show."""
-    return median(factor_of(lambda factor, run=run: Costs(job, slower(device, factor))
-                            .step_time(run.layout), run.seconds) for run in runs)
+    def seconds_of(layout, factor):
+        return Costs(job, slower(device, factor)).step_time(layout)
+
+    return median(factor_of(partial(seconds_of, run.layout), run.seconds) for run in runs)
 
 
 def measured_in(text, job, gpus):
-    """The Measured that --measured describes, like `shape`. ValueError if it is none."""
+    """The Measured that a text of --measured describes: seconds of a step, flags of its layout.
+    ValueError for any other text."""
     seconds, _, words = text.partition(" s:")
     flags, names = {}, words.split()
-    shape = f'--measured "{text}" must be like "48.2 s: dp 8 tp 4 sp zero 1"'
+    expected = f'--measured "{text}" must be like "48.2 s: dp 8 tp 4 sp zero 1"'
     while names:
         name = names.pop(0).replace("-", "_")
-        require(name in Layout._fields, f"{shape}; {name} is no flag of a layout")
+        require(name in Layout._fields, f"{expected}; {name} is no flag of a layout")
         kind = type(Layout._field_defaults[name])
         if kind is bool:
             flags[name] = True
@@ -68,19 +74,19 @@ def measured_in(text, job, gpus):
             try:
                 flags[name] = kind(names.pop(0))
             except (IndexError, ValueError):
-                raise ValueError(f"{shape}; {name} needs a value") from None
+                raise ValueError(f"{expected}; {name} needs a value") from None
     try:
         value = float(seconds)
     except ValueError:
-        raise ValueError(shape) from None
-    require(0 < value < math.inf, shape)
+        raise ValueError(expected) from None
+    require(0 < value < math.inf, expected)
     return Measured(value, chosen(job, gpus, flags))
 
 
 def chosen(job, gpus, flags):
-    """The Layout of flags, where train.py chooses what they leave open."""
+    """The Layout of flags. What they leave open is chosen like in train.py."""
     cfg = as_config(job, flags)
-    ranks = check_layout(cfg, gpus)
+    ranks = check_layout(cfg, gpus)  # also writes the values that it chooses into cfg
     require(ranks == gpus, f"the measured layout has {ranks} ranks, not --gpus {gpus}")
     return layout_of(cfg)
 

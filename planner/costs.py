@@ -77,7 +77,7 @@ def ring_time(device, members, size, nbytes, rounds=1):
     return rounds * (size - 1) * (nbytes / size / link(device, members, size) + device.latency)
 
 
-TREE_SPEED = 0.92  # of a link's bandwidth, in a tree (NCCL's tuning.cc)
+TREE_SPEED = 0.92  # the share of a link's bandwidth that a tree reaches (NCCL's tuning.cc)
 
 
 def tree_time(device, members, size, nbytes):
@@ -202,7 +202,7 @@ def in_order(schedule, P, m, v):
 def played(schedule, P, m, v, costs):
     """Makespan for costs (F, I, W, seconds of a message): one pass over in_order()."""
     f, i, w, comm = costs
-    cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}  # of one stage
+    cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}  # seconds of one stage
     # When the first forward reaches each rank: stages 0 .. P-1 are on ranks 0 .. P-1
     begin = [rank * (f / v + comm) for rank in range(P)]
     free = list(begin)  # when each rank has ended what it ran so far
@@ -274,9 +274,14 @@ class Costs:
         # Attention reads queries, keys and values, and writes the result
         in_attention = shape.q + 2 * shape.kv + shape.q
         self.moved_inside = in_mlp + in_attention
-        # By experts. Each choice: the token's row is read and written on its way out, read and
-        # written when it comes back, multiplied by its gate, and added. And some passes over the
-        # router's scores, which have 32 bits
+        # Numbers per token that the kernels of routing move. Each choice of an expert moves a row
+        # of h numbers:
+        #     out to the expert     read and written   2
+        #     back                  read and written   2
+        #     times its gate        read and written   2
+        #     into the sum          read               1 (the sum is written once for all choices)
+        # And each of the router's scores is read or written SCORES times. A score has 32 bits, and
+        # counts as two numbers
         self.moved_by_routing = 0
         if job.model.n_experts:
             choices = (2 + 2 + 2 + 1) * job.model.top_k * h
@@ -529,14 +534,16 @@ class Costs:
         w, device = self.job.width, self.device
         replica = layout.tp * layout.cp * layout.pp  # ranks of a replica: the data axis' stride
         ranks = layout.dp * layout.cp  # data and context ranks are one group
-        # How many ranks of this group are on one node
-        members = on_node(device, layout.tp, layout.cp) * on_node(device, replica, layout.dp)
+        # How many ranks of this group are on one node: context ranks, times data ranks
+        context_members = on_node(device, layout.tp, layout.cp)
+        members = context_members * on_node(device, replica, layout.dp)
         times = max(1, sum(part) if layout.zero else numel * w / BUCKET)
         seconds = times * collective(device, members, ranks, numel * w / times)
         experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
-        # Each of E neighbours on the data axis has other experts, so every E-th rank is in a group
+        # Each of E neighbours on the data axis has other experts. So every E-th data rank is in a
+        # group, each with its context ranks
         if experts:
-            members = on_node(device, replica * layout.ep, ranks // layout.ep)
+            members = context_members * on_node(device, replica * layout.ep, layout.dp // layout.ep)
             seconds += collective(device, members, ranks // layout.ep, experts * w)
         return seconds
 
@@ -547,7 +554,7 @@ class Costs:
         dense, _ = block_parameters(model, T, layout.ep)
         vocabulary, _ = end_parameters(model, part, T)  # left out: positions and the head's norm
         numel = part.blocks * dense + vocabulary
-        wider = self.job.grad_width / self.job.width  # a gradient has so many bytes per weight's
+        wider = self.job.grad_width / self.job.width  # bytes of a gradient per byte of its weight
         if layout.zero == 0:  # an all-reduce beside the last backward
             grads = wider * self.data_messages(layout, part, numel, all_reduce_time)
             return self.exposed(grads, backward, "dp")

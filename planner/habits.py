@@ -1,9 +1,11 @@
 """What people run: prices that order layouts of nearly the same time, and kinds of layouts.
 
 The planner's own error is larger than the gap between its first dozen layouts. So a layout has to
-earn what makes it hard to run: it comes before a plainer one only if it is faster by more percent
-than its PRICES add up to. They are chosen such that six jobs get first rows that published runs, or
-the guides of the engines, have (a test names them); they are fitted to no time.
+earn what makes it hard to run. Among the layouts whose time is within BAND (planner/report.py) of
+the fastest, a layout comes before a plainer one only if it is faster by more percent than its
+PRICES add up to; slower layouts follow, in the same order. The prices are chosen such that six jobs
+get first rows that published runs, or the guides of other programs (planner/programs.py), have (a
+test names them); they are fitted to no time.
 """
 
 import math
@@ -16,10 +18,11 @@ LONG = 32768  # tokens: sequences from here on are usually split over context ra
 
 
 class Price(NamedTuple):
-    """By how many percent a layout must be faster to be worth this."""
+    """The price of a feature of layouts: a layout with the feature comes before one without it only
+    if it is faster by more than this many percent."""
     percent: float
-    words: str
-    times: Callable  # times(job, layout): how often it is paid; 0: not at all
+    words: str  # names the feature
+    times: Callable  # times(job, layout): how often the layout pays the price; 0: not at all
 
 
 PRICES = (

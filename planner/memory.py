@@ -113,7 +113,8 @@ def matrices(model):
 def block_parameters(model, T=1, E=1):
     """Parameters of a block on one rank: (all but the experts', the experts'). The T tensor ranks
     split attention's and the MLP's matrices. Experts are not split but spread, each whole on one of
-    E x T ranks."""
+    E x T ranks. (In a Mixture with split_experts they are spread over E ranks, and T ranks hold 1/T
+    of each. Either way a rank holds as many parameters.)"""
     h, n_experts = model.n_embd, model.n_experts
     q, kv, inner, up, norm, bias, shared = shape_of(model)
     # The bias of a column is split like its outputs. The bias of a row, h, is whole on every rank.
@@ -202,9 +203,9 @@ def saved_by_block(job, layout, recompute):
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # One h of the 4 h above, the second norm's output, is saved by the router only: in `wide`
-        # bytes per number instead of w
-        whole += h * (wide - w)
+        # The router saves the second norm's output, one h of the 4 h above, in `wide` bytes per
+        # number. Only an MLP beside the experts saves it in w bytes, too
+        whole += h * wide if shared else h * (wide - w)
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
         whole += (3 * 8 + 2 * wide) * model.top_k
@@ -222,8 +223,8 @@ class Held(NamedTuple):
 
 @cache
 def occupancy(model, schedule, P, m, v, rank):
-    """[Held] of a rank: after each action, and at its fullest inside of each backward.
-    Without a Held that has no more of anything than another one: it is never the fullest."""
+    """[Held] of a rank: after each action, and at its fullest inside of each backward. A Held is
+    left out if another has at least as much of everything: it is never the fullest."""
     stages = stages_of(model, schedule, P, v)[rank]
     now = Held()
     found = set()

@@ -9,7 +9,7 @@ from sizes import LlamaConfig
 @dataclass(frozen=True)
 class Mixture(LlamaConfig):
     """n_hidden is top_k times an expert's width, like in a LlamaConfig with experts."""
-    head_width: int = 0  # of a head of queries, keys or values; 0: n_embd / n_head
+    head_width: int = 0  # width of a head of queries, keys or values; 0: n_embd / n_head
     shared_width: int = 0  # hidden units of an MLP beside the experts, for all tokens
     # Do the tensor ranks split each expert? Else each expert is whole on one of E x T ranks
     split_experts: bool = False

@@ -26,7 +26,8 @@ class Program(NamedTuple):
     version: str  # empty: this repository's
     zero: tuple  # the ZeRO stages that it has
     cannot: tuple  # (text, text, ...): what the program cannot do, and train.py can
-    # lacks(job, layout): [text], what of this layout the program cannot do; [] if it can run it
+    # lacks(job, layout): [text], what of this layout the program cannot do, but for its ZeRO stage
+    # (see lacks_stage); [] if it can run it
     lacks: Callable
     # written(job, layout): the layout in the program's words
     written: Callable
@@ -37,6 +38,16 @@ class Program(NamedTuple):
 def applying(*cases):
     """The texts of (condition, text) whose condition holds."""
     return [text for condition, text in cases if condition]
+
+
+def lacks_stage(program, layout):
+    """[text] if the program does not have a layout's ZeRO stage, else []. Without replicas there is
+    nothing to shard, and every program has ZeRO-0."""
+    replicas = layout.dp * layout.cp
+    if layout.zero in program.zero or (layout.zero == 0 and replicas == 1):
+        return []
+    stages = " and ".join(f"ZeRO-{stage}" for stage in program.zero)
+    return [f"ZeRO-{layout.zero}: {program.name} has {stages}"]
 
 
 def sequences_of(job, layout):
@@ -52,8 +63,8 @@ def is_llama(model):
 
 
 def megatron_ends(job, layout):
-    """As how many layers the two ends count in Megatron's cut, whose stages have equally many: 0 or
-    2; None if it has no such cut."""
+    """Megatron's stages all have the same number of layers. Returns 0 if the blocks alone can be
+    cut so, 2 if embedding and head have to count as a layer each, None if neither helps."""
     for ends in (0, 2):
         if (job.model.n_layer + ends) % (layout.pp * layout.chunks) == 0:
             return ends
@@ -66,8 +77,8 @@ def megatron_lacks(job, layout):
         (layout.schedule not in ("1f1b", "interleaved"),
          f"{layout.schedule}: Megatron-LM has 1F1B and its interleaved form"),
         (layout.pp > 1 and megatron_ends(job, layout) is None,
-         f"{stages} stages of {job.model.n_layer} layers: a stage has as many layers as any other "
-         "(the ends may count as layers)"),
+         f"{job.model.n_layer} layers in {stages} stages: Megatron-LM's stages all have the same "
+         "number of layers (embedding and head may count as one layer each)"),
         (layout.tp > 1 and not layout.sp and job.model.n_experts > 0,
          "experts and --tp without --sp"))
 
@@ -163,7 +174,7 @@ def titan_lacks(job, layout):
     stages = -(-(job.model.n_layer + 2) // per_stage)  # as torchtitan counts them
     return applying(
         (layout.schedule not in TITAN_SCHEDULES,
-         f"{layout.schedule}: torchtitan has 1F1B, Interleaved1F1B and ZBVZeroBubble"),
+         f"{layout.schedule}: torchtitan has {', '.join(TITAN_SCHEDULES.values())}"),
         (layout.pp > 1 and stages != layout.pp * layout.chunks,
          f"{layout.pp * layout.chunks} stages: {per_stage} layers each make {stages}"),
         (layout.tp > 1 and not layout.sp, "--tp without --sp"),
@@ -190,6 +201,8 @@ def titan_written(job, layout):
             "pipeline_parallel_degree": layout.pp},
         "activation_checkpoint": {"mode": "full" if layout.recompute else "none"}}
     if layout.cp > 1:
+        # A ring, too: in each hop PyTorch passes keys and values on to the next rank by an
+        # all-to-all. (The other value, "allgather", gathers all of them at once)
         tables["parallelism"]["context_parallel_rotate_method"] = "alltoall"
     if layout.pp > 1:
         tables["parallelism"] |= {
@@ -215,7 +228,7 @@ def titan_notes(job, layout):
 TORCHTITAN = Program(
     "torchtitan", "0.2.2", zero=(2, 3),
     cannot=("zb-h1 and zb-h2",
-            "ZeRO-0 and 1 beside other axes",
+            "ZeRO-1, or ZeRO-0 beside other axes (ZeRO-0 alone, its DDP, is not searched either)",
             "--tp without --sp",
             "--tp or --pp without data ranks, in 16 bits",
             "attention by all-to-all",
@@ -297,6 +310,8 @@ def nanotron_written(job, layout):
              "max_position_embeddings": model.block_size,
              "tie_word_embeddings": is_tied(model)}
     if is_llama(model):
+        # nanotron's class Qwen2Config is a Llama, too (no biases unless asked for), and unlike its
+        # class LlamaConfig has experts
         sizes |= {"intermediate_size": model.n_hidden, "num_key_value_heads": model.n_kv_head,
                   "rope_theta": model.rope_theta, "is_qwen2_config": True}
     if layout.cp > 1:
@@ -334,8 +349,8 @@ def yaml(values, indent=""):
 
 
 def nanotron_notes(job, layout):
-    return applying((not is_llama(job.model), "it has no GPT-2 blocks: sizes above are those of "
-                    "the nearest Llama"))
+    return applying((not is_llama(job.model), "it has no GPT-2 blocks: the sizes above are the "
+                    "GPT's; for a Llama add intermediate_size and num_key_value_heads"))
 
 
 NANOTRON = Program(

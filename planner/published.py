@@ -37,8 +37,8 @@ ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
 
 class Run(NamedTuple):
     source: str  # name, place and year
-    # "fitted"; or predicted before it was used, and not fitted: "held out third", of new sources,
-    # and "known publisher", whose other runs are fitted
+    # "fitted": the fractions in hardware.py are fitted to this run. Any other: held out, never
+    # fitted to; published.txt says how these runs were chosen
     status: str
     traits: tuple  # what its software does; published.txt explains them
     model: str
@@ -82,10 +82,15 @@ class Run(NamedTuple):
 
 
 def model_of(words, S):
-    """The model that a cell of published.txt describes, with S tokens in a sequence: a name of
-    hardware.py, gpt:layers,heads,width,vocabulary, llama:the same,MLP width,key-value heads, or
-    mix:the same,key-value heads,head width,experts,experts per token,expert width. mixT: tensor
-    ranks split each expert."""
+    """The model that a cell of published.txt describes, with S tokens in a sequence. A cell is a
+    name of hardware.py, or a kind and sizes with commas between them:
+
+        gpt:    layers, heads, width, vocabulary
+        llama:  these four, MLP width, key-value heads
+        mix:    the four of gpt, key-value heads, head width, experts, experts per token, expert
+                width (each expert is whole on one rank)
+        mixT:   the sizes of mix (the tensor ranks split each expert)
+    """
     if words in MODELS:
         return replace(MODELS[words], block_size=S)
     kind, _, sizes = words.partition(":")
@@ -133,24 +138,22 @@ class PublishedCosts(Costs):
     def __init__(self, run):
         self.run = run
         device, traits = run.machine, run.traits
-        # "4ports": the GPUs of a node share 4 ports. A data-parallel ring uses one port for each
-        # rank that it has on the node. NCCL chooses each ring's ports by the same rule, without
-        # regard to other rings, so all rings get the same ports, and with fewer than 4 ranks on the
-        # node the other ports are idle.
-        # (Without "4ports" each GPU has its own port)
+        # "4ports": the GPUs of a node share 4 ports. (Else each GPU has its own port.) A
+        # data-parallel ring uses one port for each rank that it has on the node. NCCL chooses each
+        # ring's ports by the same rule, without regard to other rings, so all rings get the same
+        # ports, and with fewer than 4 ranks on the node the other ports are idle
         network = device.network
         if "4ports" in traits:
-            # Stride tp: these programs number their ranks along tp first, then dp, then pp, like
-            # Megatron. (data_messages, which is inherited, keeps train.py's order, where pp comes
-            # before dp. The fractions were fitted with that. So the lines below hold exactly where
-            # both orders give the ring as many ranks on a node, like with pp = 1.) And a Device has
-            # one network, so messages of pipeline, tensor and context ranks get the same part of it
-            #
-            # 8 GPUs, 4 ports of p GB/s: `network` is p/2 per GPU, and link() multiplies it by the
-            # ranks that the ring has on the node. The factor below makes that:
-            #     1 rank     8 rings share one port: each has p/8  = 1 (p/2) 1/4
-            #     2 ranks    4 rings share 2 ports: each has p/2   = 2 (p/2) 2/4
-            #     4 ranks    2 rings share 4 ports: each has 2 p   = 4 (p/2) 4/4
+            # 8 GPUs, 4 ports of p GB/s: `network` is p/2 per GPU, and link() multiplies it by
+            # `members`, the ranks that the ring has on the node. With the factor below a ring has
+            #     1 rank on the node     p/8 = 1 (p/2) 1/4    8 rings share one port
+            #     2 ranks                p/2 = 2 (p/2) 2/4    4 rings share 2 ports
+            #     4 ranks                2 p = 4 (p/2) 4/4    2 rings share 4 ports
+            # The factor counts these ranks in the order of Megatron and its forks: tp, dp, pp.
+            # `members` counts them in train.py's order, in which pp comes before dp, because
+            # data_messages is inherited. With pp = 1 both are the same; else a ring's share is
+            # approximate, and the fractions of hardware.py were fitted with it.
+            # A Device has one network, so pipeline, tensor and context ranks get the same factor
             ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)
             network *= min(1.0, ranks_on_node / 4)
         speed = math.prod(ATTENTION[trait] for trait in traits if trait in ATTENTION)  # 1 if none
@@ -195,14 +198,15 @@ class PublishedCosts(Costs):
     def parts(self, layout):
         """The Parts of the pipeline ranks, by trait. "even": all ranks have equally many blocks.
         "counted": embedding and head count as a block each, so their ranks have one block less.
-        Else train.py's cut. (Numbers of blocks may be fractions here. With P = 2 no rank has the
-        Part without embedding and head; no run with "counted" has P = 2.)"""
+        Else train.py's cut. (Numbers of blocks may be fractions here.)"""
         traits, L, P = self.run.traits, self.job.model.n_layer, layout.pp
         if P > 1 and "counted" in traits:
             each = (L + 2) / P
-            return {Part(1, each - 1, 0), Part(0, each, 0), Part(0, each - 1, 1)}
+            between = [Part(0, each, 0)] * (P - 2)
+            return {Part(1, each - 1, 0), *between, Part(0, each - 1, 1)}
         if P > 1 and "even" in traits:
-            return {Part(1, L / P, 0), Part(0, L / P, 0), Part(0, L / P, 1)}
+            between = [Part(0, L / P, 0)] * (P - 2)
+            return {Part(1, L / P, 0), *between, Part(0, L / P, 1)}
         return super().parts(layout)
 
     def boundary(self, layout):

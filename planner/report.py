@@ -133,8 +133,8 @@ def calibration(args, job, device, runs):
 
 
 def places(search, device, top, rows):
-    """Where the rows were in the list before own runs changed the device. "new": another layout
-    stood there for its kind."""
+    """Where the rows were in the list before own runs changed the device. "new": that list had
+    another layout of the row's kind, or none."""
     before = Search(search.job, search.gpus, device, search.fixed, search.program).best(top, BAND)
     number = {layout: str(i) for i, (_, layout) in enumerate(before, 1)}
     return " ".join(number.get(layout_in(row), "new") for row in rows)
@@ -145,8 +145,8 @@ def print_list(args, device, runs, search, rows):
     job = search.job
     seconds, fastest = search.fastest
     near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
-    print(f"the first {near}: within {BAND:.0%} of the fastest, this planner's own error; what "
-          "people run first, one row per kind")
+    print(f"within {BAND:.0%} of the fastest, this planner's own error: the first {near}, sorted "
+          "by time and by what people run; one row per kind of layout")
     print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
     print("what each row gives and takes; the first alone, the others beside the first:")
     for i, words in enumerate(trades(job, rows), 1):

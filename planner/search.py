@@ -18,7 +18,7 @@ from planner.costs import Costs
 from planner.habits import price, technique_of
 from planner.memory import Layout, activations, memory
 from planner.mixture import splits_experts
-from planner.programs import TRAIN_PY
+from planner.programs import TRAIN_PY, lacks_stage
 from run.config import Config, check_layout
 from schedules import SCHEDULES
 from sizes import LlamaConfig
@@ -37,7 +37,9 @@ def as_config(job, named):
     if isinstance(model, LlamaConfig):
         sizes.update(arch="llama", untied=not model.tied)
     experts = model.n_experts
-    if splits_experts(model):  # T ranks hold as if of T times as many, 1/T as wide
+    # check_layout demands that ep x tp divides the number of experts, because train.py's are whole.
+    # If the tensor ranks split each expert, ep alone has to divide it: so multiply it by tp
+    if splits_experts(model):
         experts *= named.get("tp", 1)
     return Config(**named, **sizes, batch_size=job.batch_size, experts=experts,
                   dtype="bfloat16", grad_dtype="float32" if job.grad_width > job.width else "same")
@@ -160,7 +162,8 @@ class Search:
         """The layout in each ZeRO stage of the program; without replicas only stage 0 is of use."""
         stages = self.program.zero if layout.dp * layout.cp > 1 else [0]
         staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
-        return [each for each in staged if not self.program.lacks(self.job, each)]
+        return [each for each in staged
+                if not self.program.lacks(self.job, each) + lacks_stage(self.program, each)]
 
     def worth_trying(self, layout):
         """The layout in its ZeRO stages; [] if its activations alone do not fit."""

@@ -60,7 +60,7 @@ class Job:
         self.folder = folder  # for checkpoints
         self.library_group = communicators[row.n]["peer"]  # for torch's side
         self.vocabulary = 50257 if row.size == "50257 words" else 256
-        self.made = None  # the mesh that mesh() made last
+        self.last_mesh = None  # the mesh that mesh() made last
         # Waits for messages that still travel after a step. Replaced in trainer()
         self.drain = lambda: None
         if row.size in SIZES:
@@ -86,8 +86,8 @@ class Job:
         # the experts are shared by all data ranks
         axis = max(("ep", "dp", "pp", "cp", "tp"), key=lambda axis: layout.get(axis, 1))
         sizes = {"dp": 1, "ep": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
-        self.made = RowMesh(self.rank, self.communicators[self.n], sizes, group_class)
-        return self.made
+        self.last_mesh = RowMesh(self.rank, self.communicators[self.n], sizes, group_class)
+        return self.last_mesh
 
 
 class RowMesh(Mesh):

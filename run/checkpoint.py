@@ -32,7 +32,7 @@ from engine.collectives import all_reduce
 from model import UNTIED
 from run import tensorfile
 from run.config import is_scaling, require
-from run.files import FOLDER, MANIFEST
+from run.files import FOLDER, LOCK, MANIFEST
 from run.processes import all_gather_text
 from run.signals import local_rank, note
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
@@ -248,8 +248,9 @@ def contents_of_files(trainer, folder):
 
 
 def slices(trainer):
-    """Yields each piece of a parameter that this rank's optimizer steps, with its states, and of
-    frozen ones: (bucket, the parameter's tag, start, {tensor: the elements of its piece}).
+    """Yields (bucket, the parameter's tag, start, {tensor's name: the elements of the piece}) for
+    this rank's piece of each parameter. The tensors: the weight and, unless it is frozen, the
+    optimizer's states.
 
     start: index of the piece's first element in the slice that the tag describes. ZeRO's shard of a
     bucket may cut a parameter: if this rank's slice of it is elements 100 to 159 of the bucket, and
@@ -439,10 +440,10 @@ def load(trainer, folder):
 
 
 def claim(out, patience):
-    """Lock `out` until this process ends, and leave random bytes in its .lock for the other ranks
-    to compare. CheckpointError if another run still writes there after `patience` seconds: a run
-    that was killed may take a moment to end."""
-    path = Path(out, ".lock")
+    """Lock `out` until this process ends, and leave random bytes in its LOCK file for the other
+    ranks to compare. CheckpointError if another run still writes there after `patience` seconds: a
+    run that was killed may take a moment to end."""
+    path = Path(out, LOCK)
     with about(path):
         # never closed, because closing it would end the lock
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -498,8 +499,8 @@ def agree(cfg, data, world):
                 cfg.resume = str(find(cfg.resume))
     cfg.resume = all_gather_text(cfg.resume, world)[0]
     setup = {"flags": repr(cfg),
-             # a rank that does not share rank 0's --out finds no .lock there, or another one
-             f"files in --out {cfg.out}": digest(cfg.out, ".lock"),
+             # a rank that does not share rank 0's --out finds no LOCK there, or another one
+             f"files in --out {cfg.out}": digest(cfg.out, LOCK),
              f"files in --resume {cfg.resume}": digest(cfg.resume, MANIFEST),
              f"data in {cfg.data}": data.fingerprint().hex(),
              "code": [digest(file) for file in sources()]}

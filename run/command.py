@@ -1,9 +1,10 @@
 """Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
-(data/prepare.py and tests/mutants.py make a parser of their own.)
+(data/prepare.py, tests/mutants.py and tests/first_gpu.py make parsers of their own.)
 
-Here too: the flags of sample.py, run/export.py, bench.py and experiments/.
-These programs import torch. Their flags stand here and not beside main(), so that the flags can be
-read before that import: --help and a wrong flag do not wait for torch. train.py's: run/config.py.
+Here too: the flags of sample.py, run/export.py, run/doctor, bench.py and experiments/. These
+programs import torch. Their flags stand here and not beside main(), so that the flags can be read
+before that import: --help and a wrong flag do not wait for torch. The flags of train.py and
+plain.py: run/config.py.
 """
 
 import argparse

@@ -23,6 +23,7 @@ from run.files import (
     DUMP,
     DUMP_BEGUN,
     DUMP_TENSORS,
+    LOCK,
     MANIFEST,
     checkpoint_around,
     is_same,
@@ -420,8 +421,9 @@ def refuse_wrong_model(cfg):
     require_divides(cfg, "n_head", whole="n_embd")
     if cfg.arch == "llama":
         require_divides(cfg, "n_kv_head", whole="n_head")
-        require(cfg.n_embd // cfg.n_head % 2 == 0, f"{given(cfg, 'n_embd', 'n_head')}: heads of "
-                f"{cfg.n_embd // cfg.n_head} numbers; rotary positions need an even number")
+        width = cfg.n_embd // cfg.n_head  # numbers of a head
+        require(width % 2 == 0, f"{given(cfg, 'n_embd')} / {given(cfg, 'n_head')}: heads of "
+                f"{width} numbers; rotary positions need an even number")
         require(not cfg.rope_scaling or is_scaling(cfg.rope_scaling),
                 f"{given(cfg, 'rope_scaling')} must be four numbers above 0 such as 8,1,4,8192, "
                 "the second below the third")
@@ -482,7 +484,7 @@ def refuse_same_files(cfg):
         require(not around or not is_same(around.parent, cfg.out), f"{given(cfg, 'init_from')} is "
                 f"a checkpoint of {given(cfg, 'out')}, which this run may replace; name another "
                 "--out")
-    refuse_same(outputs, [*inputs, (given(cfg, "out"), Path(cfg.out, ".lock"))], cfg.out)
+    refuse_same(outputs, [*inputs, (given(cfg, "out"), Path(cfg.out, LOCK))], cfg.out)
 
 
 # ---- this machine: memory, files, devices ----
@@ -523,7 +525,8 @@ def check_writable(name, path, mark=""):
 
 def choose_gpu_or_cpu(cfg, local, gpus, warn):
     """Fill in --device auto for `local` ranks on this machine, which has `gpus` GPUs. ValueError if
-    --device cuda asks for more than there are. warn: this process prints a fall-back to the CPU."""
+    --device cuda asks for more than there are. warn: this process prints notes: a fall-back to the
+    CPU, and what note_slow_choices() says."""
     require(cfg.device != "cuda" or gpus >= local,
             f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
     if cfg.device == "auto":
@@ -586,7 +589,7 @@ def check(cfg, world):
         except OSError as error:
             raise ValueError(f"{given(cfg, 'dump')}: {error.strerror}") from None
     elif not cfg.plain:  # --plain saves nothing, and needs no --out
-        check_writable("out", Path(cfg.out, ".lock"))
+        check_writable("out", Path(cfg.out, LOCK))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)
         if path:

@@ -1,5 +1,6 @@
-"""Do all ranks that should hold the same bits hold them? Compared by hashes: each rank sends eight
-bytes per tensor and group. train.py asks at the end of a run, run/doctor/dump.py in each step."""
+"""Do all ranks that should hold the same bits hold them? Compared by hashes: a rank sends at most
+16 bytes per tensor and group, and 16 more per tensor for the counts. train.py asks at the end of a
+run, run/doctor/record.py in each step."""
 
 import hashlib
 
@@ -19,11 +20,13 @@ class Copies:
         """Note a tensor on the CPU, this rank's whole slice under the tag `shard`. Every rank of a
         group adds the group's tensors in the same order."""
         digest = hashlib.sha256(copy.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+        number = int.from_bytes(digest[:7], "little")  # 7 bytes fit a torch.long, which is signed
         for group in (shard.sum_over[0], *shard.shared_by):
-            self.hashes.setdefault(group, {})[shard.name] = int.from_bytes(digest[:7], "little")
+            self.hashes.setdefault(group, {})[shard.name] = number
 
     def differing(self, names, world):
-        """Collective: those of `names`, which are the same on all ranks, whose copies differ."""
+        """Collective: the names of tensors whose copies differ. names: all tensors of the model,
+        the same list on all ranks."""
         differ = dict.fromkeys(names, False)
         for group in sorted(self.hashes, key=lambda group: group.name):  # all ranks in one order
             hashes = self.hashes[group]

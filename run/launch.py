@@ -22,13 +22,13 @@ from run import config, signals
 def start(description):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit."""
     signals.before_training()
-    # How torch, which reads this when it is imported, takes memory of a GPU: in segments that grow,
-    # so that tensors of other sizes find room where freed ones were. A user's own value counts,
-    # also under the variable's older name
+    # Let torch take GPU memory in segments that grow: a freed tensor's memory then serves tensors
+    # of other sizes. Set here, because torch reads it when it is imported. A user's own value
+    # counts, also under the variable's older name
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     cfg, world, ranks = config.read_command_line(description)
-    # Print one line, once: the launcher prints it, or rank 0 of torchrun
+    # Print one line, once: the launcher prints it, or rank 0 of torchrun, or the only process
     is_first = os.environ.get("RANK", "0") == "0"
     has_launcher = signals.STORE in os.environ
     if is_first and not has_launcher:

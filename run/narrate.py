@@ -1,10 +1,10 @@
 """What a message is about, in words, found in the Python frames of the call that sends it.
 
-    calls, the outermost first                     words
-    run_pipeline, at action B0 of microbatch 2     B2: the backward of microbatch 2
-      DDP.gradients, param is h.1.mlp.c_fc.weight  gradient of h.1.mlp.c_fc.weight
-        all_reduce, of a tensor of two chunks      all-reduce, chunk 1 of 2
-          reduce_scatter                           to add (the receiver adds what arrives)
+    calls, the outermost first                  words
+    run_pipeline, at the third of its forwards  F2: the forward of microbatch 2
+      Row.forward, self is h.1.mlp.c_proj       output of h.1.mlp.c_proj
+        all_reduce, of a tensor of two chunks   all-reduce, chunk 1 of 2
+          reduce_scatter                        to add (the receiver adds what arrives)
             exchange, of this chunk
 
 So no technique says anything for the sake of --watch (run/watch.py): WORDS below knows the function
@@ -68,8 +68,9 @@ def short(name):
 
 
 def name_behind(node):
-    """The name of the parameter that is nearest to a node of autograd's graph, on its way back to
-    the inputs; "" if there is none. In backward that is the layer before."""
+    """The name of the first parameter on the way from a node of autograd's graph to the inputs; ""
+    if there is none. When f (copy_to_ranks) sums a gradient in backward, that is a parameter of the
+    layer whose output f had passed on."""
     queue = deque([node])
     seen = set()
     while queue:
@@ -120,11 +121,13 @@ def nearest(stack):
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
             return "lm_head"  # tied: its matrix has the name of the embedding
-        found = [bucket_of(at["bucket"]) if "bucket" in at else "",
-                 parameter_of(at.get("param")), parameter_of(at.get("chunk")),
-                 layer_of(owner) if isinstance(owner, torch.nn.Module) else "",
-                 parameter_of(getattr(ctx, "weight", None)),
-                 name_behind(ctx) if is_backward(stack) else ""]
+        # The local variables that tell, and whose they are
+        found = [bucket_of(at["bucket"]) if "bucket" in at else "",  # engine/ddp, engine/zero
+                 parameter_of(at.get("param")),  # ddp, zero
+                 parameter_of(at.get("chunk")),  # zero's gather()
+                 layer_of(owner) if isinstance(owner, torch.nn.Module) else "",  # any layer
+                 parameter_of(getattr(ctx, "weight", None)),  # engine/tensor_parallel
+                 name_behind(ctx) if is_backward(stack) else ""]  # any other backward
         if any(found):
             return next(filter(None, found))
     return "?"
@@ -138,7 +141,8 @@ def is_backward(stack):
 
 # ---- how: the collective ----
 
-MACHINERY = ("group", "collectives", "run/watch")  # ends of files that send for others
+# Files that only pass messages on, and do not ask for them: how their names end
+MACHINERY = ("group", "collectives", "run/watch")
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "_all_to_all")
 
 
@@ -157,7 +161,8 @@ def is_term(stack):
             return function == "reduce_scatter"
         if function in ("ring_ahead", "ring_in_turn"):  # the engine's
             return at["step"].reduce
-        if function == "butterfly":  # at its first step not in the loop yet
+        if function == "butterfly":
+            # Its first message, to add, is sent before the loop over `step` begins
             return "step" not in at or at["step"].total is not None
     return False
 
@@ -194,7 +199,7 @@ def means(stack, sent, size):
 
 
 # ---- what: the words of each function that asks for messages ----
-# Each function here takes the local variables of the call in WORDS, and the whole stack
+# A function that WORDS names takes the local variables of the call, and the whole stack
 
 
 def to_stage(at, stack):
@@ -230,7 +235,8 @@ def leaving(at, stack):
     """Engine: what leaves the tensor-parallel region, after a row. (The head's loss computes
     gradients in forward.)"""
     name = layer_at(stack)
-    if name == "lm_head" or is_backward(stack) and is_column(stack):
+    column_backward = is_backward(stack) and is_column(stack)
+    if name == "lm_head" or column_backward:
         return f"gradient of {name}'s input"
     return of_layer(at, stack)
 
@@ -252,14 +258,19 @@ def of_heads(at, stack):
 
 
 def of_step(at, stack):
-    """plain.py's two all-reduces. The watched step is the first: before the loss it has no norm."""
+    """plain.py's two all-reduces: of the tied matrix's gradient, then of the loss. Between the two
+    training_steps sets `norm`, for the first time in the first step, which is the watched one."""
     return "loss" if "norm" in at else f"gradient of {short(at['tag'].name)}"
 
 
 def of_sums(at, stack):
-    """Trainer.gradients all-reduces `sums`, then the norm."""
+    """Trainer.gradients all-reduces `sums`, then the norm. Without experts `sums` has two numbers.
+    """
     summed = collective_of(stack).at["tensor"]
-    return "loss, requests to stop" if summed is at.get("sums") else SQUARES
+    if summed is not at.get("sums"):
+        return SQUARES
+    words = "loss, requests to stop"
+    return f"{words}, routers' statistics" if summed.numel() > 2 else words
 
 
 SQUARES = "squares of the gradients, for the norm"

@@ -60,7 +60,7 @@ def all_gather_text(text, world):
 
 def texts_on_rank_0(name, text):
     """Collective: on rank 0 the list of every rank's text, elsewhere []. Through the store, so that
-    no group sends anything. name: of the texts, new in each call."""
+    no group sends anything. name: names these texts at the store; each call needs another name."""
     rank, size = place
     store.set(f"{name} of rank {rank}", text)
     ranks = range(size) if rank == 0 else ()

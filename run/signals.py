@@ -32,7 +32,8 @@ parent = 0
 
 
 def local_rank():
-    """This process's rank among those of its machine, from torchrun's environment; 0 without."""
+    """This process's rank among those of its machine, from the environment variables that torchrun
+    or run/launch.py has set; 0 without them, and 0 for the only process of a run."""
     alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", ""))
     return int(rank) if rank.isdecimal() and not alone else 0
@@ -124,8 +125,7 @@ def end_quietly():
     prepare_output()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # If this is a rank (of a demonstration): run/launch.py blocked STOPS before it started the
-    # process
+    # A rank of plan.py --measure: run/launch.py blocked STOPS before it started this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 

@@ -4,10 +4,10 @@
     header            {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     data              each tensor's elements, row after row; offsets count from here
 
-This file makes and reads headers, and computes checksums. The data itself is read and written, in
-slices, by checkpoint.py, and whole by weights.py (reads) and export.py (writes). The header follows
-from names and shapes alone, so every rank knows without a message where each element of the model
-belongs in the file.
+This file makes and reads headers, and computes checksums. The data itself: checkpoint.py reads and
+writes slices of tensors; weights.py reads whole tensors, export.py writes them; run/doctor does
+both for dumps. The header follows from names and shapes alone, so every rank knows without a
+message where each element of the model belongs in the file.
 github.com/huggingface/safetensors
 """
 
@@ -23,7 +23,7 @@ import torch
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {**FLOATS, "I64": torch.int64}
-MAX_HEADER = 100 << 20  # bytes of a header, as in the safetensors library
+MAX_HEADER = 100_000_000  # bytes of a header: the safetensors library reads no longer one
 READ_BYTES = 1 << 20  # bytes read at once for a checksum
 # What reading damaged JSON may raise. (AttributeError: a list where a dict should be.)
 DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -102,7 +102,7 @@ def read_header(path):
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         # a damaged length may be huge: read nothing, which is no JSON either
-        text = file.read(length) if length < min(size, MAX_HEADER) else b""
+        text = file.read(length) if length <= min(size, MAX_HEADER) else b""
     try:
         entries = locate(path, json.loads(text), 8 + length)
     except DAMAGED:

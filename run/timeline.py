@@ -240,7 +240,7 @@ def report(path, tracer, mesh, lists, where):
     stages_per_rank = len(where) // len(lists)
     f, b, i, w = (stages_per_rank * mean.get(kind, 0.0) for kind in ACTIONS)
     # simulate takes costs of I and W, and B costs their sum. If the schedule has B, give it B / 2
-    # as I and B / 2 as W.
+    # as I and B / 2 as W. The 0: in the simulated pipeline messages take no time.
     simulated = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     measured = seconds_of_pipeline(every)
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, "

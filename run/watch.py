@@ -28,8 +28,8 @@ class Sent(NamedTuple):
     key: str  # the same on the sender and on the receiver
     src: int  # ranks of the world
     dst: int
-    axis: str  # of the group: dp, pp, cp, tp; or several: pp+tp
-    action: str  # of the pipeline: F2; "" outside of them
+    axis: str  # the group's axis: dp, ep, pp, cp or tp; several as pp+tp
+    action: str  # the pipeline's action: F2 or B2; "" outside of the pipeline
     words: str
     shape: list
     nbytes: int
@@ -39,18 +39,19 @@ class Sent(NamedTuple):
 
 
 def watched(group_class, watch):
-    """A subclass of a class of groups, of the root or of engine/, which tells `watch` what its
-    groups send."""
+    """A subclass of group_class, the root's Group or one of engine/'s. Its groups tell `watch` what
+    they send."""
 
     class Watched(group_class):
 
-        def exchange(self, send=None, dst=None, recv=None, src=None, **more):
-            keys = watch.note(self, [(send, dst, recv, src), *more.get("more", ())])
-            work = super().exchange(send, dst, recv, src, **more)
+        def exchange(self, send=None, dst=None, recv=None, src=None, **options):
+            ends = [(send, dst, recv, src), *options.get("more", ())]  # more: an option of engine/
+            keys = watch.note(self, ends)
+            work = super().exchange(send, dst, recv, src, **options)
             work.waits = [*work.waits, partial(watch.awaited, keys, 1)]
             return work
 
-        def submit(self, job, name):  # of engine/: the job runs on a thread of the group
+        def submit(self, job, name):  # engine/ only: the job runs on a thread of the group
             job, ended = watch.job(self, calls(), job)
             work = super().submit(job, name)
             work.waits = [*work.waits, partial(watch.awaited, [ended], 0)]
@@ -175,10 +176,10 @@ def ticks(threads):
                     done[key] = clocks[i]
                 elif key in done:
                     clocks[i] = max(clocks[i], done[key] + more)
-                else:  # of a thread whose turn comes
+                else:  # another thread will do it, when its turn comes
                     break
                 events.popleft()
-        assert sum(map(len, queues)) < left, "a thread went on after what no thread did"
+        assert sum(map(len, queues)) < left, "a thread waits for an event that no thread has"
     return done
 
 
@@ -214,7 +215,8 @@ def tell(sent, tick, which):
 
 
 def watch_first(steps, mesh, which):
-    """Yields what the generator `steps` yields; after the first rank 0 prints its messages."""
+    """Yields what the generator `steps` yields. After the first step rank 0 prints the messages of
+    that step, from all ranks."""
     watch = Watch(mesh)
     with watch.step():
         first = list(islice(steps, 1))

@@ -44,7 +44,7 @@ def held_by_rank(picture, x, y, width, rank, ranks, stage):
 def zero_svg(ranks=4):
     """Who holds what of the model states, under each stage of ZeRO."""
     picture = Picture(f"Model states on {ranks} ranks, 16-bit training with AdamW", 720, 482)
-    left, width, gap = 118, 96, 16  # of the cells
+    left, width, gap = 118, 96, 16  # the cells, in pixels
     right = left + ranks * (width + gap)
     for rank in range(ranks):
         picture.text(left + rank * (width + gap) + width / 2, 52, f"rank {rank}", "middle")

@@ -64,9 +64,9 @@ def demonstrate_engine(fn, **sizes):
 
 class NoReducer:
     """Takes the place of DDP or ZeRO in a Pipeline (engine/pipeline.py) without replicas. Pipeline
-    calls the four methods below; each does nothing."""
+    reads every_microbatch, and calls the four methods below; each does nothing."""
 
-    every_microbatch = False
+    every_microbatch = False  # True: gradients are reduced in each microbatch (ZeRO-2 and 3)
 
     def nothing(self, *args):
         pass

@@ -1,6 +1,7 @@
 """Pictures as SVG: the drawings of the chapters, or curves of runs, from the files that
-train.py --metrics wrote. (Schedules are drawn by python schedules.py 1f1b 4 8 --svg FILE,
-large-batches.svg by experiments/large_batches.py; all other pictures are live, in lab.html.)
+train.py --metrics wrote. Drawn elsewhere: schedules by python schedules.py 1f1b 4 8 --svg FILE;
+large-batches.svg and ranks.svg in experiments/; wrong-lines.svg by python -m exercises break --svg
+FILE. Pictures that move are in lab.html.
 
     python -m show.pictures --svg pictures
     python -m show.pictures --svg pictures --metrics one.jsonl eight.jsonl
@@ -72,8 +73,15 @@ def metrics_svg(paths):
              else "The same training in different layouts")
     y_name = "times the mean" if experts else "loss, nats per token"
     x_ticks = [round(steps * i / 4) for i in range(5)]
+    difference = None
+    if len(runs) == 2 and not experts:
+        first, second = raw
+        losses = dict(raw[first])
+        difference = (f"loss of {second} - loss of {first}, each step",
+                      [(x, y - losses[x]) for x, y in raw[second] if x in losses])
     return file, curves_svg(means, f"{title} (pale: each step; thick: mean of 25)", "step", y_name,
-                            x_ticks, range(low, high + 1, between), raw=raw)
+                            x_ticks, range(low, high + 1, between), raw=raw,
+                            difference=difference if difference and difference[1] else None)
 
 
 def main():

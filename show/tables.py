@@ -73,7 +73,8 @@ def zigzag_table(S, ranks):
         lines.append(f"  segment {segment:2d} of rank {owner}   {row}")
     whole = torch.arange(S)
     naive = list(whole.chunk(ranks))
-    for name, split in (("zigzag", positions), ("one segment for each rank", naive)):
+    for name, split in (("zigzag", positions),
+                        ("no zigzag, two neighbouring segments for each rank", naive)):
         lines.append(f"{name}: pairs of query and key on ranks 0 to {ranks - 1}")
         for hop in range(ranks):
             work = [visible_pairs(split[rank], split[(rank - hop) % ranks])

@@ -1,4 +1,4 @@
-"""The first ten minutes on a GPU: prints a page for docs/measured.md, whatever the figures say.
+"""The first ten minutes on a GPU: prints the page docs/measured/gpu.md, whatever the figures say.
 
     python -m tests.first_gpu > docs/measured/gpu.md     on a GPU that nobody else uses
     python -m tests.first_gpu --dry                     on CPUs, a small model: does it all run?
@@ -95,7 +95,8 @@ def expected(gpu):
     least = 1e3 * flops / (DEVICES[known].tflops * 1e12)
     rates = f"{tokens / plain * 1e3:,.0f} and {tokens / compiled * 1e3:,.0f} tokens/s"
     rows = [*parts, ("together", plain, compiled, rates),
-            ("at the peak", least, least, f"{flops / 1e12:.1f} TFLOP, counted like the log")]
+            ("at the peak", least, least,
+             f"{flops / 1e12:.1f} TFLOP: 6 Psi + 12 L C S per token, the count of train.py's MFU")]
     lines = [f"{'ms':12}{'without':>8}{'--compile':>11}"]
     lines += [f"{what:12}{ms:8.1f}{with_it:11.1f}   {how}" for what, ms, with_it, how in rows]
     lines += [f"{'so MFU':12}{least / plain:8.0%}{least / compiled:11.0%}   on {known}, if no "
@@ -136,7 +137,7 @@ def training(dry):
     steps = 3 if dry else 40
     lines = [f"{'':12}{'ms':>8}{'tokens/s':>12}{'MFU':>8}"]
     for label in ("without", "--compile"):
-        compiled = ["--compile"] * (label == "--compile" and not dry)
+        compiled = ["--compile"] if label == "--compile" and not dry else []
         rows, said = steps_of_train_py(sizes, "--steps", steps, *compiled)
         if not rows:
             lines += [f"{label}: no step", *said[-3:]]
@@ -159,7 +160,7 @@ def kernels(dry):
     """One step's kernels by kind, from torch's profiler."""
     cuda = torch.cuda.is_available()
     cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu"})
-    check_layout(cfg, 1)
+    check_layout(cfg, world=1)
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCABULARY)
     ids = torch.randint(VOCABULARY, (cfg.batch_size, cfg.block_size), device=cfg.device)
 
@@ -211,7 +212,7 @@ def memory(dry):
     cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu", "dp": 2,
                     "tp": 2, "pp": 1 if dry else 2, "microbatches": 2})
     cfg.collectives = "native" if cuda else "ring"
-    ranks = check_layout(cfg, 1)
+    ranks = check_layout(cfg, world=1)  # from one process, which starts the ranks itself
     pool = Pool()
     pool.start(ranks)
     try:
@@ -225,7 +226,8 @@ def memory(dry):
 
 
 def bench(dry):
-    return indented(run("bench.py", "--gpu", *["--quick"] * dry))
+    quick = ["--quick"] if dry else []
+    return indented(run("bench.py", "--gpu", *quick))
 
 
 PARTS = {

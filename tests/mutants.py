@@ -100,7 +100,8 @@ MUTANTS = {
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
          "        if bucket.grad is None:", "layouts:layout_equals"),
-        ("full = self.full_gradient(bucket)", "full = bucket.grad", "zero:unused"),
+        ("full = self.full_gradient(bucket)\n        for", "full = bucket.grad\n        for",
+         "zero:unused"),
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
         ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
@@ -360,9 +361,13 @@ MUTANTS = {
          "foreign:another_form_is"),
         ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic")],
     "run/doctor/gradients.py": [
-        ("[check_loss(examined, number, causes), finding]",
-         "[check_loss(examined, number, []), finding]", "foreign:shifted_twice")],
+        ("[check_loss(examined, number, of_loss), finding]",
+         "[check_loss(examined, number, []), finding]", "foreign:shifted_twice"),
+        ("if of_both:\n        return of_both, of_both\n    return causes_of_loss(examined, loss),",
+         "return list(shares),", "doctor:cause_explains")],
     "run/doctor/inputs.py": [
+        ("torch.cat([dump.ids(number), dump.targets(number)], dim=-1)", "dump.ids(number)",
+         "doctor:other_sequences"),
         ("given[name].shape != right[name].shape\n             or", "", "foreign:another_shape")],
     "run/doctor/norm.py": [
         ("grad.chunk(D)", "grad.chunk(1)", "foreign:ranks_shards")],
@@ -422,7 +427,7 @@ MUTANTS = {
     "run/export.py": [
         ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
     "run/watch.py": [
-        ('[(send, dst, recv, src), *more.get("more", ())]', "[(send, dst, recv, src)]",
+        ('[(send, dst, recv, src), *options.get("more", ())]', "[(send, dst, recv, src)]",
          "watch:every_message"),
         ("        self.become(usual)", "        pass", "watch:every_message"),
         ("done[key] + more", "done[key]", "watch:ticks"),
@@ -474,7 +479,12 @@ MUTANTS = {
          "planner:llm_foundry")],
     "lab.html": [
         ('[[1e9, "GB"], [1e6', '[[2**30, "GB"], [1e6', "lab:powers_of_ten"),
-        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten")],
+        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten"),
+        ("(rank - hop + N) % N", "(rank + hop) % N", "lab:computes"),
+        ("[rank, 2 * N - 1 - rank]", "[rank, N + rank]", "lab:computes"),
+        ("Math.floor(expert * E / n_experts)", "expert % E", "lab:computes"),
+        ("microbatch = late.shift();", "microbatch = late.pop();", "lab:computes"),
+        ('a.got ? "doubled" : "missing"', '"missing"', "lab:computes")],
 }
 
 

@@ -233,11 +233,15 @@ def test_no_layout_is_written_for_a_program_that_cannot_run_it():
     """One line says so, if flags ask for one."""
     model = "--model gpt3-1.3b --gpus 8 --batch-size 64 --for "
     for flags, says in (("megatron --pp 4 --schedule zb-v", "zb-v: Megatron-LM has 1F1B"),
-                        ("torchtitan --pp 2 --schedule zb-h1", "zb-h1: torchtitan has"),
+                        ("torchtitan --pp 2 --schedule zb-h1",
+                         "cannot run zb-h1: torchtitan has 1F1B, Interleaved1F1B, ZBVZeroBubble, "
+                         "GPipe"),
+                        ("megatron --zero 3", "run ZeRO-3: Megatron-LM has ZeRO-0 and ZeRO-1"),
+                        ("torchtitan --layout", "run ZeRO-0: torchtitan has ZeRO-2 and ZeRO-3"),
                         ("deepspeed --tp 2 --sp", "tensor ranks has whole activations"),
                         ("deepspeed --tp 2 --zero 3", "ZeRO-3 with --tp"),
                         ("nanotron --pp 4 --schedule interleaved", "nanotron has 1f1b and afab"),
-                        ("megatron --pp 5 --gpus 40", "5 stages of 24 layers")):
+                        ("megatron --pp 5 --gpus 40", "24 layers in 5 stages")):
         with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
             answer(model + flags)
         assert says in err.getvalue() and err.getvalue().count("\n") == 1, flags
@@ -383,6 +387,7 @@ def test_own_runs_are_flags_or_a_file_of_metrics(tmp_path):
                         (["--measured", "3 s: dp"], "dp needs a value"),
                         (["--measured", "3 s: gpus 8"], "gpus is no flag of a layout"),
                         (["--measured", "1e9 s: dp 8"], "no speed of compute explains it"),
+                        (["--measured", "1e-9 s: dp 8"], "s with compute 64 times as fast, "),
                         (["--calibrate", "/nowhere"], "No such file"),
                         (["--calibrate", __file__], "is not a file of train.py's --metrics")):
         with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):

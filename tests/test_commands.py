@@ -89,7 +89,7 @@ def damaged(corpus, tmp_path, how):
     ("--schedule wave", "invalid choice: 'wave'"),
     ("--block-size 9999", "--block-size 9999 is longer than"),
     ("--data missing", "val.bin is missing"),
-    ("--data truncated", "is truncated"),
+    ("--data truncated", "not a whole number of uint16; python data/prepare.py SOURCE --out /"),
     ("--data pipe", "train.bin is not a regular file"),
     ("--data device", "meta.json is not a regular file"),
     ("--data beyond", "but the vocabulary of"),

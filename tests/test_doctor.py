@@ -2,16 +2,25 @@
 
 The table of all bugs, in both of their layouts and in bfloat16, takes half an hour: FULL=1."""
 
+import copy
 import re
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import run.doctor.__main__ as command
+from run.doctor.changes.pipeline import scale_changes
 from run.doctor.diagnose import diagnose
-from run.doctor.dump import read_dump
+from run.doctor.dump import Dump, Tensors, read_dump
+from run.doctor.groups import block_of
+from run.doctor.inputs import check_initial_weights
+from run.doctor.words import lines
 from tests import bugs
 from tests.harness import FULL, needs_minutes
+from tests.test_dump import LLAMA, dump_of
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
 # says nothing, or which stage differs.
@@ -28,7 +37,7 @@ NAMED = {
     "projections into the residual stream are divided by sqrt(L)":
         "are 1.41 times|are 1.41421 times",
     "all tensors are drawn from one seed": "all drawn with one seed",
-    "the loss is summed over the T ranks that all have it": "summed over the tensor ranks",
+    "the loss is summed over the T ranks that all have it": "summed over the 3 tensor ranks",
     "the loss of a microbatch is not divided by their number": "not divided by the microbatches",
     "the loss of a microbatch is divided by their number twice": "microbatches once too often",
     "the loss is a mean of each microbatch's mean": "a mean of the microbatches' means",
@@ -70,14 +79,14 @@ NAMED = {
     "g is missing in attention: its forward does not sum": "g is missing in the attention",
     "g is missing in the MLP": "g is missing in the MLP",
     "g is missing in the embedding": "g is missing in the embedding",
-    "the sum of the loss over the T ranks is missing": "the loss is divided by the",
+    "the sum of the loss over the T ranks is missing": "loss is 1/3 of the right one",
     "the softmax is over a rank's own words": "over a rank's own words only",
     "g's backward sums too, in attention": "g sums in backward, too, in the attention",
     "g's backward sums too, in the MLP": "g sums in backward, too, in the MLP",
     "g's backward sums too, in all rows of blocks": "g sums in backward, too, in all blocks",
     "g's backward sums too, in the embedding": "g sums in backward, too, in the embedding",
     "g's backward sums too, after the loss: all gradients times T": "summed over the tensor ranks",
-    "under --sp the reduce-scatter scatters, and sums nothing": "reduce-scatter does not sum",
+    "under --sp the reduce-scatter scatters, and sums nothing": "reduce-scatter sums nothing",
     "the row bias is added on each of the T ranks":
         "row's bias is added on each tensor rank .tp. in all blocks$",
     "the row bias is added on each of the T ranks, and its gradient summed":
@@ -101,7 +110,7 @@ NAMED = {
     "the gradient is averaged over the stages at each boundary":
         "gradients are (halved|divided by pp) at each boundary",
     "the gradient is divided by m at each boundary":
-        "gradients are divided by the microbatches at each boundary",
+        "gradients are divided by microbatches at each boundary",
     "the activation is detached at a boundary: no gradient goes back": "no gradient goes back over",
     "a gradient meets the activation of the newest microbatch in flight":
         "gets the gradient of another microbatch",
@@ -115,10 +124,10 @@ NAMED = {
         "targets are shifted after the sequence was split",
     "ranks have neighbouring segments, and the mask is zigzag's":
         "contiguous parts, the mask is zigzag's",
-    "zigzag's mask takes ranks before for ranks after": "before for ranks after",
+    "zigzag's mask takes ranks before for ranks after": "swaps earlier and later",
     "the ring's last hop is lost": "the ring's last hop is lost",
     "partial results of attention are averaged, not weighted by their logsumexps":
-        "partial results of attention are averaged",
+        "partial results of attention are merged half and half",
     "gradients of keys and values stay with the rank that computed them":
         "do not come back to their context rank",
     "the norm is that of the rank's own part": "part only",
@@ -193,7 +202,7 @@ def examine(dumps):
     return run
 
 
-RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::7]
+RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::12]
 
 
 @pytest.mark.parametrize("flags", RIGHT_RUNS, ids=str)
@@ -203,10 +212,12 @@ def test_a_right_run_is_equal_and_has_no_name(examine, flags):
 
 
 def name_of(examine, bug, layout, dtype):
-    """The first causes that the doctor gives for a bug, in one line; "" if none."""
+    """The first causes that the doctor gives for a bug, in one line; "" if none; None if all is
+    equal."""
     flags = {**bugs.flags_of(layout), "dtype": dtype}
     findings = examine(bug.changes, bug.setting, **flags)
-    assert not all(finding.equal for finding in findings)
+    if all(finding.equal for finding in findings):
+        return None
     return next((" | ".join(finding.causes) for finding in findings if finding.causes), "")
 
 
@@ -217,21 +228,142 @@ def test_a_planted_bug_is_named(examine, bug):
 
 
 @needs_minutes
-@pytest.mark.parametrize("column", [0, 1], ids=["first layouts", "second layouts"])
-@pytest.mark.parametrize("dtype, stages, share", [
-    ("float32", bugs.STAGES, 0.9), ("bfloat16", ("loss", "gradients"), 0.8)],
-    ids=["float32", "bfloat16"])
-def test_most_bugs_are_named_and_none_wrongly(examine, dtype, stages, share, column):
-    """Prints the share, and the bugs without a name."""
-    chosen = [bug for bug in bugs.BUGS if bug.stage in stages]
-    names = {bug.name: name_of(examine, bug, bug.layouts[column], dtype) for bug in chosen}
-    wrong = {bug: name for bug, name in names.items()
-             if name and not (bug in NAMED and re.search(NAMED[bug], name))}
-    unnamed = [bug for bug, name in names.items() if not name]
-    print(f"{len(chosen) - len(unnamed)} of {len(chosen)} bugs have a name in {dtype}; not:")
-    print(*unnamed, sep="\n")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_most_bugs_are_named_and_none_wrongly(examine, dtype):
+    """Each bug in two layouts: in float32 90% are named; in bfloat16, of the bugs of gradients, 80%
+    (there rounding errors may hide a bug). Prints the share, and the bugs without a name."""
+    stages = bugs.STAGES if dtype == "float32" else ("loss", "gradients")
+    counted = bugs.STAGES if dtype == "float32" else ("gradients",)
+    rows = [(bug, layout) for bug in bugs.BUGS if bug.stage in stages for layout in bug.layouts]
+    names = [name_of(examine, bug, layout, dtype) for bug, layout in rows]
+    wrong = {(bug.name, layout): name for (bug, layout), name in zip(rows, names, strict=True)
+             if name and not (bug.name in NAMED and re.search(NAMED[bug.name], name))}
+    for stage in stages:
+        of_stage = [name for (bug, _), name in zip(rows, names, strict=True) if bug.stage == stage]
+        print(f"{dtype}, {stage}: {sum(map(bool, of_stage))} of {len(of_stage)} named")
+    for (bug, layout), name in zip(rows, names, strict=True):
+        if not name:
+            print(f"    {'all is equal' if name is None else 'no name'}: {bug.name}, {layout}")
     assert not wrong
-    assert len(unnamed) <= (1 - share) * len(chosen)
+    assert dtype == "bfloat16" or None not in names
+    share = [bool(name) for (bug, _), name in zip(rows, names, strict=True) if bug.stage in counted]
+    assert sum(share) >= {"float32": 0.9, "bfloat16": 0.8}[dtype] * len(share)
+
+
+# ---- dumps of one process, changed by hand ----
+
+
+@pytest.fixture(scope="module")
+def right(corpus, tmp_path_factory):
+    """right(**model): the Dump of one process that trains this model; each is made once."""
+    found = {}
+
+    def dump(**model):
+        if str(model) not in found:
+            found[str(model)] = dump_of(corpus, tmp_path_factory.mktemp("right"), **model)
+        return found[str(model)]
+
+    return dump
+
+
+def changed(dump, *files, change):
+    """The dump with change(name, tensor) in place of each tensor of these files."""
+    tensors = {file: Tensors({name: partial(change, name, tensor)
+                              for name, tensor in dump.tensors[file].items()}) for file in files}
+    return replace(dump, tensors={**dump.tensors, **tensors}, steps=copy.deepcopy(dump.steps))
+
+
+class OtherTargets(Dump):
+    """A dump whose sequences have the targets of other sequences."""
+
+    def targets(self, number):
+        return super().targets(number).roll(1, dims=2)
+
+
+def test_targets_that_belong_to_other_sequences_are_not_equal(right):
+    mine = OtherTargets(**vars(right()))
+    findings = {finding.stage: finding for finding in diagnose(right(), mine, deep=False)}
+    assert not findings["step 1 tokens"].equal
+    assert findings["step 1 tokens"].causes == ["each sequence has the targets of another sequence"]
+
+
+def test_megatrons_order_is_named_where_heads_share_keys_and_values(right):
+    reference = right(**{**LLAMA, "n_kv_head": 4})
+    config = reference.model
+    n_kv, hs = config.n_kv_head, config.n_embd // config.n_head
+
+    def side_by_side(name, tensor):
+        if ".c_attn." not in name:
+            return tensor
+        q, k, v = tensor.split([config.n_embd, n_kv * hs, n_kv * hs])
+        return torch.cat([part.chunk(n_kv)[i] for i in range(n_kv) for part in (q, k, v)])
+
+    mine = changed(reference, "weights-0", change=side_by_side)
+    (causes,) = check_initial_weights(reference, mine).causes
+    assert causes.endswith("have q, k and v of a head side by side (Megatron's order): a wrong map")
+
+
+@pytest.mark.parametrize("seeds,is_named", [
+    ((1, 1, 1), True), ((1, 1, 2), False), ((1, None, None), False)])
+def test_one_seed_for_all_blocks_is_named_only_if_all_blocks_are_the_same(right, seeds, is_named):
+    """seeds: with which the matrices of blocks 0, 1 and 2 are drawn; None: REFERENCE's."""
+    reference = right()
+
+    def drawn(name, tensor):
+        number = block_of(name)
+        if not 0 <= number < 3 or not name.endswith("weight") or ".ln_" in name:
+            return tensor
+        if seeds[number] is None:
+            return tensor
+        generator = torch.Generator().manual_seed(seeds[number])
+        return torch.randn(tensor.shape, generator=generator) * 0.05
+
+    mine = changed(reference, "weights-0", change=drawn)
+    finding = check_initial_weights(reference, mine)
+    assert not finding.equal
+    assert any("all drawn with one seed" in words for words in finding.causes) == is_named
+
+
+def test_a_wrong_loss_has_the_gradients_cause_only_if_the_cause_explains_it(right):
+    mine = changed(right(), "gradients-1", change=lambda name, grad: -grad)
+    tokens = right().ids(1).numel()
+    for factor, says in ((-1, "all gradients: of the wrong sign"),
+                         (tokens, f"the printed loss is {tokens} times the right one"),
+                         (1.2345, "")):
+        mine.steps[0]["loss"] = factor * right().steps[0]["loss"]
+        loss, gradients = (finding for finding in diagnose(right(), mine)
+                           if finding.stage in ("step 1 loss", "step 1 gradients"))
+        assert gradients.causes == ["all gradients: of the wrong sign"]
+        assert not loss.equal
+        assert " ".join(loss.causes).startswith(says) if says else not loss.causes, loss
+
+
+def test_words_about_gradients_do_not_explain_a_printed_loss(right):
+    mine = changed(right(), change=None)
+    mine.steps[0]["loss"] = 0.0
+    (loss,) = (finding for finding in diagnose(right(), mine, deep=False)
+               if finding.stage == "step 1 loss")
+    assert not loss.equal and not loss.causes
+
+
+def test_a_bug_that_begins_in_step_2_is_told_of_its_loss_and_of_its_gradients(right):
+    mine = changed(right(), "gradients-2", change=lambda name, grad: -grad)
+    mine.steps[1]["loss"] *= -1
+    said = [line for line, _ in lines(diagnose(right(), mine), mine.layout)]
+    at = next(i for i, line in enumerate(said) if line.startswith("step 2 loss"))
+    assert said[at + 1].strip() == "-> all gradients: of the wrong sign"
+    assert said[at + 2].startswith("step 2 gradients         differs")
+    assert said[at + 3].strip() == "-> the same"
+
+
+def test_factors_of_axes_with_the_same_size_are_told_together():
+    layout = {"dp": 3, "pp": 5, "tp": 1, "microbatches": 3}
+    words = [change.words for change in scale_changes(layout, [1])]
+    assert "gradients are times microbatches or dp at each boundary of the pipeline" in words
+    assert any("divided by pp" in text for text in words)
+
+
+# ---- the command ----
 
 
 @pytest.fixture

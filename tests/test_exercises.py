@@ -34,6 +34,7 @@ from exercises import __main__ as program
 from exercises import quiz, start
 from exercises.catalogue import EXERCISES, RANKS
 from exercises.judge import Report, Wrong, attempt, verdict
+from exercises.messages import explain_sum
 from exercises.start import load_forms
 from model import ABSENT, cross_entropy
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
@@ -400,6 +401,19 @@ class NoG(Row):
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
+class HoldsAll(Row):
+    """Slices the whole W in forward."""
+
+    def __init__(self, linear, group, g):
+        super().__init__(linear, group, g)
+        self.weight = linear.weight
+
+    def forward(self, x):
+        columns = slice(*bounds(self.weight.size(1), self.group))
+        return self.g(torch.nn.functional.linear(x, self.weight[:, columns]),
+                      self.group) + self.bias
+
+
 class Whole(Column):
     def __init__(self, linear, group, f, parts=()):
         super().__init__(linear, group, f, parts)
@@ -554,6 +568,13 @@ def combine_wrong(x, gates, chosen, experts, group, gated=True, back=True, both=
     return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
 
 
+def counts_unsent(x, gates, chosen, experts, group):
+    """Takes what it sends for what it receives."""
+    with patch.object(expert_parallel, "all_to_all", lambda outputs, inputs, group: [
+            out.copy_(own) for out, own in zip(outputs, inputs, strict=True)]):
+        return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+
+
 def combine_twice(x, gates, chosen, experts, group):
     return 2 * expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
 
@@ -645,6 +666,10 @@ def norm_of(grads, tags, group, copies=1, root=True, summed=True):
     if summed:
         collectives.all_reduce(square, group)
     return square.sqrt() if root else square
+
+
+def averaged_norm(grads, tags, group):
+    return norm_of(grads, tags, group) / math.sqrt(group.size)
 
 
 def sum_of_norms(grads, tags, group):
@@ -741,7 +766,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"Column": NoBias}, "Column's output lacks the bias"),
         ({"Column": Whole}, "Column's output has shape [2, 3, 24], and should have [2, 3, 6]"),
         ({"Row": BiasOnEach}, "Row's output has the bias 4 times: add it once, after the sum"),
-        ({"Row": NoG}, "Row's output is this rank's partial sum: g is missing")]),
+        ({"Row": NoG}, "Row's output is this rank's partial sum: g is missing"),
+        ({"Row": HoldsAll}, "right, but bytes of Row's parameters: 360, and the formula")]),
     "e08_vocabulary_loss": ({"vocabulary_loss": tensor_parallel.vocabulary_loss}, [
         (partial(loss_of_all_words, overflow=True), "exp overflows"),
         (partial(loss_of_all_words, padding=True), "the loss counts padding"),
@@ -778,7 +804,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (partial(combine_wrong, both=False), "of one of a token's k experts only"),
         (partial(combine_wrong, back=False), "has the outputs at other tokens"),
         (combine_twice, "is 2 times what it should be"),
-        (partial(combine_wrong, trained=False), "a backward of a small GPT")]),
+        (partial(combine_wrong, trained=False), "a backward of a small GPT"),
+        (counts_unsent, "bytes to rank")]),
     "e12_one_f_one_b": ({"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}, [
         ({"one_f_one_b": warm_up_too_long}, "in flight, and should have at most"),
         ({"one_f_one_b": no_warm_up}, "who waits, and for what?"),
@@ -807,6 +834,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"global_norm": partial(norm_of, copies=2)}, "divide its square by copies once"),
         ({"global_norm": partial(norm_of, root=False)}, "is the square of the norm"),
         ({"global_norm": partial(norm_of, summed=False)}, "is of this rank's gradients only"),
+        ({"global_norm": averaged_norm}, "is 1/2 of the right one: squares are never averaged"),
         ({"global_norm": sum_of_norms}, "is a sum of norms")]),
     "e16_checkpoint": ({"runs": Shard.runs}, [
         (partial(runs_from, change=counted_from_the_slice), "is to be counted from start"),
@@ -830,6 +858,14 @@ def test_the_repositorys_form_is_right_and_wrong_ones_are_told_apart(name):
     for line, (_, words) in zip(said, wrong, strict=True):
         assert words in line, said
     assert len(set(said)) == len(said) >= 5
+
+
+@pytest.mark.parametrize("c", range(RANKS))
+def test_an_averaged_chunk_is_told_as_averaged_on_each_rank(c):
+    """10^k / 4 is a whole number for k > 1, so a fraction of 1/4 shows in chunk 0 only."""
+    right = sum(10.0 ** (r + RANKS * c) for r in range(RANKS))
+    assert explain_sum(right, c, RANKS) == ""
+    assert explain_sum(right / RANKS, c, RANKS).startswith("is divided by 4")
 
 
 # ---- the files ----
@@ -953,7 +989,7 @@ def test_the_list_says_what_is_solved_and_hints_come_one_at_a_time(learner, caps
 @pytest.mark.parametrize("words,says", [
     (["17"], "17: say which exercise, 1 to 16, quiz or break"), (["x"], "x: say which"),
     (["--hint"], "--hint: say which exercise"), (["quiz", "--hint"], "quiz: say which"),
-    (["break", "--hint"], "break: say which"), (["3", "--svg", "x.svg"], "--svg draws the picture"),
+    (["break", "--hint"], "break: say which"), (["3", "--svg", "x.svg"], "--svg is for break only"),
     (["break", "--svg", "/proc/x"], "/proc/x: No such file"),
     (["break", "--svg", __file__], "holds something else than --svg writes")])
 def test_a_wrong_command_line_is_answered_in_one_line(words, says, capsys, monkeypatch):
@@ -988,6 +1024,14 @@ def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
     # By hand, from the papers' formulas
     assert [round(question.answer, 4) for question in questions] == [
         112, 7, 1.1417, 38.5, 8.75, 147, 20, 4, 12.5829, 100.6633, 256, 5.6875]
+
+
+def test_the_quiz_ignores_what_follows_the_number():
+    question = quiz.states_of_7b()
+    assert all(quiz.is_right(question, text) for text in ("112", " 112 GB", "112GB", "112,0%"))
+    assert quiz.is_right(question, "1.12e2 GB")
+    assert not quiz.is_right(question, "11.2GB")
+    assert quiz.is_right(question, "GB") is None
 
 
 def test_the_quiz_counts_wrong_answers_and_asks_again_for_a_number():

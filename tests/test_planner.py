@@ -33,6 +33,7 @@ from engine.optimizer import AdamW
 from engine.schedules import make_schedule, simulate
 from engine.tensor_parallel import parallelize
 from experts import kind_of
+from mesh import lay_out
 from model import Block
 from planner import costs, habits, hardware, measure, memory, published, report, traffic
 from planner import search as search_file
@@ -351,7 +352,7 @@ def test_each_layer_is_in_one_stage(n_layer, stages):
 
 def test_an_mlp_beside_experts_is_counted_like_a_dense_one():
     """Its parameters, and what it saves for backward: those by which a dense Llama grows with its
-    MLP."""
+    MLP; and its input, the norm's output, in 16 bits: the router alone saves that in 32 bits."""
     llama = hardware.MODELS["llama-7b"]
     layout = memory.Layout(dp=2, tp=2, pp=2, schedule="zb-h1", microbatches=4)
     grown = []
@@ -363,7 +364,8 @@ def test_an_mlp_beside_experts_is_counted_like_a_dense_one():
                     memory.saved_by_block(job, layout, False), sum(memory.matrices(job.model))]
                    for job in jobs]
         grown.append([more - less for less, more in zip(*numbers, strict=True)])
-    assert grown[0] == grown[1] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2, 3 * 4096 * 512]
+    assert grown[0] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2, 3 * 4096 * 512]
+    assert grown[1] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2 + 2 * 4096, 3 * 4096 * 512]
 
 
 @pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 3),
@@ -738,6 +740,24 @@ def test_an_all_reduce_over_many_nodes_takes_the_trees_latency():
     assert costs.all_reduce_time(device, 8, 64, 1e10) == costs.ring_time(device, 8, 64, 1e10, 2)
 
 
+@pytest.mark.parametrize("dp,ep,pp,cp,tp", [
+    (16, 2, 1, 1, 4), (16, 8, 2, 1, 2), (4, 2, 1, 4, 1), (8, 2, 2, 2, 1), (8, 4, 1, 2, 2)])
+def test_ranks_that_sum_gradients_are_on_a_node_like_in_the_mesh(dp, ep, pp, cp, tp):
+    """Nodes of 8. The groups of all parameters, and of the experts, are those of engine/mesh.py."""
+    model = replace(hardware.MODELS["llama-7b"], n_experts=8)
+    found = []
+
+    def collective(device, members, size, nbytes):
+        found.append((members, size))
+        return 0.0
+
+    costs.Costs(memory.Job(model, 64), hardware.DEVICES["h100"]).data_messages(
+        memory.Layout(dp=dp, ep=ep, pp=pp, cp=cp, tp=tp), memory.Part(0, 1, 0), 1e9, collective)
+    sizes_of_mesh = {"dp": dp // ep, "ep": ep, "pp": pp, "cp": cp, "tp": tp}
+    groups = [lay_out(sizes_of_mesh, axes)[0] for axes in (("dp", "ep", "cp"), ("dp", "cp"))]
+    assert found == [(sum(rank < 8 for rank in group), len(group)) for group in groups]
+
+
 @pytest.mark.parametrize("D", [64, 256, 1024])
 def test_plain_ddp_at_scale_is_not_all_latency(D):
     """8 billion parameters, weak scaling: the all-reduce of 600 buckets over 1,024 ranks took 5
@@ -1010,7 +1030,23 @@ def test_runs_are_drawn_as_a_running_mean_over_each_step(key, name, monkeypatch,
     for points in curves:
         heights = [float(point.split(",")[1]) for point in points[20:80]]
         spans.append(max(heights) - min(heights))
-    assert len(spans) == 4 and min(spans[:2]) > 50 and max(spans[2:]) < 10
+    strips = {"loss": 1, "busiest": 0}[key]  # the difference of the two runs, here a constant
+    assert len(spans) == 4 + strips and min(spans[:2]) > 50 and max(spans[2:]) < 10
+
+
+def test_the_losses_of_two_runs_have_their_difference_drawn_below(tmp_path):
+    """On a scale of its own: on the losses' scale two curves that are 1e-6 apart are one."""
+    for run, apart in (("one", 0.0), ("eight", 1e-6)):
+        records = [{"step": i, "loss": 4.0 + apart * (i - 50)} for i in range(101)]
+        (tmp_path / f"{run}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    paths = [str(tmp_path / f"{run}.jsonl") for run in ("one", "eight")]
+    strip = "loss of eight - loss of one, each step, at most 5e-05"
+    _, svg = pictures.metrics_svg(paths)
+    *_, drawn_last = ElementTree.fromstring(svg).iter(SVG + "polyline")
+    heights = [float(point.split(",")[1]) for point in drawn_last.get("points").split()]
+    assert strip in svg and len(heights) == 101
+    assert (heights[0], heights[50], heights[-1]) == (440, 415, 390)
+    assert "at most" not in pictures.metrics_svg(paths[:1])[1]
 
 
 def test_labels_of_a_chart_do_not_overlap():

@@ -14,6 +14,7 @@ from ddp import DDP
 from experiments.eight_ranks import LAYOUT, WORDS_OF_RUN, eight_ranks, held_matrices
 from group import Group
 from mesh import Mesh
+from run import narrate
 from run.config import check, parse
 from run.watch import Watch, tell, ticks, watch_first
 from tests.harness import HERE, VOCAB, config, mesh_of, pool
@@ -119,10 +120,20 @@ def test_every_message_has_a_line_and_every_send_its_receive(corpus, flags):
     sums = [line for line in ranks[0]["story"].splitlines() if " messages, " in line]
     number, nbytes = (sum(int(line.split()[i].replace(",", "")) for line in sums) for i in (1, 3))
     assert number == len(lines) and nbytes == sum(rank["bytes_sent"] for rank in ranks)
+    # train.py sums the routers' statistics together with the loss
+    assert ("stop, routers' statistics" in ranks[0]["story"]) == ("experts" in flags)
     # Every message says what it is about: no function is missing in WORDS of run/narrate.py
     assert not re.search(r"\?| by \w+ in ", ranks[0]["story"])
     if "zero" in flags:  # threads send weights and gradients; the lines come in one order again
         assert pool(world, _watched, cfg)[0]["story"] == ranks[0]["story"]
+
+
+def test_the_example_at_narrates_head_is_a_line_of_a_step(corpus):
+    rows = re.findall(r"^ .*?\S  +(\S.*)$", narrate.__doc__, re.MULTILINE)
+    when, what, how, to_add = (re.split(": | \\(", words)[0] for words in rows[1:5])
+    cfg = config(corpus, **PLAIN, tp=2, pp=2, microbatches=3)
+    story = pool(4, _watched, cfg)[0]["story"]
+    assert re.search(f" {when}  {what}: {how}, {to_add} ", story), (when, what, how, to_add)
 
 
 def test_in_nccls_order_the_same_bytes_are_told(corpus):
@@ -192,7 +203,7 @@ def test_a_message_has_as_many_ticks_as_messages_had_to_arrive_before_it():
     rank_1 = [("awaited", "b", 1), ("did", "c", 0), ("awaited", "d", 1)]
     assert ticks([job, rank_0, rank_1]) == {"a": 0, "job": 0, "b": 0, "c": 1, "d": 2, "end": 2,
                                             "last": 2}
-    with pytest.raises(AssertionError, match="what no thread did"):
+    with pytest.raises(AssertionError, match="an event that no thread has"):
         ticks([job, rank_0])
 
 

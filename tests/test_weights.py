@@ -180,6 +180,23 @@ def test_numbers_of_a_file_begin_at_a_multiple_of_8_bytes():
         assert len(head) % 8 == 0 == entries["a" * n].begin % 8
 
 
+def test_a_header_may_be_as_long_as_in_the_safetensors_library(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    library = pytest.importorskip("safetensors")
+    for length in (tensorfile.MAX_HEADER, tensorfile.MAX_HEADER + 1):
+        path.write_bytes(length.to_bytes(8, "little") + b" " * 100)  # refused: it ends too early
+        with pytest.raises(library.SafetensorError) as error:
+            library.safe_open(path, "pt")
+        assert ("too large" in str(error.value)) == (length > tensorfile.MAX_HEADER)
+    head, entries = tensorfile.make_header({"a": torch.Size((3,))}, "F64", path)
+    path.write_bytes(head + bytes(24))
+    monkeypatch.setattr(tensorfile, "MAX_HEADER", len(head) - 8)
+    assert tensorfile.read_header(path) == entries
+    monkeypatch.setattr(tensorfile, "MAX_HEADER", len(head) - 9)
+    with pytest.raises(tensorfile.CheckpointError, match="not a safetensors file, or its header"):
+        tensorfile.read_header(path)
+
+
 @pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256)])
 def test_gpt2s_own_tokenizer_ends_a_text_with_token_50256(words, end, tmp_path, monkeypatch):
     """A vocabulary of 50256 tokens has no such token."""

@@ -17,7 +17,7 @@ from tests.pool import HANG, pool
 COMMAND = "    python -m exercises break --svg pictures/wrong-lines.svg\n\n"
 PAGE = (HERE / "docs/what-a-loss-curve-hides.md").read_text()
 PICTURE = (HERE / "pictures/wrong-lines.svg").read_text()
-RANKS = 4  # of the pool, which share the rows
+RANKS = 4  # ranks of the pool share the rows
 
 
 def quoted():

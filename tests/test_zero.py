@@ -318,12 +318,13 @@ def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpu
     cfg = config(corpus, microbatches=2, **flags)
     for reads, counts, buckets in pool(check(cfg, 1), _counted, cfg):
         assert reads == ["tolist"]
-        # of each bucket: two groups, with and without decay; scaling, rounding, copies
+        # Each bucket has two groups, with and without decay; it is scaled, rounded, copied
         assert counts.pop("_fused_adamw_") <= 2 * buckets
         of_buckets = [counts.pop(name, 0) for name in ("mul", "_to_copy", "copy_", "clone")]
         assert sum(of_buckets) <= 4 * buckets + 4
         assert counts.pop("_foreach_norm") == 1 and counts.pop("add_") == 1  # the counter of steps
-        assert sum(counts.values()) <= 20, counts  # of numbers: norm, clipping, whether to skip
+        # The rest are of single numbers: norm, clipping, whether to skip
+        assert sum(counts.values()) <= 20, counts
 
 
 def test_a_norm_of_many_elements_is_exact():

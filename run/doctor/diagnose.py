@@ -41,7 +41,7 @@ def comparable(reference, mine):
 
 
 def check_step(reference, mine, number, deep, known):
-    """Findings on loss and gradients of a step; none if a file that this takes is not there. known:
+    """Findings on loss and gradients of a step; [] if a file that this takes is not there. known:
     words of the causes found in step 1."""
     if not mine.gradients(number) or not mine.weights(number - 1):
         return []
@@ -71,17 +71,17 @@ def diagnose(reference, mine, deep=True):
     for number in (1, 2):
         if mine.ids(number) is not None and reference.ids(number) is not None:
             yield check_tokens(reference, mine, number)
-    known = []  # words of the causes found so far
+    known = []  # words of the causes found in earlier steps
     for number in (1, 2):
         step = mine.steps[number - 1]
         findings = check_step(reference, mine, number, deep, known)
-        if not step["gradients_differ"]:  # else the norm is also that of copies not in the dump
+        # Where copies of a gradient differ, MINE's norm is also that of copies not in the dump
+        if not step["gradients_differ"]:
             findings += judge_norm(mine, number)
         for finding in findings:
-            is_again = number == 2 and set(finding.causes) & set(known)
-            known += finding.causes
-            if not is_again:
+            if not set(finding.causes) & set(known):  # else the bug of step 1 is in step 2, too
                 yield finding
+        known += [words for finding in findings for words in finding.causes]
         if step["gradients_differ"]:
             yield differing_copies(number, "gradients", first_of(step["gradients_differ"]))
         if step["weights_differ"]:

@@ -63,10 +63,10 @@ class Dump:
     """A dump on the disk. Tensors have nanoGPT's names and shapes or, if model is None, the
     file's own. weights(), masters(), gradients() of a file that is not there: no tensors."""
     folder: Path
-    names: str  # in the files: "nanogpt", "hugging_face", "megatron"
+    names: str  # whose names the files have: "nanogpt", "hugging_face", "megatron"
     model: GPTConfig | None  # or a LlamaConfig; None: another form
-    dtype: str  # of weights and activations
-    grad_dtype: str  # of summed gradients
+    dtype: str  # in which forward computes; under autocast weights are wider
+    grad_dtype: str  # in which gradients are summed
     layout: dict  # {"dp": D, ...}, see record.LAYOUT
     loss: str  # "mean" over the tokens of the whole batch, or their "sum"
     optimizer: dict  # name, beta1, beta2, eps, weight_decay, grad_clip
@@ -130,13 +130,14 @@ def read_dump(folder):
             tensorfile.read_header(path)  # refuses a folder, which find_tensors would take
             tensors[path.stem] = Tensors(readers(path, shapes, model, given["names"]))
         else:
-            tensors[path.stem] = Tensors(find_foreign(path, shapes))
+            tensors[path.stem] = Tensors(find_other_form(path, shapes))
     return Dump(folder, model=model, tensors=tensors, tokens=tokens,
                 **{name: given[name] for name in PLAIN_VALUES})
 
 
 def read_json(path):
-    """(the dict in dump.json, its GPTConfig or None), checked."""
+    """(the dict in dump.json, its GPTConfig or LlamaConfig; None for a model of another form),
+    checked."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file")
     with about(path), open(path, "rb") as file:
@@ -149,7 +150,7 @@ def read_json(path):
         return given, refuse_unsound_dump(given)
     except KeyError as error:
         raise ValueError(f"{path}: has no {error.args[0]}") from None
-    except ValueError as error:  # of require(): its text is a name
+    except ValueError as error:  # raised by require(): the text is the name of a bad value
         raise ValueError(f"{path}: its {error} is not that of a dump") from None
     except DAMAGED:
         raise ValueError(f"{path}: its values are not those of a dump") from None
@@ -162,7 +163,7 @@ def is_number(value, least=-math.inf):
 
 def refuse_unsound_dump(given):
     """Raise one of DAMAGED, with the name of a value, unless every value is of its type and range.
-    Returns the model's GPTConfig, or None for a foreign model."""
+    Returns the model's GPTConfig, or None for a model of another form."""
     require(type(given["format"]) is int and given["format"] == 1, "format")
     require(given["names"] in NAMES, "names")
     for name in ("dtype", "grad_dtype"):
@@ -201,9 +202,9 @@ def refuse_unsound_dump(given):
 def shapes_of(model, path, entries):
     """{canonical name: shape} of a model. ValueError, before a model of forged sizes is built, if
     weights-0 has too few tensors or elements for it."""
-    blocks = model.block_weights() + (
-        max(0, model.n_experts - model.top_k) * model.expert_parameters())
-    least = model.n_layer * blocks + model.vocab_size * model.n_embd
+    block = model.block_weights()  # a block's elements, with top_k of the experts
+    block += max(0, model.n_experts - model.top_k) * model.expert_parameters()  # the other experts
+    least = model.n_layer * block + model.vocab_size * model.n_embd
     elements = sum(math.prod(entry.shape) for entry in entries.values())
     if least > elements or model.n_layer > len(entries):
         raise ValueError(f"{path}: {len(entries)} tensors of {elements} elements are too few for "
@@ -213,9 +214,9 @@ def shapes_of(model, path, entries):
         return {name: param.shape for name, param in parameters}
 
 
-def find_foreign(path, shapes):
-    """{name: function that reads the tensor} of a file of a model of another form: the names and
-    shapes of weights-0."""
+def find_other_form(path, shapes):
+    """{name: function that reads the tensor} of a file, for a model of another form. ValueError
+    unless the file has tensors of these {name: shape}, which are those of weights-0."""
     entries = {unwrapped(name): entry for name, entry in tensorfile.read_header(path).items()}
     entries = tensorfile.expect(path, entries, shapes, FLOATS)
     for name, shape in shapes.items():

@@ -17,11 +17,12 @@ from model import ABSENT
 from run.doctor.finding import NOISE, norm_of, off
 from run.doctor.step import SimulatedStep, Terms, sampled
 
-FLOOR = 8  # least noise of a number, in roundings of its dtype
+FLOOR = 8  # least tolerance of a measured number, in roundings of its dtype
+UNMEASURED = 8  # noise of a number whose noise is not measured, in roundings of its dtype
 
 
 def eps_of(dump):
-    """A rounding of the dtype of a dump's weights, relative to a number."""
+    """A rounding, relative to a number, of the dtype in which a dump's forward computes."""
     return torch.finfo(getattr(torch, dump.dtype)).eps
 
 
@@ -34,12 +35,12 @@ def distance_of(given, right):
 
 
 class Examined:
-    """One step of MINE. Subclasses say what is right, and give `noise`: (of the loss, {name: of the
-    gradient's norm})."""
+    """One step of MINE. Subclasses say what is right, and give `noise`, which rounding alone makes:
+    (error of the loss, {name: norm of the gradient's error})."""
 
     def __init__(self, mine, number, dump, terms, loss, gradients):
-        """dump: the one whose dtypes make the noise. terms: the right step's Terms. loss: the right
-        one. gradients: {name: the right full gradient}."""
+        """dump: the one whose dtypes make the noise. terms: the right step's Terms (step.py). loss:
+        the right one. gradients: {name: the right full gradient}."""
         self.mine = mine
         self.numbers = mine.steps[number - 1]  # MINE's loss, norm, lr, scale
         self.dtype = getattr(torch, dump.dtype)
@@ -78,7 +79,7 @@ class Computed(Examined):
     @cached_property
     def noise(self):
         """How far one process in MINE's dtype is from float64."""
-        # In 16 bits a token may choose other experts: try several roundings of the weights
+        # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
@@ -129,16 +130,17 @@ class LikeReference(Examined):
             tied=False)
         coarser = max((reference, mine), key=eps_of)
         super().__init__(mine, number, coarser, terms, loss, gradients)
-        # of MINE's weights before the step from REFERENCE's
+        # between MINE's weights before the step and REFERENCE's, relative to their norm
         self.distance = distance_of(mine.weights(number - 1), reference.weights(number - 1))
 
     @cached_property
     def noise(self):
-        """Some roundings, and as much as the weights are apart: rounding errors of step 1 move the
-        weights, and these move loss and gradients of step 2 about as far."""
-        relative = FLOOR * torch.finfo(self.dtype).eps + self.distance
+        """UNMEASURED roundings plus the distance of the weights: rounding errors of step 1 move the
+        weights, which move loss and gradients of step 2 about as far, relative to their size."""
+        relative = UNMEASURED * torch.finfo(self.dtype).eps + self.distance
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
-        # A gradient that is 0 in exact arithmetic (of a key's bias) is rounding errors of others
+        # A gradient that is 0 in exact arithmetic, such as a key's bias's, has errors of the size
+        # of other gradients' errors
         least = 1e-2 * max(sizes.values())
         return (relative * abs(self.loss),
                 {name: relative * max(size, least) for name, size in sizes.items()})

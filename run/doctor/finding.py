@@ -1,4 +1,4 @@
-"""A Finding, what one stage of one step says, and what all stages measure and print alike.
+"""A Finding: the result of one stage. And the helpers with which all stages measure and print.
 
 In all of run/doctor/: `given` is what MINE's dump has, `right` what it should have, both {name:
 tensor}; `wrong` is the set of names in which they differ by more than rounding.
@@ -7,12 +7,12 @@ tensor}; `wrong` is the set of names in which they differ by more than rounding.
 import math
 from dataclasses import dataclass, field
 
-NOISE = 5  # how many times the rounding errors of one process still count as equal
+NOISE = 5  # a difference of up to 5 times the rounding errors of one process counts as equal
 
 
 @dataclass
 class Finding:
-    """What one stage of one step says."""
+    """The result of one stage of one step."""
     stage: str  # "step 1 gradients"
     equal: bool
     differs: str = ""  # where, and by how much; of an equal stage: what was not examined
@@ -40,6 +40,15 @@ def ratio_words(mine, right):
     return f"{mine:.8g}, not {right:.8g}: {mine / right:.6g} times"
 
 
+def axes_by_size(layout, axes):
+    """{size: the axes of this size}, without size 1: bugs of equal axes make the same numbers."""
+    found = {}
+    for axis in axes:
+        if layout[axis] > 1:
+            found.setdefault(layout[axis], []).append(axis)
+    return found
+
+
 def first_difference(given, right, wrong):
     """Words for the first wrong tensor, in the model's order: by how much it differs, in which
     rows."""
@@ -52,8 +61,8 @@ def first_difference(given, right, wrong):
     error = given[name] - right[name]
     relative = norm_of(error) / max(norm_of(right[name]), 1e-300)
     rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs()
-    # Rounding errors are in all rows: name those with much of the largest row's error
-    bad = (rows > rows.max() / 1000).nonzero().flatten().tolist()
+    # Rounding errors are in all rows: name rows with at least 1/1000 of the largest row's error
+    bad = (rows >= rows.max() / 1000).nonzero().flatten().tolist()
     where = f"rows {bad[0]} to {bad[-1]}" if len(bad) > 1 else f"row {bad[0]}"
     return (f"{len(wrong)} of {len(given)} tensors; first {name}, off by {relative:.2g} of its "
             f"norm, {where} of {len(rows)}")

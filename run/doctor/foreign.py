@@ -79,16 +79,18 @@ def read_megatron(entry, name, shape, config):
 
 def find_megatron(path, shapes, config):
     """{canonical name: function that reads the tensor}. ValueError unless the file has these
-    tensors, and no others."""
+    tensors, and no others but those that Megatron adds: ._extra_state, and output_layer.weight of a
+    tied model, which is a copy of the embedding."""
     entries = {unfused(unwrapped(name)): entry
                for name, entry in tensorfile.read_header(path).items()}
     names = {name: megatron_name(name) for name in shapes}
     wanted = {}
     for name, theirs in names.items():
         wanted[theirs] = shapes[name]
-        padded = entries[theirs].shape if theirs in entries else ()
-        if name in (EMBEDDING, UNTIED) and padded[:1] > shapes[name][:1]:
-            wanted[theirs] = torch.Size((padded[0], *shapes[name][1:]))
+        if name in (EMBEDDING, UNTIED) and theirs in entries:
+            vocab_size, width = shapes[name]
+            rows = max([vocab_size, *entries[theirs].shape[:1]])  # some may pad the vocabulary
+            wanted[theirs] = torch.Size((rows, width))
     tensorfile.expect(path, entries, wanted, FLOATS)
     refuse_more(path, entries, {*wanted, MEGATRON_ENDS[UNTIED]}, ("._extra_state",))
     return {name: partial(read_megatron, entries[theirs], name, shapes[name], config)
@@ -96,9 +98,9 @@ def find_megatron(path, shapes, config):
 
 
 def readers(path, shapes, config, names):
-    """{canonical name: function that reads the tensor} of a file in which tensors have the names of
-    `names`, one of NAMES. ValueError unless the file has tensors of these {canonical name: shape},
-    and no others."""
+    """{canonical name: function that reads the tensor} of a file. names: whose names the file has,
+    one of NAMES. ValueError unless the file has tensors of these {canonical name: shape}, and no
+    others (but see find_megatron)."""
     if names == "megatron":
         return find_megatron(path, shapes, config)
     return {name: partial(load_parts, places)

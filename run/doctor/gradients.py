@@ -4,9 +4,10 @@
     2  weights   is there a weight for each microbatch of each data rank that fits? Least squares
     3  changes   the step is run with each Change (changes/), the loss first. Only if `deep`
 
-The first of the three that fits ends the search. A cause has to give MINE's loss and all of its
-gradients or, a Share, those of a group of tensors that has all wrong ones; and what it changes has
-to be larger than the noise, because else causes of other sizes would fit as well.
+The first of the three that fits ends the search. A Change has to give MINE's loss and all its
+gradients. A Share has to give the gradients of a group that contains all wrong tensors; a wrong
+loss has this cause only if the Share gives the loss, too. And what a cause changes has to be larger
+than the noise: otherwise causes of other sizes would fit as well.
 
 In step 2 of a run whose step 1 is wrong, only the causes of step 1 are tried again.
 """
@@ -18,7 +19,7 @@ import torch
 from run.doctor.changes.by_layout import changes
 from run.doctor.finding import Finding, first_difference, norm_of, off, ratio_words
 from run.doctor.groups import group_words
-from run.doctor.shares import RIGHT, Share, factors, gradient, known_shares
+from run.doctor.shares import RIGHT, Share, gradient, known_shares, loss_of
 from run.doctor.step import sampled
 
 # How large the tolerance may be, relative to what a cause changes, for the cause to have a name
@@ -45,8 +46,8 @@ def is_resolved(examined, share, wrong):
 
 
 def fitting_shares(examined, mine, wrong, known):
-    """["a group of tensors: the share's words"]. mine: {name: sampled gradient}."""
-    found = []
+    """{"a group of tensors: the share's words": Share}. mine: {name: sampled gradient}."""
+    found = {}
     scale = examined.numbers["scale"]
     for share in known_shares(examined.mine.layout, examined.terms, scale):
         if known and not any(words.endswith(share.words) for words in known):
@@ -59,27 +60,28 @@ def fitting_shares(examined, mine, wrong, known):
         if any(map(fits, wrong)) and is_resolved(examined, share, wrong):
             words = group_words(wrong, mine, fits)
             if words:
-                found.append(f"{words}: {share.words}")
+                found[f"{words}: {share.words}"] = share
     return found
 
 
 # ---- 2: weights of microbatches ----
 
 
-def fitted_weights(examined, mine):
-    """Words for the weights of all D x m microbatches with which the right step's terms are MINE's
-    gradients, if there are such weights. mine: {name: sampled gradient}."""
+def fitted_weights(examined, mine, wrong):
+    """{words: Share} of the weights of all D x m microbatches with which the right step's terms are
+    MINE's gradients; {} if there are no such weights, or if noise could have moved them as far.
+    mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
-        return []
+        return {}
 
     def in_tolerances(gradients):  # so that each tensor counts as much as it is known
         return torch.cat([gradients[name] / examined.tolerance(name) for name in mine])
 
     wanted = in_tolerances(mine)  # (all elements of all tensors,)
     if not wanted.isfinite().all():
-        return []
+        return {}
     columns = []
     for one_microbatch in torch.eye(D * m, dtype=torch.double):
         share = Share("one microbatch only", data=one_microbatch.view(D, m))
@@ -89,10 +91,13 @@ def fitted_weights(examined, mine):
     for name in mine:
         error = off(mine[name], gradient(terms, name, share))
         if not error <= examined.tolerance(name, share.largest(name)):
-            return []
-    rows = [f"data rank {d} {' '.join(f'{weight:.3g}' for weight in row)}"
+            return {}
+    if not is_resolved(examined, share, wrong):
+        return {}
+    rows = [f"data rank {d}: {' '.join(f'{weight:.3g}' for weight in row)}"
             for d, row in enumerate(share.data.tolist())]
-    return [f"all gradients: the microbatches' terms count this often: {'; '.join(rows)}"]
+    words = f"all gradients: the microbatches' terms count this often ({'; '.join(rows)})"
+    return {words: share}
 
 
 # ---- 3: changes ----
@@ -124,32 +129,46 @@ def fits_change(examined, change, mine, loss):
 
 def fitting_changes(examined, mine, loss, known):
     """Words of the Changes that give MINE's loss and its {name: sampled gradient}."""
-    loss_is_right = examined.loss_is(loss, examined.loss)
+    # A wrong loss takes a Change of forward; a right one a Change of backward only
+    changes_forward = not examined.loss_is(loss, examined.loss)
     return [change.words for change in changes(examined.step)
-            if (not known or change.words in known) and change.forward != loss_is_right
+            if (not known or change.words in known) and change.forward == changes_forward
             and fits_change(examined, change, mine, loss)]
 
 
 # ---- other causes ----
 
 
-def causes_of_gradients(examined, given, wrong, deep, known):
-    """Words of the causes that fit MINE's loss and gradients."""
-    mine = sampled_gradients(given)
-    found = fitting_shares(examined, mine, wrong, known) or fitted_weights(examined, mine)
-    if found or not deep:
-        return found
-    return fitting_changes(examined, mine, examined.numbers["loss"], known)
+def loss_factors(layout, tokens, scale):
+    """[(factor, words)]: what a printed loss may be multiplied by. tokens: those of the whole batch
+    that count; scale: the loss scale."""
+    D, C, T, P, m = (layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches"))
+    sizes = [(D, "data ranks (dp)"), (C, "context ranks (cp)"), (T, "tensor ranks (tp)"),
+             (P, "pipeline ranks (pp)"), (m, "microbatches"), (tokens, "tokens")]
+    if D > 1 and C > 1:
+        sizes.append((D * C, "data and context ranks (dp, cp)"))
+    if D > 1 and m > 1:
+        sizes.append((D * m, "microbatches of all data ranks (dp)"))
+    found = [(-1.0, "of the wrong sign"),
+             (scale, f"{scale:g} times the right one: the loss scale is still in it"),
+             (1 / scale, f"divided by the loss scale {scale:g} once too often")]
+    for size, what in sizes:
+        found += [(size, f"{size} times the right one: summed over the {size} {what}, or not "
+                         "divided by their number"),
+                  (1 / size, f"1/{size} of the right one: divided by the {size} {what} once too "
+                             "often, or not summed over them")]
+    return [(factor, words) for factor, words in found if factor != 1]
 
 
 def causes_of_loss(examined, loss):
-    """Words for a wrong loss beside right gradients."""
+    """Words for a wrong loss with a cause of its own, beside right gradients or a cause of wrong
+    ones that leaves the loss right: a multiple or a part of the right loss is printed."""
     terms = examined.terms
     losses = terms.losses.mean(-1)  # (D, m, C)
     total = int(terms.tokens.sum())
     predicted = {}  # words -> loss
-    for factor, words in factors(examined.mine.layout, total, examined.numbers["scale"]):
-        predicted[f"the loss is {words}"] = factor * examined.loss
+    for factor, words in loss_factors(examined.mine.layout, total, examined.numbers["scale"]):
+        predicted[f"the printed loss is {words}"] = factor * examined.loss
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
                         ("context rank", losses.sum((0, 1)))):
@@ -162,21 +181,44 @@ def causes_of_loss(examined, loss):
 
 
 def keeps_first_step(examined, given):
-    """Words, if MINE's gradients of step 2 are right but for a multiple of those of step 1."""
+    """[words], if MINE's gradients of step 2 are the right ones plus a multiple of MINE's gradients
+    of step 1; else []."""
     first = examined.mine.gradients(1)
     if set(first) != set(given):
         return []
     errors = {name: given[name] - examined.gradients[name] for name in given}
     squares = sum(first[name].square().sum().item() for name in given)
     # The multiple of least squares: <errors, first> / <first, first>
-    share = sum((errors[name] * first[name]).sum().item() for name in given) / squares
+    multiple = sum((errors[name] * first[name]).sum().item() for name in given) / squares
     noise = math.hypot(*(examined.tolerance(name) for name in given))
-    if noise > RESOLVED * abs(share) * math.sqrt(squares):
+    if noise > RESOLVED * abs(multiple) * math.sqrt(squares):
         return []
     for name in given:
-        if not off(errors[name], share * first[name]) <= 2 * examined.tolerance(name):
+        if not off(errors[name], multiple * first[name]) <= 2 * examined.tolerance(name):
             return []
-    return [f"{share:.3g} of the first step's gradients is still in them: they were not zeroed"]
+    return [f"{multiple:.3g} of the first step's gradients is still in them: they were not zeroed"]
+
+
+# ---- causes of both ----
+
+
+def causes_of_both(examined, given, wrong, deep, known):
+    """(words of the causes of MINE's loss, words of the causes of its gradients). given: MINE's
+    gradients; wrong: names of the wrong ones. For a right loss the first list means nothing."""
+    mine = sampled_gradients(given)
+    loss = examined.numbers["loss"]
+    shares = (fitting_shares(examined, mine, wrong, known)
+              or fitted_weights(examined, mine, wrong))
+    if not shares:
+        found = fitting_changes(examined, mine, loss, known) if deep else []
+        return found, found
+    if examined.loss_is(loss, examined.loss):
+        return [], list(shares)
+    of_both = [words for words, share in shares.items()
+               if examined.loss_is(loss, loss_of(examined.terms, share))]
+    if of_both:
+        return of_both, of_both
+    return causes_of_loss(examined, loss), list(shares)
 
 
 # ---- the stages ----
@@ -206,12 +248,12 @@ def check_gradients(examined, number, deep, known):
     loss = examined.numbers["loss"]
     wrong = wrong_gradients(examined, given)
     if wrong:
-        causes = causes_of_gradients(examined, given, wrong, deep, known)
-        if number == 2 and not known:
-            causes = causes or keeps_first_step(examined, given)
+        of_loss, of_gradients = causes_of_both(examined, given, wrong, deep, known)
+        if number == 2 and not known and not of_gradients:
+            of_gradients = keeps_first_step(examined, given)
         finding = Finding(f"step {number} gradients", False,
-                          first_difference(given, examined.gradients, wrong), causes)
-        return [check_loss(examined, number, causes), finding]
+                          first_difference(given, examined.gradients, wrong), of_gradients)
+        return [check_loss(examined, number, of_loss), finding]
     causes = []
     if math.isfinite(loss) and not examined.loss_is(loss, examined.loss):
         causes = causes_of_loss(examined, loss)

@@ -33,19 +33,26 @@ def layer_number(name, n_layer):
 
 
 def cut_by_layout(config, layout):
-    """Numbers of the layers that begin a stage of the pipeline, but the first: [2, 4] for stages of
-    layers 0 1, 2 3 and 4 5. Cut like in train.py."""
+    """Numbers of the layers that begin a stage of the pipeline, without stage 0's: [2, 4] for
+    stages of layers 0 1, 2 3 and 4 5. Cut like in train.py."""
     n_stages = len(placement(layout["schedule"], layout["pp"], layout["chunks"]))
     return [start for start, _ in cut(config.layer_costs(), n_stages)[1:]]
 
 
 # ---- groups ----
 
+
+def replicated_without(*parts):
+    """The group of replicated parameters, without those that have one of the parts in the name."""
+    return lambda name: is_replicated(name) and not any(part in name for part in parts)
+
+
 GROUPS = {  # words -> is a parameter of that name in the group?
     "all gradients": lambda name: True,
-    "the gradients of LayerNorms, row biases and positions": is_replicated,
-    "the gradients of LayerNorms and row biases":
-        lambda name: is_replicated(name) and "wpe" not in name,
+    "the gradients of LayerNorms, row biases and positions": replicated_without(".router."),
+    "the gradients of LayerNorms and row biases": replicated_without(".router.", "wpe"),
+    "the gradients of LayerNorms, row biases, positions and routers": is_replicated,
+    "the gradients of LayerNorms, row biases and routers": replicated_without("wpe"),
     "the gradients of LayerNorms": lambda name: ".ln_" in name,
     "the gradients of the rows' biases": lambda name: name.endswith("c_proj.bias"),
     "the gradients of biases": lambda name: name.endswith("bias"),
@@ -71,9 +78,9 @@ def groups_by_block(names):
 
 
 def group_words(wrong, names, fits):
-    """Words for the smallest group of the names that has all wrong ones, and in which a cause fits
-    all members; else for the wrong names, if it fits those. None: it fits not even those.
-    fits(name): does the cause give MINE's tensor?"""
+    """Words for the smallest group that contains all wrong names and in which the cause fits every
+    member. If there is no such group, but the cause fits the wrong names: words that list these.
+    Else None. names: of all tensors. fits(name): does the cause give MINE's tensor?"""
     sizes = {}  # words -> number of members
     for words, has in (GROUPS | groups_by_block(names)).items():
         members = [name for name in names if has(name)]

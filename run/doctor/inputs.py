@@ -11,14 +11,15 @@ import torch
 
 from run.doctor.examined import eps_of
 from run.doctor.finding import Finding, first_difference, first_of, norm_of, off
-from run.doctor.groups import cut_by_layout, layer_number
+from run.doctor.foreign import q_k_v
+from run.doctor.groups import block_of, cut_by_layout, layer_number
 from run.doctor.step import SimulatedStep
 
 # ---- initial weights ----
 
 
 def looks_drawn_anew(tensor, right):
-    """Do two tensors look like two draws from one distribution?"""
+    """Do two tensors look like two draws from the same distribution?"""
     tensor = tensor - tensor.mean()  # the gains of a LayerNorm are around 1
     right = right - right.mean()
     cosine = (tensor * right).sum().item() / (norm_of(tensor) * norm_of(right))
@@ -38,7 +39,7 @@ class InitialWeights:
         self.eps = eps
         name = min(wrong)
         self.factor = norm_of(self.given[name]) / norm_of(self.right[name])
-        self.tags = []  # of each tensor rank: {name: tag}; none of a model of another form
+        self.tags = []  # {name: tag} of each tensor rank; empty for a model of another form
         self.starts = []  # numbers of the layers that begin a pipeline stage, but the first
         if self.model:
             self.tags = SimulatedStep(self.model, self.layout, 0.0, dict(self.given)).tags()
@@ -62,17 +63,21 @@ class InitialWeights:
     def is_interleaved(self, name):
         """Are q, k and v of a head side by side, like Megatron's? For 2 heads: q0 k0 v0 q1 k1 v1 in
         place of q0 q1 k0 k1 v0 v1."""
-        if ".c_attn." not in name:
+        if ".c_attn." not in name or self.given[name].shape != self.right[name].shape:
             return False
-        heads = self.right[name].unflatten(0, (3, self.model.n_head, -1))
-        return self.is_close(self.given[name], heads.transpose(0, 1).flatten(0, 2))
+        return self.is_close(q_k_v(self.given[name], self.model), self.right[name])
 
-    def is_like_next_block(self, name):
-        """Is a matrix of block 0 that of block 1, too? (True of what has no twin there, and of
-        biases and gains, which are not drawn.)"""
-        twin = name.replace(".h.0.", ".h.1.")
-        if name.endswith("bias") or ".ln_" in name or twin not in self.given:
+    def is_later_matrix(self, name):
+        """Is this a matrix of a block after block 0?"""
+        is_matrix = not name.endswith("bias") and ".ln_" not in name
+        return is_matrix and 0 < block_of(name) < self.model.n_layer
+
+    def is_like_block_0(self, name):
+        """Is a matrix of a later block equal to block 0's? (True of all else: embedding and head
+        have no twin in block 0, and biases and gains are not drawn.)"""
+        if not self.is_later_matrix(name):
             return True
+        twin = name.replace(f".h.{block_of(name)}.", ".h.0.")
         given = self.given[name]
         return off(given, self.given[twin]) <= 1e-6 * norm_of(given)
 
@@ -105,8 +110,8 @@ class InitialWeights:
             return found
         found["have q, k and v of a head side by side (Megatron's order): a wrong map"] = (
             self.is_interleaved)
-        if any(".h.0." in name for name in self.wrong):
-            found["are the same in all blocks: all drawn with one seed"] = self.is_like_next_block
+        if any(map(self.is_later_matrix, self.wrong)):
+            found["are the same in all blocks: all drawn with one seed"] = self.is_like_block_0
         if len(self.tags) > 1:
             found["are the same in each tensor rank's slice (tp): each draws its slice, with one "
                   "seed"] = self.repeats
@@ -116,8 +121,7 @@ class InitialWeights:
         return found
 
     def causes(self):
-        """Words of the first kind of which all wrong tensors are; none, if there is no such kind.
-        """
+        """[words of the first kind that all wrong tensors have], or []."""
         for words, is_kind in self.kinds().items():
             if all(map(is_kind, self.wrong)):
                 return [f"the initial values of {first_of(self.wrong)} {words}"]
@@ -150,14 +154,19 @@ def all_rows(tokens):
     return sorted(row for rank in rows_by_rank(tokens) for row in rank)
 
 
+def with_targets(dump, number):
+    """Like all_rows, but each sequence is followed by its targets: tuples of 2 S numbers."""
+    return all_rows(torch.cat([dump.ids(number), dump.targets(number)], dim=-1))
+
+
 def first_twelve(numbers):
     text = " ".join(map(str, numbers[:12]))
     return text + (" ..." if len(numbers) > 12 else "")
 
 
 def repeated_rows(right, ranks):
-    """Words for sequences that several ranks or microbatches have. right: REFERENCE's by rank;
-    ranks: MINE's. None, if MINE also has others than REFERENCE."""
+    """[words for sequences that several ranks or microbatches have], or [] if MINE has a sequence
+    that REFERENCE has not. right: REFERENCE's sequences by rank; ranks: MINE's."""
     batch = [row for rank in right for row in rank]
     if any(row not in batch for rank in ranks for row in rank):
         return []
@@ -176,8 +185,11 @@ def causes_of_tokens(reference, mine, number):
     if len(ranks) > 1 and all(rank == ranks[0] for rank in ranks):
         return ["every data rank (dp) has the same sequences"]
     if had == right:
-        if all_rows(mine.targets(number)) == had:
+        targets = all_rows(mine.targets(number))
+        if targets == had:
             return ["targets are the tokens themselves, not the next ones"]
+        if targets == all_rows(reference.targets(number)):
+            return ["each sequence has the targets of another sequence"]
         return []
     if number == 2 and all_rows(mine.ids(1)) == had:
         return ["the second step has the first step's sequences again"]
@@ -198,8 +210,7 @@ def check_tokens(reference, mine, number):
     stage = f"step {number} tokens"
     right = all_rows(reference.ids(number))
     had = all_rows(mine.ids(number))
-    right_targets = all_rows(reference.targets(number))
-    if had == right and all_rows(mine.targets(number)) == right_targets:
+    if with_targets(mine, number) == with_targets(reference, number):
         return Finding(stage, True)
     missing = len(set(right) - set(had))
     differs = f"{missing} of {len(right)} sequences are missing"
@@ -222,11 +233,11 @@ def causes_of_rate(reference, mine, number):
              if mine.layout[axis] > 1}
     found = []
     if number == 2 and second != first:
-        # Rates of a warm-up are a line: how many steps of the line lie between step 1 and 2?
-        went = (rate - first) / (second - first)
-        axes = [axis for axis, size in sizes.items() if abs(went - size) < 1e-3]
+        # The rates of a warm-up are a line: how many steps on the line did step 1 advance?
+        advance = (rate - first) / (second - first)
+        axes = [axis for axis, size in sizes.items() if abs(advance - size) < 1e-3]
         if axes:
-            found.append(f"warm-up went {sizes[axes[0]]} steps at the first one "
+            found.append(f"the warm-up advanced {sizes[axes[0]]} steps in step 1 "
                          f"({' or '.join(axes)})")
     axes = [axis for axis, size in sizes.items() if abs(rate - size * right) <= 1e-6 * rate]
     if axes:

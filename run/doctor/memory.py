@@ -13,14 +13,14 @@ from sizes import config_of
 
 @dataclass
 class InMemory(Dump):
-    """A Dump whose tensors were never written."""
+    """A Dump whose tensors and tokens are in memory: tokens has tensors in place of Entries."""
 
     def read_tokens(self, number, name, least):
         return self.tokens[f"tokens-{number}"][name]
 
 
 class Place:
-    """In the place of a mesh: a data rank's index is all that Data asks for."""
+    """Takes a mesh's place in Data.training, which asks for the data rank's index only."""
 
     device = torch.device("cpu")
 
@@ -39,18 +39,23 @@ def tokens_of_step(cfg, step):
             for i, name in enumerate(("ids", "targets"))}
 
 
-def in_memory(cfg: Config, trace, vocab_size):
-    """A Dump of the first two steps of a trace: [{"weights"}, {"loss", "norm", "lr", "grads",
-    "weights"}, ...] with full tensors; "differ": names of weights whose copies differ after the
-    step, if that is known."""
-    tensors = {f"weights-{n}": trace[n]["weights"] for n in (0, 1, 2)}
-    tensors |= {f"gradients-{n}": trace[n]["grads"] for n in (1, 2)}
+def in_memory(cfg: Config, states, vocab_size):
+    """A Dump of a run's first two steps. states: [{"weights"}, {"loss", "norm", "lr", "grads",
+    "weights"}, ...], before step 1 and after each step, with full tensors; exercises/break_it.py
+    and tests/harness.py make such lists. "differ" in a state: names of weights whose copies differ
+    after the step, if that is known."""
+    tensors = {f"weights-{n}": states[n]["weights"] for n in (0, 1, 2)}
+    tensors |= {f"gradients-{n}": states[n]["grads"] for n in (1, 2)}
     tokens = {f"tokens-{n}": tokens_of_step(cfg, n - 1) for n in (1, 2)}
-    numbers = [{name: trace[n][name] for name in ("loss", "norm", "lr")} for n in (1, 2)]
-    steps = [{**step, "scale": 1.0, "gradients_differ": [],
-              "weights_differ": trace[n].get("differ", [])} for n, step in enumerate(numbers, 1)]
+    steps = []
+    for n in (1, 2):
+        numbers = {name: states[n][name] for name in ("loss", "norm", "lr")}
+        steps.append({**numbers, "scale": 1.0, "gradients_differ": [],
+                      "weights_differ": states[n].get("differ", [])})
     optimizer = {"name": cfg.optimizer, "beta1": cfg.beta1, "beta2": cfg.beta2, "eps": 1e-8,
                  "weight_decay": cfg.weight_decay, "grad_clip": cfg.grad_clip}
-    return InMemory(cfg.out, "nanogpt", config_of(cfg, vocab_size), cfg.dtype, cfg.dtype,
-                    {name: getattr(cfg, name) for name in LAYOUT}, "mean", optimizer,
-                    cfg.balance if cfg.experts else 0.0, steps, tensors, tokens)
+    return InMemory(folder=cfg.out, names="nanogpt", model=config_of(cfg, vocab_size),
+                    dtype=cfg.dtype, grad_dtype=cfg.dtype,
+                    layout={name: getattr(cfg, name) for name in LAYOUT}, loss="mean",
+                    optimizer=optimizer, balance=cfg.balance if cfg.experts else 0.0,
+                    steps=steps, tensors=tensors, tokens=tokens)

@@ -1,9 +1,9 @@
-"""The global norm of MINE's gradients, computed again; mistakes in it.
+"""The global norm of MINE's gradients, computed again, and mistakes in it.
 
 The right norm is the root of the sum of the squares of all elements of all full gradients. The
-squares of what several ranks hold must count once, those of what is split must be summed over the
-ranks. Every mistake here is arithmetic on the squares of MINE's own gradients, so wrong gradients
-make no wrong norm.
+square of a gradient that several ranks hold must count once; the squares of slices must be summed
+over the ranks. Every mistake here is arithmetic on the squares of MINE's own gradients, so wrong
+gradients make no wrong norm.
 """
 
 import math
@@ -49,9 +49,10 @@ def norms_of_squares(squares, layout):
                     math.sqrt(whole / size),
                 f"it is {size} times too large": size * math.sqrt(whole),
                 f"it is 1/{size} of what it should be": math.sqrt(whole) / size}
-    tied = squares.get(EMBEDDING, 0.0)
-    found["the tied matrix counts twice"] = math.sqrt(whole + tied)
-    found["the tied matrix is left out"] = math.sqrt(max(0.0, whole - tied))
+    if EMBEDDING in squares and UNTIED not in squares:
+        tied = squares[EMBEDDING]
+        found["the tied matrix counts twice"] = math.sqrt(whole + tied)
+        found["the tied matrix is left out"] = math.sqrt(max(0.0, whole - tied))
     return found
 
 
@@ -119,7 +120,7 @@ def known_norms(mine, number, given, squares, right):
 
 
 def judge_norm(mine, number):
-    """[a Finding]: is MINE's norm that of MINE's gradients? None, if the dump lacks some."""
+    """[a Finding]: is MINE's norm that of MINE's gradients? Or [], if the dump lacks gradients."""
     given = mine.gradients(number)
     if not given or len(given) < len(mine.weights(0)):
         return []

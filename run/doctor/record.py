@@ -1,13 +1,14 @@
 """Writes a dump (run/doctor/dump.py): trains two steps and writes what one process would write.
 
-    write_run       of train.py's Trainer
-    write_plain     of plain.py's page: a recorder stands in the place of its optimizer
+    write_run       two steps of train.py's Trainer
+    write_plain     two steps of plain.training_steps, with a Recorder in place of AdamW
 
-As in run/checkpoint.py, each rank writes its own slices straight into the files. But where ranks
-hold copies of a slice, the first of them writes it, so that a file is never a mixture; and the
-names of tensors whose copies differ are noted.
+Each rank writes its own slices straight into the files, like in run/checkpoint.py. Where ranks hold
+copies of a slice, the first of them writes it, so that a file is never a mixture; and the names of
+tensors whose copies differ are noted.
 
     python train.py --dump one           torchrun train.py --tp 2 --pp 2 --dump four
+    python train.py --plain --dump one
 """
 
 import json
@@ -51,8 +52,9 @@ def code_of(dtype):
 
 
 class Writer:
-    """Writes the files of a dump. All methods are collectives. If a rank cannot write, every rank
-    raises CheckpointError.
+    """Writes the files of a dump. Making a Writer is a collective, and so are write_tokens,
+    write_gradients, write_weights and end: if a rank cannot write, every rank raises
+    CheckpointError.
 
     shapes: {canonical name: full shape}, the same on all ranks. dtype: of the weights."""
 
@@ -63,7 +65,7 @@ class Writer:
         self.model_config = model_config
         self.shapes = shapes
         self.dtype = dtype
-        self.wide = torch.promote_types(dtype, torch.float32)  # of masters and of gradients
+        self.wide = torch.promote_types(dtype, torch.float32)  # of gradients and masters
         self.grad_dtype = cfg.dtype if cfg.grad_dtype == "same" else cfg.grad_dtype
         self.steps = [{}, {}]  # the numbers of both steps
         with together(mesh.world), about(self.folder):
@@ -71,7 +73,7 @@ class Writer:
                 self.begin()
 
     def begin(self):
-        """Make the folder, or empty it if it holds a dump."""
+        """On rank 0: make the folder, or empty it if it holds a dump."""
         self.folder.mkdir(parents=True, exist_ok=True)  # run/config.py has refused a foreign one
         (self.folder / DUMP_BEGUN).write_text(DUMP_MARK)
         for name in (DUMP, *DUMP_TENSORS):
@@ -92,9 +94,11 @@ class Writer:
         for shard, values in held:
             values = values.detach().cpu().flatten().to(dtype)
             copies.add(shard, values)
-            if failed is None and shard.first and shard.sum_over[0].rank == 0:
+            # The first of the ranks with this slice in the first of the replicas
+            is_writer = shard.first and shard.sum_over[0].rank == 0
+            if failed is None and is_writer:
                 try:
-                    transfer_runs(entries[shard.name], shard, 0, values, saving=True)
+                    transfer_runs(entries[shard.name], shard, start=0, values=values, saving=True)
                 except CheckpointError as error:
                     failed = error
             del values  # free it before the next is made
@@ -111,6 +115,8 @@ class Writer:
         ids, targets, _ = zip(*batches, strict=True)
         both = torch.stack(ids), torch.stack(targets)  # (m, B, S) each
         shape = torch.Size((n_data_ranks, *both[0].shape))
+        # Tokens are not summed. sum_over[0] says here whose tokens are copies: the first of these
+        # ranks writes them (write_tensors)
         held = [(Shard(name, shape, 0, ((index, index + 1),), sum_over=(replica,)), tensor)
                 for name, tensor in zip(("ids", "targets"), both, strict=True)]
         shapes = dict.fromkeys(("ids", "targets"), shape)
@@ -193,7 +199,8 @@ def write_run(trainer, data):
         writer.write_gradients(
             number, whole_slices(trainer, trainer.reducer.grad_pieces, trainer.scale))
         trainer.update(norm, learning_rate(cfg, number - 1))
-        writer.write_numbers(number, *read())
+        loss, norm_read, scale = read()  # waits for the step: three numbers
+        writer.write_numbers(number, loss, norm_read, scale)
         write_weights(number)
     writer.end()
 
@@ -202,8 +209,9 @@ def write_run(trainer, data):
 
 
 class Recorder:
-    """Stands between plain.training_steps and its AdamW, and writes what passes. make_writer: a
-    Writer, or what has its methods; value: makes the initial values."""
+    """Stands between plain.training_steps and its AdamW, and writes what passes. make_writer: the
+    class Writer, or a function that returns an object with a Writer's methods. value: the function
+    that makes initial values."""
 
     def __init__(self, cfg, mesh, data, make_writer=Writer, value=random_value):
         self.cfg = cfg

@@ -9,7 +9,7 @@ rank and tensor rank (step.py). A Share says which of them are in the sum, and h
                      1 1 1      0 0 1               0 0 0
     Share.factor     1          1                   2
 
-known_shares() lists those of a layout. To try a Share costs a sum, no step, so each tensor is
+known_shares() lists the Shares of a layout. To try a Share costs a sum, no step, so each tensor is
 compared with each Share by itself.
 """
 
@@ -42,7 +42,8 @@ RIGHT = Share("right")
 
 
 def summed_terms(terms, name, share):
-    """(n,): a share's sum of a tensor's terms. Of a tied matrix: of one of its two ends."""
+    """(n,): the sum of a tensor's terms, with a Share's weights. For a tied matrix `name` is that
+    of one end, EMBEDDING or UNTIED: only the terms of this end are summed."""
     grad = terms.gradients[name]  # (D, m, C, R, n)
     if share.data is not None:
         grad = grad * share.data[:, :, None, None, None]
@@ -66,9 +67,19 @@ def gradient(terms, name, share):
     return summed_terms(terms, name, share)
 
 
+def loss_of(terms, share):
+    """The mean loss of a step whose losses have a Share's weights, like the gradients."""
+    losses = terms.losses.mean(-1)  # (D, m, C): the T ranks have the same
+    if share.data is not None:
+        losses = losses * share.data.unsqueeze(-1)
+    if share.context is not None:
+        losses = losses[:, :, share.context]
+    return (share.factor / terms.divisor * losses.sum()).item()
+
+
 def factors(layout, tokens, scale):
-    """[(factor, words)]: what a gradient or a loss may be multiplied by. tokens: those of the whole
-    batch that count; scale: the loss scale."""
+    """[(factor, words)]: what a gradient may be multiplied by. tokens: those of the whole batch
+    that count; scale: the loss scale."""
     D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
     m = layout["microbatches"]
     named = [
@@ -126,8 +137,8 @@ def not_summed_over_data(layout, D, m):
 
 
 def summed_at_wrong_microbatches(D, m):
-    """Shares of sums over the data ranks that are taken for one microbatch only, or, of the sum so
-    far, after each microbatch. For D = 2, m = 3 data rank 0 then has
+    """Shares of two bugs: the all-reduce over the data ranks runs for one microbatch only, or it
+    runs after each microbatch, on the sum so far. For D = 2, m = 3 data rank 0 then has
 
         only the first microbatch summed    1 1 1      again after each microbatch    4 2 1
                                             1 0 0                                     4 2 1
@@ -151,12 +162,13 @@ def of_some_microbatches(D, m):
     for k in range(m):
         only = torch.zeros(D, m, dtype=torch.double)
         only[:, k] = 1
-        which = {0: "first", m - 1: "last"}.get(k, f"{k + 1}.")
-        words = f"only the {which} microbatch counts, of {m}"
+        which = {0: "the first microbatch", m - 1: "the last microbatch"}.get(
+            k, f"microbatch number {k + 1}")
+        words = f"only {which} counts, of {m}"
         found += [Share(words, data=only),
                   Share(f"{words}, as if it were all", m, only)]
         if k in (0, m - 1):
-            found.append(Share(f"the {which} microbatch is missing, of {m}", data=1 - only))
+            found.append(Share(f"{which} is missing, of {m}", data=1 - only))
     return found
 
 

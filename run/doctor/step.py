@@ -120,10 +120,10 @@ def served(n_experts, E, T, t):
 
 
 def tag_experts(model, E, mesh):
-    """Make the gradient of an expert that of its own tensor rank. A run spreads whole experts over
-    the T ranks; here all T ranks compute all experts. So the gradient becomes zero on the other
-    ranks, and is summed over the T. (Under --sp each of the T has other tokens, and the gradient is
-    summed already.)"""
+    """Keep the gradient of an expert on one tensor rank only: the one that holds the expert in the
+    run, which spreads whole experts over the T ranks. Here all T ranks compute all experts, so the
+    gradient becomes zero on the other ranks, and is summed over the T ranks. (Under --sp each of
+    the T ranks has other tokens, and the gradient is summed already.)"""
     group = mesh.group("tp")
     if group.size == 1:
         return
@@ -139,16 +139,6 @@ def tag_experts(model, E, mesh):
 def own_tokens(ids, targets, k, positions):
     """(ids, targets) that this rank is fed as microbatch k. ids, targets: (m, B, S)."""
     return ids[k][:, positions], targets[k][:, positions]
-
-
-def put_slice(full, tag, values):
-    """Copy a rank's slice to its place in the full tensor."""
-    begin = 0
-    for start, stop in tag.ranges:
-        length = stop - start
-        part = values.narrow(tag.dim, begin, length)
-        full.narrow(tag.dim, start, length).copy_(part)
-        begin += length
 
 
 class Boards:
@@ -178,13 +168,15 @@ class Boards:
             tag = param.shard
             R = self.T if param.shape == tag.shape else 1
             self.boards[tag.name] = torch.zeros(self.C, R, *tag.shape, dtype=torch.double)
+            # The first group of sum_over is the context ranks, always; a second one is the tensor
+            # ranks, whose gradients are then terms of a sum
             self.is_summed[tag.name] = len(tag.sum_over) > 1
 
     def put(self, model, c, t, scale):
         """Called by each rank: move its gradients, divided by the loss scale, to their boards."""
         for param in model.parameters():
             tag = param.shard
-            if param.grad is None:  # of an expert without tokens
+            if param.grad is None:  # an expert that got no tokens has no gradient
                 grad = torch.zeros(param.shape, dtype=torch.double)
             else:
                 grad = param.grad.double() / scale
@@ -192,7 +184,7 @@ class Boards:
             if param.shape == tag.shape:
                 board[t].copy_(grad)
             else:
-                put_slice(board[0], tag, grad)
+                tag.place(grad, board[0])
             param.grad = None
 
     def add(self):

@@ -116,7 +116,7 @@ class Replay:
         return weight - rate * (change + decay * weight)
 
     def decay_of(self, name, weight, way):
-        """The decay of a tensor: right is, of matrices only."""
+        """The weight decay of a tensor. Right: of matrices only."""
         if way.decay == "none":
             return 0.0
         if way.decay == "all" or decays(Shard(name, weight.shape)):
@@ -124,7 +124,8 @@ class Replay:
         return 0.0
 
     def clipped(self, grad, norm, way):
-        """The gradient times min(1, limit / norm)."""
+        """The gradient, clipped in this way. Right: times min(1, limit / (norm + 1e-6)), like
+        torch's clip_grad_norm_."""
         limit = self.optimizer["grad_clip"]
         if not limit or way.clip == "none":
             return grad

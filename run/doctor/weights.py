@@ -69,7 +69,7 @@ class Steps:
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
     mine = steps.mine
-    rates = []  # of the other step, and REFERENCE's
+    rates = []  # (words, rate): of the other step, and of both steps of REFERENCE
     for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference)):
         for n in (1, 2):
             rate = dump.steps[n - 1]["lr"]
@@ -85,7 +85,8 @@ def known_ways(steps, number):
 
 
 def fitting_ways(steps, number, numbers, names, wrong):
-    """Words of the Ways that fit. number: the step; numbers: all steps; wrong: of all names."""
+    """Words of the Ways that fit. number: the step that differs; numbers: all steps; wrong: names
+    of the tensors that differ, names: of all."""
     found = []
     for way in known_ways(steps, number):
         if not any(steps.is_right(number, name, way) for name in wrong):

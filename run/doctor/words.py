@@ -6,8 +6,10 @@
                              or all gradients: 2 times: ...         another with the same numbers
                              dp and tp have the same size, 2: ...   once, if sizes make them alike
     step 1 norm              differs: ...
-                             -> the same                            causes as of the line above
+                             -> the same                            the causes of the line above
 """
+
+from run.doctor.finding import axes_by_size
 
 INDENT = " " * 24
 AXES = ("dp", "ep", "cp", "tp", "pp", "microbatches")
@@ -15,17 +17,12 @@ AXES = ("dp", "ep", "cp", "tp", "pp", "microbatches")
 
 def same_sizes(layout):
     """["dp and tp have the same size, 2: ..."]: axes whose bugs make the same numbers."""
-    axes_of = {}  # size -> its axes
-    for axis in AXES:
-        axes_of.setdefault(layout[axis], []).append(axis)
-    axes_of.pop(1, None)
     return [f"{' and '.join(axes)} have the same size, {size}: a layout in which they differ tells "
-            "causes apart" for size, axes in axes_of.items() if len(axes) > 1]
+            "causes apart" for size, axes in axes_by_size(layout, AXES).items() if len(axes) > 1]
 
 
 def lines(findings, layout, deep=True):
-    """Yields (line, is it of an equal stage?). layout: of MINE's dump. deep: have all known bugs
-    been tried?"""
+    """Yields (line, is its stage equal?). layout: MINE's. deep: have all known bugs been tried?"""
     above = []  # causes of the finding above
     advised = False
     for finding in findings:
@@ -33,7 +30,7 @@ def lines(findings, layout, deep=True):
             yield f"{finding.stage:24} {finding.differs or 'equal'}", True
             continue
         yield f"{finding.stage:24} differs: {finding.differs}", False
-        is_run_again = finding.stage.endswith(("loss", "gradients"))
+        tries_changes = finding.stage.endswith(("loss", "gradients"))  # with --deep only
         if finding.causes and finding.causes == above:
             yield f"{INDENT} -> the same", False
         elif finding.causes:
@@ -45,7 +42,7 @@ def lines(findings, layout, deep=True):
                 for words in same_sizes(layout):
                     yield f"{INDENT} {words}", False
                     advised = True
-        elif is_run_again and not deep:
+        elif tries_changes and not deep:
             yield f"{INDENT} fits nothing that was tried; --deep tries all known bugs", False
         elif not finding.stage.endswith("copies"):
             yield f"{INDENT} fits nothing that is known", False

@@ -8,8 +8,9 @@
     experts.py       --experts: gates, capacity, the balance loss
     pipeline.py      --pp: what crosses a boundary
 
-Each is tried by running the step (step.py), forward only where that refuses it. To add a bug: write
-what it does to a rank's model, and add a Change with it to its file's list.
+Each is tried by running the step (step.py): first forward only; if the loss does not fit, backward
+is not run. To add a bug: write what it does to a rank's model, and add a Change with it to its
+file's list.
 """
 
 from run.doctor.changes.context import context_changes

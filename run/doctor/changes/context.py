@@ -86,8 +86,8 @@ class Hops(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, seen, seen_back, is_even):
         """q: (B, nh, S/N, hs); k, v: (B, nh, S, hs). seen, seen_back: (N, S/N, S), the keys that a
-        query sees at each hop, in forward and in backward. is_even: results are averaged, not
-        weighted."""
+        query sees at each hop, in forward and in backward. is_even: a merge takes half of
+        the result so far and half of the hop's, not the shares that their logsumexps say."""
         scores = q @ k.mT / q.size(-1) ** 0.5  # (B, nh, S/N, S)
         out = None  # (B, nh, S/N, hs), merged so far
         lse = None  # (B, nh, S/N)
@@ -202,11 +202,12 @@ def context_changes():
                after=ring_that_sees(see_but_last_hop, see_earlier)),
         Change("the ring's last hop is lost in backward (cp)",
                after=ring_that_sees(see_earlier, see_but_last_hop), forward=False),
-        Change("partial results of attention are averaged, not weighted by their logsumexps (cp)",
+        Change("partial results of attention are merged half and half, not weighted by their "
+               "logsumexps (cp)",
                after=ring_that_sees(see_earlier, is_even=True)),
         Change("keys of other context ranks (cp) are not masked",
                after=ring_that_sees(see_all_of_others)),
         Change("the mask takes the tokens of context ranks (cp) for contiguous parts",
                after=ring_that_sees(see_ranks_before)),
-        Change("the mask takes context ranks (cp) before for ranks after",
+        Change("the mask swaps earlier and later context ranks (cp)",
                after=ring_that_sees(see_swapped))]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from experts import MixtureOfExperts
 from run.doctor.changes.tensor import unsummed
+from run.doctor.finding import axes_by_size
 from run.doctor.step import Change, served
 from tensor_parallel import copy_to_ranks
 
@@ -129,10 +130,7 @@ def balance_changes(layout):
     if sharing > 1:
         found.append(Change("the balance loss counts a rank's own tokens of a sequence only",
                             after=balance_of_own_tokens, forward=False))
-    axes_of = {}  # size -> the axes that have it
-    for axis in ("dp", "ep", "tp", "cp", "pp", "microbatches"):
-        axes_of.setdefault(layout[axis], []).append(axis)
-    axes_of.pop(1, None)
+    axes_of = axes_by_size(layout, ("dp", "ep", "tp", "cp", "pp", "microbatches"))
     for size, axes in axes_of.items():
         which = " or ".join(axes)
         found += [Change(f"the balance loss counts {size} times ({which})",

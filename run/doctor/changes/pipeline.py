@@ -8,6 +8,7 @@ numbered n = d m + k, for microbatch k of data rank d, in the order in which ste
 from itertools import count
 
 from collectives import WithBackward
+from run.doctor.finding import axes_by_size
 from run.doctor.groups import cut_by_layout
 from run.doctor.step import Change
 
@@ -36,14 +37,12 @@ def scaled(boundaries, forward, backward):
 
 
 def scale_changes(layout, boundaries):
-    m = layout["microbatches"]
-    words_of = {1 / m: "divided by the microbatches", m: "times the microbatches"}
-    for axis in ("dp", "pp", "tp"):
-        size = layout[axis]
-        words_of |= {1 / size: f"divided by {axis}", size: f"times {axis}"}
+    words_of = {}  # factor -> words
+    for size, axes in axes_by_size(layout, ("microbatches", "dp", "pp", "tp")).items():
+        which = " or ".join(axes)
+        words_of |= {1 / size: f"divided by {which}", size: f"times {which}"}
     # After the sizes: 2 is "doubled", whichever axes have 2 ranks
     words_of |= {0.5: "halved", 2.0: "doubled", 0.1: "divided by 10", 10.0: "times 10"}
-    words_of.pop(1, None)
     where = "at each boundary of the pipeline"
     found = []
     for factor, words in words_of.items():

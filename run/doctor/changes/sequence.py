@@ -85,7 +85,7 @@ def sequence_changes():
                   Change(f"--sp's reduce-scatter has no all-gather in backward {where}",
                          after=replace_g(place, leave_backward_alone), forward=False)]
     return found + [
-        Change("--sp's reduce-scatter does not sum, forward or in backward, everywhere",
+        Change("--sp's reduce-scatter sums nothing anywhere, neither in forward nor in backward",
                after=scatter_only),
         Change("all tensor ranks (--sp) take the positions of the first tokens",
                after=positions_from(from_zero))]

@@ -28,7 +28,8 @@ def where_words(place):
 
 
 def layers_at(place, found):
-    """found: {"attention", "MLP", "head" or "embedding": layers}. Those of a place."""
+    """The layers of a place. found: {part of the model: its layers}, with the parts "attention",
+    "MLP", and "head" or "embedding"."""
     if place == "model":
         parts = list(found)
     elif place == "blocks":
@@ -158,7 +159,8 @@ def row_changes():
 
 
 def tensor_changes(config, sp):
-    """sp: then f and g are others, see sequence.py."""
+    """sp: is it a run with --sp? Then all-gather and reduce-scatter take the place of f and g:
+    see sequence.py."""
     found = [] if sp else [*column_changes(), *row_changes()]
     found.append(Change("q, k and v are split over the tensor ranks (tp) as one matrix",
                         before=in_one_part("attn")))

@@ -154,7 +154,8 @@ def vocabulary_changes():
                "backward, too", after=loss_sums_both_ways, forward=False)]
     for ends in (["embedding"], ["head"], ["embedding", "head"]):
         where = " and ".join(ends)
-        for distance, by_owner in product((1, -1), {False, "head" in ends}):
+        by_owner_too = (False, True) if "head" in ends else (False,)  # two forms of the loss
+        for distance, by_owner in product((1, -1), by_owner_too):
             found.append(Change(
                 f"the words of a rank's slice are off by {distance:+d} in the {where}",
                 after=other_words(moved(distance), ends, by_owner)))
