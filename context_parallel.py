@@ -30,9 +30,9 @@ def zigzag(S, size, rank):
     segments 0 and 3 to rank 0, segments 1 and 2 to rank 1.
 
     Why: under the causal mask late tokens attend to more keys than early ones. A rank with an early
-    and a late segment has as much to compute as any other. If rank r of 4 had the r-th quarter of
-    the sequence instead, a query of the last rank would meet 3.5 quarters of the keys on average, a
-    query of any rank 2."""
+    and a late segment has as much to compute as any other: of four ranks, a query of each meets 2
+    quarters of the keys on average. If rank r had the r-th quarter of the sequence instead, a query
+    of the last rank would meet 3.5 quarters."""
     segments = torch.arange(S).tensor_split(2 * size)
     return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 

@@ -95,7 +95,8 @@ class Trainer:
         dropout.attach(model, own_positions)
 
         # 3. pipeline: which layers, and which actions in which order
-        self.plan_actions()
+        # where[s]: the pipeline rank of stage s; lists: the actions of all ranks, without messages
+        self.lists, self.where, self.actions, self.forwards = self.plan_actions()
         if self.where[0] != self.where[-1]:  # embedding and head are on two ranks
             tie_ends(model.layers, mesh.ends("pp"))
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
@@ -142,20 +143,21 @@ class Trainer:
         return model
 
     def plan_actions(self):
-        """This rank's actions in training, and in validation (forwards only)."""
+        """Returns (lists, where, this rank's actions in training, those in validation: forwards
+        only). This rank's actions include the messages."""
         cfg = self.cfg
         rank = self.mesh.group("pp").rank
-        self.lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
-        self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)  # the pipeline rank of each stage
-        validate(self.lists, self.where)
-        self.actions = lower(self.lists, self.where)[rank]
-        forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
-        self.forwards = lower(forwards, self.where)[rank]
+        lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
+        where = placement(cfg.schedule, cfg.pp, cfg.chunks)
+        validate(lists, where)
+        forwards = [[a for a in actions if a.kind == "F"] for actions in lists]
+        return lists, where, lower(lists, where)[rank], lower(forwards, where)[rank]
 
     def initial_values(self, tags):
         """Yields the values of these tags' slices: random, or from --init-from; zeros if a
         checkpoint is going to replace them."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
+        # --dump adds noise to biases and gains: a bias of 0 would hide that it is added T times
         draw = random_value if cfg.dump else initial_value
         given = None  # a function from a name to the full tensor
         if cfg.init_from and cfg.resume == "no":
@@ -172,8 +174,9 @@ class Trainer:
         return compute_ahead(value, tags, threads_per_rank())
 
     def own(self, batches):
-        """This rank's tokens of each microbatch. Targets were shifted before the sequence was
-        split, so no token is lost at a cut."""
+        """[(ids, targets, first)], a microbatch each, with this rank's tokens only. first: the
+        number in the run of the microbatch's first sequence, for dropout. Targets were shifted
+        before the sequence was split, so no token is lost at a cut."""
         return [(ids[:, self.positions], targets[:, self.positions], first)
                 for ids, targets, first in batches]
 
@@ -252,7 +255,8 @@ class Trainer:
             for param in layer.parameters():
                 if param not in seen:
                     seen.add(param)
-                    # a copy, because torch cannot resize a storage that numpy holds (ZeRO-3 does)
+                    # A copy: callers make a numpy array of it, and torch cannot resize a storage
+                    # that numpy shares; but ZeRO-3 resizes this one, to free the weights
                     yield param.shard, param.detach().cpu().clone()
         self.reducer.release_weights()
 
@@ -274,7 +278,7 @@ def steps_read_late(mesh):
 
 
 def make_watch(mesh):
-    """A Watch. Its file is imported only then: a run without --watch has nothing of it."""
+    """Returns a Watch. The import is here, so a run without --watch never loads run/watch.py."""
     from run.watch import Watch
     return Watch(mesh)
 
@@ -436,7 +440,9 @@ def main():
         fail(error)
     except torch.OutOfMemoryError:
         give_up(out_of_memory(cfg), cfg.timeout)
-    except BrokenPipeError:  # of a line that --plain prints: no failure, signals.py ends the run
+    except BrokenPipeError:
+        # The reader of --plain's output has gone (| head): no failure. The excepthook of
+        # run/signals.py ends the run
         raise
     except (CommunicationError, DataError, OSError) as error:
         give_up(error, cfg.timeout)

@@ -165,19 +165,18 @@ def butterfly(tensor, group, op):
     steps = butterfly_steps(tensor, group)
     swap = steps[len(steps) // 2]
     combine, _ = OPS[op]
-    first = steps[0]
-    # The first step's send and receive are one operation: its Work waits for both
+    first, *others = steps
+    # The first step sends what this rank has already, so its send and receive are one operation,
+    # posted before the other receives. Its Work waits for both
     receives = [group.exchange(first.out, first.peer, first.into, first.peer)]
-    receives += [group.recv(step.into, step.peer) for step in steps[1:]]
-    sends = []
+    receives += [group.recv(step.into, step.peer) for step in others]
+    sends = []  # sends of the other steps
     for step, receive in zip(steps, receives, strict=True):
         if step is not first:
             sends.append(group.send(step.out, step.peer))
         receive.wait()
-        if step is swap and step is not first:
-            # combine() overwrites what is being sent. (If swap is first, its receive's Work has
-            # waited for the send, too.)
-            sends[-1].wait()
+        if step is swap:
+            wait_all(sends)  # combine() overwrites what the swap sends
         if step.total is not None:
             combine(step.total, step.into)
     wait_all(sends)

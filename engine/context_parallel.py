@@ -144,9 +144,8 @@ def ring_hops(k, v, group):
 
 class RingAttentionFunction(torch.autograd.Function):
     """In: q (B, nh, S/N, hs) and k, v (B, n_kv, S/N, hs) of this rank's tokens, split by zigzag
-    over N ranks. Out:
-    (B, nh, S/N, hs), attention over all S tokens for this rank's queries. N-1 sends each of keys
-    and values."""
+    over N ranks. Out: (B, nh, S/N, hs), attention over all S tokens for this rank's queries. Sends
+    N-1 messages, each with keys and values."""
 
     @staticmethod
     def forward(ctx, q, k, v, group):

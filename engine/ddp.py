@@ -31,11 +31,13 @@ class Bucket:
 
     Where the gradients are (finish() completes their sums):
                                           grad              views    grad_shard
-      nothing to sum over, same dtype     None              {}       None: stay in param.grad
-      else DDP, ZeRO-1                    a buffer          views    part of grad
-      the same, --grad-dtype float32      a buffer          {}       part of grad
       ZeRO-2, 3                           until reduced     {}       a buffer of its own
-    With views, param.grad is a view of `grad`; without, it is added to `grad` and dropped."""
+      DDP, ZeRO-1:
+        nothing to sum over, same dtype   None              {}       None: stay in param.grad
+        else, same dtype                  a buffer          views    part of grad
+        --grad-dtype float32              a buffer          {}       part of grad
+    With views, param.grad is a view of `grad`. In the third line of DDP, ZeRO-1 it is added to
+    `grad` and dropped; in ZeRO-2, 3 it is copied into `grad` and dropped."""
 
     def __init__(self, params, split, dtype, device, values, grad_dtype=None):
         self.params = params
@@ -121,7 +123,8 @@ class DDP:
     zero = 0  # ZeRO stage
     # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
     every_microbatch = False
-    # State that each data rank has its own of, in words: a checkpoint has no place for it
+    # Names a state that differs from data rank to data rank, such as "rounding errors of --int8"
+    # (forks/int8.py). A checkpoint leaves it out, so --resume is refused. "": there is none
     unsaved = ""
 
     def __init__(self, stages, dtype, device, initial_values, bucket_bytes=25 << 20,

@@ -42,8 +42,9 @@ class Dropout:
         for i, block in enumerate(blocks):
             places[f"{i} attention"] = block.attn
             places[f"{i} MLP"] = block.mlp
-        for place, module in places.items() if self.rate else ():
-            module.register_forward_hook(partial(self.drop, place))
+        if self.rate > 0:
+            for place, module in places.items():
+                module.register_forward_hook(partial(self.drop, place))
 
     def is_dropped(self, place, number, width):
         """(tokens of this rank, C) bool: their rows of a sequence's mask, which is (S, C)."""

@@ -48,7 +48,7 @@ class SpreadExperts:
     def __call__(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k); with --sp S/T tokens each. Returns x's shape."""
         k = chosen.size(-1)
-        x = enter_region(x, self.region)  # (B, S, C): all S tokens, also with --sp
+        x = enter_region(x, self.region)  # (B, S, C); --sp: all tokens rank by rank, (T B, S/T, C)
         gates = enter_region(gates, self.region)
         chosen = self.region.enter(chosen)
         # An assignment is a token and one of its k experts: assignment a is of token a // k

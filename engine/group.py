@@ -144,9 +144,10 @@ class Group(group.Group):
         operations, and start_read()'s function looks at them, to notice a rank that died."""
 
     def kept_buffer(self, name, shape, dtype):
-        """A tensor for messages, the same one in each call, with whatever values it has. (A new one
-        for each message would take memory: torch gives the memory of a tensor that NCCL has sent
-        or received back only once the device is past the message, and the host runs ahead.)"""
+        """A tensor for messages, the same one in each call, with whatever values it has. (A new
+        tensor for each message would take memory: torch reuses the memory of a sent or received
+        tensor only when the device is past the message. Until then the host, which runs ahead, has
+        allocated the next ones.)"""
         key = name, torch.Size(shape), dtype
         if key not in self.kept:
             self.kept[key] = torch.empty(shape, dtype=dtype, device=self.device)

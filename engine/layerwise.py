@@ -57,7 +57,7 @@ class Layerwise(Optimizer):
                 _, rate = self.settings(param.shard)
                 piece.mul_(rate * rates[self.index_of[param.shard.name]])
             change = self.with_momentum(bucket, change, go)
-            # go again: nor does a skipped step move weights by the old velocity
+            # Times go: a skipped step must not move the weights by the old velocity, either
             bucket.master.addcmul_(change, go, value=-1)
             self.publish(bucket)
 

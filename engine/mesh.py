@@ -1,14 +1,16 @@
 """The root's Mesh with the engine's groups: for CPU or GPU, with spans of time for --trace.
 
 Axes, outermost first: dp ep pp cp tp. The D data ranks are two axes, because E of them may share
-the experts (--ep E): dp has D/E ranks here, ep has E. Who is summed is said once, in `summed`;
-these groups follow from it:
+the experts (--ep E): dp has D/E ranks here, ep has E. `summed` names the axes over which gradients
+are summed, `model_axes` those that cut the model. These groups follow from the two:
 
     replicas()       data and context ranks: the ranks that see other tokens with the same weights
     same_experts()   replicas that also hold the same experts
-    one_replica()    the ranks that together hold every gradient once (with --ep the E replicas that
-                     share the experts)
-    in_step()        all ranks whose gradients are summed, or are parts of the same model: the world
+    one_replica()    the fewest ranks that together hold every gradient: one replica; with --ep the
+                     E replicas that share the experts. Several of these ranks may hold the same
+                     gradient (engine/optimizer.py, holders)
+    in_step()        the ranks that step together: the world, unless a fork takes an axis out of
+                     `summed` (forks/diloco.py)
 """
 
 from collections import deque
@@ -44,7 +46,8 @@ class Mesh(mesh.Mesh):
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        self.shared = {}  # {ranks of every group of a name: this rank's}; filled on GPUs only
+        # The ranks of every group of a name -> this rank's Group among them; filled on GPUs only
+        self.shared = {}
         cuda = str(device).startswith("cuda")
         group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         super().__init__(group_class, device, timeout, **sizes)

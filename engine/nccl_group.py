@@ -89,7 +89,9 @@ class CudaGroup(InOrderGroup):
 
     def recv_new(self, shape, dtype, src):
         self.receive_stream = self.receive_stream or torch.cuda.Stream(self.device, priority=-1)
-        if self.ran_native:  # one after the other: this group may be that of pp_ends, too
+        if self.ran_native:
+            # A communicator's operations must not overlap. With P = 2 this group is also pp_ends
+            # (Mesh.join), whose all-reduce of the tied gradient may still run
             self.receive_stream.wait_event(self.ran_native)
         with torch.cuda.stream(self.receive_stream):
             tensor, work = super().recv_new(shape, dtype, src)

@@ -22,7 +22,7 @@ def holders(bucket, tag, norm_group):
         ZeRO                1: the norm group is all ranks, and D replicas hold D shards
         DDP with --ep E     1 for experts. E for any other parameter: each of the E replicas in the
                             norm group holds it"""
-    # Replicas in both groups: 1, all (ZeRO), 1 or E (--ep). ZeRO divides: D shards
+    # How many replicas of this bucket are in the norm group; under ZeRO they hold as many shards
     replicas = len({*bucket.group.ranks} & {*norm_group.ranks})
     return tag.copies * replicas / bucket.num_shards
 

@@ -44,7 +44,10 @@ class Stage(torch.nn.Module):
         extra = balance_loss(self.layers)
         if not isinstance(self.layers[-1], (Head, ChunkedHead)):
             return x, extra
-        return None, x if extra is None else x + extra  # the head returns the loss
+        loss = x  # the head returns the loss
+        if extra is not None:
+            loss = loss + extra
+        return None, loss
 
 
 # ---- zero bubble: the backward in two parts ----
@@ -210,7 +213,9 @@ class Pipeline:
             grads.append(self.take("B", s, k))  # (B, S, C)
         if loss is not None:
             outputs.append(loss * scale)
-            grads.append(None)  # stands for 1. If the loss is the only output, this saves an import
+            # None stands for 1. Given a tensor, backward() would import torch.fx's symbolic shapes,
+            # which takes long: None saves the import where the loss is the only output
+            grads.append(None)
         if outputs[0].requires_grad:  # else nothing up to here is trained
             torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:

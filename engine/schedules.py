@@ -64,7 +64,8 @@ def actions_of(name, P, m, v, rank):
         if kind == "W" and deferred[chunk]:
             k = deferred[chunk].popleft()
         else:
-            turn = "B" if kind == "I" else kind, chunk
+            letter = "B" if kind == "I" else kind  # B and I count together
+            turn = letter, chunk
             k = count[turn]
             count[turn] += 1
         if kind == "I":
@@ -176,8 +177,9 @@ def play(lists, where, costs=(1, 1, 1, 0)):
 class Event(NamedTuple):
     """An action or a message in lower(), which sorts by the first three entries."""
     time: float  # an action's start; of a message: when its data is ready
-    # The start of the action, or of the action that made the data: that is before `time`. So at
-    # equal times a message sorts before the actions that start then, and may need it
+    # An action: its start once more. A message: the start of the action that made its data, which
+    # is earlier than `time`. So among equal times a message sorts before an action that starts
+    # then, and the action may need the message
     start: float
     rank: int  # the rank that runs the action, or made the data
     action: Action

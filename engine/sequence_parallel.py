@@ -9,8 +9,8 @@ In each line one is the backward of the other: every rank multiplies what enters
 W, so the gradients of the input are partial sums.
 
 Tokens inside stand as the messages bring them, rank by rank, (T B, S/T, C): row t B + b has rank
-t's tokens of sequence b. Products and the MLP treat each token by itself, so that order is as good
-as another, and nothing of C numbers per token is copied into another one. Attention alone needs
+t's tokens of sequence b. Products and the MLP treat each token by itself, so any order will do, and
+no tensor with C numbers per token has to be copied into another order. Attention alone needs
 sequences: its column sorts what leaves it, 3 C/T numbers per token, and its row sorts back.
 
 Held with --sp: 1/T of all that a block saves (zero bubble keeps the gathered x, which is whole).

@@ -7,9 +7,12 @@ their backwards written out. Each trick needs that:
     deferral   zero bubble schedules compute grad_W later (engine/pipeline.py)
 
 A column enters and a row leaves through a Region (engine/sequence_parallel.py), which all-reduces,
-or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.py, but for the loss
-(engine/vocabulary_parallel.py). --sp adds half an all-reduce per column, for the second gather, and
-once a step the sum of the replicated gradients, 2 (T-1)/T (6 C L + 2 C + S C).
+or under --sp gathers and scatters tokens. Under --sp the tokens inside stand rank by rank, (T B,
+S/T, C), as the messages bring them; by_sequence sorts them for attention, by_rank sorts them back.
+
+Elements sent: as in tensor_parallel.py, but for the loss (engine/vocabulary_parallel.py). --sp adds
+half an all-reduce per column, for the second gather, and once a step the sum of the replicated
+gradients, 2 (T-1)/T (6 C L + 2 C + S C).
 
     python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
 """
@@ -73,7 +76,6 @@ class ColumnLinear(torch.autograd.Function):
         grad_x = grad @ ctx.weight  # (B, S, in), partial over tp
         x = entering()
         leaving = ctx.region.start_leave(grad_x)  # reduce grad_x during the product for grad_W
-        del entering, grad_x  # else they would hold tokens during the next product
         grads = ctx.defer(weight_gradients, grad, x, *trained(ctx.weight, ctx.bias))
         return leaving(), *grads, None, None
 
@@ -108,7 +110,9 @@ class Column(nn.Module):
         self.region = region
         self.defer = defer
 
-    def forward(self, x):  # (B, S, in), under --sp (B, S/T, in) -> (B, S, out/T), rank by rank
+    def forward(self, x):
+        # (B, S, in) -> (B, S, out/T). Under --sp (B, S/T, in) -> (T B, S/T, out/T) or, for
+        # attention, (B, S, out/T)
         return ColumnLinear.apply(x, self.weight, self.bias, self.region, self.defer)
 
 
@@ -122,7 +126,9 @@ class Row(nn.Module):
         self.region = region
         self.defer = defer
 
-    def forward(self, x):  # (B, S, in/T) -> (B, S, out), under --sp (B, S/T, out)
+    def forward(self, x):
+        # (B, S, in/T) -> (B, S, out). Under --sp (T B, S/T, in/T) or, from attention, (B, S, in/T)
+        # -> (B, S/T, out)
         y = RowLinear.apply(x, self.weight, self.region, self.defer)
         return y if self.bias is None else y.add_(self.bias)
 

@@ -4,9 +4,9 @@ the backward, only the head is replaced).
     VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
                           logits of all tokens, often the largest tensor of a step, never exist at
-                          once. Numbers sent per rank and token: T-1, one all-gather; the plain
-                          loss, three all-reduces, sends 6 (T-1)/T. And one number per
-                          microbatch, the loss: an all-reduce
+                          once. Numbers sent per rank and token: T-1, by one all-gather; the
+                          plain loss sends 6 (T-1)/T, for three numbers in two all-reduces. And
+                          one number per microbatch, the loss: an all-reduce
     pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
 Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the
@@ -68,11 +68,12 @@ def gradient_of_logits(log_probs, of_target, local, outside, out):
 
 
 def add_weight_gradient(grad_weight, grad, inputs):
-    """grad_weight += grad^T inputs, for c tokens. A product of 16 bits is summed in the 32 of
-    grad_weight. On a CPU, where torch has no such product, it comes out in 16 bits, and the sum of
-    c terms might overflow float16. Each |grad| <= 1, so with inputs divided by a power of two above
-    c it cannot; the product is multiplied by that power in 32 bits. (Exact but for inputs below
-    2^-14 times the power: float16 has fewer digits there.)"""
+    """grad_weight += grad^T inputs, for c tokens. A product of 16-bit tensors is summed in the 32
+    bits of grad_weight. On a CPU torch has no such product: its result has 16 bits, and a sum of c
+    terms may overflow float16. To prevent that, divide the inputs by a power of two larger than c:
+    each |grad| <= 1, so no sum exceeds the largest input. Then multiply the product by the power,
+    in 32 bits. (Exact but for inputs below 2^-14 times the power: float16 has fewer digits
+    there.)"""
     if grad_weight.dtype == inputs.dtype:
         grad_weight.addmm_(grad.t(), inputs)
     elif grad_weight.device.type != "cpu":
@@ -82,8 +83,8 @@ def add_weight_gradient(grad_weight, grad, inputs):
         grad_weight.add_(grad.t() @ (inputs / power), alpha=power)
 
 
-# Bytes of a chunk's logits on a GPU: more kernels, and a gradient of the matrix that is read and
-# written more often, cost more there than larger chunks do (tests/counts.py counts both)
+# Bytes of a chunk's logits on a GPU. Smaller chunks take less memory, but launch more kernels, and
+# read and write the gradient of the matrix more often (tests/counts.py counts both)
 CHUNK = 256 << 20
 
 
@@ -129,12 +130,12 @@ class ChunkedLoss(torch.autograd.Function):
             inputs = region.enter(x[:, i : i + n]).flatten(0, 1) * present  # (c, C)
             logits = inputs @ weight.t()  # (c, V/T)
             local, outside = (part.unsqueeze(-1) for part in to_local(wanted, start, stop))
+            # In training log_likelihood() also overwrites the logits with their gradient
             loss -= head.log_likelihood(logits, local, outside, stop - start, training)
             if training:
-                grad = logits  # overwritten
+                grad = logits
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
                 leaving = region.start_leave(grad_inputs.view(parts * B, -1, C))
-                del grad_inputs
                 if weight_trained:
                     add_weight_gradient(grad_weight, grad, inputs)  # while grad_inputs is reduced
                 grad_x[:, i : i + n] = leaving()
@@ -162,9 +163,10 @@ class ChunkedHead(nn.Module):
         self.region = region
 
     def log_likelihood(self, logits, local, outside, num_words, training):
-        """The sum of the targets' log-probabilities for c tokens, of the targets on this rank.
-        Afterwards logits (c, V/T), in training, are the gradient. All of it is one function, so
-        that --compile reads the logits twice and writes them once."""
+        """In: the logits (c, V/T) of c tokens. Returns the sum of the log-probabilities of those
+        targets that are words of this rank. In training the logits then hold their gradient.
+        All of it is one function, so that --compile reads the logits twice and writes them
+        once."""
         logits[:, num_words:] = -torch.inf  # rows of --pad-vocab are no words
         log_probs = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float))
         if self.region.group.size > 1:
@@ -175,6 +177,8 @@ class ChunkedHead(nn.Module):
         return of_target.masked_fill(outside, 0).sum()
 
     def share(self, logits, log_probs):
+        """A method of its own, because log_share sends: --compile leaves this method in Python
+        (engine/compiled.py)."""
         return log_share(logits, log_probs, self.region.group)
 
     def loss(self, x, targets):

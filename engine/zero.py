@@ -47,8 +47,8 @@ class ZeRO1(DDP):
         for param, where in users.items():
             units.setdefault(self.common(param, where), []).append(param)
         found = []
-        for (_, where, *_), params in reversed(units.items()):
-            stage, _ = where[0]  # the first user, which backward reaches last
+        for params in reversed(units.values()):
+            stage, _ = users[params[0]][0]  # the first user, which backward reaches last
             found.append((stage, params))
         return found
 
@@ -106,10 +106,10 @@ class ZeRO2(ZeRO1):
         param.grad = None
 
     def full_gradient(self, bucket):
-        """The bucket's full gradient, to copy into; it lives until it is reduced. If there is none,
-        or if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket
-        or another, and make a new one, without values. So a gradient on its way is freed before
-        the next is made."""
+        """The bucket's full gradient, for move() to copy into; it lives until it is reduced. If the
+        bucket has none, or has that of an earlier microbatch, which is still being reduced: first
+        end the pending reduction, of whichever bucket, which frees the gradient that was reduced;
+        then make a new gradient, without values."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_empty(bucket.numel)
@@ -126,7 +126,7 @@ class ZeRO2(ZeRO1):
                 self.lacking.remove(param)
                 bucket.view(full, param).zero_()
         full[bucket.filled :].zero_()  # padding
-        self.keep_shard()  # of another bucket
+        self.keep_shard()  # ends the reduction of a bucket launched after this gradient was made
         self.works.append(reduce_scatter(full, bucket.group, async_op=True))
         self.reducing = bucket
 
