@@ -7,12 +7,9 @@ their backwards written out. Each trick needs that:
     deferral   zero bubble schedules compute grad_W later (engine/pipeline.py)
 
 A column enters and a row leaves through a Region (engine/sequence_parallel.py), which all-reduces,
-or under --sp gathers and scatters tokens. Under --sp the tokens inside stand rank by rank, (T B,
-S/T, C), as the messages bring them; by_sequence sorts them for attention, by_rank sorts them back.
-
-Elements sent: as in tensor_parallel.py, but for the loss (engine/vocabulary_parallel.py). --sp adds
-half an all-reduce per column, for the second gather, and once a step the sum of the replicated
-gradients, 2 (T-1)/T (6 C L + 2 C + S C).
+or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.py, but for the loss
+(engine/vocabulary_parallel.py). --sp adds half an all-reduce per column, for the second gather, and
+once a step the sum of the replicated gradients, 2 (T-1)/T (6 C L + 2 C + S C).
 
     python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
 """
@@ -58,7 +55,10 @@ def compute_now(fn, *args):
 
 class ColumnLinear(torch.autograd.Function):
     """x W^T + b for this rank's rows of W. The backward of the plain Column multiplies twice, then
-    all-reduces grad_x. Here the all-reduce starts between the two products."""
+    all-reduces grad_x. Here the all-reduce starts between the two products.
+
+    Under --sp the tokens inside the region stand as the messages bring them, rank by rank:
+    (T B, S/T, C). For attention by_sequence sorts them into sequences; by_rank sorts them back."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, region, defer):
