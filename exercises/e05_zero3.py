@@ -1,7 +1,7 @@
 """Exercise 5: ZeRO-3 keeps a chunk of each weight. gather() makes the whole weight from the ranks'
 chunks; in backward each rank has a gradient of the whole, from its own tokens, and the chunk gets
-the sum of its part. Gathered runs a layer with gathered weights, which are not kept after forward
-(no del): under checkpoint() autograd keeps only the inputs, and backward runs the layer again.
+the sum of its part. Gathered runs a layer with gathered weights, which nothing keeps after
+forward: under checkpoint() autograd keeps only the inputs, and backward runs the layer again.
 """
 
 import torch
