@@ -52,6 +52,7 @@ from pipeline import tie_ends
 from plain import training_steps
 from planner.hardware import peak_flops
 from run import checkpoint, signals
+from run.ahead import compute_ahead, threads_per_rank
 from run.config import as_text, check, fail, read_command_line
 from run.copies import Copies
 from run.doctor.record import random_value, write_plain, write_run
@@ -105,7 +106,7 @@ class Trainer:
 
         # 4. DDP or ZeRO: which part of weights, gradients and optimizer states. Allocates them
         grad_dtype = self.dtype if cfg.grad_dtype == "same" else torch.float
-        self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values(),
+        self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values,
                                           int(cfg.bucket_mb * 2**20), grad_dtype)
         # The ranks that together hold every gradient: one replica or, under ZeRO, all ranks
         norm_group = mesh.one_replica() if cfg.zero == 0 else mesh.in_step()
@@ -151,16 +152,24 @@ class Trainer:
         forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
         self.forwards = lower(forwards, self.where)[rank]
 
-    def initial_values(self):
-        """A function from a tag to the values of its slice: random, or from --init-from."""
+    def initial_values(self, tags):
+        """Yields the values of these tags' slices: random, or from --init-from; zeros if a
+        checkpoint is going to replace them."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
-        # random: no --init-from, or a checkpoint to resume from, which will replace all values
-        if not cfg.init_from or cfg.resume != "no":
-            value = random_value if cfg.dump else initial_value
-            return lambda shard: shard.slice(value(shard.name, shard.shape, config, cfg.seed))
-        with checkpoint.together(self.mesh.world):  # an error on one rank ends all
-            given = read_weights(cfg.init_from, shapes, config)
-        return lambda shard: shard.slice(given(shard.name))
+        draw = random_value if cfg.dump else initial_value
+        given = None  # a function from a name to the full tensor
+        if cfg.init_from and cfg.resume == "no":
+            with checkpoint.together(self.mesh.world):  # an error on one rank ends all
+                given = read_weights(cfg.init_from, shapes, config)
+
+        def value(tag):
+            if cfg.resume != "no":
+                return tag.slice(torch.zeros(()).expand(tag.shape))
+            if given:
+                return tag.slice(given(tag.name))
+            return tag.slice(draw(tag.name, tag.shape, config, cfg.seed))
+
+        return compute_ahead(value, tags, threads_per_rank())
 
     def own(self, batches):
         """This rank's tokens of each microbatch. Targets were shifted before the sequence was

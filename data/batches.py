@@ -189,7 +189,7 @@ class Data:
     def training(self, cfg, step, mesh):
         """This data rank's microbatches of a step: [(ids, targets, first)]. ids, targets: (B, S).
         first: the number of the microbatch's first sequence, step * batch_size + its row in the
-        batch. What is random in the layers follows from it (engine/dropout.py)."""
+        batch. Dropout's masks follow from this number (engine/dropout.py)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh, step * cfg.batch_size)

@@ -296,8 +296,9 @@ def write_whole(out, files):
 
 
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
-    """Write the folder `out` (default: data/<source>, or data/custom) and return the values of its
-    meta.json. ValueError: sources that cannot be read, or a folder that cannot be written."""
+    """Write the folder `out` and return the values of its meta.json. Default: data/stdlib or
+    data/shakespeare for that source alone, else data/custom. ValueError: sources that cannot be
+    read, or a folder that cannot be written."""
     start = time.perf_counter()
     sources = [sources] if isinstance(sources, str) else [str(s) for s in sources]
     if tokenizer not in ("bpe", "gpt2", "bytes"):
@@ -361,7 +362,8 @@ def main():
     parser.error = lambda message: parser.exit(2, f"prepare.py: {message}\n")
     parser.add_argument("sources", nargs="*", default=["stdlib"], metavar="SOURCE",
                         help="stdlib (default), shakespeare, or paths of text files and folders")
-    parser.add_argument("--out", help="folder to write (default: data/<source>, or data/custom)")
+    parser.add_argument("--out", help="folder to write (default: data/stdlib or "
+                        "data/shakespeare for that source alone, else data/custom)")
     parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")

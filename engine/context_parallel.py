@@ -18,6 +18,7 @@ import math
 from functools import partial
 
 import torch
+from torch.nn.attention import SDPBackend
 
 import context_parallel
 from context_parallel import all_to_all_attention
@@ -27,20 +28,33 @@ from engine.group import Work
 # ---- one hop ----
 
 
-def takes_flash(q):
-    """FlashAttention takes 16 bits, on GPUs since the A100."""
-    return q.is_cuda and q.itemsize == 2 and torch.cuda.get_device_capability() >= (8, 0)
+CUDNN, FLASH, EFFICIENT = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+                           SDPBackend.EFFICIENT_ATTENTION)
 
 
-def kernel(q, k, v, causal):
+def choose_kernel(q, k, v):
+    """Which kernel computes the hops. On a GPU the one of torch's own attention: cuDNN's on Hopper
+    and Blackwell, FlashAttention on other cards since the A100, both in 16 bits; else EFFICIENT.
+    None on a CPU, which has one."""
+    if not q.is_cuda:
+        return None
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    return chosen if chosen in (CUDNN, FLASH) else EFFICIENT
+
+
+def kernel(chosen, q, k, v, causal):
     """Attention of q (B, nh, Sq, hs) over k, v (B, n_kv, Sk, hs), n_kv <= nh. Returns out (B, nh,
     Sq, hs), the logsumexp (B, nh, Sq), and what else kernel_backward takes: the state of dropout,
     unused."""
     aten = torch.ops.aten
-    if takes_flash(q):  # both GPU kernels have been read, never run: no GPU was at hand
+    if chosen == CUDNN:  # the three GPU kernels have been read, never run: no GPU was at hand
+        out, lse, _, _, _, _, *rest = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal)
+        return out, lse.squeeze(-1), rest[:2]
+    if chosen == FLASH:
         out, lse, _, _, _, _, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse, rest[:2]
-    if q.is_cuda:
+    if chosen == EFFICIENT:
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal)
@@ -49,16 +63,20 @@ def kernel(q, k, v, causal):
     return out, lse, ()
 
 
-def kernel_backward(grad, q, k, v, out, lse, rest, causal):
+def kernel_backward(chosen, grad, q, k, v, out, lse, rest, causal):
     """Gradients of q, k, v from the gradient of out. q may be some of the queries, k and v some of
     their keys: given out and lse over all keys, the kernel recomputes the right weights,
     exp(score - lse), and returns these keys' terms of the gradients."""
     aten = torch.ops.aten
-    if takes_flash(q):  # None: all sequences of a batch are of one length
+    lse = lse.contiguous()
+    if chosen == CUDNN:  # None: no bias, and all sequences of a batch are of one length
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), *rest, None, None, None, q.size(2), k.size(2),
+            0.0, causal)
+    if chosen == FLASH:
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
-            *rest)
-    if q.is_cuda:  # the kernel wants the rows of lse padded to a multiple of 32
+            grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, *rest)
+    if chosen == EFFICIENT:  # the kernel wants the rows of lse padded to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
         n_kv = k.size(1)
         k, v = (x.repeat_interleave(q.size(1) // n_kv, dim=1) for x in (k, v))
@@ -133,9 +151,10 @@ class RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group):
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
+        ctx.chosen = choose_kernel(q, k, v)
         for hop, kv, queries, _, causal in ring_hops(k, v, group):
             with group.span("attention", hop=hop):
-                part, part_lse, rest = kernel(q[:, :, queries], *kv, causal)
+                part, part_lse, rest = kernel(ctx.chosen, q[:, :, queries], *kv, causal)
                 if hop == 0:
                     out = part.to(wide)
                     lse = part_lse
@@ -169,7 +188,7 @@ class RingAttentionFunction(torch.autograd.Function):
         for hop, kv, queries, keys, causal in ring_hops(k, v, group):
             with group.span("attention", hop=hop):
                 dq, dk, dv = kernel_backward(
-                    grad[:, :, queries], q[:, :, queries], *kv,
+                    ctx.chosen, grad[:, :, queries], q[:, :, queries], *kv,
                     out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
             if hop == 0:
                 grad_q, own_dk, own_dv = dq.to(wide), dk, dv

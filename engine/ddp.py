@@ -27,7 +27,7 @@ class Bucket:
     ZeRO (`split`) the buffer is padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
-    memory, a view into `full`, and its value, initial_value(tag).
+    memory, a view into `full`, and its value: the next one of the iterator `values`.
 
     Where the gradients are (finish() completes their sums):
                                           grad              views    grad_shard
@@ -37,7 +37,7 @@ class Bucket:
       ZeRO-2, 3                           until reduced     {}       a buffer of its own
     With views, param.grad is a view of `grad`; without, it is added to `grad` and dropped."""
 
-    def __init__(self, params, split, dtype, device, initial_value, grad_dtype=None):
+    def __init__(self, params, split, dtype, device, values, grad_dtype=None):
         self.params = params
         self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.grad_dtype = grad_dtype or dtype
@@ -63,7 +63,7 @@ class Bucket:
         self.moments = {}  # name -> a tensor like master
         self.missing = 0  # gradients that the current backward has yet to add
         for param in params:
-            self.allocate(param, initial_value(param.shard))
+            self.allocate(param, next(values))
 
     def allocate(self, param, value):
         """Turn a parameter of the meta device into a view of the buffer that holds this value; rows
@@ -109,7 +109,8 @@ class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
     stages: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in
-    order of use; the parameters are tagged, and are allocated here.
+    order of use; the parameters are tagged, and are allocated here, with the values that
+    initial_values(tags) yields one after the other.
     Around each backward that completes a stage's gradients the pipeline calls expect() before and
     flush() after; then Trainer.gradients calls finish(). After that grad_pieces() yields each
     parameter's summed gradient, for the weights in weight_shard, which this rank's optimizer steps.
@@ -123,7 +124,7 @@ class DDP:
     # State that each data rank has its own of, in words: a checkpoint has no place for it
     unsaved = ""
 
-    def __init__(self, stages, dtype, device, initial_value, bucket_bytes=25 << 20,
+    def __init__(self, stages, dtype, device, initial_values, bucket_bytes=25 << 20,
                  grad_dtype=None):
         self.bucket_numel = bucket_bytes // dtype.itemsize
         self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
@@ -139,8 +140,10 @@ class DDP:
         # The hook hangs on a parameter that self holds. A strong reference to self would be a cycle
         # through C++, which the gc cannot see
         hook = WeakMethod(self.grad_added)
-        for stage, params in self.partition(users):
-            bucket = Bucket(params, self.zero > 0, dtype, device, initial_value, grad_dtype)
+        partition = self.partition(users)
+        values = iter(initial_values([param.shard for _, params in partition for param in params]))
+        for stage, params in partition:
+            bucket = Bucket(params, self.zero > 0, dtype, device, values, grad_dtype)
             self.allocate_shards(bucket)
             self.home.update(dict.fromkeys(params, bucket))
             if not bucket.trained:
@@ -272,7 +275,8 @@ def demo(mesh):
     from show.demonstrations import show_difference, small_gpt
     model, mine = small_gpt(mesh)
     values = dict(model.canonical_parameters())
-    ddp = DDP({0: model.layers}, torch.double, "cpu", lambda tag: values[tag.name].data, 20_000)
+    ddp = DDP({0: model.layers}, torch.double, "cpu",
+              lambda tags: [values[tag.name].data for tag in tags], 20_000)
     ddp.expect(0)
     model(mine, mine).backward()
     launched = len(ddp.works)

@@ -68,12 +68,15 @@ def gradient_of_logits(log_probs, of_target, local, outside, out):
 
 
 def add_weight_gradient(grad_weight, grad, inputs):
-    """grad_weight += grad^T inputs, for c tokens. The sum of c products might overflow
-    float16. Each |grad| <= 1, so with inputs divided by a power of two above c it cannot; the
-    product is multiplied by that power in 32 bits. (Exact but for inputs below 2^-14 times the
-    power: float16 has fewer digits there.)"""
+    """grad_weight += grad^T inputs, for c tokens. A product of 16 bits is summed in the 32 of
+    grad_weight. On a CPU, where torch has no such product, it comes out in 16 bits, and the sum of
+    c terms might overflow float16. Each |grad| <= 1, so with inputs divided by a power of two above
+    c it cannot; the product is multiplied by that power in 32 bits. (Exact but for inputs below
+    2^-14 times the power: float16 has fewer digits there.)"""
     if grad_weight.dtype == inputs.dtype:
         grad_weight.addmm_(grad.t(), inputs)
+    elif grad_weight.device.type != "cpu":
+        torch.addmm(grad_weight, grad.t(), inputs, out_dtype=grad_weight.dtype, out=grad_weight)
     else:
         power = 2.0 ** len(inputs).bit_length()
         grad_weight.add_(grad.t() @ (inputs / power), alpha=power)

@@ -98,13 +98,11 @@ class ZeRO2(ZeRO1):
             self.move(param, bucket)
 
     def move(self, param, bucket):
-        """Copy param.grad into the bucket's full gradient; add what comes for it later."""
-        into = bucket.view(self.full_gradient(bucket), param)
-        if param in self.lacking:
-            self.lacking.remove(param)
-            into.copy_(param.grad)
-        else:
-            into.add_(param.grad)
+        """Copy param.grad into the bucket's full gradient. (A backward brings each parameter's
+        gradient once. KeyError if one came again: it would have to be added.)"""
+        full = self.full_gradient(bucket)
+        self.lacking.remove(param)
+        bucket.view(full, param).copy_(param.grad)
         param.grad = None
 
     def full_gradient(self, bucket):

@@ -160,15 +160,15 @@ def naive_split(job):
     # In a hop in which nothing is visible q, k and v are empty: return empty results, and do not
     # call torch's kernels
 
-    def kernel(q, k, v, causal):
+    def kernel(chosen, q, k, v, causal):
         if q.size(2) == 0:
             return q, q[..., 0], ()  # out, logsumexp, the rest
-        return compute(q, k, v, causal)
+        return compute(chosen, q, k, v, causal)
 
-    def kernel_backward(grad, q, k, v, *args):
+    def kernel_backward(chosen, grad, q, k, v, *args):
         if q.size(2) == 0:
             return q, k, v  # their gradients
-        return compute_backward(grad, q, k, v, *args)
+        return compute_backward(chosen, grad, q, k, v, *args)
 
     with swapped(context_parallel, zigzag=in_order):
         step = trainer(job)

@@ -163,16 +163,16 @@ kernel_backward = engine.context_parallel.kernel_backward
 # to compute the visible half twice.
 
 
-def kernel_twice(q, k, v, causal):
+def kernel_twice(chosen, q, k, v, causal):
     if not causal:
-        kernel(q, k, v, causal)
-    return kernel(q, k, v, causal)
+        kernel(chosen, q, k, v, causal)
+    return kernel(chosen, q, k, v, causal)
 
 
-def kernel_backward_twice(grad, q, k, v, out, lse, rest, causal):
+def kernel_backward_twice(chosen, grad, q, k, v, out, lse, rest, causal):
     if not causal:
-        kernel_backward(grad, q, k, v, out, lse, rest, causal)
-    return kernel_backward(grad, q, k, v, out, lse, rest, causal)
+        kernel_backward(chosen, grad, q, k, v, out, lse, rest, causal)
+    return kernel_backward(chosen, grad, q, k, v, out, lse, rest, causal)
 
 
 hidden_skipped = without(engine.context_parallel, kernel=kernel_twice,

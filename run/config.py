@@ -39,7 +39,7 @@ from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
 def flag(default, group, help, choices=None, alone=None):
     """A field of Config. group: the heading of --help under which the flag is listed. alone: the
-    value of the flag without a value behind it; None: it needs one."""
+    value that the flag has if it is given without one (--watch); None: it needs a value."""
     return field(default=default, metadata={"group": group, "help": help, "choices": choices,
                                             "alone": alone})
 
@@ -358,6 +358,7 @@ PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
     weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump watch verbose
     log_interval eval_interval eval_batches device""".split()
+# Flags that --dump does not take: it saves and resumes nothing, and drops nothing at random
 NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
 
 
@@ -454,7 +455,7 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, a trace of too few steps, and what a dump does not write.
+    """Refuse two sources of weights, a trace of too few steps, and flags that --dump does not take.
     (With --resume auto the weights of --init-from count until --out has a checkpoint.)"""
     for f in fields(cfg):
         require(not cfg.dump or f.name not in NOT_IN_DUMP or getattr(cfg, f.name) == f.default,

@@ -3,9 +3,11 @@
 `python train.py --tp 2 --pp 2` becomes the launcher: it starts four processes with the same command
 line, each with its number in the environment (RANK, WORLD_SIZE, ..., like torchrun), and waits for
 them. The launcher does not import torch, so --help and a wrong flag need not wait for it.
+`torchrun train.py --tp 2 --pp 2` starts one process, too, which becomes the launcher. With
+--nproc-per-node 4 torchrun starts the ranks, and this file starts none.
 
-Why not torchrun: it kills ranks 30 s after a signal, even while they save; and it turns exit code 2
-into 1.
+Why ranks have a launcher of their own: torchrun kills the ranks that it starts 30 s after a signal,
+even while they save; and it turns exit code 2 into 1.
 """
 
 import math
@@ -23,8 +25,10 @@ def start(description):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit."""
     signals.before_training()
     # Let torch take GPU memory in segments that grow: a freed tensor's memory then serves tensors
-    # of other sizes. Set here, because torch reads it when it is imported
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # of other sizes. Set here, because torch reads it when it is imported. A user's own value
+    # counts, also under the variable's older name
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     cfg, world, ranks = config.read_command_line(description)
     # Print one line, once: the launcher prints it, or rank 0 of torchrun, or the only process
     is_first = os.environ.get("RANK", "0") == "0"

@@ -45,7 +45,8 @@ def calls():
 
 
 def action_of(stack):
-    """"F2" or "B2", the forward or backward of microbatch 2; "" outside of the pipeline."""
+    """The pipeline's action: "F2", "B2", "I2" or "W2" for microbatch 2; "" outside of the pipeline.
+    """
     for file, function, at in stack:
         if (file, function) == ("engine/pipeline", "execute") and "action" in at:
             kind, _, k = at["action"]  # kind: F B I W, or SF SB for a message
@@ -63,7 +64,7 @@ def action_of(stack):
 
 
 def short(name):
-    """A canonical name, without the word that all names begin with."""
+    """A canonical name without "transformer.", with which all names but lm_head.weight begin."""
     return name.removeprefix("transformer.")
 
 
@@ -203,7 +204,7 @@ def means(stack, sent, size):
 
 
 def to_stage(at, stack):
-    """at: of run_pipeline, or of the engine's send."""
+    """at: the local variables of run_pipeline, or of Pipeline.send in engine/."""
     forward = action_of(stack).startswith("F")
     to = at["to"] if "to" in at else at["rank"] + (1 if forward else -1)
     return f"{'activation' if forward else 'gradient'} of microbatch {action_of(stack)[1:]}, " \
@@ -224,16 +225,16 @@ def is_column(stack):
 
 
 def entering(at, stack):
-    """Engine, --sp: what enters the tensor-parallel region, before a column. (In backward a column
-    gathers its input again.)"""
+    """Engine, --sp: all-gathers. In forward, of a column's input; in backward, of a column's input
+    again, or of the gradient of a row's output."""
     if is_backward(stack) and not is_column(stack):
         return of_layer(at, stack)
     return f"input of {layer_at(stack)}"
 
 
 def leaving(at, stack):
-    """Engine: what leaves the tensor-parallel region, after a row. (The head's loss computes
-    gradients in forward.)"""
+    """Engine: sums. In forward, of a row's output; in backward, of a column's input's gradient.
+    (The head's loss computes that gradient in forward.)"""
     name = layer_at(stack)
     column_backward = is_backward(stack) and is_column(stack)
     if name == "lm_head" or column_backward:
@@ -247,19 +248,26 @@ def of_logits(at, stack):
 
 
 def of_rows(at, stack):
-    if is_backward(stack):
-        return "gradients of tokens at their experts"
+    """expert_parallel's move sends tokens to their experts, then the experts' outputs back. Between
+    the two, run_at_owners sets `outputs`."""
+    if is_backward(stack):  # run_at_owners is not on the stack
+        return "gradients of the experts' rows, there or back"
     combining = any("outputs" in call.at for call in stack if call.function == "run_at_owners")
     return "outputs of experts, back" if combining else "tokens to their experts"
 
 
 def of_heads(at, stack):
-    return "gradients: heads for tokens" if is_backward(stack) else "heads for tokens"
+    """Before attention to_whole_sequences swaps tokens for heads; after it to_own_tokens swaps
+    back."""
+    if is_backward(stack):  # neither is on the stack
+        return "gradients of heads, there or back"
+    before = any(call.function == "to_whole_sequences" for call in stack)
+    return "tokens for heads" if before else "heads for tokens"
 
 
 def of_step(at, stack):
-    """plain.py's two all-reduces: of the tied matrix's gradient, then of the loss. Between the two
-    training_steps sets `norm`, for the first time in the first step, which is the watched one."""
+    """plain.py's two all-reduces: of the tied matrix's gradient, then of the loss. After the first
+    one training_steps() sets `norm`; in the first step, the watched one, it was not set before."""
     return "loss" if "norm" in at else f"gradient of {short(at['tag'].name)}"
 
 

@@ -91,7 +91,8 @@ def speaks_for_all(line, timeout):
 
 def kill_stopped():
     """Kill the ranks of this machine that were stopped (SIGSTOP): torchrun would wait for them."""
-    if signals.parent <= 1:  # this process has no siblings (1: its parent has gone)
+    # 0: no parent to end with (run/signals.py), so the siblings are unknown; 1: the parent has gone
+    if signals.parent <= 1:
         return
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):  # the process has gone
@@ -210,8 +211,7 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     backend = "gloo"
     if device.type == "cuda":
         backend = "nccl"
-        # With a device NCCL connects now: without, at the barrier of shutdown(), when a full GPU
-        # may have no memory left for that
+        # With a device NCCL connects now, while there is memory for it
         options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     try:
         with naming(joining):

@@ -6,8 +6,8 @@
 
 This file makes and reads headers, and computes checksums. The data itself: checkpoint.py reads and
 writes slices of tensors; weights.py reads whole tensors, export.py writes them; run/doctor does
-both for dumps. The header follows from names and shapes alone, so every rank knows without a
-message where each element of the model belongs in the file.
+both for dumps. The header follows from names, shapes and the dtype, so every rank knows
+without a message where each element of the model belongs in the file.
 github.com/huggingface/safetensors
 """
 

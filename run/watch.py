@@ -29,7 +29,7 @@ class Sent(NamedTuple):
     src: int  # ranks of the world
     dst: int
     axis: str  # the group's axis: dp, ep, pp, cp or tp; several as pp+tp
-    action: str  # the pipeline's action: F2 or B2; "" outside of the pipeline
+    action: str  # the pipeline's action, such as F2 or B2; "" outside of it
     words: str
     shape: list
     nbytes: int
@@ -51,7 +51,9 @@ def watched(group_class, watch):
             work.waits = [*work.waits, partial(watch.awaited, keys, 1)]
             return work
 
-        def submit(self, job, name):  # engine/ only: the job runs on a thread of the group
+        # Groups of engine/ only. A thread of the group runs the job; on a GPU the rank's own thread
+        # does, at once
+        def submit(self, job, name):
             job, ended = watch.job(self, calls(), job)
             work = super().submit(job, name)
             work.waits = [*work.waits, partial(watch.awaited, [ended], 0)]
@@ -127,13 +129,14 @@ class Watch:
                     list(send.shape), send.numel() * send.element_size())
 
     def job(self, group, stack, run):
-        """(what the group's thread is to run in the place of run(), the key of its end)."""
+        """Returns (a job that calls run() between notes of its begin and its end, the key of the
+        end). stack: the calls that submit the job."""
         name = f"job {len(self.submitted)} of rank {self.mesh.rank}"
         about = action_of(stack), subject(stack)  # the calls of the thread itself do not say
         self.did(f"submit {name}")
 
         def job():
-            before = vars(self.here).copy()  # on a GPU no thread: the rank itself runs the job
+            before = vars(self.here).copy()  # to restore, where the rank's own thread runs it
             self.here.events = self.lanes.setdefault(group.name, [])
             self.here.about = about
             self.awaited([f"submit {name}"], 0)

@@ -127,10 +127,24 @@ def scale(ticks, low, high):
     return lambda value: round(low + (value - first) / (last - first) * (high - low), 1)
 
 
-def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
+def difference_strip(picture, points, title, across):
+    """Below a chart: points [(x, y)] on a scale of their own, around zero. across: the chart's
+    function from x to pixels."""
+    largest = max(abs(y) for _, y in points)
+    top, middle, bottom = BOTTOM + 80, BOTTOM + 105, BOTTOM + 130
+    down = scale((-largest or -1, largest or 1), bottom, top)
+    picture.text(12, top - 16, f"{title}, at most {largest:.2g}")
+    for y, tick in ((top, f"{largest:.2g}"), (middle, "0"), (bottom, f"{-largest:.2g}")):
+        picture.line([(LEFT, y), (RIGHT, y)], GRID)
+        picture.text(LEFT - 8, y + 4, tick, "end")
+    picture.line([(across(x), down(y)) for x, y in points], CURVES[0])
+
+
+def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None, difference=None):
     """A chart as SVG. curves: {name: [(x, y)]}; a curve that coincides with an earlier one is
-    dashed. raw: {name: [(x, y)]}, drawn pale behind all curves, in the color of that name."""
-    picture = Picture(title)
+    dashed. raw: {name: [(x, y)]}, drawn pale behind all curves, in the color of that name.
+    difference: (title, [(x, y)]), drawn in a strip below the chart."""
+    picture = Picture(title, height=460 if difference else 360)
     across, down = scale(x_ticks, LEFT, RIGHT), scale(y_ticks, BOTTOM, TOP)
     colors = dict(zip(curves, CURVES, strict=False))
     picture.text(12, 52, y_name)
@@ -158,6 +172,8 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None):
         y = min(end, y - 15)  # at the curve's end, or 15 pixels above the last name
         picture.line([(RIGHT, end), (RIGHT + 10, y)], colors[name])
         picture.text(RIGHT + 14, y + 4, name, color=colors[name])
+    if difference:
+        difference_strip(picture, difference[1], difference[0], across)
     return str(picture)
 
 

@@ -73,8 +73,15 @@ def metrics_svg(paths):
              else "The same training in different layouts")
     y_name = "times the mean" if experts else "loss, nats per token"
     x_ticks = [round(steps * i / 4) for i in range(5)]
+    difference = None
+    if len(runs) == 2 and not experts:
+        first, second = raw
+        losses = dict(raw[first])
+        difference = (f"loss of {second} - loss of {first}, each step",
+                      [(x, y - losses[x]) for x, y in raw[second] if x in losses])
     return file, curves_svg(means, f"{title} (pale: each step; thick: mean of 25)", "step", y_name,
-                            x_ticks, range(low, high + 1, between), raw=raw)
+                            x_ticks, range(low, high + 1, between), raw=raw,
+                            difference=difference if difference and difference[1] else None)
 
 
 def main():

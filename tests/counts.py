@@ -3,8 +3,9 @@ tensors have shapes and no memory.
 
     counts = count_step(n_layer=12, batch_size=16)      {operation: (kernels, bytes)}
 
-An operation of torch that computes is a kernel here, and reads and writes each of its tensors once.
-On a GPU a few operations are two or three kernels, and --compile puts several into one.
+An operation of torch that computes is a kernel here. It reads each of its arguments once, and
+writes its results once: what it changes in place is read and written. On a GPU a few operations are
+two or three kernels, and --compile puts several into one.
 """
 
 import math
@@ -32,6 +33,8 @@ VOCABULARY = 50257
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "resize_", "scalar_tensor", "lift_fresh")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+OVERWRITE = ("copy_", "zero_", "fill_")  # write in place without reading
+PICK = ("gather", "scatter_")  # read or write a few elements of their largest tensor
 
 
 class FlashAttention(torch.autograd.Function):
@@ -77,7 +80,14 @@ class Counting(TorchDispatchMode):
         on_device = [x for x in given + new if x.device.type == self.device]
         if on_device and not func.is_view and name not in FREE:
             self.kernels[name] += 1
-            self.bytes[name] += sum(x.nbytes for x in on_device)
+            moved = [x.nbytes for x in on_device]
+            if name in PICK:
+                moved.remove(max(moved))
+            if name.endswith("_") and name not in OVERWRITE + PICK:
+                changed = [x for x, to in zip(args, func._schema.arguments, strict=False)
+                           if to.alias_info and to.alias_info.is_write]
+                moved += [x.nbytes for x in tensors_in(changed) if x.device.type == self.device]
+            self.bytes[name] += sum(moved)
         return result
 
     @property
@@ -102,6 +112,10 @@ class OneOfMany(Mesh):
         return None
 
 
+def meta_tensor(shape):
+    return torch.empty(shape, device="meta")
+
+
 def run_at_once(group, job, name):
     job()
     return Work()
@@ -111,21 +125,33 @@ def run_at_once(group, job, name):
 def on_meta():
     """What a Trainer needs to be built and run on the meta device."""
     with (patch.object(model, "causal_attention", FlashAttention.apply),
+          patch.object(train, "initial_value", lambda name, shape, *more: meta_tensor(shape)),
           patch.object(Dropout, "attach", lambda *args: None),
           patch.object(Group, "run_native", lambda *args: None),
           patch.object(Group, "submit", run_at_once)):
         yield
 
 
+def fused_log_likelihood(head, logits, *args):
+    """What --compile makes of ChunkedHead.log_likelihood, for counting: one kernel reads the
+    logits, for the sum of their exponentials; another reads them and writes the gradient."""
+    total = logits.sum()
+    logits.mul_(2.0)
+    return total
+
+
 @cache
-def count_step(cpu_chunks=False, **flags):
+def count_step(cpu_chunks=False, fused_loss=False, **flags):
     """The Counting of one step of rank 0: gradients and update. cpu_chunks: the loss takes as
-    many tokens at a time as on a CPU."""
+    many tokens at a time as on a CPU. fused_loss: by fused_log_likelihood."""
     cfg = Config(**{**GPT2, **flags})
     check_layout(cfg, 1)
     mesh = OneOfMany(dp=cfg.dp, ep=1, pp=1, cp=1, tp=cfg.tp)
     chunk = 0 if cpu_chunks else vocabulary_parallel.CHUNK
-    with on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk):
+    head = vocabulary_parallel.ChunkedHead
+    log_likelihood = fused_log_likelihood if fused_loss else head.log_likelihood
+    with (on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk),
+          patch.object(head, "log_likelihood", log_likelihood)):
         trainer = train.Trainer(cfg, mesh, VOCABULARY)
         ids = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.long, device="meta")
         with Counting() as counting:

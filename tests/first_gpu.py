@@ -21,6 +21,7 @@ import torch
 
 import train
 from planner.hardware import DEVICES, peak_flops
+from planner.published import ATTENTION as ATTENTION_SPEED
 from run.config import Config, check_layout
 from sizes import GPTConfig
 from tests.counts import GPT2, PRODUCTS, VOCABULARY, count_step
@@ -31,11 +32,12 @@ ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_a
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
 MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "microbatches", "dtype")
 N_PARAMETERS = 124_439_808  # of GPT-2, without padding
+GAP = 1.5e-6  # seconds from the end of a kernel to the next one's full speed; assumed
 KINDS = {  # part of a kernel's name -> what it is
-    "flash": "attention", "fmha": "attention", "gemm": "products", "nvjet": "products",
-    "cutlass": "products", "sm90": "products", "mm": "products", "nccl": "messages",
-    "Memcpy": "copies", "Memset": "copies", "adam": "AdamW", "layer_norm": "LayerNorm",
-    "softmax": "loss", "triton": "compiled"}
+    "flash": "attention", "fmha": "attention", "sdpa": "attention", "gemm": "products",
+    "nvjet": "products", "cutlass": "products", "sm90": "products", "mm": "products",
+    "nccl": "messages", "Memcpy": "copies", "Memset": "copies", "adam": "AdamW",
+    "layer_norm": "LayerNorm", "softmax": "loss", "triton": "compiled"}
 
 
 def run(*words):
@@ -52,39 +54,53 @@ def indented(lines):
 # ---- what it should reach ----
 
 
-def expectation(device):
-    """[(what, milliseconds, how)] of a step of GPT-2 without --compile, on a device of the planner.
-    """
-    counting = count_step()
+def expectation(name):
+    """[(what, milliseconds without --compile, and with it, how)] of a step of GPT-2 on a device of
+    the planner."""
+    device = DEVICES[name]
+    # What --compile saves is counted for the loss alone: elsewhere it puts sums and norms together
+    plain, compiled = count_step(), count_step(fused_loss=True)
     tokens = GPT2["batch_size"] * GPT2["block_size"]
     products = 6 * N_PARAMETERS * tokens
     causal = 6 * GPT2["n_layer"] * GPT2["n_embd"] * GPT2["block_size"] * tokens  # half of all pairs
-    other = counting.gigabytes(but=(*PRODUCTS, *ATTENTION))
+    f_attention = device.f_attention * (ATTENTION_SPEED["fa3"] if name in ("h100", "h200") else 1)
     speed = device.tflops * 1e12
+
+    def per_step(flops, share):
+        return [1e3 * flops / (speed * share)] * 2
+
+    others = [counting.gigabytes(but=(*PRODUCTS, *ATTENTION)) for counting in (plain, compiled)]
+    kernels = [counting.num_kernels for counting in (plain, compiled)]
     return [
-        ("products", 1e3 * products / (speed * device.f_products),
+        ("products", *per_step(products, device.f_products),
          f"{products / 1e12:.1f} TFLOP at {device.f_products:.0%} of {device.tflops} TFLOP/s"),
-        ("attention", 1e3 * causal / (speed * device.f_attention),
-         f"{causal / 1e12:.1f} TFLOP, the visible half, at {device.f_attention:.0%}"),
-        ("all else", other / (device.hbm * device.f_hbm) * 1e3,
-         f"{other:.0f} GB at {device.f_hbm:.0%} of {device.hbm} GB/s; less with --compile"),
+        ("attention", *per_step(causal, f_attention),
+         f"{causal / 1e12:.1f} TFLOP, the visible half, at {f_attention:.0%}"),
+        ("all else", *(1e3 * gigabytes / (device.hbm * device.f_hbm) for gigabytes in others),
+         "{:.0f} and {:.0f} GB".format(*others)
+         + f" at {device.f_hbm:.0%} of {device.hbm} GB/s"),
+        ("between", *(1e3 * GAP * n for n in kernels),
+         "{} and {} kernels".format(*kernels) + f", {GAP * 1e6:.1f} us from one to the next"),
     ]
 
 
-def expected(name):
-    """The lines of the arithmetic, for the card of this name, else for an H200."""
-    known = next((key for key in DEVICES if key.split("-")[0] in name.lower()), "h200")
-    device = DEVICES[known]
+def expected(gpu):
+    """The lines of the arithmetic, for the card with this name, else for an H200."""
+    known = next((key for key in DEVICES if key.split("-")[0] in gpu.lower()), "h200")
     tokens = GPT2["batch_size"] * GPT2["block_size"]
-    parts = expectation(device)
-    total = sum(ms for _, ms, _ in parts)
+    parts = expectation(known)
+    plain = sum(ms for _, ms, _, _ in parts)
+    compiled = sum(ms for _, _, ms, _ in parts)
     flops = GPTConfig().flops_per_token(N_PARAMETERS) * tokens
-    least = 1e3 * flops / (device.tflops * 1e12)
-    lines = [f"{what:12}{ms:6.1f} ms   {how}" for what, ms, how in parts]
-    lines += [f"{'together':12}{total:6.1f} ms   {tokens / total * 1e3:,.0f} tokens/s",
-              f"{'at the peak':12}{least:6.1f} ms   {flops / 1e12:.1f} TFLOP: 6 Psi + 12 L C S "
-              "per token, the count of train.py's MFU",
-              f"{'so MFU':12}{least / total:6.0%}      on {known}, if no kernel waits for the host"]
+    least = 1e3 * flops / (DEVICES[known].tflops * 1e12)
+    rates = f"{tokens / plain * 1e3:,.0f} and {tokens / compiled * 1e3:,.0f} tokens/s"
+    rows = [*parts, ("together", plain, compiled, rates),
+            ("at the peak", least, least,
+             f"{flops / 1e12:.1f} TFLOP: 6 Psi + 12 L C S per token, the count of train.py's MFU")]
+    lines = [f"{'ms':12}{'without':>8}{'--compile':>11}"]
+    lines += [f"{what:12}{ms:8.1f}{with_it:11.1f}   {how}" for what, ms, with_it, how in rows]
+    lines += [f"{'so MFU':12}{least / plain:8.0%}{least / compiled:11.0%}   on {known}, if no "
+              "kernel waits for the host"]
     return lines
 
 

@@ -95,12 +95,14 @@ MUTANTS = {
         ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
-        ("into.add_(param.grad)", "into.copy_(param.grad)", "streams:zb_v"),
+        ("        self.lacking.remove(param)\n        bucket", "        bucket",
+         "layouts:layout_equals"),
         ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
          "        if bucket.grad is None:", "layouts:layout_equals"),
-        ("full = self.full_gradient(bucket)", "full = bucket.grad", "zero:unused"),
+        ("full = self.full_gradient(bucket)\n        for", "full = bucket.grad\n        for",
+         "zero:unused"),
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
         ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
@@ -135,6 +137,9 @@ MUTANTS = {
         ("param is not None and param.requires_grad", "param is not None", "layouts:frozen"),
         ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
+        ('grad_weight.device.type != "cpu"', "False", "first_gpu:one_kernel"),
+        ("torch.addmm(grad_weight, grad.t()", "torch.addmm(grad_weight.new_zeros(()), grad.t()",
+         "first_gpu:in_32_bits"),
         ("own - of_ranks.logsumexp(0)", "own - of_ranks[0]", "layouts:layout_equals"),
         ("-1, dtype=torch.promote_types(logits.dtype, torch.float))", "-1)", "values:in_32"),
         ("torch.where(outside, of_target.exp(), of_target.expm1())", "of_target.expm1()",
@@ -160,6 +165,9 @@ MUTANTS = {
         ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
         ("passing.wait()\n            kv, next", "kv, next", "streams:ring"),
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "layouts:cp"),
+        ("chosen in (CUDNN, FLASH) else", "chosen == FLASH else", "sequences:hands"),
+        ("lse.squeeze(-1), rest", "lse, rest", "sequences:hands"),
+        ("    lse = lse.contiguous()\n", "", "sequences:hands"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
     "engine/expert_parallel.py": [
@@ -217,6 +225,7 @@ MUTANTS = {
         ("receive from rank {self.ranks[source]}", "receive from rank {source}",
          "queues:numbers_ranks")],
     "engine/nccl_group.py": [
+        ("gathers_in_place = True", "gathers_in_place = False", "first_gpu:from_its_place"),
         ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
         ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
         ("            return job\n", "", "streams:ring"),
@@ -258,7 +267,15 @@ MUTANTS = {
         ("logits.float() if logits.element_size() == 2 else", "", "values:in_32")],
     "experts.py": [
         ("torch.promote_types(x.dtype, torch.float)", "x.dtype", "values:in_32")],
+    "run/ahead.py": [
+        ("len(computing) > threads", "len(computing) > threads + 1", "first_gpu:three_at_a_time"),
+        ("ThreadPoolExecutor(threads)", "ThreadPoolExecutor(1)", "first_gpu:three_at_a_time"),
+        ("computing.popleft().result()\n        while", "computing.pop().result()\n        while",
+         "first_gpu:three_at_a_time"),
+        ("cores // int(os.environ.get(\"LOCAL_WORLD_SIZE\", 1))", "cores",
+         "first_gpu:share_of_the_cores")],
     "train.py": [
+        ("            if cfg.resume != \"no\":\n", "            if False:\n", "first_gpu:draws_no"),
         ("square.sqrt() / self.scale", "square.sqrt()", "values:of_16_bits"),
         ("torch.where(sums[0].isfinite(), square.sqrt() / self.scale, math.nan)",
          "square.sqrt() / self.scale", "faults:five_steps"),
@@ -463,7 +480,12 @@ MUTANTS = {
          "planner:llm_foundry")],
     "lab.html": [
         ('[[1e9, "GB"], [1e6', '[[2**30, "GB"], [1e6', "lab:powers_of_ten"),
-        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten")],
+        ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten"),
+        ("(rank - hop + N) % N", "(rank + hop) % N", "lab:computes"),
+        ("[rank, 2 * N - 1 - rank]", "[rank, N + rank]", "lab:computes"),
+        ("Math.floor(expert * E / n_experts)", "expert % E", "lab:computes"),
+        ("microbatch = late.shift();", "microbatch = late.pop();", "lab:computes"),
+        ('a.got ? "doubled" : "missing"', '"missing"', "lab:computes")],
 }
 
 

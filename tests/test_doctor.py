@@ -228,24 +228,26 @@ def test_a_planted_bug_is_named(examine, bug):
 
 
 @needs_minutes
-@pytest.mark.parametrize("column", [0, 1], ids=["first layouts", "second layouts"])
-@pytest.mark.parametrize("dtype, stages, share", [
-    ("float32", bugs.STAGES, 0.9), ("bfloat16", ("loss", "gradients"), 0.8)],
-    ids=["float32", "bfloat16"])
-def test_most_bugs_are_named_and_none_wrongly(examine, dtype, stages, share, column):
-    """Prints the share, and the bugs without a name. In bfloat16 rounding errors may hide a bug."""
-    chosen = [bug for bug in bugs.BUGS if bug.stage in stages]
-    names = {bug.name: name_of(examine, bug, bug.layouts[column], dtype) for bug in chosen}
-    wrong = {bug: name for bug, name in names.items()
-             if name and not (bug in NAMED and re.search(NAMED[bug], name))}
-    unnamed = [bug for bug, name in names.items() if not name]
-    hidden = [bug for bug, name in names.items() if name is None]
-    print(f"{len(chosen) - len(unnamed)} of {len(chosen)} bugs have a name in {dtype}; not:")
-    print(*unnamed, sep="\n")
-    print("all is equal with:", *hidden, sep="\n")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_most_bugs_are_named_and_none_wrongly(examine, dtype):
+    """Each bug in two layouts: in float32 90% are named; in bfloat16, of the bugs of gradients, 80%
+    (there rounding errors may hide a bug). Prints the share, and the bugs without a name."""
+    stages = bugs.STAGES if dtype == "float32" else ("loss", "gradients")
+    counted = bugs.STAGES if dtype == "float32" else ("gradients",)
+    rows = [(bug, layout) for bug in bugs.BUGS if bug.stage in stages for layout in bug.layouts]
+    names = [name_of(examine, bug, layout, dtype) for bug, layout in rows]
+    wrong = {(bug.name, layout): name for (bug, layout), name in zip(rows, names, strict=True)
+             if name and not (bug.name in NAMED and re.search(NAMED[bug.name], name))}
+    for stage in stages:
+        of_stage = [name for (bug, _), name in zip(rows, names, strict=True) if bug.stage == stage]
+        print(f"{dtype}, {stage}: {sum(map(bool, of_stage))} of {len(of_stage)} named")
+    for (bug, layout), name in zip(rows, names, strict=True):
+        if not name:
+            print(f"    {'all is equal' if name is None else 'no name'}: {bug.name}, {layout}")
     assert not wrong
-    assert dtype == "bfloat16" or not hidden
-    assert len(unnamed) <= (1 - share) * len(chosen)
+    assert dtype == "bfloat16" or None not in names
+    share = [bool(name) for (bug, _), name in zip(rows, names, strict=True) if bug.stage in counted]
+    assert sum(share) >= {"float32": 0.9, "bfloat16": 0.8}[dtype] * len(share)
 
 
 # ---- dumps of one process, changed by hand ----

@@ -327,7 +327,7 @@ class TheEngines(ddp.DDP):
         values = {p.shard.name: p.data.clone() for layer in layers for p in layer.parameters()}
         self.params = ddp.parameters_of(layers)
         self.ours = engine.ddp.DDP({0: layers}, torch.double, "cpu",
-                                   lambda tag: values[tag.name], 8 * 600)
+                                   lambda tags: [values[tag.name] for tag in tags], 8 * 600)
         self.weights = [param.data for param in self.params]
         self.ours.expect(0)
 

@@ -11,28 +11,31 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 import collectives
+import context_parallel
+import expert_parallel
 import schedules
 import sizes
-from engine.schedules import make_schedule, simulate
+from engine.schedules import make_schedule, simulate, validate
 from mesh import lay_out
 from planner import costs, memory, report, traffic
 from planner.hardware import DEVICES, MODELS
 from planner.search import as_config
 from run import timeline
 from run.config import check_layout
-from show import ring
+from show import ring, tables
 from tests.harness import HERE
 from tests.pool import HANG
 
 PAGE = HERE.joinpath("lab.html").read_text()
+AUDIT = HERE.joinpath("tests/audit.js")
 CORE = re.search(r'<script id="core">(.*?)</script>', PAGE, re.S)[1]
 # The schedules that the page knows: all but a fork's own (test_docs.py holds that)
 TABLE = CORE.split("const SCHEDULES = {")[1].split("};")[0]
@@ -41,6 +44,12 @@ DRIVER = """
 const list = (a) => [[a.kind, a.stage, a.microbatch], a.start, a.end];
 const played = (name, P, m, v, costs) => {
   const t = simulate(make_schedule(name, P, m, v), placement(name, P, v), costs);
+  return [t.times.map((row) => row.map(list)), t.makespan, t.bubble, t.peak_in_flight];
+};
+const written = (rows) => {
+  const lists = rows.map((row, rank) => number_actions(row, [rank])), where = range(rows.length);
+  validate(lists, where);
+  const t = simulate(lists, where, [1, 1, 1, 0]);
   return [t.times.map((row) => row.map(list)), t.makespan, t.bubble, t.peak_in_flight];
 };
 const checked = (cfg, n) => [check_layout(cfg), cfg.microbatches, cfg.chunks, command(cfg, n)];
@@ -67,12 +76,13 @@ for (const input of inputs) {
 // What a screen reader says of a slider is what the page shows
 const spoken = (slider) => slider.getAttribute("aria-valuetext");
 const mute = all("[type=range]").filter((slider) =>
-  spoken(slider) !== slider.parentElement.querySelector("output").textContent);
+  spoken(slider) !== slider.parentElement.querySelector("b").textContent);
 // Each Try: no preset solves it, alone or after another one; after any preset controls of its own
 // figure do
 const solved = (figure) => all(`#${figure} .try`)[0].classList.contains("done");
 function turn(figure, key, value) {
-  const input = all(`#${figure} .controls [data-key=${key}]`)[0].querySelector("input, select");
+  const label = all(`#${figure} .controls [data-key=${key}]`)[0];
+  const input = label.querySelector("input, select, textarea");
   if (input.type === "checkbox") input.checked = value;
   else input.value = input.type === "range" ? CONTROLS[key][3].indexOf(value) : value;
   for (const name of ["input", "change"]) input.dispatchEvent(new Event(name));
@@ -100,12 +110,54 @@ const trace_lines = TRACES.map((text) => {
   take_trace(text);
   return $("trace-error").textContent;
 });
+$("trace-example").click();
+trace_lines.push($("trace-text").textContent);
+// The pipeline with a mouse: it points at rank 0's first action, then drags the line to the middle
+recorded = null;
+from_address("#");
+const canvas = $("pipe-a").getBoundingClientRect(), {scale, longest} = runs["pipe-a"];
+const mouse = (type, x, y) => $("pipe-a").dispatchEvent(new PointerEvent(type,
+  {clientX: canvas.left + x, clientY: y, pointerId: 1, pointerType: "mouse"}));
+const said = () => $("pipe-action").textContent, pipe = {chunks: []};
+mouse("pointermove", LEFT + 0.5 * scale, canvas.top + 10); pipe.pointed = said();
+mouse("pointerleave", 0, 0); pipe.left = said();
+mouse("pointerdown", LEFT + 0.9 * longest * scale, canvas.bottom - 5);
+mouse("pointermove", LEFT + 0.5 * longest * scale, canvas.bottom - 5); pipe.time = state.t;
+mouse("pointerup", 0, 0);
+mouse("pointermove", LEFT + 0.7 * longest * scale, canvas.bottom - 5); pipe.still = state.t;
+for (const name of ["1f1b", "interleaved"]) {
+  set({sa: name, sb: "zb-v"});
+  pipe.chunks.push(all("[data-key=v]")[0].hidden);
+}
+// The ring: a touch of rank 2's chunk 1 and of rank 3 on the circle; half of the race's time
+from_address("#rn=4&rh=1");
+const touches = [];
+for (const [x, y] of [ring_at.center_of(2, 1), ring_at.centers(3)]) {
+  const {left, top} = $("ring-canvas").getBoundingClientRect();
+  $("ring-canvas").dispatchEvent(new MouseEvent("click", {clientX: left + x, clientY: top + y}));
+  touches.push($("ring-text").textContent.split(". ")[0]);
+}
+$("ring-canvas").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown"}));
+touches.push($("ring-text").textContent.split(". ")[0]);
+raced = 0.5;
+draw("ring");
+const race = all("#ring-table tr").slice(1).map((row) => row.cells[4].textContent);
+raced = 1;
+// The grid: a row of the table under the mouse
+from_address("#dp=2&tp=2&pp=4");
+const lights = all("#grid-table td:nth-child(4)").slice(-1).map((cell) => {
+  cell.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+  const on = lit;
+  $("grid-table").dispatchEvent(new PointerEvent("pointerleave"));
+  return [cell.textContent.slice(0, 2), on, lit];
+});
 for (const setting of SETTINGS) {
   from_address("#" + setting);
   numbers.push(Object.fromEntries(all("[id]").map((e) => [e.id, e.innerText])));
 }
-const report = {errors, numbers, mute: mute.length, tries, trace_lines,
-                moved: inputs.length + presets.length,
+AUDIT
+const report = {errors, numbers, audits: audit(), mute: mute.length, tries, trace_lines, pipe,
+                touches, race, lights, moved: inputs.length + presets.length,
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
 </script></body>"""
@@ -116,7 +168,11 @@ ANSWERS = {
     "ring": [{"rn": 16, "rd": 0.0001}],
     "zero": [{"zr": ranks} for ranks in COUNTS],
     "pipe": [{"p": 4, "m": 32}],
+    "own": [{"ol": "\n".join(" ".join(code[0] for code in schedules.zero_bubble(1, 4, 4, 1, rank))
+                            for rank in range(4))}],
     "tensor": [{"tt": 4, "ts": True}],
+    "context": [{"an": 4, "am": "llama-70b"}],
+    "experts": [{"eu": 1, "ec": capacity} for capacity in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8)],
     "grid": [{"dp": 8, "pp": 1, "cp": 1, "tp": 2, "ep": 1, "cb": 8, "cmb": 1}],
     "calc": [{"cm": "llama-70b", "dp": 1, "pp": 4, "cp": 1, "tp": 8, "ep": 1, "z": 0, "x": 0,
               "s": "1f1b", "k": 0, "cb": 64, "cmb": 64, "sp": True, "cd": "h100"}]}
@@ -132,6 +188,7 @@ def spans(P, m, steps):
 
 
 CHROME = shutil.which("chromium") or shutil.which("google-chrome")
+needs_chrome = pytest.mark.skipif(not CHROME, reason="no Chromium: lab.html is not opened")
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no Node: lab.html is not run")
 
 
@@ -154,29 +211,83 @@ def differences(pairs, core=CORE):
                                                            strict=True) if not same(got, want)]
 
 
+def on_threads(N, run, record):
+    """run(group) on N threads; record(rank, tensor, to) before each exchange."""
+    links = [[queue.Queue() for _ in range(N)] for _ in range(N)]
+
+    def group_of(r):
+        def exchange(out, to, into, source):
+            record(r, out, to)
+            links[r][to].put(out.clone())
+            into.copy_(links[source][r].get())
+            return Mock()
+
+        return SimpleNamespace(size=N, rank=r, next=(r + 1) % N, prev=(r - 1) % N,
+                               exchange=exchange)
+
+    with ThreadPoolExecutor(N) as threads:
+        list(threads.map(run, map(group_of, range(N))))
+
+
 def ring_hops(N):
     """Run collectives.all_reduce on N threads. After each hop: the set of ranks, as bits,
     whose terms each chunk of each rank has; and the chunk that each rank sends in that hop."""
-    links, phases = [queue.Queue() for _ in range(N)], ("reduce-scatter", "all-gather")
+    phases = ("reduce-scatter", "all-gather")
+    tensors = [torch.full((N,), 1 << r) for r in range(N)]
     states, sends = [[[] for _ in range(N)] for _ in range(2)]
 
-    def run(r):
-        def exchange(out, to, into, source):
-            states[r].append(tensor.tolist())
-            sends[r].append(out.storage_offset())  # a chunk is one element
-            links[to].put(out.clone())
-            into.copy_(links[r].get())
-            return Mock()
+    def record(r, out, to):
+        states[r].append(tensors[r].tolist())
+        sends[r].append(out.storage_offset())  # a chunk is one element
 
-        tensor = torch.full((N,), 1 << r)
-        states[r].append(collectives.all_reduce(tensor, SimpleNamespace(
-            size=N, rank=r, next=(r + 1) % N, prev=(r - 1) % N, exchange=exchange)).tolist())
+    def run(group):
+        total = collectives.all_reduce(tensors[group.rank], group)
+        states[group.rank].append(total.tolist())
 
-    with ThreadPoolExecutor(N) as threads:
-        list(threads.map(run, range(N)))
+    on_threads(N, run, record)
     return [{"phase": phases[(i - 1) // (N - 1)] if i else "start", "terms": list(terms),
              "sends": [sends[r][i - 1] for r in range(N) if i]}
             for i, terms in enumerate(zip(*states, strict=True))]
+
+
+def keys_by_hop(N):
+    """Run context_parallel.ring_attention on N threads, where a rank's keys are its number. For
+    each rank: the number of the rank whose keys it passes on in each hop."""
+    passed_on = [[] for _ in range(N)]
+
+    def run(group):
+        keys = torch.full((1, 1, 2, 1), float(group.rank))
+        context_parallel.ring_attention(torch.zeros(1, 1, 2, 1), keys, keys, group)
+
+    on_threads(N, run, lambda r, out, to: passed_on[r].append(int(out.max())))
+    return passed_on
+
+
+def dispatched(chosen, n_experts):
+    """Run expert_parallel.dispatch_and_combine on threads, with the experts that each rank's tokens
+    chose: the rows sent from rank to rank, and those that each expert runs."""
+    E = len(chosen)
+    exchanges, load = [[] for _ in range(E)], [[] for _ in range(E)]
+
+    def run(group):
+        def experts(inputs):
+            load[group.rank] = list(map(len, inputs))
+            return inputs
+
+        experts.c_fc = SimpleNamespace(weight=torch.empty(n_experts // E, 1))
+        experts_of = torch.tensor(chosen[group.rank]).view(1, -1, 1)  # one for each token
+        expert_parallel.dispatch_and_combine(
+            torch.ones(1, experts_of.numel(), 3), torch.ones(experts_of.shape), experts_of,
+            experts, group)
+
+    on_threads(E, run, lambda r, out, to: exchanges[r].append((to, len(out))))
+    sent = [[len(experts)] * E for experts in chosen]
+    for r in range(E):
+        # Counts are exchanged first, then rows, then rows back
+        for to, rows in exchanges[r][E - 1 : 2 * (E - 1)]:
+            sent[r][to] = rows
+        sent[r][r] -= sum(sent[r][:r] + sent[r][r + 1 :])
+    return {"sent": sent, "load": sum(load, [])}
 
 
 def ring_cases(rng):
@@ -194,6 +305,24 @@ def ring_cases(rng):
         yield from ((["ring_hops", N], ring_hops(N)), (["ring_bytes", N, D], 2 * (N - 1) * D / N))
 
 
+def attention_cases(rng):
+    for N in (2, 3, 4, 8):
+        yield (["(N) => range(N).map((r) => range(N - 1).map((hop) => keys_after(N, r, hop)))", N],
+               keys_by_hop(N))
+        for zigzag in (True, False):
+            tokens = rng.randint(1, 5)  # of a segment
+            positions = ([context_parallel.zigzag(2 * N * tokens, N, r) for r in range(N)]
+                         if zigzag else torch.arange(2 * N * tokens).chunk(N))
+            pairs = [[tables.visible_pairs(queries, keys) for keys in positions]
+                     for queries in positions]
+            yield ["""(N, zigzag, tokens) => range(N).map((q) => range(N).map((k) => visible_pairs(
+                   segments_of(N, q, zigzag), segments_of(N, k, zigzag), tokens)))""",
+                   N, zigzag, tokens], pairs
+        n = N * rng.randint(1, 3)
+        chosen = [rng.choices(range(n), k=12) for _ in range(N)]
+        yield ["dispatch", chosen, n, N], dispatched(chosen, n)
+
+
 def schedule_cases(rng):
     for name in KNOWN * 50:
         P, m = rng.randint(1, 8), rng.randint(1, 20)
@@ -207,6 +336,29 @@ def schedule_cases(rng):
         except ValueError as error:
             want = str(error)
         yield ["played", name, P, m, v, times], want
+
+
+def list_cases(rng):
+    """Lists that somebody could write for figure 5: right ones, and ones with an action too many,
+    too few, or in another place."""
+    for _ in range(150):
+        P, m = rng.randint(1, 4), rng.randint(1, 5)
+        rows = [rng.choice((schedules.gpipe, schedules.one_f_one_b, partial(
+            schedules.zero_bubble, rng.choice((1, 2)))))(P, m, 1, rank) for rank in range(P)]
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            row = rng.choice(rows)
+            letter = row.pop(rng.randrange(len(row)))
+            for _ in range(rng.choice((0, 1, 1, 1, 2))):
+                row.insert(rng.randint(0, len(row)), rng.choice((letter, letter, "B0", "I0", "W0")))
+        mine = {"mine": schedules.Schedule(lambda P, m, v, rank, rows=rows: rows[rank])}
+        with patch.dict(schedules.SCHEDULES, mine):
+            lists = make_schedule("mine", P, m, 1)
+        try:
+            validate(lists, range(P))
+            want = simulate(lists, range(P), (1, 1, 1, 0))
+        except ValueError as error:
+            want = str(error)
+        yield ["written", rows], want
 
 
 def job_cases(rng):
@@ -239,7 +391,10 @@ def job_cases(rng):
 
 
 def other_cases(rng):
-    yield ["() => DEVICES"], {name: device.gb for name, device in DEVICES.items()}
+    yield ["() => DEVICES"], {
+        name: {"gb": device.gb, "nvlink": device.nvlink, "network": device.network}
+        for name, device in DEVICES.items()}
+    yield ["() => [NODE, RESERVE]"], [DEVICES["h100"].node, DEVICES["h100"].reserve]
     for name, model in MODELS.items():
         # Few tokens and words: the optimizer's copy of the largest bucket decides
         small = replace(model, n_layer=2, block_size=64, vocab_size=256)
@@ -280,7 +435,7 @@ def opened(tmp_path_factory):
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
     page = tmp_path_factory.mktemp("lab") / "lab.html"
-    probe = PROBE
+    probe = PROBE.replace("AUDIT\n", AUDIT.read_text())
     traces = ["{", spans(2, 2, 1)]  # the second one is read: the first one's error goes away
     for name, value in (("SETTINGS", settings), ("ANSWERS", ANSWERS), ("TRACES", traces)):
         probe = probe.replace(name, json.dumps(value), 1)
@@ -298,13 +453,29 @@ def opened(tmp_path_factory):
 
 @cache
 def all_cases():
-    rng, kinds = random.Random(0), (ring_cases, schedule_cases, job_cases, other_cases)
+    rng, kinds = random.Random(0), (
+        ring_cases, attention_cases, schedule_cases, list_cases, job_cases, other_cases)
     return [case for cases in kinds for case in cases(rng)]
 
 
 def test_the_page_is_one_small_file():
     assert len(PAGE.encode()) <= 130_000
     assert not re.findall(r'(?:src|href)="https?:', PAGE)
+
+
+def test_the_published_page_leads_to_files_that_exist(tmp_path):
+    """.ci/pages, which .github/workflows/pages.yml runs: links and the preview's picture."""
+    site, files = "https://site.example/lab", "https://host.example/you/repo/blob/1234"
+    subprocess.run(["bash", HERE / ".ci/pages", tmp_path, f"{site}/", files], check=True)
+    page = (tmp_path / "index.html").read_text()
+    links = [link for link in re.findall(r'href="([^"#]*)[^"]*"', page) if link]
+    links.remove("data:,")
+    assert len(links) == 3 and all((HERE / link.removeprefix(f"{files}/")).exists()
+                                   and link.startswith(files) for link in links)
+    preview = dict(re.findall(r'property="og:(\w+)" content="([^"]*)"', page))
+    assert preview.keys() == {"title", "description", "image"}
+    picture = tmp_path / preview["image"].removeprefix(f"{site}/")
+    assert picture.read_bytes() == (HERE / "pictures/lab.png").read_bytes()
 
 
 @needs_node
@@ -427,17 +598,43 @@ def test_a_trace_is_read_as_train_py_reports_it(name, v, tmp_path):
     assert not differences([(["trace", (tmp_path / name).read_text()], want)])
 
 
-@pytest.mark.skipif(not CHROME, reason="no Chromium: lab.html is not opened")
-def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
-    chromium, want, page = opened
+def report_of(opened):
+    chromium, _, shown = opened
     chromium.wait(HANG)
-    text = re.search(r'<pre id="report">(.*?)</pre>', page.read_text(), re.S)[1]
-    report = json.loads(html.unescape(text))
+    text = re.search(r'<pre id="report">(.*?)</pre>', shown.read_text(), re.S)[1]
+    return json.loads(html.unescape(text))
+
+
+@needs_chrome
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_everybody_can_read_and_reach_the_page(opened, theme):
+    """Names, roles, headings, ids, landmarks, focus; and the contrast of all words, on canvases
+    too."""
+    assert report_of(opened)["audits"][theme] == []
+
+
+@needs_chrome
+def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
+    report, want = report_of(opened), opened[1]
     assert not report["errors"] and report["requests"] == 0 and report["moved"] > 65
-    assert not report["mute"] and report["trace_lines"] == [WRONG, ""]
+    assert not report["mute"] and report["trace_lines"][:2] == [WRONG, ""]
+    assert report["trace_lines"][2].startswith("recorded by train.py: 1f1b, 381 ms a step")
     # Each Try, after each preset of its figure
-    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 23}
+    assert report["tries"] == {"given_away": [], "unsolved": [], "solved": 32}
+    first = "F0 of stage 0 (rank 0), time 0 to 1: needs no action; did not wait; needed by"
+    assert report["pipe"].pop("pointed").startswith(first)
+    assert report["pipe"] == {"left": "no action is chosen", "time": 50, "still": 50,
+                              "chunks": [True, False]}
+    # After hop 1 of 4 ranks, rank r has added its term to rank r-1's in chunk r-2
+    assert report["touches"] == [
+        "Rank 2, chunk 1: the terms of rank 2", "Rank 3, chunk 1: the terms of ranks 2 3",
+        "Rank 0, chunk 1: the terms of rank 0"]
+    assert report["race"] == ["120 ms", "3 of 6 messages", "3 of 6 messages"]
+    assert report["lights"] == [["dp", "dp", None]]
     for shown, parts in zip(report["numbers"], want, strict=True):
+        more = parts["total"] / 80e9
+        verdict = "Too large" if more > 1 else "Fits barely" if more > 0.93 else "Fits, and"
+        assert shown["calc-verdict"].startswith(verdict)
         for part, size in parts.items():  # four digits are shown
             got = float(shown["calc-" + part].replace(",", ""))
             assert math.isclose(got, size / 1e9, rel_tol=5e-4)

@@ -188,7 +188,7 @@ def _empty(rank, cfg, n):
     mesh = mesh_of(cfg)
     layer = Small(n, mesh.group("dp"))
     reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, torch.float64, "cpu",
-                                      lambda shard: torch.full(shard.shape, 3.0))
+                                      lambda tags: [torch.full(tag.shape, 3.0) for tag in tags])
     optimizer = OPTIMIZERS[cfg.optimizer](reducer, mesh.world, cfg, layer.shapes)
     bucket, = reducer.buckets
     reducer.zero_grad()

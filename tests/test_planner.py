@@ -1030,7 +1030,23 @@ def test_runs_are_drawn_as_a_running_mean_over_each_step(key, name, monkeypatch,
     for points in curves:
         heights = [float(point.split(",")[1]) for point in points[20:80]]
         spans.append(max(heights) - min(heights))
-    assert len(spans) == 4 and min(spans[:2]) > 50 and max(spans[2:]) < 10
+    strips = {"loss": 1, "busiest": 0}[key]  # the difference of the two runs, here a constant
+    assert len(spans) == 4 + strips and min(spans[:2]) > 50 and max(spans[2:]) < 10
+
+
+def test_the_losses_of_two_runs_have_their_difference_drawn_below(tmp_path):
+    """On a scale of its own: on the losses' scale two curves that are 1e-6 apart are one."""
+    for run, apart in (("one", 0.0), ("eight", 1e-6)):
+        records = [{"step": i, "loss": 4.0 + apart * (i - 50)} for i in range(101)]
+        (tmp_path / f"{run}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    paths = [str(tmp_path / f"{run}.jsonl") for run in ("one", "eight")]
+    strip = "loss of eight - loss of one, each step, at most 5e-05"
+    _, svg = pictures.metrics_svg(paths)
+    *_, drawn_last = ElementTree.fromstring(svg).iter(SVG + "polyline")
+    heights = [float(point.split(",")[1]) for point in drawn_last.get("points").split()]
+    assert strip in svg and len(heights) == 101
+    assert (heights[0], heights[50], heights[-1]) == (440, 415, 390)
+    assert "at most" not in pictures.metrics_svg(paths[:1])[1]
 
 
 def test_labels_of_a_chart_do_not_overlap():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 import engine.context_parallel as context_parallel
 import engine.ddp as ddp
@@ -140,6 +141,21 @@ def flash_backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout,
         grad, q, k, v, out, lse, 0.0, causal)
 
 
+def cudnn(q, k, v, bias, needs_lse, dropout=0.0, causal=False, return_mask=False, *, scale=None):
+    assert q.itemsize == 2 and q.size(3) % 8 == 0 and bias is None and needs_lse
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    seed = torch.zeros((), dtype=torch.long)
+    return out, lse.unsqueeze(-1), None, None, q.size(2), k.size(2), seed, seed.clone(), None
+
+
+def cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k,
+                   dropout, causal, *, scale=None):
+    assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and seed.dtype == torch.long
+    assert (max_q, max_k) == (q.size(2), k.size(2)) and (bias, cum_q, cum_k) == (None, None, None)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse.squeeze(-1), 0.0, causal)
+
+
 def efficient(q, k, v, bias, needs_lse, dropout=0.0, causal=False, *, scale=None):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out, F.pad(lse, (0, -lse.size(2) % 32)), torch.zeros(1), torch.zeros(1)
@@ -154,30 +170,61 @@ def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, mas
         grad, q, k, v, out, lse, 0.0, causal), None
 
 
-def _gpu_kernels(rank, C, narrow):
+STAND_INS = {"cudnn": (cudnn, cudnn_backward), "flash": (flash, flash_backward),
+             "efficient": (efficient, efficient_backward)}
+
+
+def _gpu_kernels(rank, C, narrow, torchs_choice):
     kernels = torch.library.Library("aten", "IMPL")
-    for name, stand_in in (("flash", flash), ("efficient", efficient)):
-        kernels.impl(f"_scaled_dot_product_{name}_attention", stand_in, "CPU")
-    for name, stand_in in (("flash", flash_backward), ("efficient", efficient_backward)):
-        kernels.impl(f"_scaled_dot_product_{name}_attention_backward", stand_in, "CPU")
-    with (patch.object(torch.cuda, "get_device_capability", lambda: (8, 0)),
+    called = set()
+
+    def noting(name, stand_in):
+        def run(*args, **more):
+            called.add(name)
+            return stand_in(*args, **more)
+        return run
+
+    for name, pair in STAND_INS.items():
+        for ending, stand_in in zip(("", "_backward"), pair, strict=True):
+            kernels.impl(f"_scaled_dot_product_{name}_attention{ending}",
+                         noting(name + ending, stand_in), "CPU")
+    number = getattr(SDPBackend, torchs_choice).value
+    with (patch.object(torch, "_fused_sdp_choice", lambda *args, **more: number),
           patch.object(torch.Tensor, "is_cuda", True)):
         errors = _rounding(rank, C, narrow)
         # torch's own shapes of what these kernels return, and its check of the arguments
         q, k, v = (torch.empty(2, 3, size, 8, dtype=narrow, device="meta") for size in (5, 7, 7))
-        out, lse, rest = context_parallel.kernel(q, k, v, False)
+        chosen = context_parallel.choose_kernel(q, k, v)
+        out, lse, rest = context_parallel.kernel(chosen, q, k, v, False)
         assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float
-        grads = context_parallel.kernel_backward(out, q, k, v, out, lse, rest, False)
+        grads = context_parallel.kernel_backward(chosen, out, q, k, v, out, lse, rest, False)
         assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
     kernels._destroy()
-    return errors
+    return called, errors
 
 
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_ring_hands_a_gpus_kernels_what_they_take(narrow):
-    """The kernels' arguments, on stand-ins that compute on the CPU, and on the meta device."""
-    for ring, alone in pool(2, _gpu_kernels, 2, narrow):
+@pytest.mark.parametrize("narrow,torchs_choice,name", [
+    (torch.bfloat16, "CUDNN_ATTENTION", "cudnn"),
+    (torch.float16, "CUDNN_ATTENTION", "cudnn"),
+    (torch.bfloat16, "FLASH_ATTENTION", "flash"),
+    (torch.float16, "FLASH_ATTENTION", "flash"),
+    (torch.float32, "EFFICIENT_ATTENTION", "efficient"),
+    (torch.float32, "MATH", "efficient")], ids=str)
+def test_the_ring_hands_a_gpus_kernels_what_they_take(narrow, torchs_choice, name):
+    """The kernels' arguments, on stand-ins that compute on the CPU, and on the meta device. The
+    kernel is the one that torch chooses. (MATH: torch takes no fused kernel if keys have fewer
+    heads than queries, in 32 bits. The ring repeats the heads.)"""
+    for called, (ring, alone) in pool(2, _gpu_kernels, 2, narrow, torchs_choice):
+        assert called == {name, f"{name}_backward"}
         assert all(a < 1.5 * b for a, b in zip(ring, alone, strict=True)), (ring, alone)
+
+
+def test_torch_chooses_a_kernel_from_these_arguments():
+    """The real _fused_sdp_choice, on CPU tensors: what it returns is an SDPBackend."""
+    q, k = (torch.randn(1, heads, 4, 8) for heads in (4, 2))
+    number = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True)
+    assert SDPBackend(number).name in ("MATH", "FLASH_ATTENTION")
+    assert context_parallel.choose_kernel(q, k, k) is None
 
 
 def _bug_of_split_sequences(rank, cfg, bug):

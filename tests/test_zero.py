@@ -6,6 +6,7 @@ import resource
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -188,7 +189,9 @@ def _under_limit(rank, cfg, limit):
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
     try:
-        trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+        # no threads that draw: malloc reserves address space for each
+        with patch.object(train, "threads_per_rank", lambda: 1):
+            trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
         norm, read = trainer.gradients(data.training(cfg, 0, mesh))
         trainer.update(norm, 1e-3)
         return "trains"
@@ -363,7 +366,8 @@ def _unused(rank, world, stage, n):
 
     group = Mesh(dp=world).group("dp")
     layers = [Layer(), Lonely()]
-    reducer = zero.REDUCERS[stage]({0: layers}, torch.float64, "cpu", lambda shard: torch.ones(n))
+    reducer = zero.REDUCERS[stage]({0: layers}, torch.float64, "cpu",
+                                   lambda tags: [torch.ones(n) for _ in tags])
     for bucket in reducer.buckets:
         bucket.grad_shard.fill_(7.0)  # as a step before might have left it
     reducer.zero_grad()

@@ -67,9 +67,10 @@ def fitting_shares(examined, mine, wrong, known):
 # ---- 2: weights of microbatches ----
 
 
-def fitted_weights(examined, mine):
+def fitted_weights(examined, mine, wrong):
     """{words: Share} of the weights of all D x m microbatches with which the right step's terms are
-    MINE's gradients; {} if there are no such weights. mine: {name: sampled gradient}."""
+    MINE's gradients; {} if there are no such weights, or if noise could have moved them as far.
+    mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
@@ -91,6 +92,8 @@ def fitted_weights(examined, mine):
         error = off(mine[name], gradient(terms, name, share))
         if not error <= examined.tolerance(name, share.largest(name)):
             return {}
+    if not is_resolved(examined, share, wrong):
+        return {}
     rows = [f"data rank {d}: {' '.join(f'{weight:.3g}' for weight in row)}"
             for d, row in enumerate(share.data.tolist())]
     words = f"all gradients: the microbatches' terms count this often ({'; '.join(rows)})"
@@ -204,7 +207,8 @@ def causes_of_both(examined, given, wrong, deep, known):
     gradients; wrong: names of the wrong ones. For a right loss the first list means nothing."""
     mine = sampled_gradients(given)
     loss = examined.numbers["loss"]
-    shares = fitting_shares(examined, mine, wrong, known) or fitted_weights(examined, mine)
+    shares = (fitting_shares(examined, mine, wrong, known)
+              or fitted_weights(examined, mine, wrong))
     if not shares:
         found = fitting_changes(examined, mine, loss, known) if deep else []
         return found, found
