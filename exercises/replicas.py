@@ -95,8 +95,8 @@ def check_second_step(ours, model, mine, whole, terms, group):
     again = {id(buffer()) for buffer in group.buffers}  # a form may use its buffers again
     held = {id(buffer()) for buffer in first if buffer() is not None} - again
     if held:
-        raise Wrong(f"right sums, but after step 2 BucketDDP still holds {len(held)} buckets of "
-                    "step 1: empty its list in gradients()")
+        raise Wrong(f"right sums, but after step 2 BucketDDP still holds {len(held)} of step 1's "
+                    "buckets: empty its list in gradients()")
 
 
 def check_large_first(form, group):

@@ -59,7 +59,8 @@ def through(form, name, x, grad, group):
     """(y, grad of x) of y = form(x). Raises Wrong if form changes x or the gradient."""
     x = x.clone().requires_grad_()
     before, grad_before = x.detach().clone(), grad.clone()
-    y = form(x, group)
+    with while_trying(f"in {name}'s forward"):
+        y = form(x, group)
     if not same(x, before):
         raise Wrong(f"{name}'s forward changes its input in place, and autograd still needs it: "
                     "clone it")
@@ -67,7 +68,8 @@ def through(form, name, x, grad, group):
         if not y.requires_grad:
             raise Wrong("the result has no backward: wrap it in WithBackward.apply")
         result = y.detach().clone()
-        y.backward(grad)
+        with while_trying(f"in {name}'s backward"):
+            y.backward(grad)
     else:
         result = y
     if not same(grad, grad_before):
