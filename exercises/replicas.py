@@ -71,6 +71,8 @@ def check_cleared(params):
 
 
 def check_sums(ours, grads, whole, terms, group):
+    """Raise Wrong unless grads are the sums `whole`, in the order of ours.params. whole, terms: of
+    all ranks and of this rank, {name: gradient}."""
     if grads is None or len(grads) != len(ours.params):
         raise Wrong("gradients() returns a list: a summed gradient for each of self.params")
     if group.unjoined:
@@ -268,8 +270,8 @@ def held_after_forward(group, places):
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             loss = model(tokens, tokens)
     if not loss.requires_grad:
-        raise Wrong("right numbers, but no gradient comes through Gathered: was checkpoint() "
-                    "called with use_reentrant=False?")
+        raise Wrong("no gradient comes through Gathered: was checkpoint() called with "
+                    "use_reentrant=False?")
     events = profile.kineto_results.events()
     held = sum(event.nbytes() for event in events if event.name() == "[memory]")
     del loss
