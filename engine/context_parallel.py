@@ -68,14 +68,14 @@ def kernel_backward(chosen, grad, q, k, v, out, lse, rest, causal):
     their keys: given out and lse over all keys, the kernel recomputes the right weights,
     exp(score - lse), and returns these keys' terms of the gradients."""
     aten = torch.ops.aten
-    lse = lse.contiguous()
     if chosen == CUDNN:  # None: no bias, and all sequences of a batch are of one length
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.unsqueeze(-1), *rest, None, None, None, q.size(2), k.size(2),
-            0.0, causal)
+            grad, q, k, v, out, lse.contiguous().unsqueeze(-1), *rest, None, None, None, q.size(2),
+            k.size(2), 0.0, causal)
     if chosen == FLASH:
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, *rest)
+            grad, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0, causal,
+            *rest)
     if chosen == EFFICIENT:  # the kernel wants the rows of lse padded to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=math.inf)
         n_kv = k.size(1)

@@ -100,16 +100,16 @@ class ZeRO2(ZeRO1):
     def move(self, param, bucket):
         """Copy param.grad into the bucket's full gradient. (A backward brings each parameter's
         gradient once. KeyError if one came again: it would have to be added.)"""
-        full = self.full_gradient(bucket)
+        into = bucket.view(self.full_gradient(bucket), param)
         self.lacking.remove(param)
-        bucket.view(full, param).copy_(param.grad)
+        into.copy_(param.grad)
         param.grad = None
 
     def full_gradient(self, bucket):
-        """The bucket's full gradient, to add to; it lives until it is reduced. If there is none, or
-        if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket or
-        another, and make a new one, without values. So a gradient on its way is freed before the
-        next is made."""
+        """The bucket's full gradient, to copy into; it lives until it is reduced. If there is none,
+        or if it is on its way (of an earlier microbatch): end the pending reduction, of this bucket
+        or another, and make a new one, without values. So a gradient on its way is freed before
+        the next is made."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_empty(bucket.numel)

@@ -1,5 +1,5 @@
-"""Plants a bug in a running process, and takes it back: no file is written, nothing is imported
-anew.
+"""Plants a bug in a running process, and takes it back: no file is written, no module is
+imported again.
 
     with planted(("optimizer.py", "norm + 1e-6", "norm + 1e-3")):
         ...                             every module that imported clip_coefficient sees the bug

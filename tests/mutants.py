@@ -95,8 +95,7 @@ MUTANTS = {
         ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
-        ("        self.lacking.remove(param)\n        bucket", "        bucket",
-         "layouts:layout_equals"),
+        ("        self.lacking.remove(param)\n        into", "        into", "zero:sum_its"),
         ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
         ("tuple(where), param.requires_grad", "tuple(where)", "layouts:frozen"),
         ("        if bucket.grad is None or bucket is self.reducing:",
@@ -167,7 +166,7 @@ MUTANTS = {
         ("torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - part_lse)", "layouts:cp"),
         ("chosen in (CUDNN, FLASH) else", "chosen == FLASH else", "sequences:hands"),
         ("lse.squeeze(-1), rest", "lse, rest", "sequences:hands"),
-        ("    lse = lse.contiguous()\n", "", "sequences:hands"),
+        ("lse.contiguous().unsqueeze(-1)", "lse.unsqueeze(-1)", "sequences:hands"),
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
     "engine/expert_parallel.py": [
