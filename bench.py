@@ -209,7 +209,7 @@ def against_the_engine_without():
         *training("DDP: buckets", one_parameter_each, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: overlap", without.overlap_of_buckets, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: gradient copied", without.first_gradient_copied, [D2], ["communication"]),
-        *training("ZeRO-1: weights sent late", without.weights_in_background, [ZERO1],
+        *training("ZeRO-1: weights in background", without.weights_in_background, [ZERO1],
                   COMPUTE_AND_COMMUNICATION, steps=4),
         *training("ZeRO-3: prefetch", without.prefetch, [ZERO3], COMPUTE_AND_COMMUNICATION),
         *training("ZeRO-3: gathers what is read", without.gathered_where_read, [ZERO3],

@@ -37,7 +37,8 @@ LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model. Others: 
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network",
     (0, 1): "unhidden", (0, 0.9): "reserve"}
-MIXTURE = {  # sizes of planner/mixture.py
+# Sizes that train.py has no flags for. expert_width sets n_hidden; the others make a Mixture
+LLAMA_SIZES = {
     "expert_width": "hidden units of an expert (else n-hidden / top-k)",
     "shared_width": "hidden units of an MLP beside the experts, for all tokens",
     "head_width": "width of a head (else n-embd / n-head)"}
@@ -45,7 +46,7 @@ MIXTURE = {  # sizes of planner/mixture.py
 
 def flags():
     parser = Parser(__doc__)
-    unset = {"default": argparse.SUPPRESS}
+    unset = {"default": argparse.SUPPRESS}  # a flag that is not given is no attribute of args
     group = parser.add_argument_group("cluster")
     group.add_argument("--gpus", type=int, default=8, help="how many (8)")
     group.add_argument("--gpu", choices=DEVICES, default="a100-80", help="which (a100-80)")
@@ -59,8 +60,9 @@ def flags():
     config.add_flags(group, ("n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden", "experts",
                              "top_k", "block_size", "batch_size", "grad_dtype"), **unset)
     group.add_argument("--vocab-size", type=int, help="tokens in the vocabulary", **unset)
-    group = parser.add_argument_group("model, where train.py has no such Llama: for --for")
-    for name, help in MIXTURE.items():
+    group = parser.add_argument_group("experts and heads of a Llama (--shared-width, --head-width "
+                                      "and --split-experts: no such model in train.py; use --for)")
+    for name, help in LLAMA_SIZES.items():
         group.add_argument("--" + name.replace("_", "-"), type=int, help=help, **unset)
     group.add_argument("--split-experts", action="store_true", help="tensor ranks split each "
                        "expert (else each expert is whole on one of ep x tp ranks)", **unset)
@@ -77,8 +79,9 @@ def flags():
     group.add_argument("--measured", action="append", default=[], metavar="RUN",
                        help='a run of your own, such as "48.2 s: dp 8 tp 4 sp": plan with compute '
                        "as fast as it shows; of several the median counts")
-    group.add_argument("--calibrate", metavar="FILE", help="the same, with the seconds from a file "
-                       "of train.py's --metrics, of a run with the layout that flags name")
+    group.add_argument("--calibrate", metavar="FILE", help="calibrate with one run of train.py: "
+                       "seconds from its --metrics file, layout from the layout flags (which then "
+                       "do not limit the search)")
     group.add_argument("--tokens", type=float, default=300e9,
                        help="for the days (300e9, like GPT-3)")
     group.add_argument("--json", action="store_true", help="figures for programs")
@@ -97,7 +100,7 @@ def model_of_flags(name, given):
     """The model with this name, and with the sizes that flags give it."""
     n_experts = given.get("experts", 0)  # the flag has another name than the model's field
     model = MODELS[name]
-    beyond = [flag for flag in (*MIXTURE, "split_experts", "n_kv_head", "n_hidden")
+    beyond = [flag for flag in (*LLAMA_SIZES, "split_experts", "n_kv_head", "n_hidden")
               if given.get(flag)]
     config.require(not beyond or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
                    f"--{' --'.join(beyond).replace('_', '-')} is for a Llama")
@@ -117,7 +120,8 @@ def described(args):
     model = model_of_flags(args.model, given)
     device = named_in(given, DEVICES[args.gpu])
     gpus = args.gpus
-    sizes = {"expert_width": 1, "shared_width": 0, "head_width": 0}  # where no flag names them
+    # check_limits reads every name in LIMITS: for flags that are not given, values within them
+    sizes = {"expert_width": 1, "shared_width": 0, "head_width": 0}
     config.check_limits(argparse.Namespace(**{**sizes, **given, **vars(model), **vars(device)}),
                         LIMITS)
     config.require(gpus <= device.node or gpus % device.node == 0, f"--gpus {gpus} must be a "

@@ -19,6 +19,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from datetime import timedelta
 
@@ -194,6 +195,8 @@ class WatchedGroup(engine.group.Group):
         self.jobs = 0  # submitted, and not yet done
         self.unjoined = 0  # submitted, and not yet waited for
         self.submitted = 0
+        self.not_waited_for = set()  # numbers of the main thread's exchanges; the first is 1
+        self.buffers = []  # weak references to the tensors that submitted jobs have sent
         if (mesh, name) not in self.board.groups:
             self.board.groups.append((mesh, name))
         self.number = self.board.groups.index((mesh, name))
@@ -209,16 +212,23 @@ class WatchedGroup(engine.group.Group):
                 messages.append((SEND, me, self.ranks[to], out.nbytes))
         numbers = self.board.announce(self.number, messages)
         self.hops += 1
+        hop = self.hops
+        if self.is_running_job():
+            self.buffers += [weakref.ref(out if out._base is None else out._base)
+                             for out in (send, *(out for out, *_ in more)) if out is not None]
+        elif messages:
+            self.not_waited_for.add(hop)
         work = super().exchange(send, dst, recv, src, more)
         self.board.works.append(work)
         ends = [message[:3] for message in messages]
         for message in ends:
             self.board.post(self.number, *message)
-        work.waits = [lambda message=(*message, k), wait=wait: self.finish(message, wait)
+        work.waits = [lambda message=(*message, k), wait=wait: self.finish(message, wait, hop)
                       for message, k, wait in zip(ends, numbers, work.waits, strict=True)]
         return work
 
-    def finish(self, message, wait):
+    def finish(self, message, wait, hop):
+        self.not_waited_for.discard(hop)
         self.board.wait(self.number, *message)
         wait()
 

@@ -1,7 +1,8 @@
 """Exercise 1: ring reduce-scatter. N ranks have a tensor each, cut into N chunks (the first ones
 may be larger). Make chunk r of rank r the sum of all ranks' chunks r, in place, in N - 1 hops: in
-a hop each rank sends one chunk to group.next and adds the chunk that came from group.prev.
-group.size and group.rank say who you are; group.exchange(send, dst, recv, src).wait() is a hop.
+a hop each rank sends one chunk to group.next and adds the one that came from group.prev, which
+may have another size. (Many texts let rank r end with chunk r + 1: here it is chunk r.)
+group.size, group.rank: who you are. group.exchange(send, dst, recv, src).wait() is a hop.
 """
 
 import torch

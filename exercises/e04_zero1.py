@@ -9,14 +9,15 @@ from ddp import DDP
 
 
 class ZeRO1(DDP):
-    """Members as in ddp.py; param.shard.sum_over[0] is the group of replicas.
+    """param.shard.sum_over[0] is the group of replicas. gradients() is called after backward, then
+    the optimizer steps self.weights in place, then publish() is called.
 
     Two replicas, a parameter [1 2 3 4]: on rank 0 its entry of self.weights is a view of 1 2. With
     gradients [1 1 1 1] and [2 2 2 2], gradients() returns 3 3 on both. After a step on both and
     publish(), both have [-2 -1 0 1] (if a step subtracts the gradient)."""
 
     def __init__(self, layers):
-        super().__init__(layers)  # self.params
+        super().__init__(layers)  # makes self.params, a list
         raise NotImplementedError  # self.weights: what this rank's optimizer steps, in place
 
     def gradients(self):
@@ -24,4 +25,5 @@ class ZeRO1(DDP):
         raise NotImplementedError
 
     def publish(self):
+        """Every rank gets the new weights of all."""
         raise NotImplementedError

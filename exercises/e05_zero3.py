@@ -1,7 +1,7 @@
 """Exercise 5: ZeRO-3 keeps a chunk of each weight. gather() makes the whole weight from the ranks'
 chunks; in backward each rank has a gradient of the whole, from its own tokens, and the chunk gets
-the sum of its part. Gathered runs a layer with gathered weights, and frees them after forward:
-under checkpoint() autograd keeps only the inputs, and backward runs the layer again.
+the sum of its part. Gathered runs a layer with gathered weights, which nothing keeps after
+forward: under checkpoint() autograd keeps only the inputs, and backward runs the layer again.
 """
 
 import torch
@@ -12,12 +12,14 @@ from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
 
 
 def gather(chunk, shape, replicas):
-    """Returns the whole parameter, of this shape. WithBackward.apply(x, forward, backward) computes
-    forward(x), and in backward grad_x = backward(grad_y); both may send messages.
+    """Returns the whole parameter, of this shape and of the chunk's dtype and device.
+    WithBackward.apply(x, forward, backward) computes forward(x), and in backward
+    grad_x = backward(grad_y); both may send messages.
 
     Two ranks with chunks [1 2] and [3 4]: both get [1 2 3 4]. With gradients [1 1 1 1] and
     [2 2 2 2] of the whole, the chunks' gradients are [3 3] on both. The collectives work in place,
-    on contiguous tensors: the gradient that autograd gives you must stay as it is."""
+    on contiguous tensors. The gradient that autograd gives you must stay as it is, and may be
+    transposed: clone(memory_format=torch.contiguous_format)."""
     raise NotImplementedError
 
 

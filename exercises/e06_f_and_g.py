@@ -4,13 +4,16 @@ does its backward do, if each rank's gradient of x comes from its own slice of t
 after the row: what does its forward do? All ranks then compute the same loss, which counts once.
 """
 
+import torch
+
 from collectives import WithBackward, all_reduce
 
 
 def copy_to_ranks(x, group):
     """f. Two ranks, x = 5 on both; backward brings 1 on rank 0, 2 on rank 1: the result is 5, and
-    the gradient of x is 3 on both. all_reduce works in place, on contiguous tensors: x and the
-    gradient that autograd gives you must stay as they are."""
+    the gradient of x is 3 on both. all_reduce works in place, on contiguous tensors. In f and in g
+    x and the gradient that autograd gives you must stay as they are, and may be transposed: before
+    an all_reduce, clone(memory_format=torch.contiguous_format)."""
     raise NotImplementedError
 
 

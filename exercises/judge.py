@@ -46,6 +46,27 @@ def place_of(error):
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
+def said_by(error):
+    """What an exception says, in one line: the first and the last of its lines, and its notes."""
+    key = error.args[0] if error.args else None
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(key, torch.Tensor):  # a KeyError: its text would be the tensor's numbers
+        said = f"the parameter {key.shard.name}" if hasattr(key, "shard") else "a tensor"
+    else:
+        said = " ... ".join([lines[0], *lines[1:][-1:]])
+    return said + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+
+
+@contextmanager
+def while_trying(what):
+    """Adds what is tried to the line of an exception, Wrong or another."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
+
+
 def attempt(rank, judge, forms, board):
     """One rank's Report. judge: of an Exercise; forms(): {name: function or class}; board: the path
     of a file that only this attempt uses."""
@@ -59,15 +80,14 @@ def attempt(rank, judge, forms, board):
     except NotImplementedError:
         report = Report("not written", "the body is still to be written")
     except (Wrong, OtherSize) as error:
-        report = Report("wrong", str(error))
+        report = Report("wrong", said_by(error))
     except Stuck as error:
         report = Report("a hang", str(error))
     except CommunicationError as error:  # another rank has ended: its own report comes first
         report = Report("a lost message", str(error))
     except Exception as error:
-        line = str(error).strip().splitlines() or [""]
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
-                                    f"{line[0]}")
+                                    + said_by(error))
     # A rank that hangs stays on the board as waiting: the others have to see what it waits for
     if report.kind != "a hang":
         board.write(ENDED)
@@ -90,6 +110,11 @@ def same(got, want):
         return False
     error = (got.detach().double() - want.double()).norm().item()
     return error <= TOLERANCE * max(want.double().norm().item(), 1e-3)
+
+
+def transposed(tensor):
+    """The same numbers, not contiguous."""
+    return tensor.mT.contiguous().mT
 
 
 def factor(got, want):

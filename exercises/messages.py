@@ -18,7 +18,8 @@ def terms(total, N):
 
 
 def ranks_in_words(ranks):
-    return ("rank " if len(ranks) == 1 else "ranks ") + " and ".join(map(str, ranks))
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def explain_sum(total, c, N):
@@ -37,10 +38,30 @@ def explain_sum(total, c, N):
     if foreign:
         return f"has terms of chunk {foreign[0]} added to it"
     missing = [r for r in range(N) if own[r] == 0]
+    if c in missing and any(own):
+        return (f"lacks the term of {ranks_in_words(missing)}: what came has overwritten rank "
+                f"{c}'s own term; receive into a new tensor, and add")
     if missing:
         return f"lacks the term of {ranks_in_words(missing)}: not summed"
     often = [r for r in range(N) if own[r] > 1]
     return f"has the term of {ranks_in_words(often)} {own[often[0]]} times" if often else ""
+
+
+def check_waits(group):
+    if group.not_waited_for:
+        raise Wrong(f"rank {group.rank}: hop {min(group.not_waited_for)} was not waited for: "
+                    "group.exchange(...).wait()")
+
+
+def check_end(returned, tensor, hops, N):
+    """Raise Wrong unless the tensor was returned, after at most N - 1 hops."""
+    if hops > N - 1:
+        raise Wrong(f"right, but in {hops} hops (calls of exchange): N - 1 = {N - 1} are enough")
+    if not isinstance(returned, torch.Tensor):
+        raise Wrong(f"right, but {type(returned).__name__} was returned: return the tensor that "
+                    "came in")
+    if returned.shape != tensor.shape or returned.data_ptr() != tensor.data_ptr():
+        raise Wrong("right, but another tensor was returned: return the one that came in")
 
 
 def judge_reduce_scatter(make_mesh, forms):
@@ -51,8 +72,9 @@ def judge_reduce_scatter(make_mesh, forms):
     n = 10  # chunks of 3 3 2 2
     x = torch.cat([torch.full_like(chunk, 10.0 ** (r + N * c)) for c, chunk in
                    enumerate(torch.zeros(n, dtype=torch.double).tensor_split(N))])
-    form(x, group)
+    returned = form(x, group)
     sent, hops = group.bytes_sent, group.hops
+    check_waits(group)
     chunks = x.tensor_split(N)
     for value in chunks[r].tolist():
         said = explain_sum(value, r, N)
@@ -63,8 +85,9 @@ def judge_reduce_scatter(make_mesh, forms):
             elif hops != N - 1:
                 said += f"; {hops} hops were made, and {N - 1} are needed"
             raise Wrong(f"rank {r}: its own chunk {r} {said}")
+    check_end(returned, x, hops, N)
     # A rank sends every chunk but its own, which it receives last
-    facts = [beside("bytes sent by this rank", sent, "n - own chunk, elements of 8",
+    facts = [beside(f"bytes sent by rank {r}", sent, "8 bytes x (n - own chunk)",
                     8 * (n - chunks[r].numel())),
              beside("hops", hops, "N - 1", N - 1)]
     for size in (2, 7):  # a chunk may be empty; three ranks
@@ -93,23 +116,25 @@ def judge_all_gather(make_mesh, forms):
     chunks = [torch.full_like(chunk, 1000.0 + r if c == r else 100.0 * r + c) for c, chunk in
               enumerate(torch.zeros(n, dtype=torch.double).tensor_split(N))]
     x = torch.cat(chunks)
-    form(x, group)
+    returned = form(x, group)
     sent, hops = group.bytes_sent, group.hops
+    check_waits(group)
     for c, chunk in enumerate(x.tensor_split(N)):
         value = chunk[0].item()
         if not same(chunk, torch.full_like(chunk, 1000.0 + c)):
             if value == 100 * r + c:
                 said = "is what stood there before: nothing arrived"
             elif value < 100 * N:
-                said = (f"is what stood on rank {int(value // 100)} in chunk {int(value % 100)} "
-                        "before: sent on before the valid chunk had arrived")
+                said = (f"is not valid: rank {int(value // 100)} sent its chunk {int(value % 100)} "
+                        "before that was valid; in the first hop a rank sends its own chunk")
             elif value in range(1000, 1000 + N):
                 said = f"holds the chunk of rank {int(value - 1000)}"
             else:
                 said = f"holds {value:g}: chunks are copied, not added"
             raise Wrong(f"rank {r}: chunk {c} {said}")
+    check_end(returned, x, hops, N)
     # A rank sends every chunk but the next rank's
-    facts = [beside("bytes sent by this rank", sent, "n - chunk of the next rank, elements of 8",
+    facts = [beside(f"bytes sent by rank {r}", sent, "8 bytes x (n - chunk of the next rank)",
                     8 * (n - chunks[group.next].numel())),
              beside("hops", hops, "N - 1", N - 1)]
     for size in (2, 7):

@@ -7,9 +7,20 @@ import zero
 from collectives import own_chunk
 from exercises.catalogue import RANKS
 from exercises.e03_all_reduce import BUCKET
-from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, placed, same, trains
+from exercises.judge import (
+    Wrong,
+    beside,
+    check_shape,
+    factor,
+    in_numbers,
+    placed,
+    same,
+    trains,
+    transposed,
+    while_trying,
+)
 from model import build
-from shard import tag_whole
+from shard import Shard, tag_whole
 from sizes import GPTConfig
 
 SMALL = GPTConfig(21, block_size=4, n_layer=2, n_head=4, n_embd=8)
@@ -59,6 +70,62 @@ def check_cleared(params):
         raise Wrong("gradients() leaves param.grad: the next step would add to it")
 
 
+def check_sums(ours, grads, whole, terms, group):
+    """Raise Wrong unless grads are the sums `whole`, in the order of ours.params. whole, terms: of
+    all ranks and of this rank, {name: gradient}."""
+    if grads is None or len(grads) != len(ours.params):
+        raise Wrong("gradients() returns a list: a summed gradient for each of self.params")
+    if group.unjoined:
+        raise Wrong(f"rank {group.rank}: gradients() has returned, and {group.unjoined} of "
+                    f"{group.submitted} all-reduces were not waited for")
+    for grad, param in zip(grads, ours.params, strict=True):
+        name = param.shard.name
+        if grad is None or not same(grad, whole[name]):
+            others = [other for other, summed in whole.items()
+                      if grad is not None and same(grad, summed)]
+            said = (f"is that of {others[0]}: return them in the order of self.params" if others
+                    else explain_gradient(grad, whole[name], terms[name], group.size))
+            raise Wrong(f"rank {group.rank}: the gradient of {name} {said}")
+
+
+def check_second_step(ours, model, mine, whole, terms, group):
+    """Raise Wrong if the sums of a second step differ, or a bucket of the first is still held."""
+    first, group.buffers = group.buffers, []
+    with while_trying("in step 2"):
+        model(mine, mine).backward()
+        check_sums(ours, ours.gradients(), whole, terms, group)
+    again = {id(buffer()) for buffer in group.buffers}  # a form may use its buffers again
+    held = {id(buffer()) for buffer in first if buffer() is not None} - again
+    if held:
+        raise Wrong(f"right sums, but after step 2 BucketDDP still holds {len(held)} of step 1's "
+                    "buckets: empty its list in gradients()")
+
+
+def check_large_first(form, group):
+    """Raise Wrong if the sums differ where the first gradient is larger than a bucket."""
+    layers = [torch.nn.Linear(2, 3, bias=False, dtype=torch.double),
+              torch.nn.Linear(3, BUCKET // 2, bias=False, dtype=torch.double)]
+    inputs = torch.arange(2.0 * group.size, dtype=torch.double).view(-1, 2)  # a row for each rank
+    for i, layer in enumerate(layers):
+        shape = layer.weight.shape
+        layer.weight.data.copy_(torch.arange(shape.numel()).view(shape) % 7 - 2)
+        layer.weight.shard = Shard(f"layers.{i}.weight", shape, 0, ((0, shape[0]),),
+                                   sum_over=(group,))
+
+    def gradients_of_rows(rows):
+        weights = [layer.weight for layer in layers]
+        grads = torch.autograd.grad(layers[1](layers[0](rows)).sum(), weights)
+        return {weight.shard.name: grad for weight, grad in zip(weights, grads, strict=True)}
+
+    mine = inputs[group.rank : group.rank + 1]
+    whole, terms = gradients_of_rows(inputs), gradients_of_rows(mine)
+    largest = layers[1].weight.numel()
+    with while_trying(f"a first gradient of {largest} numbers, more than BUCKET"):
+        ours = form(layers)
+        layers[1](layers[0](mine)).sum().backward()
+        check_sums(ours, ours.gradients(), whole, terms, group)
+
+
 def judge_buckets(make_mesh, forms):
     form = forms["BucketDDP"]
     mesh = make_mesh(dp=RANKS)
@@ -66,20 +133,8 @@ def judge_buckets(make_mesh, forms):
     model, mine, whole, terms = small_model(group)
     ours = form(model.layers)
     model(mine, mine).backward()
-    on_their_way = group.submitted
-    grads = ours.gradients()
-    left = group.unjoined
-    if grads is None or len(grads) != len(ours.params):
-        raise Wrong("gradients() returns a list: a summed gradient for each of self.params")
-    if left:
-        raise Wrong(f"rank {group.rank}: gradients() has returned, and {left} of "
-                    f"{group.submitted} all-reduces were not waited for")
-    for grad, param in zip(grads, ours.params, strict=True):
-        name = param.shard.name
-        said = "" if grad is not None and same(grad, whole[name]) else explain_gradient(
-            grad, whole[name], terms[name], group.size)
-        if said:
-            raise Wrong(f"rank {group.rank}: the gradient of {name} {said}")
+    begun, on_their_way = group.submitted, group.unjoined
+    check_sums(ours, ours.gradients(), whole, terms, group)
     check_cleared(ours.params)
     psi = sum(param.numel() for param in ours.params)
     if group.submitted == 0:
@@ -87,16 +142,21 @@ def judge_buckets(make_mesh, forms):
     if group.submitted >= len(ours.params):
         raise Wrong(f"right sums, but {group.submitted} all-reduces for {len(ours.params)} "
                     "parameters: put parameters side by side into buckets")
-    if on_their_way == 0:
+    if begun == 0:
         raise Wrong("right sums, but no bucket was on its way when backward ended: no overlap")
+    if on_their_way == 0:
+        raise Wrong(f"right sums, but each of {begun} buckets was waited for before backward "
+                    "ended: no overlap; wait() in gradients()")
     largest = 2 * group.largest // 8  # numbers: the all-reduce of four ranks sends halves first
     if largest > BUCKET:
         raise Wrong(f"right sums, but a bucket of {largest} numbers was sent: send a bucket when "
                     f"the next gradient would make it larger than {BUCKET}")
     facts = [f"buckets: {group.submitted} for {len(ours.params)} parameters; on their way when "
              f"backward ended: {on_their_way}",
-             f"bytes sent by this rank: {group.bytes_sent}    formula 2 (N-1)/N n = "
+             f"bytes sent by rank {group.rank}: {group.bytes_sent}    formula 2 (N-1)/N n = "
              f"{2 * (RANKS - 1) * 8 * psi // RANKS}"]
+    check_second_step(ours, model, mine, whole, terms, group)
+    check_large_first(form, group)
     reducers = (form, *plain.REDUCERS[1:])
     return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4})[1]]
 
@@ -142,8 +202,8 @@ def judge_zero1(make_mesh, forms):
     psi = sum(param.numel() for param in params)
     own = sum(own_chunk(param.data, group).numel() for param in params)
     of_next = sum(param.data.view(-1).tensor_split(RANKS)[group.next].numel() for param in params)
-    facts = [beside("bytes sent by this rank", group.bytes_sent, "2 (D-1)/D Psi elements of 8",
-                    8 * (2 * psi - own - of_next)),
+    facts = [beside(f"bytes sent by rank {group.rank}", group.bytes_sent,
+                    "8 bytes x 2 (D-1)/D Psi", 8 * (2 * psi - own - of_next)),
              f"parameters that this rank's optimizer steps: {own} of {psi}    formula Psi / D = "
              f"{psi / RANKS:g}"]
     reducers = (plain.REDUCERS[0], form, *plain.REDUCERS[2:])
@@ -177,18 +237,25 @@ def judge_zero3(make_mesh, forms):
     if chunk.grad is None or not same(chunk.grad, want):
         raise Wrong(f"rank {r}: the gradient of the chunk "
                     + explain_gradient(chunk.grad, want, own_chunk(grads[r], group), N))
+    chunk.grad = None
+    with while_trying("a gradient that is not contiguous: "
+                      "clone(memory_format=torch.contiguous_format)"):
+        form(chunk, whole.shape, group).backward(transposed(grads[r]))
+        if not same(chunk.grad, want):
+            raise Wrong(f"rank {r}: the gradient of the chunk differs")
     places = [(zero, name, forms[name]) for name in ("gather", "Gathered")]
     held, psi = held_after_forward(group, places)
     if held > 8 * psi / 2:
         raise Wrong(f"right numbers, but after forward this rank holds {held} bytes more than "
-                    f"before, and all weights have {8 * psi}: the gathered weights are not freed")
+                    f"before, and all weights have {8 * psi}: the gathered weights are not freed; "
+                    "gather in the function that checkpoint() runs: what it closes over stays")
     facts = [f"bytes held after forward, beyond the chunks: {held}    all weights have {8 * psi}"]
     mesh, line = trains(make_mesh, places, {"dp": 4}, zero=3)
     sent = mesh.group("dp").bytes_sent // 2  # trains() makes two steps
     model = build(SMALL, dtype=torch.double)
     # The tied matrix counts twice: ZeRO-3 gathers it for both ends
     gathered = sum(param.numel() for layer in model.layers for param in layer.parameters())
-    return [*facts, f"bytes sent by this rank in a step: {sent}    formula 3 m Psi (D-1)/D = "
+    return [*facts, f"bytes sent by rank {r} in a step: {sent}    formula 3 m Psi (D-1)/D = "
             f"{3 * 8 * gathered * (RANKS - 1) // RANKS}, with the tied matrix twice in Psi", line]
 
 
@@ -202,6 +269,9 @@ def held_after_forward(group, places):
         zero.ZeRO3(model.layers)
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             loss = model(tokens, tokens)
+    if not loss.requires_grad:
+        raise Wrong("no gradient comes through Gathered: was checkpoint() called with "
+                    "use_reentrant=False?")
     events = profile.kineto_results.events()
     held = sum(event.nbytes() for event in events if event.name() == "[memory]")
     del loss

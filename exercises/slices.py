@@ -17,6 +17,8 @@ from exercises.judge import (
     placed,
     same,
     trains,
+    transposed,
+    while_trying,
 )
 from exercises.replicas import SMALL, gradients_of
 from shard import Shard, bounds, tag_whole
@@ -53,20 +55,26 @@ def explain_same_as(got, want, summed, T):
         f"is {in_numbers(k)} times what came in, and should pass unchanged")
 
 
-def through(form, x, grad, group):
+def through(form, name, x, grad, group):
     """(y, grad of x) of y = form(x). Raises Wrong if form changes x or the gradient."""
     x = x.clone().requires_grad_()
     before, grad_before = x.detach().clone(), grad.clone()
-    y = form(x, group)
+    with while_trying(f"in {name}'s forward"):
+        y = form(x, group)
+    if not same(x, before):
+        raise Wrong(f"{name}'s forward changes its input in place, and autograd still needs it: "
+                    "clone it")
     if isinstance(y, torch.Tensor) and y.shape == grad.shape:
         if not y.requires_grad:
             raise Wrong("the result has no backward: wrap it in WithBackward.apply")
         result = y.detach().clone()
-        y.backward(grad)
+        with while_trying(f"in {name}'s backward"):
+            y.backward(grad)
     else:
         result = y
-    if not same(x, before) or not same(grad, grad_before):
-        raise Wrong("its input is changed in place, and autograd still needs it: clone it")
+    if not same(grad, grad_before):
+        raise Wrong(f"{name}'s backward changes in place the gradient that autograd gave it: "
+                    "clone it")
     return result, x.grad
 
 
@@ -77,15 +85,31 @@ def judge_f_and_g(make_mesh, forms):
     values = [random_tensor(2, 3, 4, seed=r) for r in range(T)]
     x = random_tensor(2, 3, 4, seed=50)  # the same on all ranks, like the gradient
     grad = random_tensor(2, 3, 4, seed=60)
+    check_f_and_g(forms, values, x, grad, group)
+    n = 8 * x.numel()
+    facts = [beside(f"bytes sent by rank {t}, f and g", group.bytes_sent, "2 * 2 (T-1)/T n",
+                    2 * 2 * (T - 1) * n // T)]
+    with while_trying("tensors that are not contiguous: "
+                      "clone(memory_format=torch.contiguous_format)"):
+        check_f_and_g(forms, [transposed(value) for value in values], transposed(x),
+                      transposed(grad), group)
+    places = [(tensor_parallel, name, form) for name, form in forms.items()]
+    return [*facts, trains(make_mesh, places, {"tp": 4})[1]]
+
+
+def check_f_and_g(forms, values, x, grad, group):
+    """Raise Wrong unless f and g are right. values: a tensor for each rank, which is f's gradient
+    and g's input there; x: f's input on all ranks; grad: g's gradient on all ranks."""
+    T, t = group.size, group.rank
     summed = sum(values)
-    y, grad_x = through(forms["copy_to_ranks"], x, values[t], group)
+    y, grad_x = through(forms["copy_to_ranks"], "f", x, values[t], group)
     check_shape("f(x)", y, x)
     if not same(y, x):
         raise Wrong(f"rank {t}: f's forward " + explain_same_as(y, x, T * x, T))
     if grad_x is None or not same(grad_x, summed):
         raise Wrong(f"rank {t}: the gradient in f's backward "
                     + explain_sum_of(grad_x, values[t], summed, T))
-    y, grad_x = through(forms["sum_over_ranks"], values[t], grad, group)
+    y, grad_x = through(forms["sum_over_ranks"], "g", values[t], grad, group)
     check_shape("g(x)", y, x)
     if not same(y, summed):
         raise Wrong(f"rank {t}: the result of g's forward "
@@ -93,11 +117,6 @@ def judge_f_and_g(make_mesh, forms):
     if grad_x is None or not same(grad_x, grad):
         raise Wrong(f"rank {t}: the gradient in g's backward "
                     + explain_same_as(grad_x, grad, T * grad, T))
-    n = 8 * x.numel()
-    facts = [beside("bytes sent by this rank, f and g", group.bytes_sent, "2 * 2 (T-1)/T n",
-                    2 * 2 * (T - 1) * n // T)]
-    places = [(tensor_parallel, name, form) for name, form in forms.items()]
-    return [*facts, trains(make_mesh, places, {"tp": 4})[1]]
 
 
 def tagged_linear(n_in, n_out):
@@ -199,7 +218,8 @@ def judge_vocabulary_loss(make_mesh, forms):
     if sent > most:
         raise Wrong(f"right, but this rank sent {sent} bytes, and three numbers per token are "
                     f"{most}: the logits are not to be gathered")
-    facts = [f"bytes sent by this rank: {sent}    formula 2 (T-1)/T * 3 * tokens * 8 = {most}"]
+    facts = [f"bytes sent by rank {group.rank}: {sent}    "
+             f"formula 2 (T-1)/T * 3 * tokens * 8 = {most}"]
     places = [(tensor_parallel, "vocabulary_loss", form)]
     return [*facts, trains(make_mesh, places, {"tp": 4})[1]]
 
@@ -236,14 +256,14 @@ def judge_sequence(make_mesh, forms):
     whole = random_tensor(B, S, C, seed=6)
     grads = [random_tensor(B, S, C, seed=10 + r) for r in range(T)]
     summed = sum(grads)
-    y, grad = through(forms["gather_tokens"], whole[:, mine], grads[t], group)
+    y, grad = through(forms["gather_tokens"], "gather_tokens", whole[:, mine], grads[t], group)
     check_shape("what gather_tokens returns", y, whole)
     if not same(y, whole):
         raise Wrong(f"rank {t}: what gather_tokens returns " + explain_tokens(y, whole))
     if grad is None or not same(grad, summed[:, mine]):
         raise Wrong(f"rank {t}: the gradient in gather_tokens' backward "
                     + explain_sum_of(grad, grads[t][:, mine], summed[:, mine], T))
-    y, grad = through(forms["scatter_tokens"], grads[t], whole[:, mine], group)
+    y, grad = through(forms["scatter_tokens"], "scatter_tokens", grads[t], whole[:, mine], group)
     check_shape("what scatter_tokens returns", y, whole[:, mine])
     if not same(y, summed[:, mine]):
         raise Wrong(f"rank {t}: what scatter_tokens returns "
@@ -252,7 +272,7 @@ def judge_sequence(make_mesh, forms):
         raise Wrong(f"rank {t}: the gradient in scatter_tokens' backward "
                     + explain_tokens(grad, whole))
     n = 8 * whole.numel()
-    facts = [beside("bytes sent by this rank, both ways", group.bytes_sent, "4 (T-1)/T n",
+    facts = [beside(f"bytes sent by rank {t}, both ways", group.bytes_sent, "4 (T-1)/T n",
                     4 * (T - 1) * n // T)]
     return [*facts, one_backward(make_mesh, forms)]
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import tempfile
 import time
+import warnings
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +34,7 @@ def run_rank(rank, exercise, path, folder, connection):
     """One rank, in a process of its own. Ends without leaving the process group: messages may be on
     their way."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # what is wrong is told in one line
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which exercise 5 uses
     init(url=f"file://{folder}/rendezvous", rank=rank, size=RANKS)
     forms = partial(load_forms, path, exercise.forms)

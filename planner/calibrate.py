@@ -33,8 +33,8 @@ def slower(device, factor):
 
 
 def factor_of(seconds_with, seconds):
-    """The factor with which seconds_with(factor), which grows with it, is `seconds`. ValueError if
-    there is none."""
+    """Find the factor at which seconds_with(factor) equals `seconds`. seconds_with grows with the
+    factor. ValueError if no factor from 1 / MOST to MOST fits."""
     low, high = 1 / MOST, MOST
     fastest = seconds_with(low)
     slowest = seconds_with(high)

@@ -170,9 +170,9 @@ def closed_form(name, P, m, v, costs):
 @cache
 def in_order(schedule, P, m, v):
     """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
-    whose results it needs. needed: where in this list the result comes from if another rank
-    computes it, else None. (Those of its own rank come earlier in the rank's list.) The order holds
-    for all costs."""
+    whose results it needs. needed: the index in this list of the action that computes its input on
+    another rank; None if no other rank does. (What its own rank computes comes earlier in that
+    rank's list anyway.) The order holds for all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     rows = []
@@ -219,8 +219,8 @@ def played(schedule, P, m, v, costs):
 @cache
 def makespan(schedule, P, m, v, costs):
     """Makespan for costs (F, I, W, seconds of a message). Once the pipeline is full, P microbatches
-    more always add the same time. So two short runs, of `few` and of few + P, predict a long one;
-    m - few is a multiple of P."""
+    more add nearly the same time. So two short runs, of `few` and of few + P, predict a long one
+    within 0.5% (a test compares); m - few is a multiple of P."""
     few = (2 if splits_backward(schedule) else 1) * P + m % P  # microbatches that fill the pipeline
     if m <= few + P:
         return played(schedule, P, m, v, costs)
@@ -260,22 +260,27 @@ class Costs:
     def __init__(self, job, device):
         self.job = job
         self.device = device
-        self.known = {}  # what layers() returns, by numbers_of()
-        self.busiest = {}  # what busiest_rank() returns, by the same and the pipeline
-        self.different_parts = cache(  # (schedule, P, v) -> what parts() returns
+        # numbers_of(layout) -> (F, I, W) of the embedding, of a block, of the head
+        self.known = {}
+        # (numbers_of(layout), schedule, P, v) -> ([F, I, W], Part) of the slowest pipeline rank
+        self.busiest = {}
+        # (schedule, P, v) -> the different Parts of the pipeline ranks
+        self.different_parts = cache(
             lambda schedule, P, v: set(parts_of(job.model, schedule, P, v)))
         shape, h = shape_of(job.model), job.model.n_embd
         # Numbers per token that the kernels of a block's forward move, that is, read from memory or
-        # write to it. Matrix products are not among these kernels. Tensor ranks share
-        # moved_by_norms (by norms and residual additions) under --sp only, moved_inside always
+        # write to it. Matrix products are not among these kernels. Tensor ranks split the work of
+        # the first row only under --sp, of the others always:
+        #     moved_by_norms      norms and residual additions
+        #     moved_inside        attention, and the MLP's activation function
+        #     moved_by_routing    a router's scores; tokens to their experts and back
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         inner = shape.inner + shape.shared
         in_mlp = shape.up * inner + inner  # the activation function reads, and writes
         # Attention reads queries, keys and values, and writes the result
         in_attention = shape.q + 2 * shape.kv + shape.q
         self.moved_inside = in_mlp + in_attention
-        # Numbers per token that the kernels of routing move. Each choice of an expert moves a row
-        # of h numbers:
+        # moved_by_routing: each choice of an expert moves a row of h numbers
         #     out to the expert     read and written   2
         #     back                  read and written   2
         #     times its gate        read and written   2
@@ -384,8 +389,8 @@ class Costs:
         h, n_experts, shape = model.n_embd, model.n_experts, shape_of(model)
         router = 2 * n * h * n_experts  # FLOPs
         products = 2 * n * sum(matrices(model)) / T + router
-        # Bytes that the products read and write beside their weights. Whole on each rank: inputs of
-        # two columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
+        # Bytes that the products read and write, without their weights. Whole on each rank: inputs
+        # of two columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
         # q + 2 kv and up * inner, and inputs of the rows, q and inner
         inner = shape.inner + shape.shared
         inside = (shape.q + 2 * shape.kv + shape.up * inner) + (shape.q + inner)
@@ -530,21 +535,25 @@ class Costs:
         """Seconds in which the data-parallel ranks run a collective on numel numbers as wide as a
         weight, and on those of the part's experts. collective: ring_time, for an all-gather or a
         reduce-scatter, or all_reduce_time. They run one collective for each layer (ZeRO) or for
-        each bucket (DDP)."""
+        each bucket (DDP); under --ep experts have collectives of their own, counted likewise."""
         w, device = self.job.width, self.device
         replica = layout.tp * layout.cp * layout.pp  # ranks of a replica: the data axis' stride
         ranks = layout.dp * layout.cp  # data and context ranks are one group
         # How many ranks of this group are on one node: context ranks, times data ranks
         context_members = on_node(device, layout.tp, layout.cp)
         members = context_members * on_node(device, replica, layout.dp)
+        experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
+        if layout.ep == 1:  # the experts are in their layer's collective
+            numel, experts = numel + experts, 0
         times = max(1, sum(part) if layout.zero else numel * w / BUCKET)
         seconds = times * collective(device, members, ranks, numel * w / times)
-        experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
         # Each of E neighbours on the data axis has other experts. So every E-th data rank is in a
         # group, each with its context ranks
         if experts:
             members = context_members * on_node(device, replica * layout.ep, layout.dp // layout.ep)
-            seconds += collective(device, members, ranks // layout.ep, experts * w)
+            times = max(1, part.blocks if layout.zero else experts * w / BUCKET)
+            seconds += times * collective(
+                device, members, ranks // layout.ep, experts * w / times)
         return seconds
 
     def exposed_data_messages(self, layout, part, forward, backward):
@@ -620,8 +629,7 @@ class Costs:
 
     def breakdown(self, layout):
         """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's.
-        tp, cp, ep, pp, dp: exposed messages of that axis. (dp has tied_ends_time, too, although its
-        messages travel along pp.)"""
+        tp, cp, ep, pp, dp: exposed messages of that axis."""
         _, part = self.busiest_rank(layout)
         busy = Time()
         for number, layer in zip(part, self.layers(layout), strict=True):
@@ -629,5 +637,7 @@ class Costs:
                 busy = busy.plus(time, number * layout.microbatches)
         without_messages = self.pipeline_time(layout, messages=False)
         sent, optimizer = self.update_time(layout)
-        return {**busy._asdict(), "pp": self.pipeline_time(layout) - without_messages, "dp": sent,
-                "optimizer": optimizer, "bubble": max(0.0, without_messages - sum(busy))}
+        tied = self.tied_ends_time(layout)  # in `sent`, but its messages travel along pp
+        return {**busy._asdict(), "pp": self.pipeline_time(layout) - without_messages + tied,
+                "dp": sent - tied, "optimizer": optimizer,
+                "bubble": max(0.0, without_messages - sum(busy))}

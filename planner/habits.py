@@ -1,11 +1,11 @@
 """What people run: prices that order layouts of nearly the same time, and kinds of layouts.
 
-The planner's own error is larger than the gap between its first dozen layouts. So a layout has to
-earn what makes it hard to run. Among the layouts whose time is within BAND (planner/report.py) of
-the fastest, a layout comes before a plainer one only if it is faster by more percent than its
-PRICES add up to; slower layouts follow, in the same order. The prices are chosen such that six jobs
-get first rows that published runs, or the guides of other programs (planner/programs.py), have (a
-test names them); they are fitted to no time.
+The planner's own error is larger than the gap between its first dozen layouts. So a layout that is
+harder to run must be clearly faster to come first. Among the layouts whose time is within BAND
+(planner/report.py) of the fastest, a layout comes before a plainer one only if it is faster by more
+percent than its PRICES add up to; slower layouts follow, in the same order. The prices are chosen
+such that six jobs get first rows that published runs, or the guides of other programs
+(planner/programs.py), have (a test names them); they are fitted to no time.
 """
 
 import math
@@ -75,9 +75,10 @@ def technique_of(layout):
 
 
 def trade(job, layout, first, faster, gb):
-    """What a row of a list gives, and takes, beside the list's first row, in words. layout, first:
-    the two Layouts. faster: how much shorter the row's time is, as a share of the first's; gb:
-    how many GB more it holds."""
+    """Describe in words how a row differs from the list's first row: time, memory, and the prices
+    that only this row pays; for the first row itself, the prices that it pays. layout, first: the
+    two Layouts. faster: how much shorter the row's time is, as a share of the first's; gb: how many
+    GB more it holds."""
     if layout == first:
         return "; ".join(habits_against(job, layout)) or "nothing that is hard to run"
     speed = f"{abs(faster):.1%} {'faster' if faster > 0 else 'slower'}"

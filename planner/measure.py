@@ -93,8 +93,9 @@ def main():
     gpus = torch.cuda.device_count()
     n = gpus or min(8, os.cpu_count() or 1)
     if signals.STORE not in os.environ:  # no rank yet: launch() sets STORE for the ranks it starts
-        print(f"plan with these flags, measured on {n} {'GPUs' if gpus else 'processors'}"
-              f"{'' if n > 1 else '; one sends no messages'}; for several nodes add --network:",
+        ranks = f"{n} {'GPU' if gpus else 'processor'}"
+        ranks += "s" if n > 1 else ", which measures no nvlink and no latency"
+        print(f"plan with these flags, measured on {ranks}; for several nodes add --network:",
               flush=True)
         sys.exit(launch(n))
     device = choose_device("cuda" if gpus else "cpu")

@@ -119,7 +119,7 @@ def block_parameters(model, T=1, E=1):
     q, kv, inner, up, norm, bias, shared = shape_of(model)
     # The bias of a column is split like its outputs. The bias of a row, h, is whole on every rank.
     # (Column, row: a column-parallel and a row-parallel layer)
-    attention = (2 * h * (q + kv) + bias * (h + 2 * kv)) / T + bias * h
+    attention = (2 * h * (q + kv) + bias * (q + 2 * kv)) / T + bias * h
     norms = 2 * norm * h
     if not n_experts:
         mlp = ((up + 1) * h * inner + bias * inner) / T + bias * h

@@ -26,8 +26,9 @@ class Program(NamedTuple):
     version: str  # empty: this repository's
     zero: tuple  # the ZeRO stages that it has
     cannot: tuple  # (text, text, ...): what the program cannot do, and train.py can
-    # lacks(job, layout): [text], what of this layout the program cannot do, but for its ZeRO stage
-    # (see lacks_stage); [] if it can run it
+    # lacks(job, layout): [text], the features of this layout, and their combinations with its ZeRO
+    # stage, that the program does not have; [] if it has all. (lacks_stage says whether the program
+    # has the ZeRO stage at all)
     lacks: Callable
     # written(job, layout): the layout in the program's words
     written: Callable
@@ -143,7 +144,7 @@ def megatron_notes(job, layout):
 
 MEGATRON = Program(
     "Megatron-LM", "core_v0.14.0", zero=(0, 1),
-    cannot=("zb-h1, zb-h2 and zb-v",
+    cannot=("gpipe, zb-h1, zb-h2 and zb-v",
             "ZeRO-2 and 3 (--use-megatron-fsdp starts another engine)",
             "stages of unequally many layers",
             "experts and --tp without --sp"),
@@ -232,7 +233,7 @@ TORCHTITAN = Program(
             "--tp without --sp",
             "--tp or --pp without data ranks, in 16 bits",
             "attention by all-to-all",
-            "numbers of stages that no number of layers per stage gives"),
+            "stages of unequally many layers, but for fewer in the last"),
     lacks=titan_lacks, written=titan_written, notes=titan_notes)
 
 

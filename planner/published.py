@@ -149,10 +149,10 @@ class PublishedCosts(Costs):
             #     1 rank on the node     p/8 = 1 (p/2) 1/4    8 rings share one port
             #     2 ranks                p/2 = 2 (p/2) 2/4    4 rings share 2 ports
             #     4 ranks                2 p = 4 (p/2) 4/4    2 rings share 4 ports
-            # The factor counts these ranks in the order of Megatron and its forks: tp, dp, pp.
-            # `members` counts them in train.py's order, in which pp comes before dp, because
-            # data_messages is inherited. With pp = 1 both are the same; else a ring's share is
-            # approximate, and the fractions of hardware.py were fitted with it.
+            # The factor counts these ranks in the order that Megatron and its forks give the axes,
+            # from the innermost outwards: tp, dp, pp. `members` counts them in train.py's order,
+            # tp, pp, dp, because data_messages is inherited. With pp = 1 both are the same; else a
+            # ring's share is approximate, and the fractions of hardware.py were fitted with it.
             # A Device has one network, so pipeline, tensor and context ranks get the same factor
             ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)
             network *= min(1.0, ranks_on_node / 4)
@@ -254,9 +254,13 @@ def errors(runs):
 
 
 def by_other_runs(status):
-    """[(error, error by one, error by all)] of the runs of this status whose source has others on
-    the same GPU: as predicted; with the device calibrated (calibrate.py) by one other run, the
-    median over these; and by the median factor of all others."""
+    """[(error, error by one, error by all)]: three absolute errors for each run that has other runs
+    of its source, on the same GPU and with this status (calibrate.py calibrates a device):
+
+        error           as predicted
+        error by one    the device calibrated by one other run: the median over the other runs
+        error by all    the device calibrated by the median factor of all other runs
+    """
     sources = {}
     for run in RUNS:
         if run.status == status:

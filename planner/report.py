@@ -103,7 +103,7 @@ def usable(device):
 
 
 def trades(job, rows):
-    """For each row of figures(): what it gives and takes beside the first (habits.py)."""
+    """For each row of figures(): how it differs from the first, in words (habits.py)."""
     layouts = [layout_in(row) for row in rows]
     first = rows[0]
     return [trade(job, layout, layouts[0], 1 - row["step_s"] / first["step_s"],
@@ -148,7 +148,7 @@ def print_list(args, device, runs, search, rows):
     print(f"within {BAND:.0%} of the fastest, this planner's own error: the first {near}, sorted "
           "by time and by what people run; one row per kind of layout")
     print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
-    print("what each row gives and takes; the first alone, the others beside the first:")
+    print("the first row: what makes it hard to run; the others, compared with the first:")
     for i, words in enumerate(trades(job, rows), 1):
         print(f"{i:4}  {words}")
     if runs:

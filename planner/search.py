@@ -5,8 +5,8 @@ second names of 1F1B: other schedules on one pipeline rank, and interleaved with
 candidate gets a lower bound of its time: messages between stages take no time, the bubble is the
 formula's or, without a formula, what rank 0 waits at least. The layout with the lowest bound is
 refined: by its ZeRO stage, then by memory, then by the simulated schedule. So no layout is
-overlooked, and few are simulated. For models that are no row of equal blocks the problem is open
-(Alpa, arXiv 2201.12023)."""
+overlooked, and few are simulated. A model whose blocks differ needs another search (Alpa, arXiv
+2201.12023)."""
 
 import heapq
 import math
@@ -89,7 +89,8 @@ class Search:
             tp, cp = axes["tp"], axes["cp"]
             if self.gpus % (axes["pp"] * tp * cp):
                 continue
-            # check_layout would refuse stages without a layer, too, but first make all their lists
+            # check_layout refuses stages without a layer, too, but only after make_schedule has
+            # made the lists of actions of all ranks
             if axes["pp"] > self.job.model.n_layer + 2:
                 continue
             if axes["pp"] > 64 and "pp" not in self.fixed:
@@ -166,10 +167,11 @@ class Search:
                 if not self.program.lacks(self.job, each) + lacks_stage(self.program, each)]
 
     def worth_trying(self, layout):
-        """The layout in its ZeRO stages; [] if its activations alone do not fit."""
+        """The layout in its ZeRO stages; [] if the activations of rank 0 alone do not fit."""
         staged = self.with_zero(layout)
         if not staged:
             return []
+        # If rank 0's do not fit, the layout does not. If they do, fits() looks at the other ranks
         if activations(self.job, layout, 0) <= self.device.usable * 1e9:
             return staged
         self.misfits += len(staged) - 1
@@ -214,7 +216,8 @@ class Search:
         seconds come first, and among them the one whose time, multiplied by its price, is
         least."""
         def entry(seconds, precision, layout):
-            # ZeRO-1 has the lowest price. So a bound's price is at most each of its ZeRO stages'
+            # A bound stands for all ZeRO stages of its layout. ZeRO-1 is the cheapest of them: so
+            # priced like ZeRO-1, the bound leaves the queue before any of them would
             priced = layout._replace(zero=1) if precision == "bound" else layout
             return seconds > limit, seconds * price(self.job, priced), seconds, precision, layout
 

@@ -31,18 +31,22 @@ def is_drawable(value):
     return type(value) in (int, float) and abs(value) < 1e300
 
 
+def is_record(record):
+    """Has a record of --metrics a step, and only drawable figures? (null: no figure)"""
+    figures = [record[key] for key in ("loss", "busiest") if record.get(key) is not None]
+    return is_drawable(record["step"]) and record["step"] >= 0 and all(map(is_drawable, figures))
+
+
 def read_metrics(path):
     """The records of a file of --metrics. ValueError if it is none."""
     try:
         lines = path.read_text().splitlines()
         records = [json.loads(line) for line in lines]
-        ours = all(line.startswith(MARKS["metrics"]) for line in lines)
-        drawable = all(is_drawable(record["step"]) and record["step"] >= 0 and
-                       all(is_drawable(record.get(key, 0) or 0) for key in ("loss", "busiest"))
-                       for record in records)
+        marked = all(line.startswith(MARKS["metrics"]) for line in lines)
+        ours = marked and all(map(is_record, records))
     except (ValueError, TypeError, KeyError, RecursionError):
         ours = False
-    if not ours or not drawable:
+    if not ours:
         raise ValueError(f"{path}: not a file that train.py --metrics wrote")
     return records
 

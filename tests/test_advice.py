@@ -252,11 +252,12 @@ def test_no_layout_is_written_for_a_program_that_cannot_run_it():
 # {program: pairs of what it cannot run: (fields of a layout, words of its line)}
 CANNOT = {
     "megatron": [({"pp": 4, "schedule": "zb-h1"}, "zb-h1, zb-h2 and zb-v"), ({"zero": 2}, "ZeRO-2"),
+                 ({"pp": 4, "schedule": "gpipe"}, "gpipe"),
                  ({"pp": 5, "dp": 1}, "unequally many layers")],
     "torchtitan": [({"pp": 4, "schedule": "zb-h2"}, "zb-h1 and zb-h2"), ({"zero": 1}, "ZeRO-0"),
                    ({"tp": 2}, "--tp without --sp"), ({"tp": 8, "sp": True, "dp": 1}, "--tp or"),
                    ({"cp": 2, "cp_attention": "all-to-all"}, "all-to-all"),
-                   ({"pp": 15, "dp": 1}, "numbers of stages")],
+                   ({"pp": 15, "dp": 1}, "but for fewer in the last")],
     "deepspeed": [({"pp": 4, "schedule": "zb-v", "chunks": 2}, "schedules but 1F1B"),
                   ({"tp": 2, "sp": True}, "--sp"), ({"tp": 2, "pp": 2}, "--tp beside --pp"),
                   ({"pp": 2, "zero": 2}, "--pp beside"), ({"cp": 2}, "ring attention")],

@@ -15,7 +15,7 @@ from data import batches
 from engine import ddp, zero
 from engine.group import CommunicationError, naming
 from engine.sequence_parallel import Region
-from exercises.planted import CannotPlant, planted
+from exercises.planted import CannotPlant, class_of, planted
 from forks.diloco import diloco
 from run.config import check
 from run.doctor.dump import read_dump
@@ -117,8 +117,8 @@ def test_what_cannot_be_planted_is_refused(changes, says):
 
 
 def test_a_class_is_found_that_a_decorator_has_replaced_by_a_subclass():
-    """Like a fork does with train.py's Trainer (forks/diloco.py)."""
-    usual = train.Trainer
+    """Like a fork does with train.py's Trainer (forks/diloco.py); in that fork, too."""
+    usual = class_of(train.Trainer, "Trainer")
     before = usual.update.__code__
     bug = next(bug for bug in bugs.BUGS if bug.name == "gradients are not clipped")
     with patch.object(train, "Trainer", diloco(usual)):

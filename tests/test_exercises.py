@@ -17,6 +17,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import collectives
 import context_parallel
@@ -33,7 +35,7 @@ from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
 from exercises import __main__ as program
 from exercises import quiz, start
 from exercises.catalogue import EXERCISES, RANKS
-from exercises.judge import Report, Wrong, attempt, verdict
+from exercises.judge import Report, Wrong, attempt, said_by, verdict, while_trying
 from exercises.messages import explain_sum
 from exercises.start import load_forms
 from model import ABSENT, cross_entropy
@@ -77,14 +79,16 @@ def told(name, cases):
 
 
 def scatter_ring(tensor, group, combine=torch.Tensor.add_, send=1, take=2, hops=None, divide=1,
-                 split=torch.Tensor.tensor_split):
+                 split=torch.Tensor.tensor_split, waits=True):
     """A ring reduce-scatter that sends chunk (r - send - hop), and receives (r - take - hop)."""
     N, r = group.size, group.rank
     chunks = split(tensor.view(-1), N)
     for hop in range(N - 1 if hops is None else hops):
         into = chunks[(r - take - hop) % N]
-        received = torch.empty_like(into)
-        group.exchange(chunks[(r - send - hop) % N], group.next, received, group.prev).wait()
+        received = torch.zeros_like(into)
+        work = group.exchange(chunks[(r - send - hop) % N], group.next, received, group.prev)
+        if waits:
+            work.wait()
         combine(into, received)
     chunks[r].div_(divide)
     return tensor
@@ -108,6 +112,26 @@ def only_sends(tensor, group, combine=None):
     return tensor
 
 
+def scatter_one_hop_more(tensor, group, combine=torch.Tensor.add_):
+    return scatter_ring(tensor, group, combine, hops=group.size)
+
+
+def scatter_returns_nothing(tensor, group, combine=torch.Tensor.add_):
+    scatter_ring(tensor, group, combine)
+
+
+def scatter_doubled(tensor, group, combine=torch.Tensor.add_):
+    """Sends each chunk with what lies behind it: right, and more bytes."""
+    N, r = group.size, group.rank
+    chunks = tensor.view(-1).tensor_split(N)
+    for hop in range(N - 1):
+        out, into = chunks[(r - 1 - hop) % N], chunks[(r - 2 - hop) % N]
+        received = torch.empty_like(into).repeat(2)
+        group.exchange(out.repeat(2), group.next, received, group.prev).wait()
+        combine(into, received[: into.numel()])
+    return tensor
+
+
 def scatter_of_all(tensor, group, combine=torch.Tensor.add_):
     collectives.all_reduce(tensor, group, combine)
     return tensor
@@ -122,6 +146,10 @@ def gather_ring(tensor, group, first=0, hops=None, backwards=False, combine=None
         group.exchange(chunks[(r - first - hop) % N], group.next, received, group.prev).wait()
         into.copy_(received) if combine is None else combine(into, received)
     return tensor
+
+
+def gather_returns_nothing(tensor, group):
+    gather_ring(tensor, group)
 
 
 def gather_hop_missing(tensor, group):
@@ -166,8 +194,11 @@ class Buckets(ddp.DDP):
     limit = 600
     divide = 1
     waits = True
+    waits_at_once = False
     sends_last = True
+    sends_empty = False
     late = False
+    empties = True
 
     def __init__(self, layers):
         super().__init__(layers)
@@ -181,10 +212,12 @@ class Buckets(ddp.DDP):
         self.bucket.append(param)
 
     def send(self):
-        if self.bucket:
+        if self.bucket or self.sends_empty:
             flat = torch.cat([param.grad.flatten() for param in self.bucket]) / self.divide
             group = self.bucket[0].shard.sum_over[0]
             work = engine.collectives.all_reduce(flat, group, async_op=True)
+            if self.waits_at_once:
+                work.wait()
             self.works.append((self.bucket, flat, work))
             self.bucket = []
 
@@ -197,7 +230,9 @@ class Buckets(ddp.DDP):
             for param, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 param.grad = part.view_as(param)
         grads = [param.grad for param in self.params]
-        self.works, self.bucket = [], []
+        self.bucket = []
+        if self.empties:
+            self.works = []
         for param in self.params:
             param.grad = None
         return grads
@@ -213,6 +248,53 @@ class NeverWaits(Buckets):
 
 class ForgetsTheLast(Buckets):
     sends_last = False
+
+
+class ForgetsTheLastOfADict(Buckets):
+    """Finds no sum for a parameter of the last bucket."""
+
+    sends_last = False
+
+    def gradients(self):
+        sums = {param: None for bucket, *_ in self.works for param in bucket}
+        grads = super().gradients()
+        return [grads[i] for i, param in enumerate(self.params) if sums[param] is None]
+
+
+class WaitsAtOnce(Buckets):
+    waits_at_once = True
+
+
+class NeverEmpties(Buckets):
+    empties = False
+
+
+class KeepsBuffers(Buckets):
+    """Empties its list, and keeps the last flat tensor in another one."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.kept = []
+
+    def gradients(self):
+        grads = super().gradients()
+        self.kept.append(grads[0]._base)  # the tied matrix becomes complete last
+        return grads
+
+
+class SendsEmpty(Buckets):
+    """Sends what it has when the first gradient is larger than a bucket: nothing."""
+
+    def send(self):
+        self.sends_empty = True
+        super().send()
+
+
+class InOrderOfArrival(Buckets):
+    def gradients(self):
+        order = [param for bucket, *_ in self.works for param in bucket] + self.bucket
+        grads = dict(zip(self.params, super().gradients(), strict=True))
+        return [grads[param] for param in order]
 
 
 class OneEach(Buckets):
@@ -328,6 +410,19 @@ def gather_in_place(chunk, shape, replicas):
         chunk, forward, lambda grad: own_chunk(reduce_scatter(grad, replicas), replicas))
 
 
+def gather_clone_as_it_lies(chunk, shape, replicas):
+    """Its clone of a transposed gradient is transposed, too."""
+    def forward(chunk):
+        whole = chunk.new_empty(shape)
+        own_chunk(whole, replicas).copy_(chunk)
+        return all_gather(whole, replicas)
+
+    def backward(grad):
+        return own_chunk(reduce_scatter(grad.clone(), replicas), replicas).clone()
+
+    return WithBackward.apply(chunk, forward, backward)
+
+
 def gather_float32(chunk, shape, replicas):
     return zero.gather(chunk, shape, replicas).float()
 
@@ -352,6 +447,23 @@ class Keeps(zero.Gathered):
         return self.run(*inputs)
 
 
+class KeepsWhatItClosesOver(zero.Gathered):
+    """Gathers outside of the function that checkpoint() runs."""
+
+    def forward(self, *inputs):
+        whole = {name: zero.gather(chunk, shape, chunk.shard.sum_over[0])
+                 for name, (chunk, shape) in self.chunks.items()}
+        return checkpoint(lambda *x: functional_call(self.layer, whole, x), *inputs,
+                          use_reentrant=False)
+
+
+class Reentrant(zero.Gathered):
+    """Forgets use_reentrant=False."""
+
+    def forward(self, *inputs):
+        return checkpoint(self.run, *inputs, use_reentrant=True)
+
+
 # ---- tensor and sequence parallelism ----
 
 
@@ -370,6 +482,21 @@ def average_backward(x, group):
 
 def sum_in_place(x, group):
     return WithBackward.apply(x, lambda x: collectives.all_reduce(x, group), lambda grad: grad)
+
+
+def sum_gradient_in_place(x, group):
+    return WithBackward.apply(x, lambda x: x, lambda grad: collectives.all_reduce(grad, group))
+
+
+def sum_as_it_lies(x, group):
+    """Its clone of a transposed tensor is transposed, too."""
+    return WithBackward.apply(x, lambda x: collectives.all_reduce(x.clone(), group),
+                              lambda grad: grad)
+
+
+def sum_gradient_as_it_lies(x, group):
+    return WithBackward.apply(x, lambda x: x,
+                              lambda grad: collectives.all_reduce(grad.clone(), group))
 
 
 def sum_without_backward(x, group):
@@ -714,19 +841,33 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (partial(scatter_ring, send=0, take=1), "complete here is chunk 1"),
         (average_scatter, "its own chunk 0 is divided by 4"),
         (hop_missing, "2 hops were made, and 3 are needed"),
-        (copies_instead, "lacks the term of ranks 0 and 2 and 3"),
+        (copies_instead, "lacks the term of ranks 0, 2 and 3: what came has overwritten rank 0's"),
         (only_sends, "waits until rank 1 receives its message 1"),
-        (scatter_of_all, "right, but bytes sent by this rank: 1")]),
+        (partial(scatter_ring, waits=False),
+         "rank 0: hop 1 was not waited for: group.exchange(...).wait()"),
+        (scatter_one_hop_more, "right, but in 4 hops (calls of exchange): N - 1 = 3"),
+        (scatter_of_all, "right, but in 6 hops"),
+        (scatter_doubled, "right, but bytes sent by rank 0: 112, and the formula 8 bytes x (n - "
+                          "own chunk) says 56"),
+        (scatter_returns_nothing, "NoneType was returned: return the tensor that came in")]),
     "e02_all_gather": ({"all_gather": collectives.all_gather}, [
         (gather_hop_missing, "is what stood there before: nothing arrived"),
-        (partial(gather_ring, first=1), "sent on before the valid chunk had arrived"),
+        (partial(gather_ring, first=1), "before that was valid; in the first hop a rank sends "
+                                        "its own chunk"),
         (gather_own_chunk_only, "chunk 1 holds the chunk of rank 3"),
         (gather_all_to_one, "rank 0 waits for message 1 from rank 1"),
-        (gather_whole_tensors, "right, but bytes sent by this rank: 240"),
+        (gather_whole_tensors, "right, but bytes sent by rank 0: 240"),
+        (gather_returns_nothing, "NoneType was returned: return the tensor that came in"),
         (partial(gather_ring, combine=torch.Tensor.add_), "chunks are copied, not added")]),
     "e03_all_reduce": ({"BucketDDP": TheEngines}, [
         (Averages, "is divided by 4: gradients are summed, never averaged"),
         (NeverWaits, "all-reduces were not waited for"),
+        (WaitsAtOnce, "each of 3 buckets was waited for before backward ended: no overlap"),
+        (NeverEmpties, "after step 2 BucketDDP still holds 4 of step 1's buckets: empty"),
+        (KeepsBuffers, "after step 2 BucketDDP still holds 1 of step 1's buckets: empty"),
+        (SendsEmpty, "(a first gradient of 900 numbers, more than BUCKET)"),
+        (InOrderOfArrival, "return them in the order of self.params"),
+        (ForgetsTheLastOfADict, ": the parameter transformer."),
         (ForgetsTheLast, "is this rank's own term: not summed over the replicas"),
         (OneEach, "put parameters side by side into buckets"),
         (AfterBackward, "no bucket was on its way when backward ended"),
@@ -740,7 +881,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (NeverPublishes, "is the old one: every rank needs the new weights of all"),
         (GathersChunks, "is neither old nor new: all_gather takes the whole parameter"),
         (KeepsGradients, "leaves param.grad: the next step would add to it"),
-        (AllReduces, "right, but bytes sent by this rank"),
+        (AllReduces, "right, but bytes sent by rank"),
         (AveragesChunks, "is divided by 4: gradients are summed, never averaged")]),
     "e05_zero3": ({"gather": zero.gather, "Gathered": zero.Gathered}, [
         (gather_without_backward, "gather() has no backward"),
@@ -750,7 +891,11 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (gather_in_place, "changes in place the gradient that autograd gave it"),
         (gather_float32, "is torch.float32, and should be torch.float64"),
         (gather_flat, "has shape [15], and should have [3, 5]"),
-        ({"Gathered": Keeps}, "the gathered weights are not freed")]),
+        (gather_clone_as_it_lies, "(a gradient that is not contiguous: "
+                                  "clone(memory_format=torch.contiguous_format))"),
+        ({"Gathered": Keeps}, "the gathered weights are not freed"),
+        ({"Gathered": KeepsWhatItClosesOver}, "gather in the function that checkpoint() runs"),
+        ({"Gathered": Reentrant}, "was checkpoint() called with use_reentrant=False?")]),
     "e06_f_and_g": ({"copy_to_ranks": tensor_parallel.copy_to_ranks,
                      "sum_over_ranks": sum_over_ranks}, [
         ({"copy_to_ranks": nothing}, "the gradient in f's backward is this rank's own term"),
@@ -758,7 +903,13 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"copy_to_ranks": sum_both_ways}, "f's forward is a sum over the ranks"),
         ({"sum_over_ranks": nothing}, "the result of g's forward is this rank's own term"),
         ({"sum_over_ranks": sum_both_ways}, "the gradient in g's backward is a sum over the ranks"),
-        ({"sum_over_ranks": sum_in_place}, "changed in place"),
+        ({"sum_over_ranks": sum_in_place}, "g's forward changes its input in place"),
+        ({"copy_to_ranks": sum_in_place}, "f's forward changes its input in place"),
+        ({"copy_to_ranks": sum_gradient_in_place},
+         "f's backward changes in place the gradient that autograd gave it"),
+        ({"copy_to_ranks": sum_gradient_as_it_lies},
+         "(in f's backward) (tensors that are not contiguous: clone(memory_format="),
+        ({"sum_over_ranks": sum_as_it_lies}, "(in g's forward) (tensors that are not contiguous: "),
         ({"sum_over_ranks": sum_without_backward}, "the result has no backward")]),
     "e07_column_and_row": ({"Column": Column, "Row": Row}, [
         ({"Column": AllRows}, "should have 1/4 of each of the parts (q, k, v)"),
@@ -784,7 +935,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"scatter_tokens": scatter_with_own_gradient},
          "the gradient in scatter_tokens' backward is right for tokens [0, 1] only"),
         ({"scatter_tokens": scatter_average}, "is the sum divided by 4"),
-        ({"scatter_tokens": scatter_after_all_reduce}, "right, but bytes sent by this rank")]),
+        ({"scatter_tokens": scatter_after_all_reduce}, "right, but bytes sent by rank")]),
     "e10_ring_attention": ({"zigzag": context_parallel.zigzag,
                             "ring_attention": context_parallel.ring_attention}, [
         ({"zigzag": quarters}, "the ranks' queries meet [10, 26] keys: all should meet as many"),
@@ -866,6 +1017,21 @@ def test_an_averaged_chunk_is_told_as_averaged_on_each_rank(c):
     right = sum(10.0 ** (r + RANKS * c) for r in range(RANKS))
     assert explain_sum(right, c, RANKS) == ""
     assert explain_sum(right / RANKS, c, RANKS).startswith("is divided by 4")
+
+
+def test_an_exception_is_told_in_one_line():
+    """A layer in a TypeError is written over many lines, like a parameter in a KeyError."""
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError) as error:
+        layer(*layer[0])
+    assert said_by(error.value) == (
+        "Sequential( ... ) argument after * must be an iterable, not Linear")
+    layer[0].weight.shard = Shard("h.0.weight", layer[0].weight.shape)
+    assert said_by(KeyError(layer[0].weight)) == "the parameter h.0.weight"
+    assert said_by(KeyError(layer[0].bias)) == "a tensor"
+    with pytest.raises(Wrong) as wrong, while_trying("in step 2"):
+        raise Wrong("differs")
+    assert said_by(wrong.value) == "differs (in step 2)"
 
 
 # ---- the files ----

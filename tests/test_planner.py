@@ -758,6 +758,16 @@ def test_ranks_that_sum_gradients_are_on_a_node_like_in_the_mesh(dp, ep, pp, cp,
     assert found == [(sum(rank < 8 for rank in group), len(group)) for group in groups]
 
 
+def test_zero_has_a_collective_for_each_layer_and_under_ep_for_its_experts():
+    """Four blocks, embedding and head. (engine/zero.py: a bucket is one layer's weights, two under
+    --ep.)"""
+    job = memory.Job(replace(hardware.MODELS["llama-7b"], n_experts=8), 64)
+    for ep, collectives in ((1, 6), (2, 6 + 4)):
+        seconds = costs.Costs(job, hardware.DEVICES["h100"]).data_messages(
+            memory.Layout(dp=8, ep=ep, zero=1), memory.Part(1, 4, 1), 1e9, lambda *_: 1.0)
+        assert seconds == collectives
+
+
 @pytest.mark.parametrize("D", [64, 256, 1024])
 def test_plain_ddp_at_scale_is_not_all_latency(D):
     """8 billion parameters, weak scaling: the all-reduce of 600 buckets over 1,024 ranks took 5
@@ -768,6 +778,15 @@ def test_plain_ddp_at_scale_is_not_all_latency(D):
         costs.Costs(memory.Job(model, n), hardware.DEVICES["h100"]).data_messages(
             memory.Layout(dp=n), part, 8e9, costs.all_reduce_time) for n in (8, D))
     assert few < many < 1.5 * few
+
+
+def test_messages_of_a_tied_embedding_are_the_pipelines():
+    """One data rank: the sum over the two ends is the only message after backward."""
+    found = costs.Costs(memory.Job(hardware.MODELS["gpt2"], 8), hardware.DEVICES["h100"])
+    layout = memory.Layout(pp=2, microbatches=4)
+    parts = found.breakdown(layout)
+    assert parts["dp"] == 0 and parts["pp"] > found.tied_ends_time(layout) > 0
+    assert math.isclose(sum(parts.values()), found.step_time(layout))
 
 
 def test_times_of_collectives_are_the_textbooks():

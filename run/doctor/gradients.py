@@ -110,30 +110,38 @@ def is_loss(examined, terms, loss):
     return examined.loss_is(loss, terms.loss()) or examined.loss_is(loss, of_rank_0)
 
 
-def fits_change(examined, change, mine, loss):
-    """Are MINE's loss and all its gradients those of the changed step?"""
+def fits_change(examined, change, mine, loss, wrong):
+    """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
+    to the wrong ones much larger than the tolerance?"""
     step = examined.step if change.by_microbatch else examined.step.merged()
     if change.forward and not is_loss(examined, step.run(change, losses_only=True), loss):
         return False
     terms = step.run(change)
     if not is_loss(examined, terms, loss):
         return False
+    changed = []
+    tolerances = []
     for name, values in mine.items():
         predicted = gradient(terms, name, RIGHT)
-        right = norm_of(gradient(examined.terms, name, RIGHT))
-        size = max(1.0, norm_of(predicted) / right) if right else 1.0
-        if not off(values, predicted) <= examined.tolerance(name, size):
+        right = gradient(examined.terms, name, RIGHT)
+        size = max(1.0, norm_of(predicted) / norm_of(right)) if right.any() else 1.0
+        tolerance = examined.tolerance(name, size)
+        if not off(values, predicted) <= tolerance:
             return False
-    return True
+        if name in wrong:
+            changed.append(off(predicted, right))
+            tolerances.append(tolerance)
+    return math.hypot(*tolerances) <= RESOLVED * math.hypot(*changed)
 
 
-def fitting_changes(examined, mine, loss, known):
-    """Words of the Changes that give MINE's loss and its {name: sampled gradient}."""
+def fitting_changes(examined, mine, loss, known, wrong=()):
+    """Words of the Changes that give MINE's loss and its {name: sampled gradient}. wrong: names of
+    the gradients that differ."""
     # A wrong loss takes a Change of forward; a right one a Change of backward only
     changes_forward = not examined.loss_is(loss, examined.loss)
     return [change.words for change in changes(examined.step)
             if (not known or change.words in known) and change.forward == changes_forward
-            and fits_change(examined, change, mine, loss)]
+            and fits_change(examined, change, mine, loss, wrong)]
 
 
 # ---- other causes ----
@@ -210,7 +218,7 @@ def causes_of_both(examined, given, wrong, deep, known):
     shares = (fitting_shares(examined, mine, wrong, known)
               or fitted_weights(examined, mine, wrong))
     if not shares:
-        found = fitting_changes(examined, mine, loss, known) if deep else []
+        found = fitting_changes(examined, mine, loss, known, wrong) if deep else []
         return found, found
     if examined.loss_is(loss, examined.loss):
         return [], list(shares)
