@@ -8,7 +8,7 @@ ranks it is a replica of the model, on its 1/D of each batch.
 
 w0: the weights after the last meeting. MOMENTUM v in the last line is Nesterov's form of momentum.
 With SGD, OUTER_LR 1 and MOMENTUM 0 it is federated averaging (1602.05629), and with H = 1 data
-parallelism. What the fork shows: who is summed is said in one place, mesh.summed; without the data
+parallelism. What the fork shows: mesh.summed alone says over which axes sums go; without the data
 axes in it gradients, norm, ZeRO's shards and the check of replicas stay within a worker.
 
 Sent by data ranks: 2 (D-1)/D of the weights in H steps, in place of H times the gradients. Held: w0

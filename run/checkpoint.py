@@ -396,7 +396,7 @@ def refuse_unfit(trainer, folder, manifest):
     """CheckpointError if this run cannot go on from the checkpoint of this manifest."""
     cfg = trainer.cfg
     refuse_other(folder, manifest, trainer.model_config)
-    # unsaved: state that each data rank has its own of, like "rounding errors of --int8" of a fork
+    # unsaved names a state that differs from data rank to data rank (engine/ddp.py)
     if trainer.reducer.unsaved:
         raise CheckpointError(f"{folder}: has no {trainer.reducer.unsaved}, because each data rank "
                               "has its own; --init-from takes its weights alone")
