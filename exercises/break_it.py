@@ -70,7 +70,7 @@ class KeptDump:
     and weights in memory."""
 
     def __init__(self, cfg, mesh, model_config, shapes, dtype):
-        self.wide = dtype  # of gradients, see Writer
+        self.wide = dtype  # dtype of gradients, see Writer
         self.held = {}  # {"gradients-1": [(tag, this rank's slice)]}
 
     def keep(self, name, number, held):

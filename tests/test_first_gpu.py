@@ -212,7 +212,7 @@ def test_values_are_computed_three_at_a_time_and_come_in_order():
     got = []
     for x in compute_ahead(value, range(6), threads=3):
         got.append(x)
-        assert len(started) <= len(got) + 3  # of which one is yielded
+        assert len(started) <= len(got) + 3  # got: those yielded so far
     assert got == [0, 10, 20, 30, 40, 50]
 
 

@@ -161,7 +161,7 @@ const report = {errors, numbers, audits: audit(), mute: mute.length, tries, trac
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
 </script></body>"""
-COUNTS = [1, 2, 4, 8, 14, 16, 32, 64, 256, 1024]  # of the page's slider
+COUNTS = [1, 2, 4, 8, 14, 16, 32, 64, 256, 1024]  # values of the page's slider
 # {figure: settings of its controls, of which one at least solves its Try}
 ANSWERS = {
     "wall": [{"wm": "by number", "wn": 4.5, "wd": "h100"}],

@@ -139,8 +139,8 @@ class LikeReference(Examined):
         weights, which move loss and gradients of step 2 about as far, relative to their size."""
         relative = UNMEASURED * torch.finfo(self.dtype).eps + self.distance
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
-        # A gradient that is 0 in exact arithmetic, such as a key's bias's, has errors of the size
-        # of other gradients' errors
+        # Where a gradient is 0 in exact arithmetic (a key's bias), errors are as large as those in
+        # other gradients
         least = 1e-2 * max(sizes.values())
         return (relative * abs(self.loss),
                 {name: relative * max(size, least) for name, size in sizes.items()})

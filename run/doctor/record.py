@@ -65,7 +65,7 @@ class Writer:
         self.model_config = model_config
         self.shapes = shapes
         self.dtype = dtype
-        self.wide = torch.promote_types(dtype, torch.float32)  # of gradients and masters
+        self.wide = torch.promote_types(dtype, torch.float32)  # dtype of gradients and masters
         self.grad_dtype = cfg.dtype if cfg.grad_dtype == "same" else cfg.grad_dtype
         self.steps = [{}, {}]  # the numbers of both steps
         with together(mesh.world), about(self.folder):
