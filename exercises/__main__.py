@@ -19,7 +19,8 @@ from run.files import refuse_foreign
 from run.signals import end_quietly
 
 FOLDER = Path(__file__).parent
-KEPT_IN = "solved.json"  # {name of an exercise: {"solved": hash of its file, "hints": shown}}
+# In FOLDER: {name of an exercise: {"solved": hash of its file, "hints": number of hints shown}}
+KEPT_IN = "solved.json"
 
 
 def hash_of(name):
@@ -27,7 +28,7 @@ def hash_of(name):
 
 
 def read_progress(folder):
-    """What is solved, and how many hints were shown. A file that cannot be read counts as none."""
+    """The content of KEPT_IN; {} if the file is not there, or cannot be read."""
     with suppress(OSError, ValueError):
         return json.loads(Path(folder, KEPT_IN).read_text())
     return {}
@@ -57,7 +58,7 @@ def overview(exercises, progress):
 
 
 def next_hint(exercise, progress):
-    """The next hint, the last one again if all were shown. Counts it in `progress`."""
+    """The next hint or, if all were shown, the last one again. Counts it in `progress`."""
     entry = progress.setdefault(exercise.name, {})
     shown = min(entry.get("hints", 0), len(exercise.hints) - 1)
     entry["hints"] = shown + 1
@@ -65,7 +66,8 @@ def next_hint(exercise, progress):
 
 
 def test(number, exercise, progress):
-    """Test an exercise; print what came of it. Returns the exit code."""
+    """Test an exercise, and print the result. Returns the exit code. If the attempt is right, notes
+    that in `progress`."""
     from exercises.catalogue import RANKS
     from exercises.start import run_on_ranks
     print(f"exercise {number}, {exercise.title}: exercises/{exercise.name}.py on "
@@ -81,11 +83,12 @@ def test(number, exercise, progress):
 
 
 def break_all_lines(svg):
-    """Print the table of the wrong lines; write the picture into the file `svg`, unless that is
-    None. ValueError, OSError: it cannot be written."""
+    """Print the table of the wrong lines; write the picture into the file `svg`, unless `svg` is
+    None. ValueError: the file holds something else than a picture. OSError: the file cannot be
+    written."""
     if svg:
-        refuse_foreign("--svg", svg, "<svg ")
-        Path(svg).touch()  # what cannot be written is said before the trainings
+        refuse_foreign("--svg", svg, "<svg ")  # a file that begins otherwise is not overwritten
+        Path(svg).touch()  # fail now, and not after the trainings, if the file cannot be written
     from exercises.break_it import SEEDS, STEPS, break_all, diffs, outcome_table
     from exercises.panels import panels_svg
     from exercises.wrong_lines import WRONG_LINES
@@ -112,7 +115,7 @@ def main():
         from exercises.quiz import ask_all
         sys.exit(ask_all(input, print))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch beside our lines
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints no warnings
     if args.which == "break" and not args.hint:
         try:
             break_all_lines(args.svg)
@@ -125,8 +128,10 @@ def main():
         print(*overview(EXERCISES, progress), sep="\n")
         return
     if not args.which.isdecimal() or not 1 <= int(args.which) <= len(EXERCISES):
-        parser.error(f"{args.which or '--hint'}: say which exercise, 1 to {len(EXERCISES)}, "
-                     "quiz or break")
+        if args.hint:
+            parser.error(f"--hint needs the number of an exercise, 1 to {len(EXERCISES)}: "
+                         "python -m exercises 3 --hint")
+        parser.error(f"{args.which}: say which exercise, 1 to {len(EXERCISES)}, quiz or break")
     exercise = EXERCISES[int(args.which) - 1]
     code = 0
     if args.hint:
@@ -141,5 +146,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "exercises"  # the name with which error lines begin; else __main__.py
+    sys.argv[0] = "exercises"  # error lines begin with this name, not with __main__.py
     main()

@@ -1,9 +1,9 @@
-"""python -m exercises break: each wrong line trains a small GPT, beside the right one. What does
-the loss of step 1 say, what the curve, what do the gradients, what the doctor?
+"""python -m exercises break: each wrong line trains a small GPT, beside the right one. Which of
+these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor (run/doctor)?
 
-Ranks are threads (run/doctor/threads.py), which run plain.py's page; rows go to as many processes
-as there are cores. The right run of each row is one process, because any layout is the same
-computation.
+A row is a wrong line. Its ranks are threads (run/doctor/threads.py), which run plain.py; as many
+rows as there are cores run at a time, each in a process. The right run of a row has one rank,
+because any layout computes the same.
 """
 
 import codecs
@@ -39,19 +39,22 @@ from run.doctor.threads import World
 STEPS = 60
 SEEDS = (1337, 1, 2, 3, 4, 5, 6, 7)  # seeds of the right runs; wrong runs have the first
 SMOOTH = 10  # steps of a running mean
-IN_A_ROW = 5  # steps that a curve must stay apart
-EQUAL = 1e-10  # relative: float64 has 16 digits, and sums in another order cost a few
+IN_A_ROW = 5  # steps in which a wrong curve must be apart from the right one, to show the bug
+# Largest relative difference of equal gradients: float64 has 16 digits, and sums in another order
+# lose a few
+EQUAL = 1e-10
 FLAGS_OF_ALL = {
     "dp": 1, "microbatches": 1, "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16,
     "batch_size": 24, "steps": STEPS, "lr": 1e-2, "warmup_steps": 5, "grad_clip": 0.0,
     "dtype": "float64", "device": "cpu"}
-# Flags of a layout; the others change the training, so the right run has them, too
+# Flags of a layout. A row's other flags change the training, so its right run has them, too
 LAYOUT_FLAGS = ("dp", "pp", "cp", "tp", "sp", "zero", "microbatches")
 
 
 def write_zen(folder):
-    """The Zen of Python, which every Python has, character by character, as a prepared corpus."""
-    with redirect_stdout(io.StringIO()):
+    """Write a prepared corpus (data/batches.py) into the folder: the Zen of Python, which every
+    Python has. A character is a token."""
+    with redirect_stdout(io.StringIO()):  # the module prints itself
         import this
     text = codecs.decode(this.s, "rot13")
     words = sorted(set(text))
@@ -66,19 +69,23 @@ def write_zen(folder):
 
 
 class KeptDump:
-    """Takes a Writer's place in a Recorder (run/doctor/record.py), for one rank: keeps gradients
-    and weights in memory."""
+    """Has the members of a Writer that a Recorder uses (run/doctor/record.py), and keeps one rank's
+    gradients and weights in memory. Made by the Recorder, with a Writer's arguments."""
 
     def __init__(self, cfg, mesh, model_config, shapes, dtype):
-        self.wide = dtype  # dtype of gradients, see Writer
-        self.held = {}  # {"gradients-1": [(tag, this rank's slice)]}
+        # The Recorder converts gradients to this dtype. (A Writer's is 32 bits at least; all tensors
+        # are float64 here)
+        self.wide = dtype
+        # {"weights-0": [(tag, this rank's slice)]}; 0: before step 1. And weights-1, weights-2,
+        # gradients-1, gradients-2
+        self.held = {}
 
     def keep(self, name, number, held):
         if number <= 2:
             self.held[f"{name}-{number}"] = [(tag, part.detach().clone()) for tag, part in held]
 
     def write_tokens(self, number, batches):
-        """Tokens are not kept: they can be read again."""
+        """Tokens are not kept: the doctor reads the batches again."""
 
     def write_gradients(self, number, held):
         self.keep("gradients", number, held)
@@ -88,7 +95,9 @@ class KeptDump:
 
 
 def train_rank(mesh, cfg, value, steps):
-    """One rank. Returns ([(loss, norm) of each step], the `held` of its KeptDump)."""
+    """Train on one rank. Returns ([(loss, norm) of each step], the `held` of its KeptDump). The
+    Recorder takes AdamW's place: it keeps the weights before step 1 and each step's gradients. The
+    weights after a step are kept here."""
     data = Data(cfg)
     recorder = Recorder(cfg, mesh, data, KeptDump, value)
     training = plain.training_steps(cfg, mesh, data, recorder.build, recorder.make_optimizer)
@@ -100,8 +109,8 @@ def train_rank(mesh, cfg, value, steps):
 
 
 def put_together(parts):
-    """({name: full tensor}, names whose copies differ), of every rank's [(tag, slice)]. Of copies
-    the first rank's counts."""
+    """Make full tensors from every rank's [(tag, slice)]. Returns {name: full tensor}, and the names
+    of tensors whose copies on several ranks differ: there the first rank's copy is taken."""
     full = {}
     differ = []
     for tag, part in chain(*parts):
@@ -109,6 +118,7 @@ def put_together(parts):
         shape[tag.dim] = sum(stop - start for start, stop in tag.ranges)
         part = part.view(shape)
         if tag.name not in full:
+            # nan: no rank's slice is in place yet
             full[tag.name] = torch.full(tag.shape, torch.nan, dtype=part.dtype)
         held = tag.slice(full[tag.name])
         if held.isnan().all():
@@ -119,8 +129,9 @@ def put_together(parts):
 
 
 def train_changed(corpus, flags, changes=(), value=initial_value, steps=STEPS):
-    """Train with these flags and with these changes of the code. Returns (losses, Dump of the first
-    two steps). value: the function that makes initial values; steps: 2 at least."""
+    """Train with these flags and with these changes of the code (planted.py). Returns the losses,
+    and a Dump of the first two steps. value: the function that makes initial values; steps: 2 at
+    least."""
     cfg = Config(data=corpus, **{"seed": SEEDS[0], **FLAGS_OF_ALL, **flags})
     world = World({axis: getattr(cfg, axis) for axis in ("dp", "pp", "cp", "tp")})
     with planted(*changes):
@@ -145,10 +156,11 @@ class Outcome(NamedTuple):
     line: WrongLine
     losses: list
     off: dict  # {name: relative difference of the gradient of step 1}
-    says: str  # the doctor: the stage, and the name of the bug; "" if it knows none
+    says: str  # the doctor's answer: the stage, and the name of the bug; "" if it names none
 
 
 def flags_of_right(line):
+    """The flags of the right run: those that are no layout."""
     return {name: value for name, value in line.layout.items() if name not in LAYOUT_FLAGS}
 
 
@@ -161,21 +173,21 @@ def relative(got, want):
 
 
 def examine(corpus, line, steps=STEPS):
-    """The Outcome of a wrong line."""
+    """Train with a wrong line. Returns its Outcome."""
     alone = flags_of_right(line)
     changes = (*line.setting, (line.file, line.right, line.wrong))
     losses, mine = train_changed(corpus, line.layout, changes, steps=steps)
     _, right = train_changed(corpus, alone, steps=2)
     grads = mine.gradients(1)
     off = {name: relative(grads[name], want) for name, want in right.gradients(1).items()}
-    # The doctor's two runs have random biases, as every dump has: a bias of 0 hides bugs
+    # Random biases in the doctor's two runs, like in every dump: a bias of 0 hides bugs
     _, mine = train_changed(corpus, line.layout, changes, random_value, 2)
     _, right = train_changed(corpus, alone, (), random_value, 2)
     return Outcome(line, losses, off, first_name(diagnose(right, mine, deep=True)))
 
 
 def first_name(findings):
-    """The first of the doctor's findings that has a name, in words; "" if none has."""
+    """The doctor's first finding that names a bug, in words; "" if no finding does."""
     return next((f"{finding.stage}: {finding.causes[0]}" for finding in findings
                  if finding.causes), "")
 
@@ -184,13 +196,15 @@ def first_name(findings):
 
 
 def running_means(losses):
-    """Entry i: the mean of the SMOOTH steps up to step i."""
+    """Entry i: the mean of losses[i] and of the SMOOTH - 1 losses before it, or of as many as there
+    are."""
     return [fmean(losses[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(losses))]
 
 
 def shown_from(losses, rights):
-    """The step from which a curve shows that a run is wrong; None: never. rights: losses of the
-    right runs, those of the same seed first."""
+    """The step, counted from 1, from which a curve shows that a run is wrong; None: never. rights:
+    losses of each right run, the one with the same seed first. A step is apart if the wrong curve
+    is farther from the right one than the right curves are from each other."""
     mine, *curves = map(running_means, (losses, *rights))
     spreads = [max(step) - min(step) for step in zip(*curves, strict=True)]
     apart = [abs(loss - right) > spread
@@ -200,7 +214,7 @@ def shown_from(losses, rights):
 
 
 def first_cell(row, right):
-    """right: the right run's loss of step 1."""
+    """The loss of step 1, or "same". right: the right run's."""
     first = f"{row.losses[0]:.4f}"
     return "same" if first == f"{right:.4f}" else first
 
@@ -211,7 +225,7 @@ def shown_cell(row, rights):
 
 
 def gradients_cell(row):
-    """The largest relative difference of a gradient of step 1, and how many tensors differ."""
+    """The largest relative difference of a gradient of step 1, and how many gradients differ."""
     wrong = [off for off in row.off.values() if off > EQUAL]
     return f"{max(wrong):<8.2g}{len(wrong)} of {len(row.off)}" if wrong else "equal"
 
@@ -262,14 +276,15 @@ def diffs(rows):
 
 
 def run_job(job):
-    """In a process of the pool."""
+    """Call job() in a process of the pool."""
     torch.set_num_threads(1)
     return job()
 
 
 def break_all():
-    """([Outcome], [losses of the right runs] of each row)."""
-    kinds = []  # the flags of right runs that are needed
+    """Train all wrong lines and their right runs. Returns the rows, a list of Outcomes, and for each
+    row the losses of its right runs, a list for each seed."""
+    kinds = []  # the different flags of right runs: several rows share right runs
     for line in WRONG_LINES:
         if flags_of_right(line) not in kinds:
             kinds.append(flags_of_right(line))

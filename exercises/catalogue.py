@@ -1,4 +1,4 @@
-"""The exercises in order: what is to be written, where the repository has it, hints."""
+"""The exercises in order: which functions to write, where the repository has them, hints."""
 
 from importlib import import_module
 from typing import NamedTuple
@@ -11,11 +11,13 @@ class Exercise(NamedTuple):
     title: str
     forms: tuple  # names of the functions and classes to write
     where: str  # where the repository has them: shown when the exercise is solved
-    judged_by: str  # the file and function that judge an attempt: judge(make_mesh, forms)
+    judged_by: str  # "FILE.FUNCTION": the function that judge() calls
     hints: tuple
 
     def judge(self, make_mesh, forms):
-        """Returns lines of figures beside their formulas. Raises judge.Wrong: one line."""
+        """Judge an attempt. make_mesh(dp=4) makes a mesh whose messages are watched (board.py);
+        forms: {name: the learner's function or class}. Returns lines, each with a figure beside its
+        formula. Raises judge.Wrong, with one line, if the attempt is wrong."""
         file, function = self.judged_by.split(".")
         return getattr(import_module(f"exercises.{file}"), function)(make_mesh, forms)
 
@@ -38,8 +40,8 @@ EXERCISES = (
         "e03_all_reduce", "all-reduce in buckets, while backward goes on", ("BucketDDP",),
         "engine/ddp.py: DDP; ddp.py: DDP (without buckets)",
         "replicas.judge_buckets",
-        ("One hook for all parameters: append the parameter to a list; when the next would not "
-         "fit, send the list as a bucket.",
+        ("One hook for all parameters: it appends the parameter to a list. If the parameter would "
+         "not fit, first send the list as a bucket.",
          "flat = torch.cat([param.grad.flatten() for param in bucket]). Keep (bucket, flat, work).",
          "In gradients(): send what is left, wait() for each Work, and cut the flat tensors: "
          "flat.split([param.numel() for param in bucket]). Set param.grad = None for the next "
@@ -58,7 +60,7 @@ EXERCISES = (
          "all_gather(whole, replicas).",
          "backward(grad): reduce_scatter a contiguous clone of grad; own_chunk of that is the "
          "chunk's gradient.",
-         "Gather in the function that checkpoint() runs: what is gathered outside is kept.")),
+         "Gather inside the function that checkpoint() runs: weights gathered before are kept.")),
     Exercise(
         "e06_f_and_g", "f and g of tensor parallelism", ("copy_to_ranks", "sum_over_ranks"),
         "tensor_parallel.py: copy_to_ranks, sum_over_ranks", "slices.judge_f_and_g",
@@ -85,7 +87,7 @@ EXERCISES = (
         "e09_sequence_parallel", "sequence parallelism: enter and leave",
         ("gather_tokens", "scatter_tokens"),
         "sequence_parallel.py: gather_tokens, scatter_tokens", "slices.judge_sequence",
-        ("Write two functions without backward first: one gathers, one scatters a sum. Each is the "
+        ("First write two functions without backward: one gathers, one scatters a sum. Each is the "
          "other's backward.",
          "Gather into a tensor (T, B, S/T, C), whose chunk t is rank t's; then "
          ".movedim(0, 1).flatten(1, 2) puts the tokens side by side.",
@@ -99,16 +101,16 @@ EXERCISES = (
          "2 * size - 1 - r.",
          "After `hop` hops a rank has the keys of rank (rank - hop) % N: their positions say what "
          "to hide (scores.masked_fill(later, -inf)). Stack k and v: one message.",
-         "new = maximum(largest, scores.amax(-1)); numerator = numerator * exp(largest - new) + "
-         "exp(scores - new) @ v; the denominator likewise. new cancels: detach() it.")),
+         "new = torch.maximum(largest, scores.detach().amax(-1, keepdim=True)); numerator = "
+         "numerator * exp(largest - new) + exp(scores - new) @ v; the denominator likewise. (new "
+         "cancels, so it needs no gradient: detach().)")),
     Exercise(
         "e11_experts", "dispatch and combine of experts", ("dispatch_and_combine",),
         "expert_parallel.py: dispatch_and_combine", "tokens.judge_experts",
         ("chosen.flatten().argsort(stable=True) sorts the B * S * k choices by expert; choice i is "
          "of token i // k.",
          "torch.bincount(chosen.flatten(), minlength=E * n).view(E, n) counts the rows for each "
-         "rank's experts; "
-         "one all_to_all(list(to_run), list(to_send), group) tells the others.",
+         "rank's experts; one all_to_all(list(to_run), list(to_send), group) tells the others.",
          "send_rows there, run_by_expert, send_rows back with sent and received swapped; then "
          "y.index_add_(0, token, gate * output).")),
     Exercise(
@@ -120,7 +122,7 @@ EXERCISES = (
     Exercise(
         "e13_interleaved", "interleaved 1F1B", ("interleaved",),
         "schedules.py: interleaved", "orders.judge_interleaved",
-        ("Of the m * v forwards, forward i is of chunk i // P % v; backward i of chunk "
+        ("Forward i of the m * v forwards runs chunk i // P % v; backward i runs chunk "
          "v - 1 - i // P % v.",
          "num_warmup = (v - 1) * P + 2 * (P - 1 - rank); with v = 1 it is P - 1 - rank.")),
     Exercise(
@@ -130,13 +132,13 @@ EXERCISES = (
         ("Start from 1F1B, with I and W in the place of each B. Where does a rank wait?",
          "The last rank has work all the time. If it puts its Ws off, its Is come earlier, and the "
          "ranks before it wait less.",
-         "Rank r puts off `rank` Ws: W of microbatch k comes after I of microbatch k + rank; those "
-         "that are left come at the end.")),
+         "Rank r puts off r Ws: W of microbatch k comes after I of microbatch k + r; the Ws that "
+         "are left come at the end.")),
     Exercise(
         "e15_tied_norm", "the tied matrix, and the global norm", ("tie_ends", "global_norm"),
         "pipeline.py: tie_ends; optimizer.py: global_norm", "states.judge_tied_norm",
-        ("Both tuples are appended to: tag.sum_over += (group,). Ask first: is it one Parameter, "
-         "and is group.size > 1?",
+        ("Append to both tuples: tag.sum_over += (group,). But first ask: are the two matrices one "
+         "Parameter, and is group.size > 1?",
          "Square in float64, divide by tag.copies, add up, all_reduce, sqrt.")),
     Exercise(
         "e16_checkpoint", "a checkpoint for another layout", ("runs",),

@@ -1,7 +1,7 @@
 """Exercise 2: ring all-gather. Chunk r of rank r's tensor is valid, its other chunks are not. Make
 all chunks valid on all ranks, in place, in N - 1 hops: in a hop each rank sends group.next a
-chunk that is valid, and receives one from group.prev. What a rank sends in its first hop, it has
-from the beginning; what it sends later, it has received in the hop before.
+chunk that is valid, and receives one from group.prev. The chunk that a rank sends in its first hop
+is valid from the beginning; each later one came in the hop before.
 """
 
 

@@ -1,7 +1,7 @@
 """Exercise 3: all-reduce in buckets, while backward goes on. Gradients become complete one by one
 (register_post_accumulate_grad_hook tells when). Collect them in flat buckets of at most BUCKET
 numbers; start the all-reduce of a bucket when the next gradient does not fit. gradients() sends
-the last one, waits for all, returns the sums, and keeps no bucket for the next step.
+the last bucket, waits for all of them, returns the sums, and keeps no bucket for the next step.
 all_reduce(flat, group, async_op=True) runs in the background and returns a Work to wait() for.
 """
 
@@ -18,7 +18,8 @@ class BucketDDP(DDP):
 
     Parameters of 500, 80 and 100 numbers, whose gradients come in this order: the first two are a
     bucket, which is sent when the third gradient comes. A parameter larger than BUCKET is a bucket
-    of its own, also if it comes first. One backward for each step, and then gradients()."""
+    of its own. (If it comes first, no bucket is full before it: send no empty one.) Each step is
+    one backward, and then gradients()."""
 
     def __init__(self, layers):
         super().__init__(layers)  # makes self.params, a list, and self.weights; no hooks

@@ -9,8 +9,8 @@ from ddp import DDP
 
 
 class ZeRO1(DDP):
-    """param.shard.sum_over[0] is the group of replicas. gradients() is called after backward, then
-    the optimizer steps self.weights in place, then publish() is called.
+    """param.shard.sum_over[0] is the group of replicas. After backward gradients() is called; then
+    the optimizer steps self.weights in place; then publish() is called.
 
     Two replicas, a parameter [1 2 3 4]: on rank 0 its entry of self.weights is a view of 1 2. With
     gradients [1 1 1 1] and [2 2 2 2], gradients() returns 3 3 on both. After a step on both and
@@ -25,5 +25,5 @@ class ZeRO1(DDP):
         raise NotImplementedError
 
     def publish(self):
-        """Every rank gets the new weights of all."""
+        """Every rank gets the chunks that the other ranks have stepped."""
         raise NotImplementedError

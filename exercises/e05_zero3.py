@@ -1,7 +1,7 @@
 """Exercise 5: ZeRO-3 keeps a chunk of each weight. gather() makes the whole weight from the ranks'
-chunks; in backward each rank has a gradient of the whole, from its own tokens, and the chunk gets
-the sum of its part. Gathered runs a layer with gathered weights, which nothing keeps after
-forward: under checkpoint() autograd keeps only the inputs, and backward runs the layer again.
+chunks. In backward each rank has a gradient of the whole weight, from its own tokens; a chunk's
+gradient is the sum of the ranks' gradients. Gathered runs a layer with gathered weights, which must
+be free after forward: checkpoint() keeps only the inputs, and in backward runs the layer again.
 """
 
 import torch
@@ -18,15 +18,16 @@ def gather(chunk, shape, replicas):
 
     Two ranks with chunks [1 2] and [3 4]: both get [1 2 3 4]. With gradients [1 1 1 1] and
     [2 2 2 2] of the whole, the chunks' gradients are [3 3] on both. The collectives work in place,
-    on contiguous tensors. The gradient that autograd gives you must stay as it is, and may be
+    on contiguous tensors. Do not change the gradient that autograd gives you, which may be
     transposed: clone(memory_format=torch.contiguous_format)."""
     raise NotImplementedError
 
 
 class Gathered(torch.nn.Module):
-    """layer: runs with the weights that functional_call(layer, {name: weight}, inputs) gives it.
-    chunks: {name: (this rank's chunk, shape of the whole)}; chunk.shard.sum_over[0]: the replicas.
-    checkpoint(function, *inputs, use_reentrant=False) runs function(*inputs) as told above."""
+    """functional_call(layer, {name: weight}, inputs) runs the layer with these weights. chunks:
+    {name: (this rank's chunk, shape of the whole)}; chunk.shard.sum_over[0] is the group of
+    replicas. checkpoint(function, *inputs, use_reentrant=False) runs function(*inputs) in forward,
+    and again in backward."""
 
     def __init__(self, layer, chunks):
         super().__init__()

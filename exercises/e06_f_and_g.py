@@ -11,9 +11,9 @@ from collectives import WithBackward, all_reduce
 
 def copy_to_ranks(x, group):
     """f. Two ranks, x = 5 on both; backward brings 1 on rank 0, 2 on rank 1: the result is 5, and
-    the gradient of x is 3 on both. all_reduce works in place, on contiguous tensors. In f and in g
-    x and the gradient that autograd gives you must stay as they are, and may be transposed: before
-    an all_reduce, clone(memory_format=torch.contiguous_format)."""
+    the gradient of x is 3 on both. all_reduce works in place, on contiguous tensors. But neither f
+    nor g may change x, or the gradient that autograd gives it; and both may be transposed. So
+    before an all_reduce: clone(memory_format=torch.contiguous_format)."""
     raise NotImplementedError
 
 

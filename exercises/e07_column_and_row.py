@@ -1,7 +1,7 @@
 """Exercise 7: a linear layer y = x W^T + b split over T ranks. Column: each rank has some rows of W
-(columns of W^T) and of b; whole x in, a slice of y out; f(x, group) comes before. Row: each rank
+(columns of W^T) and of b; whole x in, a slice of y out; f(x, group) comes before W. Row: each rank
 has some columns of W; a slice of x in, whole y out; g(partial, group) sums the partial sums.
-split(parameter, dim, group, parts) of shard.py returns this rank's slice, None for None.
+split(parameter, dim, group, parts) of shard.py returns this rank's slice; None if there is no bias.
 """
 
 import torch.nn as nn
@@ -11,9 +11,9 @@ from shard import split
 
 
 class Column(nn.Module):
-    """parts: if W is several matrices in one (q, k, v: sizes of each), split each of them. lm_head
-    has no bias. Two ranks, W = [[1], [2], [3], [4]], parts (2, 2): rank 0 has
-    [[1], [3]], rank 1 [[2], [4]]."""
+    """parts: if W is several matrices in one, such as q, k and v, the rows of each: split each of
+    them. linear.bias may be None (lm_head has none). Two ranks, W = [[1], [2], [3], [4]], parts
+    (2, 2): rank 0 has [[1], [3]], rank 1 has [[2], [4]]."""
 
     def __init__(self, linear, group, f, parts=()):
         super().__init__()

@@ -13,7 +13,7 @@ def vocabulary_loss(logits, targets, words, group):
     """logits (B, S, V/T), targets (B, S), words = (start, stop). Returns a number with a backward.
 
     Two ranks, one token: logits [0 0] and [0 0], target 3: each rank's sum of exp is 2, the logit
-    of word 3 is on rank 1; the loss is log(4) - 0. Given: all_reduce(x, group, maximum) in place,
-    without a backward; sum_over_ranks(x, group), with one; to_local(ids, start, stop): row
-    numbers in this rank's slice, and a mask of the ids outside of it."""
+    of word 3 is on rank 1; the loss is log(4) - 0. Given: all_reduce(x, group, maximum), in place,
+    without a backward; sum_over_ranks(x, group), with a backward; to_local(ids, start, stop), which
+    returns each id's index in this rank's slice, and a mask of the ids outside of the slice."""
     raise NotImplementedError

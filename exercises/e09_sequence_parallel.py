@@ -1,7 +1,8 @@
 """Exercise 9: sequence parallelism. Between its matrices each of T ranks has S/T of the tokens. In
 the place of f stands gather_tokens: this rank's tokens -> all tokens. In the place of g stands
 scatter_tokens: partial sums of all tokens -> the sum for this rank's tokens. The backward of one
-is the forward of the other. The collectives cut dim 0 of a contiguous tensor into chunks.
+is the forward of the other. The collectives cut a contiguous tensor, flattened, into T chunks: if
+its shape is (T, ...), chunk t is its entry t.
 """
 
 from collectives import WithBackward, all_gather, reduce_scatter

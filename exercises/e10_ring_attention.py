@@ -1,8 +1,8 @@
-"""Exercise 10: attention over a sequence that N ranks share. zigzag: which tokens a rank has: two
-of 2N segments, an early one and a late one, so that under the causal mask all ranks have as much
-to compute. ring_attention: queries stay, keys and values go around the ring (pass_on: one hop, with
-its backward). Softmax needs all keys, so keep sum(exp(score) v) and sum(exp(score)) apart, relative
-to the largest score so far: when a larger one comes, both sums shrink by exp(old - new)."""
+"""Exercise 10: attention over a sequence that N ranks share. zigzag gives each rank two of 2N
+segments, an early one and a late one, so that under the causal mask all ranks compute as much.
+ring_attention: queries stay, keys and values go around the ring (pass_on: one hop, with its
+backward). Softmax needs all keys, so keep sum(exp(score) v) and sum(exp(score)) apart, relative to
+the largest score so far: when a larger score comes, multiply both sums by exp(old - new)."""
 
 import math
 
@@ -19,8 +19,8 @@ def zigzag(S, size, rank):
 
 def ring_attention(q, k, v, group):
     """q, k, v: (B, nh, S/N, hs), of this rank's tokens. Returns attention over all S tokens for
-    this rank's queries, (B, nh, S/N, hs). Scores are q @ k.mT / sqrt(hs); a token attends to no
-    later one. pass_on(x, group) sends x to the next rank and returns the previous rank's x.
+    this rank's queries, (B, nh, S/N, hs). Scores are q @ k.mT / sqrt(hs); no token attends to a
+    later token. pass_on(x, group) sends x to the next rank and returns the previous rank's x.
 
     A query that has met scores 0 and 0 with values 1 and 3, and then a score log 2 with value 7:
     the sums are 4 and 2, largest 0; then 4/2 + 7 = 9 and 2/2 + 1 = 2, largest log 2: result 4.5."""

@@ -1,7 +1,7 @@
 """Exercise 11: dispatch and combine. E ranks have n experts each: expert i is on rank i // n. Each
-token chose k experts. Dispatch: a token goes, once for each choice, to the rank of that expert.
-Combine: the outputs come back and are added up, each times its gate. Rows travel by send_rows, for
-which they lie sorted by expert; ranks first tell each other how many rows they send (all_to_all).
+token chose k experts. Dispatch: for each choice the token's row goes to the rank of the expert.
+Combine: the outputs come back and are added up, each times its gate. send_rows sends rows, sorted
+by expert; before that, the ranks tell each other by all_to_all how many rows they will send.
 """
 
 import torch

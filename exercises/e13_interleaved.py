@@ -1,7 +1,7 @@
 """Exercise 13: interleaved 1F1B. A rank has v stages (chunks): "F1" is a forward of its chunk 1.
 P microbatches go through chunk 0, then the same P through chunk 1, ..., then the next P; backwards
-likewise, from the last chunk to the first; m is a multiple of P. How many forwards warm up? All
-chunks before the last first, P each; then twice as many as in 1F1B, so that messages may take time.
+likewise, from the last chunk to the first; m is a multiple of P. How many forwards warm up? P for
+each chunk but the last; and twice as many as in 1F1B, so that messages may take time.
 """
 
 from schedules import weave
@@ -9,7 +9,7 @@ from schedules import weave
 
 def interleaved(P, m, v, rank):
     """weave(forwards, backwards, num_warmup) is 1F1B of two lists: num_warmup forwards, a forward
-    and a backward in turn, the backwards that are left. With v = 1 the warm-up is 1F1B's.
+    and a backward in turn, the backwards that are left. If v = 1, warm up like 1F1B, once.
 
     P = 2, v = 2, m = 2:   rank 0  F0 F0 F1 F1 B1 B1 B0 B0
                            rank 1  F0 F0 F1 B1 F1 B1 B0 B0"""

@@ -7,8 +7,9 @@ possible: then any layout can read what any other wrote.
 
 def runs(tag, start, stop):
     """Yields (index in the full tensor, index counted from `start`, length), in order. tag.shape:
-    full shape; tag.dim; tag.ranges: [(begin, end), ...] along dim, in order, `end` not included.
+    shape of the full tensor; tag.ranges: ((begin, end), ...) along tag.dim, in order, without end.
 
     Shape (2, 6), dim 1, ranges ((1, 3),): the slice holds elements 1 2 7 8 of the full tensor, so
-    runs(tag, 1, 4) yields (2, 0, 1), then (7, 1, 2). shape[:d].numel() is the number of rows."""
+    runs(tag, 1, 4) yields (2, 0, 1), then (7, 1, 2). A row: the elements that share all indexes
+    before dim; there are tag.shape[: tag.dim].numel() rows."""
     raise NotImplementedError

@@ -1,8 +1,9 @@
 """Runs an attempt on real processes, and trains plain.py's small GPT with it.
 
-    attempt      one rank: runs an exercise's judge; returns a Report, whatever happens
-    verdict      what the reports of all ranks say together
-    trains       puts forms into the root's files, trains two steps, compares with one process
+    attempt      one rank: runs an exercise's judge; sends a Report, whatever happens
+    verdict      picks the report to print from those of all ranks
+    trains       sets the attempt's functions in the root's modules, trains two steps, compares with
+                 one process
 """
 
 import traceback
@@ -20,7 +21,8 @@ from exercises.board import ENDED, Board, OtherSize, Stuck, WatchedMesh
 from group import Group
 from run.config import Config
 
-TOLERANCE = 1e-10  # share of a tensor's norm: float64 has 16 digits, another order costs a few
+# Relative to a tensor's norm: float64 has 16 digits, and a sum in another order loses a few
+TOLERANCE = 1e-10
 
 
 class Wrong(Exception):
@@ -29,25 +31,27 @@ class Wrong(Exception):
 
 class Report(NamedTuple):
     kind: str  # one of KINDS
-    line: str  # what to say; "" if right
+    line: str  # the line to print; "" if right
     facts: tuple = ()  # lines: figures beside their formulas
 
 
-# Worst first. If ranks report different kinds, only the first of them in this order is printed: the
-# others may follow from it
+# Worst first: verdict() picks one report of the worst kind, because the other ranks' reports may
+# follow from it
 KINDS = ("not written", "an error", "wrong", "a hang", "a lost message", "right")
 
 
 def place_of(error):
-    """The line of the learner's file (or the last one) that an error came from."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """Where an error came from, "FILE, line N": the innermost call in the learner's file; if none
+    is there, the innermost call."""
+    frames = traceback.extract_tb(error.__traceback__)  # outermost call first
+    # Names of exercises begin with e01 to e16
     own = [frame for frame in frames if Path(frame.filename).name.startswith(("e0", "e1"))]
     frame = (own or frames)[-1]
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
 def said_by(error):
-    """What an exception says, in one line: the first and the last of its lines, and its notes."""
+    """An exception's text in one line: the first and the last of its lines, and its notes."""
     key = error.args[0] if error.args else None
     lines = str(error).strip().splitlines() or [""]
     if isinstance(key, torch.Tensor):  # a KeyError: its text would be the tensor's numbers
@@ -59,7 +63,7 @@ def said_by(error):
 
 @contextmanager
 def while_trying(what):
-    """Adds what is tried to the line of an exception, Wrong or another."""
+    """Add a note, such as "in step 2", to an exception that is raised inside, Wrong or another."""
     try:
         yield
     except Exception as error:
@@ -67,9 +71,10 @@ def while_trying(what):
         raise
 
 
-def attempt(rank, judge, forms, board):
-    """One rank's Report. judge: of an Exercise; forms(): {name: function or class}; board: the path
-    of a file that only this attempt uses."""
+def attempt(rank, judge, forms, board, send):
+    """Run an attempt on one rank, and call send(report) with this rank's Report. Returns when no
+    rank can go on. judge: an Exercise's; forms(): {name: function or class}; board: the path of a
+    file that only this attempt uses."""
     board = Board(board, rank, torch.distributed.get_world_size())
 
     def make_mesh(**sizes):
@@ -83,16 +88,16 @@ def attempt(rank, judge, forms, board):
         report = Report("wrong", said_by(error))
     except Stuck as error:
         report = Report("a hang", str(error))
-    except CommunicationError as error:  # another rank has ended: its own report comes first
+    except CommunicationError as error:  # another rank has ended, whose report tells more
         report = Report("a lost message", str(error))
     except Exception as error:
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
                                     + said_by(error))
-    # A rank that hangs stays on the board as waiting: the others have to see what it waits for
+    # A rank that hangs stays on the board as waiting: the other ranks have to see for what
     if report.kind != "a hang":
         board.write(ENDED)
+    send(report)  # before the wait, which does not end if another rank computes forever
     board.wait_for_all()
-    return report
 
 
 def verdict(reports):
@@ -104,21 +109,22 @@ def verdict(reports):
 
 
 def same(got, want):
+    """Are two tensors or numbers equal, to TOLERANCE? Tensors of different shapes are not."""
     got = torch.as_tensor(got)
     want = torch.as_tensor(want)
     if got.shape != want.shape:
         return False
     error = (got.detach().double() - want.double()).norm().item()
-    return error <= TOLERANCE * max(want.double().norm().item(), 1e-3)
+    return error <= TOLERANCE * max(want.double().norm().item(), 1e-3)  # the norm may be 0
 
 
 def transposed(tensor):
-    """The same numbers, not contiguous."""
+    """A tensor with the same values that is not contiguous."""
     return tensor.mT.contiguous().mT
 
 
 def factor(got, want):
-    """The number k with got = k want; None if there is none, or if it is 1."""
+    """The number k with got = k want; None if there is none, or if k is 1."""
     got, want = got.detach().double().flatten(), want.detach().double().flatten()
     if got.shape != want.shape or not want.any():
         return None
@@ -127,7 +133,7 @@ def factor(got, want):
 
 
 def in_numbers(k):
-    """0.25 as 1/4, 2.0 as 2, else three digits."""
+    """A factor as text: 0.25 as "1/4", 2.0 as "2", any other with three digits."""
     if k and abs(1 / k - round(1 / k)) < 1e-9 and abs(k) < 1:
         return f"1/{round(1 / k)}"
     return f"{round(k)}" if abs(k - round(k)) < 1e-9 else f"{k:.3g}"
@@ -135,15 +141,16 @@ def in_numbers(k):
 
 def check_shape(what, got, want):
     if not isinstance(got, torch.Tensor):
-        raise Wrong(f"{what}: a tensor is to be returned, and {type(got).__name__} was")
+        raise Wrong(f"{what} is no tensor: {type(got).__name__} was returned")
     if got.shape != want.shape:
         raise Wrong(f"{what} has shape {[*got.shape]}, and should have {[*want.shape]}")
     if got.dtype != want.dtype:
-        raise Wrong(f"{what} is {got.dtype}, and should be {want.dtype}: like what it is made of")
+        raise Wrong(f"{what} is {got.dtype}, and should be {want.dtype}, like the input")
 
 
 def beside(what, got, formula, value):
-    """A line of figures. Raises Wrong if they differ."""
+    """A line with a figure, `got`, beside the value of its formula. Raises Wrong if the two differ.
+    what: names the figure."""
     if got != value:
         raise Wrong(f"right, but {what}: {got}, and the formula {formula} says {value}")
     return f"{what}: {got}    formula {formula} = {value}"
@@ -153,7 +160,8 @@ def beside(what, got, formula, value):
 
 
 class Alone:
-    """The mesh of one process."""
+    """The mesh of one process, with the members of Mesh that plain.py reads. (A Mesh would have all
+    processes of torch.distributed.)"""
 
     def __init__(self):
         self.device = torch.device("cpu")
@@ -173,7 +181,7 @@ class Alone:
 class RandomTokens:
     """Takes the place of Data (data/batches.py): random tokens, the same for any layout."""
 
-    vocab_size = 21  # no multiple of 2 or 4: the tensor ranks' slices are of unequal length
+    vocab_size = 21  # not a multiple of 2 or 4, so the tensor ranks' slices differ in length
 
     def training(self, cfg, step, mesh):
         generator = torch.Generator().manual_seed(step)
@@ -185,6 +193,7 @@ class RandomTokens:
 
 
 def small_config(mesh_sizes, **flags):
+    """The Config of a small GPT on a mesh of these sizes, {axis: ranks}."""
     return Config(**{
         "dp": 1, "pp": 1, "tp": 1, "microbatches": 1, "schedule": "1f1b", "zero": 0,
         "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4, "batch_size": 8, "steps": 2,
@@ -195,13 +204,14 @@ def small_config(mesh_sizes, **flags):
 class Step(NamedTuple):
     loss: float
     norm: float
-    grads: list  # what the optimizer gets
-    tags: list
+    grads: list  # this rank's gradients that the optimizer gets: slices, under ZeRO chunks
+    tags: list  # the tag of each gradient
 
 
 def steps_of(cfg, mesh):
-    """Train with plain.py; a list of Steps. AdamW is where a step's gradients are seen."""
-    seen = []
+    """Train with plain.py. Returns a list of Steps. An AdamW that also keeps its gradients takes
+    the optimizer's place."""
+    seen = []  # (gradients, tags) of each step
 
     class Recorded(plain.AdamW):
         def __init__(self, cfg, weights, tags):
@@ -213,12 +223,14 @@ def steps_of(cfg, mesh):
             super().step(grads, norm)
 
     losses = list(plain.training_steps(cfg, mesh, RandomTokens(), optimizer=Recorded))
-    return [Step(loss, norm, *more) for (loss, norm), more in zip(losses, seen, strict=True)]
+    return [Step(loss, norm, grads, tags)
+            for (loss, norm), (grads, tags) in zip(losses, seen, strict=True)]
 
 
 @contextmanager
 def placed(places):
-    """The values in these places [(owner, name, value)], for a while."""
+    """places: [(owner, name, value)]. Set each owner's attribute `name` to the value, and at the
+    end back to what it was."""
     with ExitStack() as stack:
         for owner, name, value in places:
             stack.enter_context(patch.object(owner, name, value))
@@ -226,9 +238,9 @@ def placed(places):
 
 
 def trains(make_mesh, places, sizes, **flags):
-    """Train two steps of a small GPT on a mesh of these sizes, with the attempt in the places
-    [(owner, name, value)]; raise Wrong unless the gradients, norms and losses are those of one
-    process. Returns the mesh and a line."""
+    """Train two steps of a small GPT on a mesh of these sizes, with the attempt in these places
+    (placed()). Raise Wrong unless the gradients, norms and losses are those of one process.
+    Returns the mesh, and a line that says what was compared."""
     cfg = small_config(sizes, **flags)
     want = steps_of(small_config({}), Alone())
     mesh = make_mesh(**{"dp": 1, "pp": 1, "tp": 1, **sizes})
@@ -253,6 +265,7 @@ def trains(make_mesh, places, sizes, **flags):
 
 
 def against_alone(got, want):
+    """How a gradient differs from one process's."""
     if got.shape != want.shape:
         return f"has shape {[*got.shape]}, and should have {[*want.shape]}"
     k = factor(got, want)

@@ -1,7 +1,7 @@
 """Judges the collectives: reduce-scatter and all-gather (exercises 1 and 2).
 
-Rank r's term of chunk c is 10^(r + N c), so a sum tells, digit by digit, how often each rank's term
-of each chunk is in it."""
+Rank r's term of chunk c is 10^(r + N c). So digit r + N c of a sum is the number of times that rank
+r's term of chunk c is in the sum."""
 
 import torch
 
@@ -12,8 +12,8 @@ from tensor_parallel import maximum
 
 
 def terms(total, N):
-    """counts[c][r]: how often rank r's term of chunk c is in this number."""
-    digits = f"{round(total):0{N * N}d}"[::-1]
+    """counts[c][r]: how often rank r's term of chunk c is in this sum."""
+    digits = f"{round(total):0{N * N}d}"[::-1]  # the last digit, of 10^0, first
     return [[int(digits[r + N * c]) for r in range(N)] for c in range(N)]
 
 
@@ -23,8 +23,9 @@ def ranks_in_words(ranks):
 
 
 def explain_sum(total, c, N):
-    """What is wrong with the sum of chunk c; "" if nothing is."""
+    """What is wrong with the sum of chunk c; "" if it is right."""
     right = sum(10.0 ** (r + N * c) for r in range(N))
+    # The average of chunk 0 is a fraction, 1111 / 4; that of a later chunk is whole, 11110000 / 4
     is_fraction = total != round(total) and total * N == round(total * N)
     if is_fraction or total * N == right:
         return f"is divided by {N}: sums are never averaged here"
@@ -54,7 +55,7 @@ def check_waits(group):
 
 
 def check_end(returned, tensor, hops, N):
-    """Raise Wrong unless the tensor was returned, after at most N - 1 hops."""
+    """Raise Wrong unless the form returned the tensor that it got, after at most N - 1 hops."""
     if hops > N - 1:
         raise Wrong(f"right, but in {hops} hops (calls of exchange): N - 1 = {N - 1} are enough")
     if not isinstance(returned, torch.Tensor):
@@ -90,7 +91,8 @@ def judge_reduce_scatter(make_mesh, forms):
     facts = [beside(f"bytes sent by rank {r}", sent, "8 bytes x (n - own chunk)",
                     8 * (n - chunks[r].numel())),
              beside("hops", hops, "N - 1", N - 1)]
-    for size in (2, 7):  # a chunk may be empty; three ranks
+    # Three ranks (rank 3 is alone, and has nothing to do). Of 2 numbers one chunk is empty
+    for size in (2, 7):
         three = mesh.join("three", [[0, 1, 2], [3]])
         y = torch.arange(size, dtype=torch.double) + 10 * three.rank
         want = three.size * torch.arange(size, dtype=torch.double) + 10 * sum(range(three.size))
@@ -112,7 +114,7 @@ def judge_all_gather(make_mesh, forms):
     group = mesh.group("dp")
     N, r = group.size, group.rank
     n = 10
-    # Chunk c of rank r before: 100 r + c, on its own chunk 1000 + r
+    # Before: chunk c of rank r is filled with 100 r + c, its own chunk r with 1000 + r
     chunks = [torch.full_like(chunk, 1000.0 + r if c == r else 100.0 * r + c) for c, chunk in
               enumerate(torch.zeros(n, dtype=torch.double).tensor_split(N))]
     x = torch.cat(chunks)
@@ -123,10 +125,10 @@ def judge_all_gather(make_mesh, forms):
         value = chunk[0].item()
         if not same(chunk, torch.full_like(chunk, 1000.0 + c)):
             if value == 100 * r + c:
-                said = "is what stood there before: nothing arrived"
+                said = "is unchanged: nothing arrived"
             elif value < 100 * N:
                 said = (f"is not valid: rank {int(value // 100)} sent its chunk {int(value % 100)} "
-                        "before that was valid; in the first hop a rank sends its own chunk")
+                        "before it had received it; in the first hop a rank sends its own chunk")
             elif value in range(1000, 1000 + N):
                 said = f"holds the chunk of rank {int(value - 1000)}"
             else:
@@ -137,7 +139,7 @@ def judge_all_gather(make_mesh, forms):
     facts = [beside(f"bytes sent by rank {r}", sent, "8 bytes x (n - chunk of the next rank)",
                     8 * (n - chunks[group.next].numel())),
              beside("hops", hops, "N - 1", N - 1)]
-    for size in (2, 7):
+    for size in (2, 7):  # three ranks, like in judge_reduce_scatter
         three = mesh.join("three", [[0, 1, 2], [3]])
         want = torch.arange(size, dtype=torch.double)
         y = torch.zeros_like(want)

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import schedules
 import train
-from engine.schedules import Action, simulate, validate
+from engine.schedules import make_schedule, simulate, validate
 from exercises.catalogue import RANKS
 from exercises.judge import (
     Alone,
@@ -21,26 +21,28 @@ from show.draw import schedule_text
 
 
 def actions_of_form(form, P, m, v):
-    """The ranks' lists of Actions. Raises Wrong for what is no list of actions."""
+    """The ranks' lists of Actions. Raises Wrong if the form returns anything but a list of actions
+    like "F0"."""
     lists = []
     for rank in range(P):
-        stages = [rank + P * chunk for chunk in range(v)]
-        count = {}
-        actions = []
         codes = form(P, m, v, rank)
-        for code in codes if isinstance(codes, list) else [codes]:
+        for i, code in enumerate(codes if isinstance(codes, list) else [codes]):
             letter, chunk = (code[:1], code[1:]) if isinstance(code, str) else ("", "")
             if letter not in tuple("FBIW") or not chunk.isdecimal() or int(chunk) >= v:
-                raise Wrong(f'rank {rank}: {code!r} is no action: a list of "F0", "B0", ... is to '
-                            "be returned")
-            actions.append(Action(letter, stages[int(chunk)], count.get(code, 0)))
-            count[code] = count.get(code, 0) + 1
-        lists.append(actions)
-    return lists
+                raise Wrong(f'rank {rank}: {code!r} is no action: return a list of "F0", "B0", ...')
+            if letter == "W" and codes[:i].count(code) >= codes[:i].count("I" + chunk):
+                raise Wrong(f'rank {rank}: entry {i} of the list, "{code}", comes before its '
+                            f'"I{chunk}"')
+        lists.append(codes)
+    schedule = Schedule(lambda P, m, v, rank: lists[rank], chunks=v)
+    with patch.dict(schedules.SCHEDULES, {"attempt": schedule}):
+        return make_schedule("attempt", P, m, v)
 
 
 def play_form(form, P, m, v=1, costs=(1, 1, 1, 0)):
-    """The Timeline. Raises Wrong for lists that cannot run."""
+    """Play a form's lists against a clock. costs: ticks of F, I, W and of a message. Returns
+    engine/schedules.py's Timeline: times, makespan, bubble, and peak_in_flight, a number for each
+    rank. Raises Wrong if the lists cannot run."""
     lists = actions_of_form(form, P, m, v)
     where = schedules.in_turn(P, v)
     try:
@@ -49,12 +51,12 @@ def play_form(form, P, m, v=1, costs=(1, 1, 1, 0)):
         raise Wrong(f"P = {P}, m = {m}: {error}") from None
     num_run = 1 + max(action.microbatch for actions in lists for action in actions)
     if num_run != m:
-        raise Wrong(f"P = {P}, m = {m}: {num_run} microbatches are run")
+        raise Wrong(f"P = {P}, m = {m}: the lists run {num_run} microbatches")
     return simulate(lists, where, costs)
 
 
 def explain_timeline(got, want):
-    """How a valid schedule is worse than it should be; "" if it is not."""
+    """How a Timeline is worse than the one that it should equal; "" if it is not worse."""
     for rank, (held, most) in enumerate(zip(got.peak_in_flight, want.peak_in_flight, strict=True)):
         if held > most:
             return f"rank {rank} has {held} in flight, and should have at most {most}"
@@ -65,6 +67,7 @@ def explain_timeline(got, want):
 
 
 def schedule_facts(name, timeline, P, m, formula):
+    """Lines: the schedule drawn, and its bubble beside the formula."""
     return [*schedule_text(timeline.times, 110).splitlines(),
             f"{name}, P = {P}, m = {m}: bubble {timeline.bubble:.2%}    formula {formula}; "
             f"in flight {timeline.peak_in_flight}"]
@@ -72,7 +75,7 @@ def schedule_facts(name, timeline, P, m, formula):
 
 def judge_orders(make_mesh, forms):
     facts = []
-    places = {}
+    attempts = {}  # {name of a schedule in SCHEDULES: the attempt in its place}
     for name, key in (("gpipe", "gpipe"), ("one_f_one_b", "1f1b")):
         form = forms[name]
         for P, m in ((3, 3), (4, 8), (4, 2), (1, 3)):
@@ -85,29 +88,29 @@ def judge_orders(make_mesh, forms):
                 raise Wrong(f"{name}, P = {P}, m = {m}: {said}")
         facts += schedule_facts(name, play_form(form, 4, 8), 4, 8,
                                 f"(P-1)/(m+P-1) = {3 / 11:.2%}")
-        places[key] = Schedule(form)
-    with patch.dict(schedules.SCHEDULES, places):
-        for key in places:
+        attempts[key] = Schedule(form)
+    with patch.dict(schedules.SCHEDULES, attempts):
+        for key in attempts:
             line = trains(make_mesh, [], {"pp": 4}, microbatches=8, schedule=key)[1]
             facts.append(f"{key}: {line}")
     return facts
 
 
 def trains_in_engine(make_mesh, schedule, m, v):
-    """One step of train.py's Trainer under this schedule: gradients, norm and loss, against one
-    process. Raises Wrong if they differ."""
+    """Run one step of train.py's Trainer under this schedule. Raises Wrong unless gradients, norm
+    and loss are those of one process. Returns a line that says what was compared."""
     cfg = small_config({"pp": RANKS}, microbatches=m, schedule="attempt", n_layer=6,
                        chunks=v)
     want = steps_of(small_config({}, n_layer=6), Alone())[0]
-    schedules.splits_backward.cache_clear()  # it may know an earlier attempt
+    schedules.splits_backward.cache_clear()  # an earlier "attempt" may be in its cache
     with patch.dict(schedules.SCHEDULES, {"attempt": schedule}):
         mesh = make_mesh(dp=1, ep=1, pp=RANKS, cp=1, tp=1)
         trainer = train.Trainer(cfg, mesh, RandomTokens.vocab_size)
-        norm, read = trainer.gradients(RandomTokens().training(cfg, 0, mesh))
-        loss, norm, _ = read()
+        _, read = trainer.gradients(RandomTokens().training(cfg, 0, mesh))
+        loss, norm, _ = read()  # waits for the step: loss, norm, loss scale
     full = {tag.name: grad for grad, tag in zip(want.grads, want.tags, strict=True)}
     for bucket in trainer.reducer.buckets:
-        for param, piece in trainer.reducer.grad_pieces(bucket):
+        for param, piece in trainer.reducer.grad_pieces(bucket):  # dp = 1: the whole gradient
             whole = full[param.shard.name].flatten()
             if not same(piece.flatten(), whole):
                 raise Wrong(f"a training step: rank {mesh.rank}: the gradient of "
@@ -129,7 +132,7 @@ def judge_interleaved(make_mesh, forms):
                 raise Wrong(f"P = {P}, m = {m}, v = {v}{slow}: {said}")
     schedule = schedules.SCHEDULES["interleaved"]._replace(actions=form)
     return [*schedule_facts("interleaved", play_form(form, 4, 8, 2), 4, 8,
-                     f"(P-1)/(vm+P-1) = {3 / 19:.2%}"),
+                            f"(P-1)/(vm+P-1) = {3 / 19:.2%}"),
             trains_in_engine(make_mesh, schedule, 8, 2)]
 
 

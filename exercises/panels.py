@@ -1,17 +1,18 @@
-"""The picture of python -m exercises break: a panel for each wrong line, its curve over the right
-runs."""
+"""The picture of python -m exercises break: a panel for each wrong line, with its loss curve and
+those of the right runs."""
 
 from exercises.break_it import SMOOTH, running_means, shown_from
 from show.draw import CURVES, GRID, INK, Picture, scale
 
 ACROSS = 3  # panels side by side
 WIDTH, HEIGHT = 310, 150  # a panel's size in pixels
-LOSSES = (2, 3, 4)  # ticks; what lies above the last is drawn at it
-WRONG = CURVES[1]
+LOSSES = (2, 3, 4)  # ticks of the vertical axis; a larger loss is drawn at the last tick
+WRONG = CURVES[1]  # color of a wrong line's curve
 
 
 def panels_svg(rows, rights):
-    """rows: the Outcomes of break_it.break_all, rights: the losses of each row's right runs."""
+    """The picture as SVG text. rows: the Outcomes of break_it.break_all; rights: the losses of each
+    row's right runs."""
     down = -(-len(rows) // ACROSS)
     picture = Picture("Fifteen wrong lines (orange), and right runs of eight seeds (grey)",
                       ACROSS * WIDTH + 20, 64 + down * HEIGHT)
@@ -25,7 +26,8 @@ def panels_svg(rows, rights):
 
 
 def draw_panel(picture, left, top, title, losses, rights):
-    """One panel, whose upper left corner is at (left, top)."""
+    """Draw one panel: its title from `top` on, its axes from `left` on. losses: the wrong line's;
+    rights: lists of losses, one for each right run."""
     across = scale((1, len(losses)), left, left + WIDTH - 30)
     level = scale(LOSSES, top + HEIGHT - 30, top + 24)
 

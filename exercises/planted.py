@@ -20,15 +20,17 @@ HERE = Path(__file__).resolve().parent.parent  # the repository
 
 
 class CannotPlant(ValueError):
-    """A change that is not there once, changes nothing, or changes more than planted() can swap."""
+    """A change whose old text is not in the file exactly once, or that changes nothing, or more
+    than planted() can swap."""
 
 
 def changed_text(file, pairs):
-    """The text of a file with each (old, new) replaced, in order; `old` must be there once."""
+    """The text of a file in which each (old, new) is replaced, in order. Each `old` must be in the
+    text exactly once."""
     text = Path(HERE, file).read_text()
     for old, new in pairs:
         if text.count(old) != 1:
-            raise CannotPlant(f"{file} has {text.count(old)} times {old!r}")
+            raise CannotPlant(f"{file} contains {old!r} {text.count(old)} times, not once")
         text = text.replace(old, new)
     return text
 
@@ -46,26 +48,28 @@ def head_of(node):
         parts = [*node.decorator_list, *node.bases, *node.keywords]
     else:
         parts = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
-    return [part and ast.dump(part) for part in parts]
+    # kw_defaults has None for an argument without a default
+    return [ast.dump(part) if part else None for part in parts]
 
 
 def inner_code(name, code):
-    """The code object of the function or class `name`, found among the constants of the code
-    around it, a module's or a class's."""
+    """The code object of the function or class `name`. code: of the module or class around it,
+    whose constants hold that code object."""
     (found,) = [const for const in code.co_consts
                 if isinstance(const, CodeType) and const.co_name == name]
     return found
 
 
 def function_of(value):
-    """The function inside of a staticmethod, a property, or a decorator that uses wraps."""
+    """The function inside of a staticmethod, a property, or a decorator that uses wraps; a plain
+    function itself."""
     for wrapper in ("__func__", "fget", "__wrapped__"):
         value = getattr(value, wrapper, value)
     return value
 
 
 def class_of(value, name):
-    """The class of this name, which a decorator may have replaced by a subclass."""
+    """The class of this name. value: the class, or the subclass by which a decorator replaced it."""
     return next(base for base in value.__mro__ if base.__name__ == name)
 
 
@@ -76,9 +80,10 @@ class Swap:
         """stack: an ExitStack, whose end undoes each change."""
         self.module = module
         self.stack = stack
-        self.count = 0  # swaps so far
+        self.count = 0  # changes so far
 
     def set(self, owner, name, value):
+        """Set an attribute until the stack ends."""
         self.stack.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
         self.count += 1
@@ -93,7 +98,7 @@ class Swap:
                 self.replace(was, now, code, owner)
 
     def replace(self, was, now, code, owner):
-        """Swap one statement that differs."""
+        """Swap one statement, `was`, by `now`. Arguments like compare()'s."""
         if isinstance(now, ast.FunctionDef | ast.ClassDef) and head_of(was) == head_of(now):
             inner = inner_code(now.name, code)
             value = vars(owner)[now.name]
@@ -107,7 +112,8 @@ class Swap:
             raise CannotPlant(f"{self.module.__name__}: cannot swap {ast.unparse(now)[:80]}")
 
     def set_constant(self, node, owner):
-        """Set a constant here, and in each module of the project that has imported it."""
+        """Set a constant in its owner; a module's, also in each module of the project that has
+        imported it."""
         name = ast.unparse(node.targets[0])
         expression = compile(ast.Expression(node.value), self.module.__name__, "eval")
         value = eval(expression, vars(self.module))
@@ -132,7 +138,7 @@ def plant(file, pairs, stack):
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     changed = changed_text(file, pairs)
     swap = Swap(module, stack)
-    stack.callback(swap.forget)
+    stack.callback(swap.forget)  # the stack ends in reverse order: when the old code is back
     swap.compare(ast.parse(Path(HERE, file).read_text()).body, ast.parse(changed).body,
                  compile(changed, file, "exec"), module)
     swap.forget()
@@ -142,10 +148,10 @@ def plant(file, pairs, stack):
 
 @contextmanager
 def planted(*changes):
-    """While it is open, this process runs with the changes, (file, old, new) each: `old` is found
-    once in the file, after the changes before it. CannotPlant if nothing changes, or if a change
-    cannot be swapped: a statement added to a module or class, another decorator or default, a field
-    of a dataclass."""
+    """While the context is open, this process runs with the changes. Each is (file, old, new):
+    `old` must be in the file exactly once, after the earlier changes. Raises CannotPlant if not, if
+    a file's changes change nothing but comments, and for changes that cannot be swapped: a
+    statement added to a module or class, another decorator or default, a field of a dataclass."""
     files = {}
     for file, old, new in changes:
         files.setdefault(file, []).append((old, new))

@@ -1,5 +1,6 @@
-"""python -m exercises quiz: asks for a number, then prints the right one and its derivation. They
-are computed here, or by sizes.py and schedules.py. No torch here."""
+"""python -m exercises quiz: asks for numbers. After an answer it prints "right" or the right number,
+and how to derive it. The numbers are computed here, by sizes.py, or by engine/schedules.py. No
+torch here."""
 
 import re
 from typing import NamedTuple
@@ -19,7 +20,7 @@ class Question(NamedTuple):
 
 
 def ring_bytes(n, N):
-    """Bytes that each rank sends in an all-reduce of n bytes (collectives.py)."""
+    """Bytes that each of N ranks sends in an all-reduce of n bytes (collectives.py)."""
     return 2 * (N - 1) / N * n
 
 
@@ -53,8 +54,8 @@ def ring_of_eight():
 def more_gpus():
     eight, many = ring_bytes(4, 8), ring_bytes(4, 1024)
     return Question(
-        "Just add more GPUs: the same all-reduce of 4 GB, on 1024 ranks in the place of 8. How "
-        "many times the bytes does each rank send?", many / eight,
+        "Just add more GPUs: the same all-reduce of 4 GB, on 1024 ranks in the place of 8. By what "
+        "factor do the bytes that each rank sends grow?", many / eight,
         (f"8 ranks: 2 * 7/8 * 4 = {eight:g} GB; 1024 ranks: 2 * 1023/1024 * 4 = {many:.4g} GB",
          f"{many / eight:.3g} times as many: the bytes of a rank hardly grow, but they do not "
          "shrink either.",
@@ -66,17 +67,17 @@ def zero3_of_70b():
     per = sum(bytes_per_parameter(3, 128))
     return Question(
         "70B parameters, 16-bit training with AdamW under ZeRO-3 on 128 GPUs. How many GB of model "
-        "states has each GPU?", 70e9 * per / GB,
+        "states does each GPU hold?", 70e9 * per / GB,
         ("ZeRO-3 shards weights, gradients and optimizer states: 16 / D bytes per parameter",
-         f"70e9 * 16 / 128 = {70e9 * per / GB:g} GB; beside them activations, and the whole "
-         "weights of a layer while it runs"))
+         f"70e9 * 16 / 128 = {70e9 * per / GB:g} GB; the GPU also holds activations, and the whole "
+         "weights of a layer while the layer runs"))
 
 
 def zero1_of_7b():
     per = bytes_per_parameter(1, 8)
     return Question(
         "7B parameters under ZeRO-1 on 8 GPUs (16-bit training, AdamW). How many GB of model "
-        "states has each?", 7e9 * sum(per) / GB,
+        "states does each GPU hold?", 7e9 * sum(per) / GB,
         ("ZeRO-1 shards the 12 bytes of the optimizer: 2 + 2 + 12/8 = "
          f"{sum(per):g} bytes per parameter", f"7e9 * {sum(per):g} = {7e9 * sum(per) / GB:g} GB"))
 
@@ -94,7 +95,7 @@ def in_flight_of_1f1b():
     most, all_of = in_flight("1f1b", 4, 12), in_flight("gpipe", 4, 12)
     return Question(
         "The same pipeline: how many microbatches has the first rank in flight at most under 1F1B?",
-        most, (f"one forward for each later rank to warm up, and the one that it runs: P = {most}",
+        most, (f"one forward for each later rank to warm up, and the next forward: P = {most}",
                f"under GPipe all m: {all_of}"), 0)
 
 
@@ -123,9 +124,9 @@ def data_ranks():
     held = 13e9 / (T * P) * per / GB
     return Question(
         "13B on 64 GPUs with P = 4 and T = 4, ZeRO-1 over the replicas. How many GB of model "
-        "states has each GPU?", held,
+        "states does each GPU hold?", held,
         (f"D = 64 / (P T) = {D} replicas; a rank has 13e9 / 16 = {13e9 / 16 / 1e9:.4g}e9 "
-         "parameters", f"of 2 + 2 + 12/{D} = {per:g} bytes: {held:.4g} GB"))
+         "parameters", f"each takes 2 + 2 + 12/{D} = {per:g} bytes: {held:.4g} GB"))
 
 
 def bytes_of_tensor_parallelism():
@@ -137,8 +138,9 @@ def bytes_of_tensor_parallelism():
         "block, forward and backward?", sent,
         (f"an activation B S C is 2048 * 4096 * 2 bytes = {n / 1e6:.4g} MB",
          "four all-reduces: after attention and after the MLP (g), and in backward before them (f)",
-         f"4 * 2 (T-1)/T * {n / 1e6:.4g} = {sent:.4g} MB. With --sp 5/4 of it: columns gather "
-         "their input again in backward"))
+         f"4 * 2 (T-1)/T * {n / 1e6:.4g} = {sent:.4g} MB. train.py --sp sends 5/4 of this: it "
+         "saves 1/T of a column's input, and gathers it again in backward.",
+         "(The root's sequence_parallel.py saves the whole input, and sends no more than this)"))
 
 
 def zero3_bytes():
@@ -158,8 +160,8 @@ QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, 
 
 
 def is_right(question, text):
-    """Is a typed answer right? A comma is a decimal point; what follows the number, such as a unit,
-    is ignored. None: the answer does not begin with a number."""
+    """Is a typed answer right? A comma is a decimal point; text after the number, such as a unit, is
+    ignored. None: the answer does not begin with a number."""
     number = re.match(r"\s*([+-]?\d*[.,]?\d+(e[+-]?\d+)?)", text, re.IGNORECASE)
     if number is None:
         return None

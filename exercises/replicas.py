@@ -27,15 +27,15 @@ SMALL = GPTConfig(21, block_size=4, n_layer=2, n_head=4, n_embd=8)
 
 
 def gradients_of(tokens):
-    """{name: gradient} of one process."""
+    """{name: gradient} of the small GPT in one process."""
     model = build(SMALL, dtype=torch.double)
     model(tokens, tokens).backward()
     return {name: param.grad for name, param in model.canonical_parameters()}
 
 
 def small_model(group):
-    """A tagged GPT and this rank's tokens; the gradients of all ranks' tokens, and those of this
-    rank's."""
+    """Returns a tagged GPT, this rank's tokens, the gradients from all ranks' tokens, and the
+    gradients from this rank's tokens."""
     model = build(SMALL, dtype=torch.double)
     tag_whole(model, group)
     tokens = torch.randint(21, (group.size, 1, 4), generator=torch.Generator().manual_seed(0))
@@ -60,8 +60,9 @@ def explain_gradient(got, want, own, N):
 
 
 def explain_new(chunk, old):
+    """What publish() made of a chunk, which is not the new one."""
     if same(chunk, old):
-        return "is the old one: every rank needs the new weights of all"
+        return "is the old one: every rank needs the new chunks of all ranks"
     return "is neither old nor new: all_gather takes the whole parameter"
 
 
@@ -70,30 +71,32 @@ def check_cleared(params):
         raise Wrong("gradients() leaves param.grad: the next step would add to it")
 
 
-def check_sums(ours, grads, whole, terms, group):
-    """Raise Wrong unless grads are the sums `whole`, in the order of ours.params. whole, terms: of
-    all ranks and of this rank, {name: gradient}."""
-    if grads is None or len(grads) != len(ours.params):
+def check_sums(reducer, grads, whole, terms, group):
+    """Raise Wrong unless grads are the sums over all ranks, `whole`, in the order of
+    reducer.params. terms: this rank's terms of the sums. whole, terms: {name: gradient}."""
+    if grads is None or len(grads) != len(reducer.params):
         raise Wrong("gradients() returns a list: a summed gradient for each of self.params")
     if group.unjoined:
         raise Wrong(f"rank {group.rank}: gradients() has returned, and {group.unjoined} of "
                     f"{group.submitted} all-reduces were not waited for")
-    for grad, param in zip(grads, ours.params, strict=True):
+    for grad, param in zip(grads, reducer.params, strict=True):
         name = param.shard.name
         if grad is None or not same(grad, whole[name]):
             others = [other for other, summed in whole.items()
                       if grad is not None and same(grad, summed)]
-            said = (f"is that of {others[0]}: return them in the order of self.params" if others
-                    else explain_gradient(grad, whole[name], terms[name], group.size))
+            said = explain_gradient(grad, whole[name], terms[name], group.size)
+            if others:
+                said = f"is that of {others[0]}: return gradients in the order of self.params"
             raise Wrong(f"rank {group.rank}: the gradient of {name} {said}")
 
 
-def check_second_step(ours, model, mine, whole, terms, group):
+def check_second_step(reducer, model, mine, whole, terms, group):
     """Raise Wrong if the sums of a second step differ, or a bucket of the first is still held."""
-    first, group.buffers = group.buffers, []
+    first = group.buffers
+    group.buffers = []
     with while_trying("in step 2"):
         model(mine, mine).backward()
-        check_sums(ours, ours.gradients(), whole, terms, group)
+        check_sums(reducer, reducer.gradients(), whole, terms, group)
     again = {id(buffer()) for buffer in group.buffers}  # a form may use its buffers again
     held = {id(buffer()) for buffer in first if buffer() is not None} - again
     if held:
@@ -102,7 +105,7 @@ def check_second_step(ours, model, mine, whole, terms, group):
 
 
 def check_large_first(form, group):
-    """Raise Wrong if the sums differ where the first gradient is larger than a bucket."""
+    """Raise Wrong if the sums differ for two layers whose first gradient is larger than BUCKET."""
     layers = [torch.nn.Linear(2, 3, bias=False, dtype=torch.double),
               torch.nn.Linear(3, BUCKET // 2, bias=False, dtype=torch.double)]
     inputs = torch.arange(2.0 * group.size, dtype=torch.double).view(-1, 2)  # a row for each rank
@@ -121,9 +124,9 @@ def check_large_first(form, group):
     whole, terms = gradients_of_rows(inputs), gradients_of_rows(mine)
     largest = layers[1].weight.numel()
     with while_trying(f"a first gradient of {largest} numbers, more than BUCKET"):
-        ours = form(layers)
+        reducer = form(layers)
         layers[1](layers[0](mine)).sum().backward()
-        check_sums(ours, ours.gradients(), whole, terms, group)
+        check_sums(reducer, reducer.gradients(), whole, terms, group)
 
 
 def judge_buckets(make_mesh, forms):
@@ -131,31 +134,33 @@ def judge_buckets(make_mesh, forms):
     mesh = make_mesh(dp=RANKS)
     group = mesh.group("dp")
     model, mine, whole, terms = small_model(group)
-    ours = form(model.layers)
+    reducer = form(model.layers)
     model(mine, mine).backward()
     begun, on_their_way = group.submitted, group.unjoined
-    check_sums(ours, ours.gradients(), whole, terms, group)
-    check_cleared(ours.params)
-    psi = sum(param.numel() for param in ours.params)
+    check_sums(reducer, reducer.gradients(), whole, terms, group)
+    check_cleared(reducer.params)
+    psi = sum(param.numel() for param in reducer.params)
     if group.submitted == 0:
         raise Wrong("right sums, but no all-reduce ran in the background: async_op=True")
-    if group.submitted >= len(ours.params):
-        raise Wrong(f"right sums, but {group.submitted} all-reduces for {len(ours.params)} "
+    if group.submitted >= len(reducer.params):
+        raise Wrong(f"right sums, but {group.submitted} all-reduces for {len(reducer.params)} "
                     "parameters: put parameters side by side into buckets")
     if begun == 0:
         raise Wrong("right sums, but no bucket was on its way when backward ended: no overlap")
     if on_their_way == 0:
         raise Wrong(f"right sums, but each of {begun} buckets was waited for before backward "
                     "ended: no overlap; wait() in gradients()")
-    largest = 2 * group.largest // 8  # numbers: the all-reduce of four ranks sends halves first
+    # engine/collectives.py sums small tensors by a butterfly, whose first message is half of the
+    # bucket. group.largest: bytes of the largest message; a number has 8 bytes
+    largest = 2 * group.largest // 8
     if largest > BUCKET:
         raise Wrong(f"right sums, but a bucket of {largest} numbers was sent: send a bucket when "
                     f"the next gradient would make it larger than {BUCKET}")
-    facts = [f"buckets: {group.submitted} for {len(ours.params)} parameters; on their way when "
+    facts = [f"buckets: {group.submitted} for {len(reducer.params)} parameters; on their way when "
              f"backward ended: {on_their_way}",
              f"bytes sent by rank {group.rank}: {group.bytes_sent}    formula 2 (N-1)/N n = "
              f"{2 * (RANKS - 1) * 8 * psi // RANKS}"]
-    check_second_step(ours, model, mine, whole, terms, group)
+    check_second_step(reducer, model, mine, whole, terms, group)
     check_large_first(form, group)
     reducers = (form, *plain.REDUCERS[1:])
     return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4})[1]]
@@ -166,9 +171,9 @@ def judge_zero1(make_mesh, forms):
     mesh = make_mesh(dp=RANKS)
     group = mesh.group("dp")
     model, mine, whole, terms = small_model(group)
-    ours = form(model.layers)
-    params = ours.params
-    for weight, param in zip(ours.weights, params, strict=True):
+    reducer = form(model.layers)
+    params = reducer.params
+    for weight, param in zip(reducer.weights, params, strict=True):
         chunk = own_chunk(param.data, group)
         if weight.numel() != chunk.numel():
             raise Wrong(f"self.weights has {weight.numel()} of the {param.numel()} numbers of "
@@ -181,7 +186,7 @@ def judge_zero1(make_mesh, forms):
                         f"{param.shard.name}: keep a view, so that a step changes the parameter")
     model(mine, mine).backward()
     before = {param.shard.name: param.detach().clone() for param in params}
-    for weight, grad, param in zip(ours.weights, ours.gradients(), params, strict=True):
+    for weight, grad, param in zip(reducer.weights, reducer.gradients(), params, strict=True):
         name = param.shard.name
         want = own_chunk(whole[name], group)
         if grad is None or not same(grad, want):
@@ -190,7 +195,7 @@ def judge_zero1(make_mesh, forms):
                         + explain_gradient(grad, want, own, group.size))
         weight.sub_(grad)
     check_cleared(params)
-    ours.publish()
+    reducer.publish()
     for param in params:
         old = before[param.shard.name]
         new = old - whole[param.shard.name]
@@ -210,6 +215,7 @@ def judge_zero1(make_mesh, forms):
     return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4}, zero=1)[1]]
 
 
+# Its weights have many more bytes than its activations
 WIDE = GPTConfig(21, block_size=4, n_layer=4, n_head=4, n_embd=64)
 
 
@@ -248,19 +254,21 @@ def judge_zero3(make_mesh, forms):
     if held > 8 * psi / 2:
         raise Wrong(f"right numbers, but after forward this rank holds {held} bytes more than "
                     f"before, and all weights have {8 * psi}: the gathered weights are not freed; "
-                    "gather in the function that checkpoint() runs: what it closes over stays")
+                    "gather in the function that checkpoint() runs; tensors that it closes over stay")
     facts = [f"bytes held after forward, beyond the chunks: {held}    all weights have {8 * psi}"]
     mesh, line = trains(make_mesh, places, {"dp": 4}, zero=3)
     sent = mesh.group("dp").bytes_sent // 2  # trains() makes two steps
     model = build(SMALL, dtype=torch.double)
     # The tied matrix counts twice: ZeRO-3 gathers it for both ends
     gathered = sum(param.numel() for layer in model.layers for param in layer.parameters())
-    return [*facts, f"bytes sent by rank {r} in a step: {sent}    formula 3 m Psi (D-1)/D = "
-            f"{3 * 8 * gathered * (RANKS - 1) // RANKS}, with the tied matrix twice in Psi", line]
+    formula = 3 * 8 * gathered * (RANKS - 1) // RANKS
+    return [*facts, f"bytes sent by rank {r} in a step: {sent}    formula 8 bytes x 3 m Psi "
+            f"(D-1)/D = {formula}, with the tied matrix twice in Psi", line]
 
 
 def held_after_forward(group, places):
-    """(bytes that a forward of a wide GPT has left allocated, Psi), with forms in these places."""
+    """Run a forward of a wide GPT with the attempt in these places. Returns the bytes that are then
+    allocated and were not before, and Psi."""
     model = build(WIDE, dtype=torch.double)
     psi = sum(param.numel() for param in model.parameters())
     tag_whole(model, group)
@@ -268,11 +276,11 @@ def held_after_forward(group, places):
     with placed(places):
         zero.ZeRO3(model.layers)
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
-            loss = model(tokens, tokens)
+            loss = model(tokens, tokens)  # keeps the graph, with all tensors that the graph saves
     if not loss.requires_grad:
         raise Wrong("no gradient comes through Gathered: was checkpoint() called with "
                     "use_reentrant=False?")
     events = profile.kineto_results.events()
+    # nbytes() is positive when memory is allocated, negative when memory is freed
     held = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    del loss
     return held, psi

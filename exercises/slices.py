@@ -1,5 +1,7 @@
 """Judges tensor and sequence parallelism: exercises 6 to 9."""
 
+import math
+
 import torch
 
 import model as model_file
@@ -42,8 +44,9 @@ def explain_sum_of(got, own, summed, T):
     return "differs from the sum" if k is None else f"is {in_numbers(k)} times the sum"
 
 
-def explain_same_as(got, want, summed, T):
-    """How a tensor differs from `want`, which is to pass unchanged."""
+def explain_same_as(got, want, summed):
+    """How a tensor differs from `want`, which should pass unchanged. summed: what an all-reduce
+    would have made of `want`."""
     if got is None:
         return "is None: no gradient came through"
     if got.shape != want.shape:
@@ -56,7 +59,8 @@ def explain_same_as(got, want, summed, T):
 
 
 def through(form, name, x, grad, group):
-    """(y, grad of x) of y = form(x). Raises Wrong if form changes x or the gradient."""
+    """Run y = form(x, group) and y.backward(grad). Returns y and the gradient of x. Raises Wrong if
+    the form changes x or grad. name: the form's, for messages."""
     x = x.clone().requires_grad_()
     before, grad_before = x.detach().clone(), grad.clone()
     with while_trying(f"in {name}'s forward"):
@@ -71,7 +75,7 @@ def through(form, name, x, grad, group):
         with while_trying(f"in {name}'s backward"):
             y.backward(grad)
     else:
-        result = y
+        result = y  # of another type or shape: the caller's check_shape() tells
     if not same(grad, grad_before):
         raise Wrong(f"{name}'s backward changes in place the gradient that autograd gave it: "
                     "clone it")
@@ -105,7 +109,7 @@ def check_f_and_g(forms, values, x, grad, group):
     y, grad_x = through(forms["copy_to_ranks"], "f", x, values[t], group)
     check_shape("f(x)", y, x)
     if not same(y, x):
-        raise Wrong(f"rank {t}: f's forward " + explain_same_as(y, x, T * x, T))
+        raise Wrong(f"rank {t}: f's forward " + explain_same_as(y, x, T * x))
     if grad_x is None or not same(grad_x, summed):
         raise Wrong(f"rank {t}: the gradient in f's backward "
                     + explain_sum_of(grad_x, values[t], summed, T))
@@ -116,11 +120,11 @@ def check_f_and_g(forms, values, x, grad, group):
                     + explain_sum_of(y, values[t], summed, T))
     if grad_x is None or not same(grad_x, grad):
         raise Wrong(f"rank {t}: the gradient in g's backward "
-                    + explain_same_as(grad_x, grad, T * grad, T))
+                    + explain_same_as(grad_x, grad, T * grad))
 
 
 def tagged_linear(n_in, n_out):
-    """A linear layer, the same on every rank, and its tags: whole."""
+    """A linear layer, the same on every rank, whose tags say that it is whole."""
     linear = torch.nn.Linear(n_in, n_out, dtype=torch.double)
     linear.weight.data.copy_(random_tensor(n_out, n_in, seed=1))
     linear.bias.data.copy_(random_tensor(n_out, seed=2))
@@ -177,6 +181,8 @@ def judge_linear(make_mesh, forms):
 
 
 def explain_bias(got, want, bias):
+    """How a layer's output differs from the right one, `want`, to which the bias was added once."""
+    # If got has the bias k times, this difference is k times the bias
     k = factor(got - want + bias, bias.expand_as(want))
     if same(got, want - bias):
         return "lacks the bias"
@@ -189,12 +195,14 @@ def judge_vocabulary_loss(make_mesh, forms):
     form = forms["vocabulary_loss"]
     mesh = make_mesh(tp=RANKS)
     group = mesh.group("tp")
-    V = 22  # rank 0 and 1 have 6 words, the others 5
+    V = 22  # words: ranks 0 and 1 have 6, ranks 2 and 3 have 5
     words = bounds(V, group)
     targets = torch.tensor([[0, 7, 21, 3], [12, 20, model_file.ABSENT, 9]])
     whole = random_tensor(2, 4, V, seed=5)
-    whole[0, 0, 20] += 3  # the largest logit of a token is on one rank
-    for big, says in ((0, ""), (800, "logits near 800: ")):
+    # By far the largest logit of this token, on rank 3: a wrong result if each rank subtracts the
+    # largest of its own logits
+    whole[0, 0, 20] += 3
+    for big, says in ((0, ""), (800, "logits near 800: ")):  # exp(800) overflows
         logits = (whole + big).requires_grad_()
         alone = model_file.cross_entropy(logits, targets)
         alone.backward()
@@ -217,7 +225,7 @@ def judge_vocabulary_loss(make_mesh, forms):
     most = 3 * targets.numel() * 8 * 2 * (RANKS - 1) // RANKS
     if sent > most:
         raise Wrong(f"right, but this rank sent {sent} bytes, and three numbers per token are "
-                    f"{most}: the logits are not to be gathered")
+                    f"{most}: do not gather the logits")
     facts = [f"bytes sent by rank {group.rank}: {sent}    "
              f"formula 2 (T-1)/T * 3 * tokens * 8 = {most}"]
     places = [(tensor_parallel, "vocabulary_loss", form)]
@@ -225,15 +233,17 @@ def judge_vocabulary_loss(make_mesh, forms):
 
 
 def explain_loss(got, want, logits, targets, words):
-    """Which mistake gives this loss. logits: whole."""
-    if got != got or abs(got) == float("inf"):
+    """Which mistake gives this loss. logits: of all words."""
+    if not math.isfinite(got):
         return f"the loss is {got}: exp overflows; subtract the largest logit of all ranks"
     present = targets != model_file.ABSENT
     at_target = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    padding = logits.logsumexp(-1)[~present].sum().item()
-    first = (logits.logsumexp(-1) - logits[..., 0])[~present].sum().item()
-    if any(same(got, want + more) for more in (padding, first)):
-        return "the loss counts padding: targets of ABSENT add nothing"
+    # Padding that is counted adds a loss: with 0 for the target's logit (masked, because to_local()
+    # says that ABSENT is outside), or with the logit of word 0
+    as_masked = logits.logsumexp(-1)[~present].sum().item()
+    as_word_0 = (logits.logsumexp(-1) - logits[..., 0])[~present].sum().item()
+    if any(same(got, want + more) for more in (as_masked, as_word_0)):
+        return "the loss counts padding: a target of ABSENT adds nothing"
     if same(got, want + at_target[present].sum().item()):
         return "the loss lacks the logit of the target"
     inside = (targets >= words[0]) & (targets < words[1])
@@ -278,7 +288,7 @@ def judge_sequence(make_mesh, forms):
 
 
 def explain_tokens(got, want):
-    """How all tokens differ from those that should be there."""
+    """How a tensor of all tokens, (B, S, C), differs from the right one."""
     if got is None:
         return "is None: no gradient came through"
     if got.shape != want.shape:
@@ -293,8 +303,8 @@ def explain_tokens(got, want):
 
 
 def one_backward(make_mesh, forms):
-    """A backward of a small GPT under sequence parallelism with the attempt, against one process.
-    """
+    """Run a backward of a small GPT under sequence parallelism, with the attempt. Raises Wrong
+    unless its gradients are those of one process."""
     mesh = make_mesh(tp=RANKS)
     group = mesh.group("tp")
     ids = torch.randint(21, (3, 4), generator=torch.Generator().manual_seed(0))
@@ -312,6 +322,8 @@ def one_backward(make_mesh, forms):
 
 
 def sequence_parallel_with(model, group, forms):
+    """sequence_parallel(model, group) with the attempt: the layers keep the functions that they are
+    given here, so the model runs the attempt also after placed() has ended."""
     tag_whole(model, Alone().world)
     with placed([(sequence_parallel, name, form) for name, form in forms.items()]):
         sequence_parallel.sequence_parallel(model, group)

@@ -26,6 +26,8 @@ def judge_tied_norm(make_mesh, forms):
 
 
 def check_tie(form, mesh):
+    """Raise Wrong unless tie_ends tags the matrix of a tied model, and leaves that of an untied one
+    alone."""
     model = build(GPTConfig(21, block_size=4, n_layer=2, n_head=2, n_embd=8), dtype=torch.double)
     ends = mesh.ends("pp")
     replicas = mesh.group("dp")
@@ -55,16 +57,18 @@ def untied(model):
 
 
 def check_norm(form, group):
+    """Raise Wrong unless the norm is right for two gradients on each rank: one of a split matrix,
+    one of a LayerNorm that all ranks hold."""
     T, t = group.size, group.rank
     matrix = Shard("matrix.weight", torch.Size((T, 3)), 0, ((t, t + 1),))
-    norms = Shard("ln.weight", torch.Size((5,)), 0, ((0, 5),), shared_by=(group,))
+    layer_norm = Shard("ln.weight", torch.Size((5,)), 0, ((0, 5),), shared_by=(group,))
     parts = [random_tensor(1, 3, seed=r) for r in range(T)]
-    both = random_tensor(5, seed=99)
-    grads = [parts[t], both]
+    replicated = random_tensor(5, seed=99)  # the same on all ranks
+    grads = [parts[t], replicated]
     before = [grad.clone() for grad in grads]
-    got = form(grads, [matrix, norms], group)
+    got = form(grads, [matrix, layer_norm], group)
     squares = sum(part.square().sum() for part in parts)
-    own = both.square().sum()
+    own = replicated.square().sum()
     want = (squares + own).sqrt()
     check_shape("the norm", got, want)
     if not same(grads[0], before[0]) or not same(grads[1], before[1]):
@@ -75,9 +79,10 @@ def check_norm(form, group):
     if same(got, squares + own):
         said = "is the square of the norm"
     elif same(got, (squares + T * own).sqrt()):
-        said = f"counts what {T} ranks hold {T} times: divide its square by tag.copies"
+        said = (f"counts the LayerNorm's gradient, which {T} ranks hold, {T} times: divide its "
+                "square by tag.copies")
     elif same(got, (squares + own / T).sqrt()):
-        said = "counts what several ranks hold too little: divide its square by copies once"
+        said = "counts the LayerNorm's gradient too little: divide its square by tag.copies once"
     elif same(got, (parts[t].square().sum() + own).sqrt()) or same(
             got, (parts[t].square().sum() + own / T).sqrt()):
         said = "is of this rank's gradients only: not summed over the ranks"
@@ -92,8 +97,9 @@ def check_norm(form, group):
 
 
 def tags_of(group):
-    """{name: (tag of this rank's slice, start, stop)}: rows; columns; q, k, v; and under ZeRO a
-    chunk of the whole and a chunk of columns. [start, stop): in the flattened slice."""
+    """{name: (tag of this rank's slice, start, stop)}: slices of rows, of columns, and of q, k, v;
+    under ZeRO, a chunk of a whole tensor and a chunk of a slice of columns. [start, stop): elements
+    of the flattened slice."""
     T, t = group.size, group.rank
     shape = torch.Size((6, 8))
     rows = Shard("rows", shape, 0, (bounds(6, group),))
@@ -136,10 +142,11 @@ def judge_checkpoint(make_mesh, forms):
 
 
 def explain_runs(found, mine):
-    """What is wrong with a list of runs. mine: which elements of the full tensor they should be."""
+    """What is wrong with a list of runs; "" if nothing is wrong. mine: indexes in the full tensor
+    of the elements from start to stop."""
     if not isinstance(found, list) or any(len(tuple(run)) != 3 for run in found):
         return "yield (index in the full tensor, index counted from start, length)"
-    named = {}
+    named = {}  # {index counted from start: index in the full tensor}
     for index, position, length in found:
         if length < 1:
             return f"a run has length {length}"
@@ -151,7 +158,7 @@ def explain_runs(found, mine):
     if named == want:
         return ""
     if {p - min(named, default=0): i for p, i in named.items()} == want:
-        return "the second number is to be counted from start"
+        return "count the second number from start"
     if set(want.values()) < set(named.values()):
         return "elements outside of start and stop are in the runs"
     missing = sorted(set(want.values()) - set(named.values()))
@@ -163,7 +170,8 @@ def explain_runs(found, mine):
 
 
 def through_a_file(form, mesh, group):
-    """Each rank writes its columns into a file; then each reads rows."""
+    """Raise Wrong unless ranks that write their columns into a file read their rows from it.
+    Returns a line that says what was compared."""
     tags = tags_of(group)
     path = f"{mesh.board.path}.weights"
     full = random_tensor(6, 8, seed=1)

@@ -42,13 +42,15 @@ def judge_ring_attention(make_mesh, forms):
         if part.grad is None or not same(part.grad, alone.grad[:, :, mine]):
             raise Wrong(f"rank {r}: right result, but the gradient of {name} differs from one "
                         "process's: pass_on has a backward; is largest detached?")
-    n = 8 * 2 * 2 * S * 3
+    n = 8 * 2 * 2 * S * 3  # bytes of q, k or v: (2, 2, S, 3), float64
     formula = 2 * (N - 1) * n // N
-    facts = [beside("bytes sent forward by this rank", sent, "2 (N-1)/N B S C elements", formula)]
-    return [*facts, one_training(make_mesh, forms)]
+    facts = [beside("bytes sent forward by this rank", sent, "8 bytes x 2 (N-1)/N B S C", formula)]
+    return [*facts, one_backward_over_cp(make_mesh, forms)]
 
 
 def check_attention(got, whole, mine, rank, N, what):
+    """Raise Wrong unless a rank's result is right. whole: q, k and v of all tokens; mine: positions
+    of the rank's tokens; what: names the result in a message."""
     want = causal_attention(*whole)[:, :, mine]
     check_shape("what ring_attention returns", got, want)
     if not same(got, want):
@@ -59,12 +61,13 @@ def check_zigzag(form):
     for S, N in ((8, 2), (16, 4), (12, 3)):
         parts = [form(S, N, rank).tolist() for rank in range(N)]
         if sorted(sum(parts, [])) != list(range(S)):
-            raise Wrong(f"zigzag, S = {S}, N = {N}: the ranks have {parts}: each of the tokens is "
-                        "to be on one rank")
+            raise Wrong(f"zigzag, S = {S}, N = {N}: the ranks have {parts}: each token must be "
+                        "on one rank")
+        # The query at position p meets p + 1 keys
         pairs = [sum(position + 1 for position in part) for part in parts]
         if len(set(pairs)) > 1:
             raise Wrong(f"zigzag, S = {S}, N = {N}: the ranks' queries meet {pairs} keys: all "
-                        "should meet as many")
+                        "ranks should meet as many")
         for rank, part in enumerate(parts):
             if part != zigzag_of(S, N, rank).tolist():
                 raise Wrong(f"zigzag, S = {S}, N = {N}: rank {rank} has {part}, and segments "
@@ -72,7 +75,7 @@ def check_zigzag(form):
 
 
 def attention_of(q, k, v, hidden):
-    """Attention with this mask of hidden pairs."""
+    """Attention with this mask of hidden pairs; 0 for a query to which all keys are hidden."""
     scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf)
     return scores.softmax(-1).nan_to_num() @ v
 
@@ -100,7 +103,8 @@ def explain_attention(got, want, whole, mine, N):
 
 
 def compare_gradients(model, whole, rank):
-    """Raise Wrong unless the gradients, summed over the tags' groups, are those of one process."""
+    """Raise Wrong unless the gradients, summed over the tags' groups, are those of one process,
+    `whole`. Returns a line that says what was compared."""
     for param in model.parameters():
         for group in param.shard.sum_over:
             all_reduce(param.grad, group)
@@ -111,12 +115,15 @@ def compare_gradients(model, whole, rank):
 
 
 def gradients_of_kind(kind, config, tokens):
+    """{name: gradient} of a model of this class in one process."""
     model = build(config, dtype=torch.double, kind=kind)
     model(tokens, tokens).backward()
     return {name: param.grad for name, param in model.canonical_parameters()}
 
 
-def one_training(make_mesh, forms):
+def one_backward_over_cp(make_mesh, forms):
+    """Run a backward of a small GPT under context parallelism, with the attempt. Raises Wrong
+    unless its gradients are those of one process."""
     config = GPTConfig(21, block_size=16, n_layer=2, n_head=2, n_embd=8)
     mesh = make_mesh(cp=RANKS)
     group = mesh.group("cp")
@@ -138,6 +145,7 @@ def judge_experts(make_mesh, forms):
     mesh = make_mesh(dp=1, ep=RANKS)
     group = mesh.group("ep")
     E, e = group.size, group.rank
+    # 8 experts, 2 on each rank
     layer = mixture_layer(range(8))
     own = mixture_layer(range(2 * e, 2 * e + 2))
     x = random_tensor(2, 5, 8, seed=20 + e)
@@ -155,7 +163,7 @@ def judge_experts(make_mesh, forms):
     formula = number * (C * away + C * arriving + counts)
     facts = [beside("bytes sent by this rank", group.bytes_sent,
                     "rows out + outputs back + counts", formula)]
-    return [*facts, one_step_of_experts(make_mesh, forms)]
+    return [*facts, one_backward_over_ep(make_mesh, forms)]
 
 
 def random_choices(rank):
@@ -165,7 +173,8 @@ def random_choices(rank):
 
 
 def mixture_layer(experts):
-    """A MixtureOfExperts with these of 8 experts, the same values everywhere."""
+    """A MixtureOfExperts that holds only these of its 8 experts. Expert i has the same values on
+    every rank."""
     config = GPTConfig(21, n_layer=1, n_embd=8, n_experts=8, top_k=2)
     layer = MixtureOfExperts(config).double()
     for number, param in enumerate(layer.experts.parameters()):
@@ -174,6 +183,7 @@ def mixture_layer(experts):
 
 
 def explain_experts(got, want, layer, x, gates, chosen):
+    """Which mistake gives this result. layer: has all experts."""
     ones = torch.ones_like(gates)
     if same(got, layer.run_experts(x, ones, chosen)):
         return "is the sum of the outputs without their gates"
@@ -193,7 +203,9 @@ def explain_experts(got, want, layer, x, gates, chosen):
             "differs for all tokens: has each row met its own expert, and its own gate?")
 
 
-def one_step_of_experts(make_mesh, forms):
+def one_backward_over_ep(make_mesh, forms):
+    """Run a backward of a small GPT with experts under expert parallelism, with the attempt. Raises
+    Wrong unless its gradients are those of one process."""
     mesh = make_mesh(dp=1, ep=RANKS)
     group = mesh.group("ep")
     tokens = torch.randint(21, (RANKS, 1, 4), generator=torch.Generator().manual_seed(0))
@@ -201,6 +213,8 @@ def one_step_of_experts(make_mesh, forms):
     tag_whole(model, mesh.group("dp", "ep"))
     places = [(expert_parallel, name, form) for name, form in forms.items()]
     with placed(places):
+        # The layers keep the function that they are given here, so the model runs the attempt also
+        # after placed() has ended
         expert_parallel.spread_experts(model, group, mesh.group("dp"))
     model(tokens[mesh.rank], tokens[mesh.rank]).backward()
     whole = gradients_of_kind(MixtureGPT, MIXTURE, tokens.flatten(0, 1))

@@ -1,15 +1,17 @@
-"""Fifteen wrong lines in the root's own files, for python -m exercises break: bugs that trainers
-have had."""
+"""Fifteen wrong lines in this repository's own files, for python -m exercises break: bugs that
+trainers have had."""
 
 from typing import NamedTuple
 
-# Layouts that plain.py leaves out, as changes that are made before the wrong line. (The right run
-# is one process, and needs none.) Sequence parallelism in the place of tensor parallelism:
+# Two layouts that plain.py leaves out: changes of plain.py, made before the wrong line. (The right
+# run is one process, and needs none of them.)
+# Sequence parallelism in the place of tensor parallelism
 SEQUENCES_OVER_TP = (
     ("plain.py", '    tensor_parallel(model, mesh.group("tp"))\n',
      "    from sequence_parallel import sequence_parallel\n"
      '    sequence_parallel(model, mesh.group("tp"))\n'),)
-# Context parallelism: a rank has its tokens of each sequence; gradients and losses are summed
+# Context parallelism: each rank has its own tokens of each sequence, and gradients and losses are
+# summed over dp and cp
 SEQUENCES_OVER_CP = (
     ("plain.py", '    tag_whole(model, data=mesh.group("dp"))\n',
      "    from context_parallel import split_sequences\n"
@@ -27,10 +29,10 @@ SEQUENCES_OVER_CP = (
 
 class WrongLine(NamedTuple):
     name: str
-    layout: dict  # flags
+    layout: dict  # {flag: value}
     file: str
-    right: str  # stands once in the file
-    wrong: str
+    right: str  # text that is in the file exactly once
+    wrong: str  # the text that takes its place
     setting: tuple = ()  # the changes that make the layout: (file, old, new) each
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -34,9 +35,11 @@ import zero
 from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
 from exercises import __main__ as program
 from exercises import quiz, start
+from exercises.board import ENDED, JOINS, RECV, WAITS, Board
 from exercises.catalogue import EXERCISES, RANKS
 from exercises.judge import Report, Wrong, attempt, said_by, verdict, while_trying
 from exercises.messages import explain_sum
+from exercises.orders import play_form
 from exercises.start import load_forms
 from model import ABSENT, cross_entropy
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
@@ -63,7 +66,7 @@ def _attempts(rank, name, cases, folder):
         found = partial(dict, forms)
         if forms is None:
             found = partial(load_forms, HERE / f"exercises/{name}.py", exercise.forms)
-        reports.append(attempt(rank, exercise.judge, found, f"{folder}/{number}"))
+        attempt(rank, exercise.judge, found, f"{folder}/{number}", reports.append)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     return reports
 
@@ -851,8 +854,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
                           "own chunk) says 56"),
         (scatter_returns_nothing, "NoneType was returned: return the tensor that came in")]),
     "e02_all_gather": ({"all_gather": collectives.all_gather}, [
-        (gather_hop_missing, "is what stood there before: nothing arrived"),
-        (partial(gather_ring, first=1), "before that was valid; in the first hop a rank sends "
+        (gather_hop_missing, "is unchanged: nothing arrived"),
+        (partial(gather_ring, first=1), "before it had received it; in the first hop a rank sends "
                                         "its own chunk"),
         (gather_own_chunk_only, "chunk 1 holds the chunk of rank 3"),
         (gather_all_to_one, "rank 0 waits for message 1 from rank 1"),
@@ -866,7 +869,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (NeverEmpties, "after step 2 BucketDDP still holds 4 of step 1's buckets: empty"),
         (KeepsBuffers, "after step 2 BucketDDP still holds 1 of step 1's buckets: empty"),
         (SendsEmpty, "(a first gradient of 900 numbers, more than BUCKET)"),
-        (InOrderOfArrival, "return them in the order of self.params"),
+        (InOrderOfArrival, "return gradients in the order of self.params"),
         (ForgetsTheLastOfADict, ": the parameter transformer."),
         (ForgetsTheLast, "is this rank's own term: not summed over the replicas"),
         (OneEach, "put parameters side by side into buckets"),
@@ -878,7 +881,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (StepsWhole, "this rank's chunk has"),
         (StepsCopies, "keep a view, so that a step changes the parameter"),
         (StepsRecorded, "take the chunks of param.data"),
-        (NeverPublishes, "is the old one: every rank needs the new weights of all"),
+        (NeverPublishes, "is the old one: every rank needs the new chunks of all ranks"),
         (GathersChunks, "is neither old nor new: all_gather takes the whole parameter"),
         (KeepsGradients, "leaves param.grad: the next step would add to it"),
         (AllReduces, "right, but bytes sent by rank"),
@@ -925,7 +928,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (partial(loss_of_all_words, target=False), "the loss lacks the logit of the target"),
         (loss_of_own_words, "the loss is of this rank's words only"),
         (loss_of_own_largest, "do all ranks subtract the same number"),
-        (loss_of_gathered_logits, "the logits are not to be gathered")]),
+        (loss_of_gathered_logits, "do not gather the logits")]),
     "e09_sequence_parallel": ({"gather_tokens": gather_tokens, "scatter_tokens": scatter_tokens}, [
         ({"gather_tokens": tokens_in_ranks_order}, "has all numbers in another order"),
         ({"gather_tokens": gather_with_own_gradient},
@@ -938,10 +941,10 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"scatter_tokens": scatter_after_all_reduce}, "right, but bytes sent by rank")]),
     "e10_ring_attention": ({"zigzag": context_parallel.zigzag,
                             "ring_attention": context_parallel.ring_attention}, [
-        ({"zigzag": quarters}, "the ranks' queries meet [10, 26] keys: all should meet as many"),
+        ({"zigzag": quarters}, "the ranks' queries meet [10, 26] keys: all ranks should"),
         ({"zigzag": stripes}, "the ranks' queries meet [16, 20] keys"),
         ({"zigzag": late_first}, "rank 0 has [6, 7, 0, 1], and segments 0 and 3 are"),
-        ({"zigzag": overlapping}, "each of the tokens is to be on one rank"),
+        ({"zigzag": overlapping}, "each token must be on one rank"),
         ({"ring_attention": partial(ring, masked=False)}, "the causal mask is missing"),
         ({"ring_attention": partial(ring, hops=1)}, "has met this rank's own keys only"),
         ({"ring_attention": partial(ring, merge="softmaxes")},
@@ -975,20 +978,20 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (schedules.gpipe, "rank 0 has 8 in flight, and may have 4"),
         (partial(schedules.zero_bubble, 2), "rank 0 has 7 in flight, and may have 4"),
         (no_weights, "W(stage 0, microbatch 0) is missing"),
-        (weights_first, "misordered: rank 0 at W")]),
+        (weights_first, 'entry 8 of the list, "W0", comes before its "I0"')]),
     "e15_tied_norm": ({"tie_ends": pipeline.tie_ends, "global_norm": optimizer.global_norm}, [
         ({"tie_ends": tie_without_sum}, "sum_over lacks the two stages"),
         ({"tie_ends": tie_without_copies}, "shared_by lacks the two stages"),
         ({"tie_ends": tie_without_replicas}, "drops the replicas from sum_over"),
         ({"tie_ends": tie_always}, "tags a matrix that is not tied"),
-        ({"global_norm": partial(norm_of, copies=0)}, "counts what 4 ranks hold 4 times"),
-        ({"global_norm": partial(norm_of, copies=2)}, "divide its square by copies once"),
+        ({"global_norm": partial(norm_of, copies=0)}, "which 4 ranks hold, 4 times"),
+        ({"global_norm": partial(norm_of, copies=2)}, "divide its square by tag.copies once"),
         ({"global_norm": partial(norm_of, root=False)}, "is the square of the norm"),
         ({"global_norm": partial(norm_of, summed=False)}, "is of this rank's gradients only"),
         ({"global_norm": averaged_norm}, "is 1/2 of the right one: squares are never averaged"),
         ({"global_norm": sum_of_norms}, "is a sum of norms")]),
     "e16_checkpoint": ({"runs": Shard.runs}, [
-        (partial(runs_from, change=counted_from_the_slice), "is to be counted from start"),
+        (partial(runs_from, change=counted_from_the_slice), "count the second number from start"),
         (runs_of_whole_slice, "elements outside of start and stop are in the runs"),
         (runs_of_first_range, "of the full tensor are missing"),
         (runs_along_dim_0, "is said to lie at"),
@@ -1034,6 +1037,22 @@ def test_an_exception_is_told_in_one_line():
     assert said_by(wrong.value) == "differs (in step 2)"
 
 
+def one_backward_whole(P, m, v, rank):
+    """The repository's zb-h1, but rank 0 runs "B0" in the place of its first "I0" "W0"."""
+    actions = schedules.zero_bubble(1, P, m, v, rank)
+    if rank == 0:
+        first = actions.index("I0")
+        actions[first : first + 2] = ["B0"]
+    return actions
+
+
+def test_a_schedule_may_split_some_of_its_backwards():
+    """B and I count together: the I after the B is of microbatch 1."""
+    split = play_form(partial(schedules.zero_bubble, 1), 4, 8)
+    mixed = play_form(one_backward_whole, 4, 8)
+    assert (mixed.makespan, mixed.peak_in_flight) == (split.makespan, split.peak_in_flight)
+
+
 # ---- the files ----
 
 
@@ -1073,6 +1092,33 @@ def test_an_attempt_may_fail_in_other_ways():
     assert verdict(reports).line == "c" and verdict(reports[:2]).line == "a"
     # A rank whose peer has ended knows less than the peer
     assert verdict([Report("a lost message", "d"), *reports[:1]]).line == "a"
+
+
+def test_a_rank_sends_its_report_before_it_waits_for_the_others(tmp_path):
+    """Another rank may compute forever."""
+    happened = []
+    with (patch.object(torch.distributed, "get_world_size", lambda: RANKS),
+          patch.object(Board, "wait_for_all", lambda board: happened.append("waits"))):
+        attempt(0, lambda make_mesh, forms: ["12"], dict, tmp_path / "board", happened.append)
+    assert happened == [Report("right", "", ("12",)), "waits"]
+
+
+def test_at_the_limit_a_rank_that_computes_is_named(tmp_path):
+    """Ranks 0 and 3 wait for rank 2: rank 0 for a message, rank 3 for a job that waits for a
+    message. Rank 1 has sent its report."""
+    path = tmp_path / "board"
+    boards = [Board(path, rank, RANKS) for rank in range(RANKS)]
+    boards[0].write(WAITS, 0, RECV, 2, 0, 0)
+    boards[1].write(ENDED)
+    boards[3].write(JOINS)
+    boards[3].write(WAITS, 0, RECV, 2, 3, 0, thread=1)
+    pipes = [Pipe(duplex=False) for _ in range(RANKS)]
+    pipes[1][1].send(Report("right", ""))
+    reports = start.reports_until(0.0, [receive for receive, _ in pipes], path)
+    assert verdict(reports).line == "rank 2 still computes after 120 s: a loop that does not end?"
+    boards[2].write(ENDED)
+    pipes[2][1].send(Report("wrong", "a"))
+    assert verdict(start.reports_until(0.0, [receive for receive, _ in pipes], path)).line == "a"
 
 
 def raises(tensor, group, combine=None):
@@ -1154,8 +1200,9 @@ def test_the_list_says_what_is_solved_and_hints_come_one_at_a_time(learner, caps
 
 @pytest.mark.parametrize("words,says", [
     (["17"], "17: say which exercise, 1 to 16, quiz or break"), (["x"], "x: say which"),
-    (["--hint"], "--hint: say which exercise"), (["quiz", "--hint"], "quiz: say which"),
-    (["break", "--hint"], "break: say which"), (["3", "--svg", "x.svg"], "--svg is for break only"),
+    (["--hint"], "--hint needs the number"), (["quiz", "--hint"], "--hint needs the number"),
+    (["break", "--hint"], "--hint needs the number"),
+    (["3", "--svg", "x.svg"], "--svg is for break only"),
     (["break", "--svg", "/proc/x"], "/proc/x: No such file"),
     (["break", "--svg", __file__], "holds something else than --svg writes")])
 def test_a_wrong_command_line_is_answered_in_one_line(words, says, capsys, monkeypatch):
