@@ -73,8 +73,8 @@ class KeptDump:
     gradients and weights in memory. Made by the Recorder, with a Writer's arguments."""
 
     def __init__(self, cfg, mesh, model_config, shapes, dtype):
-        # The Recorder converts gradients to this dtype. (A Writer's is 32 bits at least; all tensors
-        # are float64 here)
+        # The Recorder converts gradients to this dtype. (A Writer's has 32 bits at least; here all
+        # tensors are float64)
         self.wide = dtype
         # {"weights-0": [(tag, this rank's slice)]}; 0: before step 1. And weights-1, weights-2,
         # gradients-1, gradients-2
@@ -109,8 +109,8 @@ def train_rank(mesh, cfg, value, steps):
 
 
 def put_together(parts):
-    """Make full tensors from every rank's [(tag, slice)]. Returns {name: full tensor}, and the names
-    of tensors whose copies on several ranks differ: there the first rank's copy is taken."""
+    """Make full tensors from every rank's [(tag, slice)]. Returns {name: full tensor}, and names of
+    tensors whose copies on several ranks differ: there the first rank's copy is taken."""
     full = {}
     differ = []
     for tag, part in chain(*parts):
@@ -282,8 +282,8 @@ def run_job(job):
 
 
 def break_all():
-    """Train all wrong lines and their right runs. Returns the rows, a list of Outcomes, and for each
-    row the losses of its right runs, a list for each seed."""
+    """Train all wrong lines and their right runs. Returns the rows, a list of Outcomes; and for
+    each row the losses of its right runs, a list for each seed."""
     kinds = []  # the different flags of right runs: several rows share right runs
     for line in WRONG_LINES:
         if flags_of_right(line) not in kinds:

@@ -69,7 +69,8 @@ def function_of(value):
 
 
 def class_of(value, name):
-    """The class of this name. value: the class, or the subclass by which a decorator replaced it."""
+    """The class of this name. value: that class, or a subclass with which a decorator has replaced
+    it."""
     return next(base for base in value.__mro__ if base.__name__ == name)
 
 

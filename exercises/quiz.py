@@ -1,6 +1,6 @@
-"""python -m exercises quiz: asks for numbers. After an answer it prints "right" or the right number,
-and how to derive it. The numbers are computed here, by sizes.py, or by engine/schedules.py. No
-torch here."""
+"""python -m exercises quiz: asks for numbers. After an answer it prints "right" or the right
+number, and how to derive it. The numbers are computed here, by sizes.py, or by engine/schedules.py.
+No torch here."""
 
 import re
 from typing import NamedTuple
@@ -160,8 +160,8 @@ QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, 
 
 
 def is_right(question, text):
-    """Is a typed answer right? A comma is a decimal point; text after the number, such as a unit, is
-    ignored. None: the answer does not begin with a number."""
+    """Is a typed answer right? A comma is a decimal point. Text after the number, such as a unit,
+    is ignored. None: the answer does not begin with a number."""
     number = re.match(r"\s*([+-]?\d*[.,]?\d+(e[+-]?\d+)?)", text, re.IGNORECASE)
     if number is None:
         return None

@@ -254,7 +254,7 @@ def judge_zero3(make_mesh, forms):
     if held > 8 * psi / 2:
         raise Wrong(f"right numbers, but after forward this rank holds {held} bytes more than "
                     f"before, and all weights have {8 * psi}: the gathered weights are not freed; "
-                    "gather in the function that checkpoint() runs; tensors that it closes over stay")
+                    "gather in the function that checkpoint() runs; tensors outside of it are kept")
     facts = [f"bytes held after forward, beyond the chunks: {held}    all weights have {8 * psi}"]
     mesh, line = trains(make_mesh, places, {"dp": 4}, zero=3)
     sent = mesh.group("dp").bytes_sent // 2  # trains() makes two steps
