@@ -83,9 +83,8 @@ def test(number, exercise, progress):
 
 
 def break_all_lines(svg):
-    """Print the table of the wrong lines; write the picture into the file `svg`, unless `svg` is
-    None. ValueError: the file holds something else than a picture. OSError: the file cannot be
-    written."""
+    """Print the table of the wrong lines. If a file is given, svg, write the picture into it.
+    ValueError: the file holds something else than a picture. OSError: it cannot be written."""
     if svg:
         refuse_foreign("--svg", svg, "<svg ")  # a file that begins otherwise is not overwritten
         Path(svg).touch()  # fail now, and not after the trainings, if the file cannot be written

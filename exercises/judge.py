@@ -73,8 +73,8 @@ def while_trying(what):
 
 def attempt(rank, judge, forms, board, send):
     """Run an attempt on one rank, and call send(report) with this rank's Report. Returns when no
-    rank can go on. judge: an Exercise's; forms(): {name: function or class}; board: the path of a
-    file that only this attempt uses."""
+    rank can go on. judge: Exercise.judge; forms() returns {name: the learner's function or class};
+    board: path of a file that only this attempt uses."""
     board = Board(board, rank, torch.distributed.get_world_size())
 
     def make_mesh(**sizes):
@@ -189,6 +189,7 @@ class RandomTokens:
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
         index, size = mesh.place("dp")
         mine = tokens.chunk(size)[index].chunk(cfg.microbatches)
+        # None: the number of a microbatch's first sequence, which only dropout reads
         return [(part[:, :-1], part[:, 1:], None) for part in mine]
 
 

@@ -21,7 +21,8 @@ LIMIT = 120  # seconds after which a rank that still computes is ended
 
 
 def load_forms(path, names):
-    """{name: function or class} of the learner's file. Raises Wrong if a name is missing."""
+    """{name: function or class} of these names in the learner's file. Raises Wrong if one is
+    missing."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,8 +33,8 @@ def load_forms(path, names):
 
 
 def run_rank(rank, exercise, path, folder, connection):
-    """Run one rank in a process of its own, and send its Report. It ends by os._exit, because the
-    usual end of a process waits for torch's threads, whose messages may never be received."""
+    """Run one rank in a process of its own, and send its Report. The process ends by os._exit,
+    without leaving torch's process group, because messages may still be pending."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a Report is one line, with no warning beside it
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of the profiler (exercise 5)
@@ -60,7 +61,8 @@ def reports_until(deadline, receiving, board):
     late = [rank for rank, report in enumerate(reports) if report is None]
     reports = [report for report in reports if report is not None]
     if late:
-        # A rank that waits for one that computes is late, too: name one that computes
+        # A rank that waits for one that computes is late, too: name one that computes. (If none
+        # does, a process has died, whose own Report is worse)
         computing = [rank for rank in ranks_that_compute(board) if rank in late] or late
         reports.append(Report("a hang", f"rank {computing[0]} still computes after {LIMIT} s: a "
                                         "loop that does not end?"))
