@@ -24,9 +24,11 @@ import threading
 import time
 import weakref
 from collections import Counter
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
+import torch.distributed as dist
 
 import engine.group
 import engine.mesh
@@ -316,8 +318,7 @@ class WatchedGroup(engine.group.Group):
 
 
 class WatchedMesh(engine.mesh.Mesh):
-    """A Mesh of watched groups. (Tests run several attempts in one process: each attempt makes its
-    own groups, so messages of a failed one cannot reach the next one.)"""
+    """A Mesh of watched groups."""
 
     def __init__(self, board, **sizes):
         self.board = board
@@ -331,3 +332,9 @@ class WatchedMesh(engine.mesh.Mesh):
             # new_group() waits for all ranks, and cannot be given up: wait on the board before
             self.board.meet()
         return super().join(name, rows)
+
+    def communicator(self, name, ranks):
+        """New connections for each mesh. The tests run several attempts in a process, and replace
+        this method of the other meshes by one that keeps connections (tests/pool.py): through these
+        a message of a failed attempt could reach the next attempt."""
+        return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
