@@ -90,8 +90,8 @@ def tree_time(device, members, size, nbytes):
 
 
 def all_reduce_time(device, members, size, nbytes):
-    """Seconds of an all-reduce in a ring or, if faster, in a tree. NCCL chooses likewise: a tree for
-    short tensors on many nodes."""
+    """Seconds of an all-reduce in a ring or, if faster, in a tree. NCCL also takes a tree for short
+    tensors on many nodes."""
     ring = ring_time(device, members, size, nbytes, rounds=2)
     return min(ring, tree_time(device, members, size, nbytes))
 
