@@ -127,8 +127,8 @@ def compare_reducer(name, mesh, reducer):
         for layer in before_head:
             x = layer(x)
         head(x, rows).backward()
-    # Elements in memory, of 8 bytes each. Under ZeRO-3 the model's parameters are empty, and
-    # ours.params are chunks; else ours.params are the model's parameters, and a set has each once
+    # Count elements in memory, of 8 bytes each. Under ZeRO-3 the model's parameters are empty, and
+    # ours.params are chunks. Else ours.params are the model's parameters: the set has each once
     kept = {*model.parameters(), *ours.params}
     held = sum(param.untyped_storage().nbytes() // 8 for param in kept)
     stepped = sum(weight.numel() for weight in ours.weights)
