@@ -164,9 +164,9 @@ def require_has(args, job, cfg):
 
 
 def searched(args):
-    """(device, own runs, Search, figures of layouts). The layouts are, with --layout: the layout of
-    the flags, then the fastest of all; else: the best layouts that have the flags' values. device:
-    before own runs changed its speed. The Search has the changed one."""
+    """(device before own runs changed its speed, own runs, Search on the changed device, figures of
+    layouts). With --layout these are the layout of the flags, then the fastest of all layouts; else
+    the best layouts that have the flags' values."""
     job, device, fixed = described(args)
     cfg = as_config(job, fixed)
     rows = []
@@ -185,7 +185,7 @@ def searched(args):
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, calibrated) for _, layout in best]
     if not rows:
-        config.check_layout(cfg, args.gpus)  # if train.py takes no such layout: a ValueError, why
+        config.check_layout(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
         config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))

@@ -42,7 +42,7 @@ fragmentation, --reserve leaves room"""
 
 def step_flops(job, recompute=False):
     """FLOPs of a step on all ranks, counted like in arXiv 2104.04473: a backward is two forwards,
-    S x S scores count whole, and recompute adds a second forward of the blocks."""
+    all S x S scores count, masked ones too, and recompute adds a second forward of the blocks."""
     model = job.model
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size
     forwards = 4 if recompute else 3  # a backward counts as two
@@ -56,8 +56,8 @@ def step_flops(job, recompute=False):
 
 def on_node(device, stride, size):
     """How many of a group's ranks are on one node. The group's `size` ranks are `stride` apart.
-    Nodes of 8, tp 2, dp 16: a dp group has stride 2 and reaches over 32 ranks; of each node it has
-    gcd(8, 32) // 2 = 4. (Exact where sizes divide the node or are multiples of it.)"""
+    Nodes of 8, tp 2, dp 16: a dp group has stride 2 and reaches over 32 ranks; on each node it has
+    gcd(8, 32) // 2 = 4 ranks. (Exact where sizes divide the node or are multiples of it.)"""
     return max(1, math.gcd(device.node, stride * size) // stride)
 
 
@@ -173,8 +173,8 @@ def closed_form(name, P, m, v, costs):
 def in_order(schedule, P, m, v):
     """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
     whose results it needs. needed: if another rank computes the action's input, the index in this
-    list of the action that does; else None. (The order of a rank's own actions is that of its
-    list.) The sorted list serves all costs."""
+    list of the action that does; else None. (A rank's own actions keep the order of its list.) The
+    sorted list serves all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     rows = []
@@ -186,7 +186,7 @@ def in_order(schedule, P, m, v):
                 needed = None
                 if kind != "W":  # W needs its own rank's I only
                     # F needs the F of the stage before, B and I the B or I of the stage after.
-                    # known: the dict with the action that this one needs; it records this one, too
+                    # known: the dict to look that action up in, and to record this action in
                     if kind == "F":
                         known, source = forward, stage - 1
                     else:
@@ -207,7 +207,7 @@ def played(schedule, P, m, v, costs):
     cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}  # seconds of one stage
     # When the first forward reaches each rank: stages 0 .. P-1 are on ranks 0 .. P-1
     begin = [rank * (f / v + comm) for rank in range(P)]
-    free = list(begin)  # when each rank has ended what it ran so far
+    free = list(begin)  # when each rank's last action so far ended
     ends = []  # when each action of in_order() ended
     for rank, kind, needed in in_order(schedule, P, m, v):
         start = free[rank]
@@ -254,7 +254,8 @@ KERNELS = {"F": 20, "I": 25, "W": 12, "head": 20, "optimizer": 8}
 # In a block's forward, numbers read or written for each element of an activation
 NORMS = 4  # two norms: each reads the element and writes it
 RESIDUALS = 6  # two additions: each reads two elements and writes one
-SCORES = 6  # reads and writes of a router's score: product, softmax, top-k, and the balance loss
+# Roughly how often a router's score is read or written: by product, softmax, top-k, balance loss
+SCORES = 6
 
 
 class Costs:
@@ -277,6 +278,7 @@ class Costs:
         #     moved_by_norms      norms and residual additions
         #     moved_inside        attention, and the MLP's activation function
         #     moved_by_routing    a router's scores; tokens to their experts and back
+        # (In train.py only --sp splits the scores. They are few: count them like the tokens)
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         inner = shape.inner + shape.shared
         in_mlp = shape.up * inner + inner  # the activation function reads, and writes
@@ -363,7 +365,8 @@ class Costs:
 
     def context_messages(self, n, layout, attention, attention_back):
         """(forward, backward) seconds that attention waits for context-parallel ranks. attention,
-        attention_back: seconds of its compute, beside which the ring's messages travel."""
+        attention_back: seconds of its compute in forward and in backward, beside which the ring's
+        messages travel."""
         T, ranks, w, device = layout.tp, layout.cp, self.job.width, self.device
         q, kv = shape_of(self.job.model)[:2]
         ranks_on_node = on_node(device, T, ranks)
@@ -390,10 +393,10 @@ class Costs:
         separate."""
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
         h, n_experts, shape = model.n_embd, model.n_experts, shape_of(model)
-        router = 2 * n * h * n_experts  # FLOPs
+        router = 2 * n * h * n_experts  # FLOPs. Whole on each tensor rank (train.py: unless --sp)
         products = 2 * n * sum(matrices(model)) / T + router
-        # Bytes that the products read and write, without their weights. Whole on each rank: inputs
-        # of two columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
+        # Bytes of activations that the products read and write. Whole on each rank: inputs of two
+        # columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
         # q + 2 kv and up * inner, and inputs of the rows, q and inner
         inner = shape.inner + shape.shared
         inside = (shape.q + 2 * shape.kv + shape.up * inner) + (shape.q + inner)
@@ -416,7 +419,7 @@ class Costs:
         W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
         if split and n_experts:
             # Experts do not defer their weight gradients: move their seconds from W to I. The n
-            # tokens have chosen n top_k times, and T ranks share the work. So for each choice this
+            # tokens have made n top_k choices, and T ranks share the work. So for each choice this
             # rank has the work of 1/T of an expert
             share_of_expert = experts * E / n_experts  # parameters of an expert, divided by T
             at_once = self.compute(2 * n * model.top_k * share_of_expert, moved=2 * w * experts)
@@ -462,7 +465,7 @@ class Costs:
         # The embedding's forward reads a row per token, and writes it
         look_up = self.compute(moved=2 * n * h * w)
         # Its backward adds to the matrix's gradient, in I, because W has only the deferred weight
-        # gradients of blocks. It reads a gradient and a row's sum, and writes the sum
+        # gradients of blocks. Per token a gradient and a row's sum are read, and the sum is written
         add = self.compute(moved=3 * n * h * w)
         return ((Time(look_up, reduce), Time(add), Time()),
                 (Time(head, reduce), Time(), Time()))
@@ -636,8 +639,8 @@ class Costs:
         return self.pipeline_time(layout) + sum(self.update_time(layout))
 
     def breakdown(self, layout):
-        """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's.
-        tp, cp, ep, pp, dp: exposed messages of that axis."""
+        """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds, in sum step_time's. tp, cp,
+        ep, pp, dp: exposed messages of that axis."""
         _, part = self.busiest_rank(layout)
         busy = Time()
         for number, layer in zip(part, self.layers(layout), strict=True):

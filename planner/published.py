@@ -248,7 +248,7 @@ def errors(runs):
     fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     rows = []
     for run in runs:
-        # GPUs of one kind are those that compute equally fast
+        # GPUs with the same tflops are of one kind
         same_gpu = [mfu for tflops, mfu in fitted if tflops == run.machine.tflops]
         usual = median(same_gpu or [mfu for _, mfu in fitted])
         seconds = PublishedCosts(run).step_time(run.layout)

@@ -12,9 +12,9 @@ from planner.search import NOT_SEARCHED, Search, as_config, departures
 from planner.table import table
 from schedules import SCHEDULES
 
-# The planner's median error on published runs that were held out: it predicted them before anybody
-# had seen a prediction of them, and nothing was fitted to them. python plan.py --published prints
-# the error: "held out third" is the third such set (the first two were fitted later)
+# The planner's median error on published runs to which nothing was fitted: the third set of runs
+# that was held out. (The first two sets were fitted later.) The error is printed by
+# python plan.py --published, in the line "held out third: 28 rows"
 BAND = 0.14
 # Columns of every table. Another field of Layout has a column if its value in some row is not that
 # of one process
@@ -125,7 +125,7 @@ def for_program(program, job, layout):
 
 
 def calibration(args, job, device, runs):
-    """Lines of text: what own runs say of a device."""
+    """Lines of text: own runs beside their predictions, and the factor of compute that follows."""
     for run in runs:
         predicted = Costs(job, device).step_time(run.layout)
         yield (f"measured {run.seconds:.4g} s, predicted {predicted:.4g} s "

@@ -4,7 +4,7 @@ Candidates are all layouts that train.py takes, except those in NOT_SEARCHED (un
 them) and second names of 1F1B: other schedules on one pipeline rank, and interleaved with one
 chunk. Each candidate gets a lower bound of its time (Costs.lower_bound): messages between stages
 take no time, and the bubble is computed by the schedule's formula or, without a formula, from the
-shortest wait of rank 0. Always the layout with the lowest bound is refined: by its ZeRO stage, then
+shortest wait of rank 0. The layout with the lowest bound is refined first: by its ZeRO stage, then
 by memory, then by the simulated schedule. So no layout is overlooked, and few are simulated. A
 model whose blocks differ needs another search (Alpa, arXiv 2201.12023)."""
 
@@ -126,7 +126,7 @@ class Search:
         return [v for v in range(2, 17) if v <= 8 or L % (v * pp) == 0]
 
     def layouts(self):
-        """Yields all layouts, with ZeRO stage 0."""
+        """Yields all candidates, each with ZeRO stage 0."""
         for axes in self.axes():
             pp = axes["pp"]
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
@@ -189,10 +189,12 @@ class Search:
         entry(seconds, precision, layout). A layout that leaves the queue returns to it with more
         precise seconds, until they are exact:
 
-            precision      seconds                                 becomes
-            "bound"        lower bound of the pipeline             one "with update" per ZeRO stage
-            "with update"  and data-parallel messages, optimizer   "exact", if the two ends fit
-            "exact"        the same, with the simulated pipeline   the answer, if all ranks fit
+            precision      seconds                                  becomes
+            "bound"        lower bound of the pipeline              a "with update" per ZeRO stage
+            "with update"  bound + update_time of the ZeRO stage    "exact", if the two ends fit
+            "exact"        simulated pipeline + update_time         the answer, if all ranks fit
+
+        (update_time: data-parallel messages and the optimizer)
         """
         while queue:
             _, _, seconds, precision, layout = heapq.heappop(queue)
@@ -203,7 +205,7 @@ class Search:
             elif technique_of(layout) in found:
                 self.slower += 1
             elif precision == "with update":
-                if self.fits(layout, [0, layout.pp - 1]):  # mostly the ends hold most
+                if self.fits(layout, [0, layout.pp - 1]):  # mostly one of these holds most
                     heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
                 return seconds, layout
