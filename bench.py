@@ -60,9 +60,9 @@ from run.processes import init, shutdown
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # ---- the rows ----
-# A Row (races/job.py) races two sides on n ranks, for one layout and one size of model. Here `ours`
-# is the trainer of train.py, its checkpoint (one row), or a collective of the engine. Goals are
-# ratios. Row(
+# A Row (races/job.py) races two sides on n ranks, for one layout and one size of model or tensor.
+# Here our side is the trainer of train.py, its checkpoint (one row), or a collective of the engine.
+# Goals are ratios. Row(
 #     name,
 #     number of ranks,
 #     size: a model's name in SIZES, or the KB of a collective's tensor,
@@ -86,9 +86,9 @@ T2_SP = (2, {"tp": 2, "sp": True})
 N2 = (2, {"cp": 2})
 LLAMA = {"arch": "llama", "n_kv_head": 2, "n_hidden": 1024}
 
-# Names of SIZES (races/job.py). Data parallelism is raced where computing takes most of a step, and
-# where messages do; pipeline and tensor parallelism where computing does, and where each message is
-# tiny
+# Names of SIZES (races/job.py). Data parallelism is raced in a size whose steps are mostly compute,
+# and in one whose steps are mostly messages; pipeline and tensor parallelism in the first of these,
+# and in a size whose messages are tiny
 COMPUTE_AND_COMMUNICATION = ("compute", "communication")
 COMPUTE_AND_TINY = ("compute", "tiny")
 

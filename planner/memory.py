@@ -215,9 +215,9 @@ def saved_by_block(job, layout, recompute):
 
 
 class Held(NamedTuple):
-    """What a rank holds at one moment, counted in pairs of a block (or a head) and a microbatch: a
-    block that has run F for three microbatches counts three."""
-    blocks: int = 0  # pairs between F and B (or I): each holds what the block saves for backward
+    """Activations on a rank at one moment, counted in pairs of a block (or a head) and a
+    microbatch: a block that has run F for three microbatches counts three."""
+    blocks: int = 0  # pairs between F and B (or I): each holds the block's saved_by_block
     heads: int = 0  # pairs of a head and a microbatch between F and B (or I)
     deferred: int = 0  # pairs between I and W: each holds the tensors that W needs
     recomputed: int = 0  # 1 while a block's activations are computed again, else 0

@@ -30,8 +30,8 @@ from sizes import LlamaConfig
 class Message(NamedTuple):
     axis: str  # tp, cp, ep, pp or dp
     name: str
-    times: float  # in a step
-    nbytes: float  # that the rank sends each time
+    times: float  # how often the rank sends it in a step
+    nbytes: float  # bytes that the rank sends each time
 
 
 # Each function *_messages returns rows with the fields of a Message. In these functions:
