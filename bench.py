@@ -336,7 +336,7 @@ def worker(rank, world, chosen, quick, path, folder):
     rows = [ROWS[i] for i in chosen]
     communicators = {}  # {n: {name of a group: torch's ProcessGroup of the first n ranks}}
     for n in sorted({1, *(row.n for row in rows)}):  # 1: plain_side.one_rank has a mesh of one rank
-        # JOINED: names of groups along several axes. Each has a communicator of its own
+        # JOINED: names of the groups that are not along a single axis. Each has a communicator
         named = {name: dist.new_group(range(n)) for name in JOINED}
         # The groups along single axes share one communicator: in each row one axis only has more
         # than one rank, so only its group sends messages

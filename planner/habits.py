@@ -1,4 +1,4 @@
-"""What people run: prices that order layouts of nearly the same time, and kinds of layouts.
+"""Prices that order layouts of nearly the same time by habit, and kinds of layouts.
 
 The planner's own error is larger than the gap between its first dozen layouts. So a layout that is
 harder to run must be clearly faster to come first. Among the layouts whose time is within BAND
