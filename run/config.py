@@ -491,11 +491,11 @@ def refuse_same_files(cfg):
 
 
 def check_memory(cfg, share):
-    """ValueError if this machine cannot hold its share (0 to 1) of the least that a model needs:
+    """ValueError if this machine cannot hold its share (0 to 1) of the least that the blocks need:
     weights, gradients and optimizer states (AdamW: 16 bytes per parameter, in 16 or 32 bits), and
     one activation of n_embd numbers for each block and token of a microbatch."""
-    model = config_of(cfg, vocab_size=0)
-    parameters = model.block_weights()
+    model = config_of(cfg, vocab_size=0)  # the vocabulary is not known yet
+    parameters = model.block_weights()  # of one block
     if cfg.experts:  # block_weights() counts top_k of them
         parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
     width = WIDTHS[cfg.dtype]  # bytes of a number
@@ -541,8 +541,12 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
 def note_slow_choices(cfg, local, gpus):
     """Print a line if more replicas fit on this machine's GPUs, and a line if 16 bits would be
     faster."""
-    fewest = cfg.ep * cfg.tp * cfg.pp * cfg.cp  # ranks come in multiples of this number
-    fits = gpus // fewest * fewest  # --tp 3 on 8 GPUs: 6
+    nodes = cfg.dp * cfg.tp * cfg.pp * cfg.cp // local
+    # The number of ranks is a multiple of ep tp pp cp = M, so the number of ranks on each of N
+    # nodes is a multiple of M / gcd(M, N). --tp 3 on one node of 8 GPUs: 6 ranks fit
+    multiple = cfg.ep * cfg.tp * cfg.pp * cfg.cp
+    per_node = multiple // math.gcd(multiple, nodes)
+    fits = gpus // per_node * per_node
     if local < fits:
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         replicas = fits // (cfg.tp * cfg.pp * cfg.cp)

@@ -88,18 +88,16 @@ def name_behind(node):
 
 
 def parameter_of(tensor):
-    """The name of a parameter, or of the parameter that a tensor was computed from: ZeRO-3 computes
-    with gathered weights."""
+    """The name of a parameter, or of the parameter from which a tensor was computed, because the
+    plain ZeRO-3 computes with gathered weights."""
     tag = getattr(tensor, "shard", None)
     return short(tag.name) if tag else name_behind(getattr(tensor, "grad_fn", None))
 
 
 def layer_of(module):
     """The common beginning of the names of a module's parameters, such as "h.0.mlp"; "": none."""
-    # _parameters and not parameters(): ZeRO-3 puts gathered tensors into the places of parameters
-    weights = [weight for part in module.modules() for weight in part._parameters.values()
-               if weight is not None]
-    names = [name.split(".")[:-1] for name in map(parameter_of, weights) if name]
+    # (In the plain ZeRO-3's forward parameters() yields gathered tensors, which have no tag)
+    names = [name.split(".")[:-1] for name in map(parameter_of, module.parameters()) if name]
     common = []
     for words in zip(*names, strict=False):
         if len(set(words)) > 1:
@@ -123,7 +121,7 @@ def nearest(stack):
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
             return "lm_head"  # tied: its matrix has the name of the embedding
-        # The name that each local variable leads to. Behind it the files that have this variable
+        # Each line: the name to which a local variable leads, and the files that have the variable
         found = [bucket_of(at["bucket"]) if "bucket" in at else "",  # engine/ddp, engine/zero
                  parameter_of(at.get("param")),  # ddp, zero
                  parameter_of(at.get("chunk")),  # zero's gather()
@@ -209,7 +207,8 @@ def means(stack, sent, size):
 
 
 def to_stage(at, stack):
-    """at: the local variables of run_pipeline, or of Pipeline.send in engine/."""
+    """at: the local variables of Pipeline.send (engine/), which has `to`, or of run_pipeline, which
+    sends to the next rank in forward, and to the rank before in backward."""
     forward = action_of(stack).startswith("F")
     to = at["to"] if "to" in at else at["rank"] + (1 if forward else -1)
     return f"{'activation' if forward else 'gradient'} of microbatch {action_of(stack)[1:]}, " \
@@ -226,6 +225,7 @@ def of_layer(at, stack):
 
 
 def is_column(stack):
+    """Is a column asking? (In autograd's functions the class of ctx is ColumnLinearBackward.)"""
     return any(type(call.at.get("ctx")).__name__.startswith("Column") for call in stack)
 
 
