@@ -47,8 +47,8 @@ class Mesh(mesh.Mesh):
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        # The rows of join(), such as ((0, 1), (2, 3)) -> the Group, of these, that this rank is in;
-        # filled on GPUs only
+        # The rows of join(), such as ((0, 1), (2, 3)) -> the Group of the row that has this rank.
+        # Filled on GPUs only
         self.shared = {}
         cuda = str(device).startswith("cuda")
         group_class = CudaGroup if cuda else InOrderGroup if in_order else Group

@@ -108,9 +108,9 @@ class ZeRO2(ZeRO1):
     def full_gradient(self, bucket):
         """The bucket's full gradient, for move() to copy into. It lives until it is reduced.
 
-        If the bucket has none, make one, without values. Before that keep_shard() ends the pending
-        reduction, of any bucket, and frees the gradient that was reduced. The same if the bucket's
-        gradient is one of an earlier microbatch, which is still being reduced."""
+        The bucket may have none, or only that of an earlier microbatch, which is still being
+        reduced. Then keep_shard() ends the pending reduction, of any bucket, and frees the gradient
+        that was reduced; and a new gradient is made, without values."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_empty(bucket.numel)

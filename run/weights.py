@@ -7,7 +7,7 @@
     Hugging Face's Llama    model.layers.0.self_attn.q_proj.weight, ...; run/hugging_face.py
 
 If head and embedding are tied, they are one matrix. A file may have it under the embedding's name,
-under the head's (lm_head.weight, the constant UNTIED) or under both.
+under the head's (lm_head.weight; in the code UNTIED) or under both.
 """
 
 import json
