@@ -109,8 +109,11 @@ def model_of_flags(name, given):
     config.require(not beyond or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
                    f"--{' --'.join(beyond).replace('_', '-')} is for a Llama")
     sizes = {**given, "n_experts": n_experts}
+    of_experts = [flag for flag in ("expert_width", "shared_width", "split_experts")
+                  if given.get(flag)]
+    config.require(n_experts or not of_experts, f"--{' --'.join(of_experts).replace('_', '-')} is "
+                   "for --experts; say how many")
     if given.get("expert_width"):
-        config.require(n_experts, "--expert-width is for --experts; say how many")
         sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
     # Only a Mixture has a size for these flags. (--expert-width has become n_hidden, a Llama's)
     if given.get("shared_width") or given.get("head_width") or given.get("split_experts"):

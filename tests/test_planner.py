@@ -917,6 +917,9 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--tokens nan", "--tokens nan"), ("--vocab-size -5", "--vocab-size -5"),
     ("--f-hbm 1.5", "--f-hbm 1.5"), ("--unhidden 2", "--unhidden 2"), ("--hbm inf", "--hbm inf"),
     ("--n-layer 100000 --pp 8", "--n-layer 100000"), ("--attention naive", "--attention"),
+    ("--model llama-7b --expert-width 768", "--expert-width is for --experts"),
+    ("--model llama-7b --shared-width 512", "--shared-width is for --experts"),
+    ("--model llama-7b --split-experts", "--split-experts is for --experts"),
     ("--pp 8 --microbatches 1000000 --batch-size 1000000", "at most a million")])
 def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
