@@ -127,7 +127,7 @@ def read_dump(folder):
         if path.name.startswith("tokens"):
             tokens[path.stem] = find_tokens(path, given["layout"], model)
         elif model:
-            tensorfile.read_header(path)  # refuses a folder, which find_tensors would take
+            tensorfile.read_header(path)  # refuses a folder, which find_tensors would read
             tensors[path.stem] = Tensors(readers(path, shapes, model, given["names"]))
         else:
             tensors[path.stem] = Tensors(find_other_form(path, shapes))
@@ -157,7 +157,7 @@ def read_json(path):
 
 
 def is_number(value, least=-math.inf):
-    """Is it a number of JSON, finite, and not below `least`?"""
+    """Is the value a number of JSON, finite, and not below `least`?"""
     return type(value) in (int, float) and least <= value and abs(value) < 1e300
 
 

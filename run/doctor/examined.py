@@ -83,8 +83,8 @@ class Computed(Examined):
 
     @cached_property
     def noise(self):
-        """How far one process in MINE's dtype is from float64. The loss: the sum of the errors of
-        all terms, which do not cancel out."""
+        """How far one process in MINE's dtype is from float64. For the loss the errors of all terms
+        are added up without their signs, so that none cancels another."""
         # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
         loss_error = 0.0
@@ -102,7 +102,7 @@ class Computed(Examined):
         relative = sorted(errors[name] / size for name, size in sizes.items() if size)
         # The error of a tensor may be small by chance: take the median of all tensors at least
         median = relative[len(relative) // 2]
-        # ... and FLOOR roundings at least, in the tolerance, which is NOISE times the noise
+        # The tolerance, NOISE times the noise, is to be FLOOR roundings at least
         least = max(median, FLOOR * torch.finfo(self.dtype).eps / NOISE)
         return (loss_error / self.terms.divisor,
                 {name: max(error, least * sizes[name]) for name, error in errors.items()})
@@ -148,8 +148,8 @@ class LikeReference(Examined):
         weights, and weights that are off by a share move loss and gradients by about this share."""
         relative = UNMEASURED * torch.finfo(self.dtype).eps + self.distance
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
-        # A gradient that is 0 in exact arithmetic, such as a key's bias has, has errors as large as
-        # those of other gradients
+        # A gradient that is 0 in exact arithmetic, such as that of a key's bias, has errors as
+        # large as those of other gradients
         least = 1e-2 * max(sizes.values())
         return (relative * abs(self.loss),
                 {name: relative * max(size, least) for name, size in sizes.items()})

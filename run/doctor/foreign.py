@@ -14,7 +14,7 @@
         mlp.c_proj                  mlp.linear_fc2
 
 run/weights.py has the names of nanoGPT and Hugging Face. It also takes out the parts that wrappers
-(torch.compile, DDP, FSDP) put into a name. Experts have no names of Megatron here.
+(torch.compile, DDP, FSDP) put into a name. Megatron's names for experts are not known here.
 """
 
 from functools import partial
@@ -65,7 +65,8 @@ def q_k_v(tensor, config):
     share it, then k, then v; ours has all heads of q, then those of k, then those of v."""
     groups = getattr(config, "n_kv_head", config.n_head)  # heads of k, and of v
     of_q = config.n_head // groups  # heads of q that share a head of k and v
-    heads = tensor.unflatten(0, (groups, of_q + 2, config.n_embd // config.n_head))  # (.., .., hs)
+    hs = config.n_embd // config.n_head
+    heads = tensor.unflatten(0, (groups, of_q + 2, hs))
     parts = heads[:, :of_q], heads[:, of_q], heads[:, of_q + 1]
     return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
 

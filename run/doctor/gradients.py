@@ -36,7 +36,7 @@ def sampled_gradients(given):
 
 
 def is_resolved(examined, share, wrong):
-    """Is what a Share changes in the wrong tensors much larger than the tolerance?"""
+    """Does a Share change the wrong tensors by much more than the tolerance?"""
     changed = []
     tolerances = []
     for name in wrong:
@@ -69,9 +69,9 @@ def fitting_shares(examined, mine, wrong, known):
 
 
 def fitted_weights(examined, mine, wrong):
-    """{words: Share} of the weights of all D x m microbatches with which the right step's terms are
-    MINE's gradients; {} if there are no such weights, or if noise could have moved them as far.
-    mine: {name: sampled gradient}."""
+    """{words: Share} of the weights of all D x m microbatches with which the right step's terms sum
+    up to MINE's gradients; {} if there are no such weights, or if noise alone could make them
+    differ from 1 as far. mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
@@ -106,7 +106,7 @@ def fitted_weights(examined, mine, wrong):
 
 def is_loss(examined, terms, loss):
     """Is MINE's loss that of the changed step? A trainer may print the mean over its tensor ranks,
-    like train.py, or what tensor rank 0 has."""
+    like train.py, or tensor rank 0's loss."""
     of_rank_0 = terms.losses[..., 0].sum().item() / terms.divisor
     return examined.loss_is(loss, terms.loss()) or examined.loss_is(loss, of_rank_0)
 
@@ -183,7 +183,9 @@ def causes_of_loss(examined, loss):
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
                         ("context rank", losses.sum((0, 1)))):
-        for i, part in enumerate(parts.tolist() if len(parts) > 1 else ()):
+        if len(parts) == 1:
+            continue
+        for i, part in enumerate(parts.tolist()):
             words = f"the printed loss is {axis} {i}'s own"
             predicted[f"{words} part"] = part / terms.divisor
             predicted[f"{words} mean"] = part / terms.divisor * len(parts)

@@ -93,6 +93,7 @@ class InitialWeights:
 
     def is_first_ranks(self, name):
         """Is the tensor right on the first tensor rank and the first pipeline rank only?"""
+        # Is the tensor on another pipeline rank?
         if self.starts and layer_number(name, self.model.n_layer) >= self.starts[0]:
             return looks_drawn_anew(self.given[name], self.right[name])
         slices = zip(self.slices(name, self.given), self.slices(name, self.right), strict=True)

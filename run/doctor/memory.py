@@ -35,9 +35,13 @@ class Place:
 def tokens_of_step(cfg, step):
     """{"ids", "targets": (D, m, B, S)} of a step."""
     data = Data(cfg)
+    # For each data rank [(ids, targets, number of the first sequence)], by microbatch
     ranks = [data.training(cfg, step, Place(d, cfg.dp)) for d in range(cfg.dp)]
-    return {name: torch.stack([torch.stack([batch[i] for batch in rank]) for rank in ranks])
-            for i, name in enumerate(("ids", "targets"))}
+
+    def stacked(i):
+        return torch.stack([torch.stack([batch[i] for batch in rank]) for rank in ranks])
+
+    return {"ids": stacked(0), "targets": stacked(1)}
 
 
 def in_memory(cfg: Config, states, vocab_size):

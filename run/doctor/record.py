@@ -67,7 +67,7 @@ class Writer:
         self.dtype = dtype
         # dtype of gradients and masters in the files
         self.wide = torch.promote_types(dtype, torch.float32)
-        # dtype in which the run sums gradients; only dump.json's number of that name
+        # dtype in which the run sums gradients; it is written into dump.json only
         self.grad_dtype = cfg.dtype if cfg.grad_dtype == "same" else cfg.grad_dtype
         self.steps = [{}, {}]  # loss, norm, scale, lr and names of differing copies, by step
         with together(mesh.world), about(self.folder):

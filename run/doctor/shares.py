@@ -179,13 +179,15 @@ def of_some_microbatches(D, m):
 def not_summed_in_replica(C, T):
     """Shares with the terms of one context rank or one tensor rank."""
     found = []
-    for c in range(C if C > 1 else 0):
-        words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
-        found += [Share(words, context=c),
-                  Share(f"{words}, divided by its own tokens", C, context=c)]
-    for t in range(T if T > 1 else 0):
-        found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
-                           f"tensor rank {t}'s own gradient", tensor=t))
+    if C > 1:
+        for c in range(C):
+            words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
+            found += [Share(words, context=c),
+                      Share(f"{words}, divided by its own tokens", C, context=c)]
+    if T > 1:
+        for t in range(T):
+            found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
+                               f"tensor rank {t}'s own gradient", tensor=t))
     return found
 
 

@@ -117,7 +117,7 @@ class Replay:
         return weight - rate * (change + decay * weight)
 
     def decay_of(self, name, weight, way):
-        """The weight decay of a tensor. Right: only matrices decay."""
+        """The weight decay of a tensor. Right: of matrices only."""
         if way.decay == "none":
             return 0.0
         if way.decay == "all" or decays(Shard(name, weight.shape)):

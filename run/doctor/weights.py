@@ -55,7 +55,7 @@ class Steps:
         return found
 
     def after(self, replay, number, name, way):
-        """A tensor after step `number`, replayed in this way from MINE's numbers."""
+        """A tensor after a step of MINE, taken again."""
         steps = self.mine.steps[:number]
         weights = [self.held(n)[name] for n in range(number)]
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
@@ -137,7 +137,7 @@ def keeps_old(steps, number, name):
     """Does each element that differs still have its value from before the step?"""
     given = steps.held(number)[name]
     error = (given - steps.after(steps.replay, number, name, RIGHT_WAY)).abs()
-    differs = error > 1e-3 * error.max()  # rounding errors are smaller
+    differs = error > 1e-3 * error.max()
     return bool((given == steps.held(number - 1)[name])[differs].all())
 
 
