@@ -42,7 +42,9 @@ class InitialWeights:
         self.wrong = wrong
         self.eps = eps
         name = min(wrong)
-        self.factor = norm_of(self.given[name]) / norm_of(self.right[name])
+        right_norm = norm_of(self.right[name])
+        # How many times REFERENCE's one wrong tensor is; the others are compared with this factor
+        self.factor = norm_of(self.given[name]) / right_norm if right_norm else 0.0
         self.tags = []  # {name: tag} of each tensor rank; empty for a model of another form
         self.starts = []  # numbers of the layers that begin a pipeline stage, without stage 0's
         if self.model:

@@ -25,7 +25,7 @@ from run.doctor.step import EMBEDDING
 class Share:
     """Weights of a gradient's terms. The defaults are the right ones."""
     words: str  # what the doctor prints
-    factor: float = 1.0  # weight of all terms, beside the others
+    factor: float = 1.0  # multiplies the weights of all terms
     # (D, m): weight of the terms of each data rank's microbatches. None: all 1
     data: torch.Tensor | None = None
     context: int | None = None  # only this context rank's terms. None: all ranks'
