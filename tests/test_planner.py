@@ -852,7 +852,7 @@ def test_the_search_tries_all_within_the_limits_that_it_prints():
     assert {64 // layout.dp // layout.microbatches for layout in found} == {1, 2, 4, 8, 16}
     assert {layout.schedule for layout in found} == {*schedules.SCHEDULES} - {"gpipe"}
     chunks = {layout.chunks for layout in found if layout.schedule == "interleaved"}
-    assert chunks == {*range(2, 9), 16}  # 9 to 15 give no stages of equally many blocks
+    assert chunks == {*range(2, 9), 16}  # with 9 to 15 the number of stages does not divide 64
     for name, value in (("tp", 16), ("cp", 8)):  # a flag may ask for more
         asked = [*search_file.Search(job, 16, device, {name: value}).layouts()]
         assert asked and {getattr(layout, name) for layout in asked} == {value}
@@ -917,6 +917,9 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--tokens nan", "--tokens nan"), ("--vocab-size -5", "--vocab-size -5"),
     ("--f-hbm 1.5", "--f-hbm 1.5"), ("--unhidden 2", "--unhidden 2"), ("--hbm inf", "--hbm inf"),
     ("--n-layer 100000 --pp 8", "--n-layer 100000"), ("--attention naive", "--attention"),
+    ("--model llama-7b --expert-width 768", "--expert-width is for --experts"),
+    ("--model llama-7b --shared-width 512", "--shared-width is for --experts"),
+    ("--model llama-7b --split-experts", "--split-experts is for --experts"),
     ("--pp 8 --microbatches 1000000 --batch-size 1000000", "at most a million")])
 def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
