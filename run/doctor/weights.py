@@ -5,8 +5,8 @@ are some), the gradients, the norm and the rate of the dump. So wrong gradients 
 weights. Moments are 0 before step 1. Step 2 is replayed from there, through step 1: a wrong step 1
 ends the search, because the moments after it are unknown.
 
-A known way of stepping wrongly (update.py) is named if it explains both steps of all tensors, or
-both steps of all wrong tensors while the others are right.
+A known way of stepping wrongly (update.py) is named if it explains both steps of all tensors, or of
+all wrong ones while the others are right.
 """
 
 import math
