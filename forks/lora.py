@@ -1,17 +1,18 @@
-"""LoRA, arXiv 2106.09685: the model stays frozen, and each matrix of the blocks gets two thin ones.
+"""LoRA, arXiv 2106.09685: the model stays frozen; each matrix of the blocks gets two thin matrices.
 
     y = W x + (ALPHA / RANK) B A x        A (RANK, in) random, B (out, RANK) zeros at the start
 
-Trained are A and B: RANK (in + out) elements of in x out. What the fork shows: adapters need no
-message of a new kind. W is column-parallel: A is replicated, B a Column. W is row-parallel: A is a
-Row, B is replicated. Tags say the rest, under --sp, ZeRO, pipelines and zero bubble as always.
-A trap: the T gradients of a replicated matrix may differ in their last bit, because a product's
-rounding depends on where in memory its factors lie. So each rank takes 1/T of its gradient, and the
-T gradients are summed: otherwise the copies would drift apart.
+A and B are trained: RANK (in + out) elements in place of in x out. What the fork shows: adapters
+need no message of a new kind. If W is column-parallel, A is replicated and B is a Column. If W is
+row-parallel, A is a Row and B is replicated. Tags say the rest, like for all parameters, also under
+--sp, ZeRO, pipelines and zero bubble. A trap: the T gradients of a replicated matrix may differ in
+their last bit, because a product's rounding depends on where in memory its factors lie. So each
+rank takes 1/T of its gradient, and the T gradients are summed: otherwise the copies would drift
+apart.
 
     held on a rank      gradients and optimizer states of A and B only (frozen: engine/ddp.py)
     sent, --dp          2 (D-1)/D of the elements of A and B, in place of the model's
-    sent, --tp          elements more per matrix and microbatch, for n = B S RANK:
+    sent, --tp          more elements per matrix and microbatch, where n = B S RANK:
                         columns    2 (T-1)/T n in backward
                         rows       2 (T-1)/T n in forward
                         --sp       (T-1)/T n in forward; in backward (T-1)/T n for rows, and
@@ -37,10 +38,10 @@ from engine.tensor_parallel import Column, Row, compute_now
 from experts import MixtureOfExperts
 from shard import tag_replicated
 
-RANK = 0  # --lora; 0: everything below is as usual
+RANK = 0  # --lora; 0: no adapters, the usual model
 ALPHA = 8
-SEED = 1337  # of A, where W comes from a file
-COLUMNS = ("c_attn", "c_fc")  # the others, c_proj, are rows
+SEED = 1337  # seed of A where W comes from a file
+COLUMNS = ("c_attn", "c_fc")  # column-parallel; the others, c_proj, are row-parallel
 
 
 def is_adapter(name):
@@ -49,11 +50,14 @@ def is_adapter(name):
 
 def adapted(blocks):
     """Yields (module, name) of each matrix of the blocks that has an adapter: module.name is the
-    linear layer. Experts have none."""
-    for block in blocks if RANK else ():
+    linear layer. Experts have no adapters."""
+    if not RANK:
+        return
+    for block in blocks:
         for part in (block.attn, block.mlp):
             if not isinstance(part, MixtureOfExperts):
-                yield part, "c_attn" if part is block.attn else "c_fc"
+                columns = "c_attn" if part is block.attn else "c_fc"
+                yield part, columns
                 yield part, "c_proj"
 
 
@@ -96,7 +100,8 @@ class Replicated(nn.Module):
 
 
 def kind_of(config):
-    """A function like the class of the usual model: it makes one with adapters."""
+    """The class of the usual model or, with --lora, a function in its place, whose models have
+    adapters."""
     usual = experts.kind_of(config)
     return (lambda config: add_adapters(usual(config))) if RANK else usual
 
@@ -108,7 +113,8 @@ def initial_value(name, shape, config, seed):
 
 
 def read_weights(path, shapes, config):
-    """The file has the model without adapters."""
+    """A function from a name to the tensor: A and B as at the start, all else from the file, which
+    has no adapters."""
     given = run.weights.read_weights(
         path, {name: shape for name, shape in shapes.items() if not is_adapter(name)}, config)
     return lambda name: (initial_value(name, shapes[name], config, SEED) if is_adapter(name)
@@ -121,13 +127,13 @@ def parallelize(model, group, sp=False, defer=None):
                 for part, name in adapted(model.layers[1:-1])]
     engine.tensor_parallel.parallelize(model, group, sp, defer)
     if group.size == 1 and not defer:
-        return  # the linear layers have stayed
+        return  # the linear layers have not been replaced, and have their adapters
     sp = sp and group.size > 1
     replicated = nn.ModuleList()
     for part, name, a, b in adapters:
         linear = getattr(part, name)
-        whole = a if name in COLUMNS else b  # the one that all T ranks hold
-        if not sp:  # (under --sp the ranks see different tokens: their gradients are terms already)
+        whole = a if name in COLUMNS else b  # the adapter's matrix that all T ranks hold
+        if not sp:  # (under --sp the ranks see different tokens, so their gradients are terms)
             whole = Replicated(whole, group)
         replicated.append(whole)
         if name in COLUMNS:

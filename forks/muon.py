@@ -1,19 +1,21 @@
-"""Muon: momentum, made orthogonal. For the matrices of the blocks; AdamW for all other tensors.
-https://kellerjordan.github.io/posts/muon/; its rate and decay as in arXiv 2502.16982.
+"""Muon: momentum, made orthogonal, for the matrices of the blocks; AdamW for all other tensors.
+https://kellerjordan.github.io/posts/muon/; rate and decay like in arXiv 2502.16982.
 
     m = beta1 m + (1 - beta1) g;   u = (1 - beta1) g + beta1 m            momentum, Nesterov's form
     O = newton_schulz(u)                                 u's singular values become about 1
     W = W - lr (0.2 sqrt(max(rows, columns)) O + decay W)      updates as large as AdamW's
 
-What the fork shows: the tag is enough. O is a function of the whole matrix, of which a rank may
-hold a slice (--tp), and of the slice a shard (--zero). Bucket.whole gathers the shards, tag.place
-puts the slices together, tag.slice takes this rank's part of O back: no line asks which technique
-has split the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by AdamW.)
+What the fork shows: the tag is enough. O is a function of the whole matrix, but a rank may hold a
+slice of the matrix (--tp), and a shard of the slice (--zero). Bucket.whole gathers the shards,
+tag.place puts the slices together, tag.slice takes this rank's part of O: no line asks which
+technique has split the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by
+AdamW.)
 
-Held: AdamW's states; the second moments of the matrices are kept, but not used. Sent, beside what
-AdamW sends, for M elements of matrices in one stage: with ZeRO (D-1)/D M / T by each rank, with
---tp 2 (T-1)/T M. Each rank orthogonalizes all matrices of its stage, also those that other ranks
-orthogonalize, too.
+Held: AdamW's states; the second moments of the matrices are kept, but not used. Beside what AdamW
+sends, each rank sends under ZeRO (D-1)/D of the elements of all buckets that have such a matrix,
+biases and norms of these buckets too; under --tp 2 (T-1)/T M, where M is the number of elements of
+the whole matrices of a stage. All D x T ranks of a stage orthogonalize each of its matrices: the
+same work, D x T times.
 
     git apply forks/muon.patch && torchrun train.py --tp 2 --zero 1 --optimizer muon --beta1 0.95
 """
@@ -54,17 +56,17 @@ def whole_matrix(held, tag):
 
 
 class Muon(AdamW):
-    """AdamW, but for the matrices of the blocks: AdamW's first moment is their momentum."""
+    """Muon for the matrices of the blocks, whose momentum is AdamW's first moment; else AdamW."""
 
     def settings(self, shard):
-        """A rate of 0 for the matrices: AdamW's kernel updates their moments only."""
+        """Decay and rate 0 for the matrices: AdamW's kernel updates their moments only."""
         return (0.0, 0.0) if is_for_muon(shard) else super().settings(shard)
 
     def step_bucket(self, bucket, lr, grads, skip):
         super().step_bucket(bucket, lr, grads, skip)
         if not any(is_for_muon(param.shard) for param in bucket.params):
             return
-        # u of this rank's shard, a piece for each parameter
+        # u for this rank's shard, a piece for each parameter
         means = bucket.pieces(bucket.moments["exp_avg"])
         pieces = [(param, grads[param].lerp(mean, self.beta1)) for param, mean in means]
         # Shards -> slices -> whole matrices -> O -> this rank's slice of O

@@ -3,12 +3,13 @@
     matrices of the blocks      lr BASE_WIDTH / C          C: the model's width
     all other tensors           lr
 
-Adam moves each weight by about lr, whatever its gradient. A hidden unit sums C inputs, so what a
-step adds to it would grow like C lr; with these rates it does not depend on C. Initial values need
-no change: model.py draws with a deviation that falls like 1 / sqrt(C). Left out: the paper's output
-multiplier (embedding and head are one matrix here) and its attention scale, 1/hs for 1/sqrt(hs).
+Adam moves each weight by about lr, whatever its gradient. A hidden unit sums C inputs, so a step
+would change the unit by about C lr; with these rates the change does not depend on C. Initial
+values need no change: model.py draws with a deviation that falls like 1 / sqrt(C). Left out: the
+paper's output multiplier (embedding and head are one matrix here) and its attention scale, 1/hs in
+place of 1/sqrt(hs).
 
-What the fork shows: a setting per tensor is one method, asked with the tag. The tag has the full
+What the fork shows: a setting per tensor is one method, which gets the tag. The tag has the full
 shape; the slice on a rank (1/T of C) would give other rates in other layouts.
 
     git apply forks/mup.patch && torchrun train.py --tp 2 --n-embd 512 --optimizer mup
@@ -26,5 +27,7 @@ def hidden(tag):
 class MuP(AdamW):
     def settings(self, shard):
         decay, rate = super().settings(shard)
-        width = min(shard.shape)  # of (3C, C), (C, C), (4C, C) and (C, 4C): C
-        return decay, rate * BASE_WIDTH / width if hidden(shard) else rate
+        if hidden(shard):
+            width = min(shard.shape)  # C: shapes are (3C, C), (C, C), (4C, C) and (C, 4C)
+            rate *= BASE_WIDTH / width
+        return decay, rate

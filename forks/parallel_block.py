@@ -4,13 +4,14 @@
                                                             x = x + MLP(ln_2(x))
 
 What the fork shows: a block of another form needs no parallel code (tags, hooks and messages are
-those of its layers), and with some it sends less. Under --tp both columns read the same ln_1(x),
-and both rows' partial sums are added up anyway: so ln_1(x) enters the region once, and the sum
-leaves once. A trap: the rows' biases are to be added after that, or they count T times.
+those of its layers), but with a few lines it sends less. Under --tp both columns read the same
+ln_1(x), and both rows' partial sums are added up anyway: so ln_1(x) enters the region once, and the
+sum leaves the region once. A trap: the rows' biases must be added after the sum has left the
+region, or they count T times.
 
-Sent per block and microbatch: 2 all-reduces in place of 4. Under --sp 2 gathers and 2 scatters in
-place of 6 and 4: a column gathers again in backward, to keep 1/T of its input; here the whole
-ln_1(x), B S C elements, is kept. Left out: experts, dropout.
+Sent per block and microbatch: 2 all-reduces in place of 4; under --sp 2 gathers and 2 scatters in
+place of 6 and 4. (There a usual column keeps 1/T of its input, and gathers again in backward; here
+the whole ln_1(x), B S C elements, is kept.) Left out: experts, dropout.
 
     git apply forks/parallel_block.patch && torchrun train.py --tp 2 --parallel-block
 """
@@ -29,14 +30,14 @@ class ParallelBlock(Block):
         self.ln_1 = block.ln_1
         self.attn = block.attn
         self.mlp = block.mlp
-        self.region = None  # tensor parallelism's, which the block enters and leaves once
-        self.biases = nn.ParameterList()  # of the rows, to be added after leaving
+        self.region = None  # Region of the T ranks, which the block enters and leaves once
+        self.biases = nn.ParameterList()  # those of the rows, to be added after leaving
 
     def forward(self, x):  # (B, S, C), under --sp (B, S/T, C)
         inputs = self.ln_1(x)
         if self.region:
             inputs = enter_region(inputs, self.region)  # (B, S, C), under --sp (T B, S/T, C)
-        y = self.attn(inputs) + self.mlp(inputs)  # the same, partial over tp
+        y = self.attn(inputs) + self.mlp(inputs)  # the same shape, partial over tp
         if self.region:
             y = leave_region(y, self.region)  # (B, S, C), under --sp (B, S/T, C)
         for bias in self.biases:
@@ -45,8 +46,8 @@ class ParallelBlock(Block):
 
 
 class Inside(Region):
-    """For columns and rows within a region that their block has entered: no messages. (Attention's
-    two layers still sort the tokens, which come rank by rank.)"""
+    """The region of columns and rows whose block has entered a region already: no messages.
+    (Attention's two layers still sort the tokens, which come rank by rank.)"""
 
     def start_enter(self, x, async_op=True):
         return lambda: x
@@ -62,8 +63,8 @@ def make_parallel(model):
 
 
 def share_region(model, group, sp):
-    """Give each block a region, its columns and rows an Inside in place of theirs, and move the
-    rows' biases to the block. Call it after parallelize (engine/tensor_parallel.py)."""
+    """Give each block a region, and its columns and rows an Inside in place of their own regions;
+    move the rows' biases to the block. Call it after parallelize (engine/tensor_parallel.py)."""
     if group.size == 1:
         return
     for block in model.layers[1:-1]:

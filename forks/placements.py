@@ -1,25 +1,29 @@
-"""A sharding algebra, as in GSPMD (arXiv 2105.04663), JAX's pjit and torch's DTensor: not where the
-messages are, but where each tensor lies; the messages follow.
+"""A sharding algebra, like in GSPMD (arXiv 2105.04663), JAX's pjit and torch's DTensor: code says
+where each tensor lies, and the messages follow.
 
-On each axis of the mesh a tensor has one placement. REPLICATE: all N ranks hold it. Split(dim):
-rank r holds part r of that dim. PARTIAL: each rank holds a term of it, and the sum is meant.
+On each axis of the mesh a tensor has one placement. REPLICATE: all N ranks hold the tensor.
+Split(dim): rank r holds part r of that dim. PARTIAL: each rank holds a term, and the tensor is the
+sum of the terms.
 
 redistribute    from \\ to    REPLICATE     Split(j)                          PARTIAL
                 REPLICATE    -             own part                          rank 0's term, zeros
                 Split(i)     all-gather    i = j: -, else all-to-all         own part among zeros
                 PARTIAL      all-reduce    reduce-scatter                    -
-    bytes of a rank, of a tensor of n bytes: all-reduce 2 (N-1)/N n; all-gather and reduce-scatter
+    A rank sends for a tensor of n bytes: all-reduce 2 (N-1)/N n; all-gather and reduce-scatter
     (N-1)/N n; all-to-all (N-1)/N^2 n; own part, zeros and - send nothing
 
-product         the placement of an einsum's result, from its inputs', with no message: a letter of
-                the result that is split stays split; a letter that is summed makes it PARTIAL
+product         the placement of an einsum's result, from those of its inputs, with no message: a
+                split letter that the result has stays split; a split letter that is summed over
+                makes the result PARTIAL
 
-dual            the placement of a gradient. A term of a sum has the sum's gradient: PARTIAL becomes
-                REPLICATE; other placements stay. (So an all-gather's gradient arrives PARTIAL,
-                because each rank has used the whole, and leaves as Split: a reduce-scatter.)
+dual            the placement that a tensor's gradient must get: REPLICATE for a PARTIAL tensor,
+                because a term of a sum has the sum's gradient; else the tensor's own placement.
+                The rule of product says how the gradient arrives: behind an all-gather each rank
+                has used the whole tensor for its own part of the result, so the gradient arrives
+                PARTIAL. From there to Split is a reduce-scatter: the backward of an all-gather.
 
 Megatron's f and g, --sp's enter and leave, ZeRO's messages and Ulysses' all-to-all are transitions
-in this table (tests/test_placements.py). Linear, below, knows none of them: it derives them.
+in this table (tests/test_placements.py). Linear, below, names none of them, and derives all.
 Sizes must be multiples of N.
 """
 
@@ -48,8 +52,8 @@ def own_part(x, dim, group):
 
 
 def redistribute(x, source, target, group):
-    """x: what this rank holds of a tensor that is placed as `source` on the group. Returns what it
-    holds of the tensor placed as `target`. x stays as it was."""
+    """x: this rank's part of a tensor whose placement on the group is `source`. Returns its part
+    under the placement `target`. x stays as it was."""
     if source == target or group.size == 1:
         return x
     if source == REPLICATE:
@@ -76,14 +80,16 @@ def redistribute(x, source, target, group):
 
 
 def product(equation, first, second):
-    """The placement of torch.einsum(equation, a, b), where a is placed as `first`, b as `second`,
-    and each rank multiplies what it holds. ValueError if a rank would need what others hold."""
+    """The placement of torch.einsum(equation, a, b), where a has the placement `first`, b the
+    placement `second`, and each rank multiplies its own parts. ValueError if a rank would need the
+    parts of other ranks."""
     inputs, output = equation.split("->")
     placed = list(zip(inputs.split(","), (first, second), strict=True))
     if PARTIAL in (first, second):
         if (first, second) not in ((PARTIAL, REPLICATE), (REPLICATE, PARTIAL)):
             raise ValueError(f"{equation}: the product of sums is not the sum of products")
         return PARTIAL
+    # One letter may be split, in each input that has it
     split = {letters[place.dim] for letters, place in placed if place != REPLICATE}
     if not split:
         return REPLICATE
@@ -95,8 +101,9 @@ def product(equation, first, second):
 
 
 class Plan(NamedTuple):
-    """How one axis of the mesh takes part in y = x W^T: placements of x (B, S, in) and W (out, in)
-    as they lie and as they are multiplied, and of y (B, S, out) as the next layer wants it."""
+    """How one axis of the mesh takes part in y = x W^T: placements of x (B, S, in) and W (out, in),
+    as they lie (x, weight) and as they are multiplied (used_x, used_weight), and of y (B, S, out),
+    as the next layer wants it."""
     x: object = REPLICATE
     used_x: object = REPLICATE
     weight: object = REPLICATE
@@ -105,9 +112,9 @@ class Plan(NamedTuple):
 
 
 def along(plans, x, source_of, target_of):
-    """Redistribute x on each axis: plans is [(group, plan)]. Where two axes split one dim, the
-    first in the list has split what the second had left (ZeRO's chunk of a tensor-parallel slice),
-    so it is gathered first."""
+    """Redistribute x on each axis: plans is [(group, plan)]. Where two axes split one dim, list the
+    axis first that was split last, because it must be gathered first: ZeRO's chunk of a
+    tensor-parallel slice is gathered to the slice."""
     for group, plan in plans:
         x = redistribute(x, source_of(plan), target_of(plan), group)
     return x
@@ -126,8 +133,8 @@ def of_grad_weight(plan):
 
 
 class Linear(torch.autograd.Function):
-    """y = x W^T on any plan. A tensor's gradient has the dual of the tensor's placement, which for
-    Split and REPLICATE is the same one. So the gradient of a replicated W is summed."""
+    """y = x W^T on any plan. The gradient of a tensor gets the dual of its placement: the same for
+    Split and REPLICATE. So the gradient of a replicated W, which arrives PARTIAL, is summed."""
 
     @staticmethod
     def forward(ctx, x, weight, plans):
@@ -148,8 +155,8 @@ class Linear(torch.autograd.Function):
                 along(plans, grad_weight, of_grad_weight, lambda p: dual(p.weight)), None)
 
 
-# Four techniques, as placements of a layer. `tokens` is dim 1 of x
-TOKENS = Split(1)
+# Four techniques, as placements of a layer
+TOKENS = Split(1)  # of x (B, S, in) and y (B, S, out)
 DDP_PLAN = Plan(x=Split(0), used_x=Split(0), y=Split(0))
 ZERO3_PLAN = DDP_PLAN._replace(weight=Split(0))
 COLUMN = Plan(weight=Split(0), used_weight=Split(0), y=Split(2))

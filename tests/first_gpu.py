@@ -3,9 +3,9 @@
     python -m tests.first_gpu > docs/measured/gpu.md     on a GPU that nobody else uses
     python -m tests.first_gpu --dry                     on CPUs, a small model: does it all run?
 
-In order: the GPU's tests; GPT-2 trained by train.py, with and without --compile, beside what it
-should reach and why; one step's kernels beside those counted on meta tensors; memory of dp 2 tp 2
-pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next one runs.
+In order: what GPT-2 should reach, by arithmetic; the GPU's tests; GPT-2 trained by train.py, with
+and without --compile; one step's kernels beside those counted on meta tensors; memory of dp 2 tp 2
+pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next part runs.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from tests.pool import Pool
 ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
 MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "microbatches", "dtype")
-N_PARAMETERS = 124_439_808  # of GPT-2, without padding
-GAP = 1.5e-6  # seconds from the end of a kernel to the next one's full speed; assumed
-KINDS = {  # part of a kernel's name -> what it is
+N_PARAMETERS = 124_439_808  # those of GPT-2, without rows that pad the vocabulary
+GAP = 1.5e-6  # seconds from the end of a kernel to the full speed of the next kernel; assumed
+KINDS = {  # part of a kernel's name -> kind of the kernel; the first part that fits counts
     "flash": "attention", "fmha": "attention", "sdpa": "attention", "gemm": "products",
     "nvjet": "products", "cutlass": "products", "sm90": "products", "mm": "products",
     "nccl": "messages", "Memcpy": "copies", "Memset": "copies", "adam": "AdamW",
@@ -41,7 +41,7 @@ KINDS = {  # part of a kernel's name -> what it is
 
 
 def run(*words):
-    """The lines that a command of this repository prints, of both its outputs."""
+    """The lines that a command of this repository prints, to stdout and stderr."""
     done = subprocess.run([sys.executable, *map(str, words)], cwd=HERE, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return done.stdout.splitlines()
@@ -51,23 +51,27 @@ def indented(lines):
     return ["", *(f"    {line}".rstrip() for line in lines), ""]
 
 
-# ---- what it should reach ----
+# ---- what GPT-2 should reach ----
 
 
 def expectation(name):
-    """[(what, milliseconds without --compile, and with it, how)] of a step of GPT-2 on a device of
-    the planner."""
+    """[(part, milliseconds without --compile, milliseconds with it, their arithmetic)] of a step of
+    GPT-2 on a device of the planner."""
     device = DEVICES[name]
-    # What --compile saves is counted for the loss alone: elsewhere it puts sums and norms together
+    # Of what --compile saves only the loss is counted. --compile also joins residual sums with
+    # LayerNorms, which is not counted: so it should save more than this
     plain, compiled = count_step(), count_step(fused_loss=True)
     tokens = GPT2["batch_size"] * GPT2["block_size"]
     products = 6 * N_PARAMETERS * tokens
     causal = 6 * GPT2["n_layer"] * GPT2["n_embd"] * GPT2["block_size"] * tokens  # half of all pairs
-    f_attention = device.f_attention * (ATTENTION_SPEED["fa3"] if name in ("h100", "h200") else 1)
+    f_attention = device.f_attention  # that of FlashAttention-2
+    if name in ("h100", "h200"):  # there torch takes cuDNN's kernel, as fast as FlashAttention-3
+        f_attention *= ATTENTION_SPEED["fa3"]
     speed = device.tflops * 1e12
 
     def per_step(flops, share):
-        return [1e3 * flops / (speed * share)] * 2
+        ms = 1e3 * flops / (speed * share)
+        return ms, ms  # --compile makes neither products nor attention faster
 
     others = [counting.gigabytes(but=(*PRODUCTS, *ATTENTION)) for counting in (plain, compiled)]
     kernels = [counting.num_kernels for counting in (plain, compiled)]
@@ -85,7 +89,8 @@ def expectation(name):
 
 
 def expected(gpu):
-    """The lines of the arithmetic, for the card with this name, else for an H200."""
+    """The lines of the arithmetic, for the card of this name or, if the planner does not know it,
+    for an H200."""
     known = next((key for key in DEVICES if key.split("-")[0] in gpu.lower()), "h200")
     tokens = GPT2["batch_size"] * GPT2["block_size"]
     parts = expectation(known)
@@ -104,7 +109,7 @@ def expected(gpu):
     return lines
 
 
-# ---- what it does reach ----
+# ---- what GPT-2 does reach ----
 
 
 def tests_of_a_gpu(dry):
@@ -132,7 +137,7 @@ def steps_of_train_py(sizes, *more):
 
 
 def training(dry):
-    """A row for train.py with and without --compile: medians of its own metrics."""
+    """A row for train.py with and one without --compile: medians of its own metrics."""
     sizes = {**GPT2, **(SMALL if dry else {})}
     steps = 3 if dry else 40
     lines = [f"{'':12}{'ms':>8}{'tokens/s':>12}{'MFU':>8}"]
@@ -206,8 +211,8 @@ def memory_of_a_rank(rank, cfg):
 
 
 def memory(dry):
-    """Eight ranks on one card: what torch's allocator holds, and what the card says. The rest is
-    CUDA's own and NCCL's."""
+    """Eight ranks on one card: bytes that torch's allocators hold, and bytes in use on the card.
+    The difference is CUDA's own and NCCL's."""
     cuda = torch.cuda.is_available()
     cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu", "dp": 2,
                     "tp": 2, "pp": 1 if dry else 2, "microbatches": 2})

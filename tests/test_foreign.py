@@ -1,5 +1,5 @@
 """Other trainers: the loops of docs/check-your-own-trainer.md are equal, and wrong ones are named;
-names and orders of Megatron-core; wrong maps; models of another form.
+names and orders of Megatron-core; wrong maps; models of another form; dumps that lack files.
 
 The page's code, commands and tables are taken from the page."""
 
@@ -16,14 +16,18 @@ import torch
 
 from run.config import check_layout, parse
 from run.doctor.diagnose import diagnose
-from run.doctor.dump import Tensors, read_dump
-from run.doctor.inputs import check_initial_weights
+from run.doctor.dump import Dump, Tensors, read_dump
+from run.doctor.examined import Computed
+from run.doctor.finding import first_difference, ratio_words
+from run.doctor.inputs import causes_of_tokens, check_initial_weights
+from run.doctor.norm import norms_of_parts, norms_of_squares, sum_of_squares
+from run.doctor.weights import check_updates
 from run.doctor.words import lines
 from run.hugging_face import CONV1D
 from tests.harness import HERE, pool
 from tests.pages import BLOCKS, PAGES, masked
 from tests.runs import Run, rewrite
-from tests.test_dump import LLAMA, change_json, dump_of, every_tensor
+from tests.test_dump import EXPERTS, LLAMA, change_json, dump_of, every_tensor
 
 PAGE = "docs/check-your-own-trainer.md"
 DUMPING, *LOOPS = ("\n".join(block.lines) for block in BLOCKS
@@ -200,6 +204,14 @@ def test_another_form_without_references_gradients_is_one_line(folder):
         answer(read_dump(reference.folder), reference)
 
 
+def test_another_form_without_references_tokens_of_step_2_is_compared_in_step_1(folder):
+    mine = of_another_form(folder, "reference")
+    reference = replace(mine, tokens={"tokens-1": mine.tokens["tokens-1"]})
+    printed, _ = answer(reference, mine)
+    assert any(line.startswith("step 1 gradients") for line in printed)
+    assert not any(line.startswith("step 2 gradients") for line in printed)
+
+
 def test_a_norm_of_one_ranks_shards_is_named(folder):
     """FSDP2 cuts each tensor along dim 0."""
     mine = run_loop(folder, 0)
@@ -207,6 +219,112 @@ def test_a_norm_of_one_ranks_shards_is_named(folder):
     mine.steps[0]["norm"] = torch.stack(halves).sum().sqrt().item()
     _, causes = answer(read_dump(folder / "reference"), mine)
     assert "the norm: that of data rank 1's shards only (FSDP, dp)" in causes
+
+
+# ---- dumps of one process, changed by hand ----
+
+
+@pytest.fixture(scope="module")
+def small_dump(corpus, tmp_path_factory):
+    """A function from flags of a model to the Dump of one process; each is made once."""
+    found = {}
+
+    def dump(**model):
+        if str(model) not in found:
+            found[str(model)] = dump_of(corpus, tmp_path_factory.mktemp("dump"), **model)
+        return found[str(model)]
+
+    return dump
+
+
+def with_layout(dump, **layout):
+    return replace(dump, layout={**dump.layout, **layout})
+
+
+def test_experts_are_split_over_the_tensor_ranks_in_the_norm_too(small_dump):
+    """With ep 2, tp 2 tensor rank 0 has experts 0 and 2, tensor rank 1 has 1 and 3."""
+    mine = with_layout(small_dump(**EXPERTS), dp=2, ep=2, tp=2)
+    given = {name: grad for name, grad in mine.gradients(1).items() if ".experts." in name}
+    parts = norms_of_parts(mine, given)
+    for t, experts in enumerate(([0, 2], [1, 3])):
+        square = sum(sum_of_squares(grad[experts]) for grad in given.values())
+        norm = parts[f"that of tensor rank {t}'s part only (tp)"]
+        assert norm**2 == pytest.approx(square, rel=1e-10)
+    squares = {name: sum_of_squares(grad) for name, grad in given.items()}
+    norms = norms_of_squares(squares, mine.layout)
+    assert norms["replicated gradients are left out (tp)"] == sum(squares.values()) ** 0.5
+
+
+def test_the_norm_of_a_pipeline_rank_is_over_all_its_stages(small_dump):
+    """Four layers in four stages; the tied matrix is in the first and in the last stage."""
+    dump = small_dump(n_layer=2)
+    given = dump.gradients(1)
+
+    def square(*parts):
+        return sum(sum_of_squares(grad) for name, grad in given.items()
+                   if any(part in name for part in parts))
+
+    tied, head = square("wte"), square("ln_f")
+    for schedule, first in (("interleaved", square("wpe", ".h.1.") + tied / 2),
+                            ("zb-v", square("wpe") + tied + head)):
+        mine = with_layout(dump, pp=2, schedule=schedule, chunks=2)
+        stages = {"interleaved": "0 and 2", "zb-v": "0 and 3"}[schedule]
+        norm = norms_of_parts(mine, given)[f"that of pipeline stage {stages}'s part only (pp)"]
+        assert norm**2 == pytest.approx(first, rel=1e-10)
+
+
+def test_the_losss_tolerance_does_not_grow_with_the_tensor_ranks(small_dump, monkeypatch):
+    """Each of the T ranks has the same loss, with the same error."""
+    for T in (1, 3):
+        examined = Computed(with_layout(small_dump(), tp=T), 1)
+        terms = replace(examined.terms, losses=examined.terms.losses + 0.5)
+        monkeypatch.setattr(examined.step, "run", lambda terms=terms, **how: terms)
+        assert examined.noise[0] == pytest.approx(0.5 / terms.divisor, rel=1e-10)
+
+
+def lacking(dump, *files):
+    return replace(dump, tensors={file: tensors for file, tensors in dump.tensors.items()
+                                  if file not in files})
+
+
+def test_a_step_that_cannot_be_replayed_is_not_called_equal(small_dump):
+    dump = small_dump()
+    masters = {f"masters-{n}": dump.tensors[f"weights-{n}"] for n in (0, 1, 2)}
+    dump = replace(dump, tensors={**dump.tensors, **masters})
+    for missing, told in (((), ["step 1 weights", "step 2 weights"]),
+                          (("gradients-1",), []), (("masters-0",), []),
+                          (("gradients-2",), ["step 1 weights"])):
+        findings = check_updates(dump, lacking(dump, *missing))
+        assert [finding.stage for finding in findings] == told, missing
+
+
+class SwappedTargets(Dump):
+    """A dump of which two sequences have each other's targets."""
+
+    def targets(self, number):
+        targets = super().targets(number)
+        targets[0, 0, [0, 1]] = targets[0, 0, [1, 0]]
+        return targets
+
+
+def test_swapped_targets_of_two_sequences_are_counted(small_dump):
+    mine = SwappedTargets(**vars(small_dump()))
+    B = mine.ids(1).size(2)
+    assert causes_of_tokens(small_dump(), mine, 1) == [
+        f"2 of {B} sequences have the targets of another sequence"]
+
+
+def test_zeros_and_numbers_differ_in_words_too(small_dump):
+    """A norm of 0, a tensor without dims, and constant initial weights have no ratio or rows."""
+    assert ratio_words(3.0, 0.0) == "3, not 0"
+    words = first_difference({"scale": torch.tensor(2.0)}, {"scale": torch.tensor(1.0)}, {"scale"})
+    assert "scale, off by 1 of its norm, row 0 of 1" in words
+    reference = with_layout(small_dump(), pp=2)
+    zeros = {name: (lambda tensor=tensor: tensor * 0)
+             for name, tensor in reference.weights(0).items()}
+    mine = replace(reference, tensors={**reference.tensors, "weights-0": Tensors(zeros)})
+    for pair in ((reference, mine), (mine, reference)):
+        assert not check_initial_weights(*pair).equal
 
 
 # ---- maps ----
@@ -259,19 +377,6 @@ def to_megatron(config, fused):
 SMALL_LLAMA = {**LLAMA, "n_layer": 2}
 
 
-@pytest.fixture(scope="module")
-def small_dump(corpus, tmp_path_factory):
-    """A function from flags of a model to the Dump of one process; each is made once."""
-    found = {}
-
-    def dump(**model):
-        if str(model) not in found:
-            found[str(model)] = dump_of(corpus, tmp_path_factory.mktemp("dump"), **model)
-        return found[str(model)]
-
-    return dump
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model", [{}, SMALL_LLAMA, {**SMALL_LLAMA, "untied": True}], ids=str)
 def test_megatrons_names_and_order_are_read_as_ours(small_dump, tmp_path, model, fused):
@@ -283,6 +388,13 @@ def test_megatrons_names_and_order_are_read_as_ours(small_dump, tmp_path, model,
     got = read_dump(copy)
     for file, name, tensor in every_tensor(ours):
         assert torch.equal(got.tensors[file][name], tensor), (file, name)
+
+
+def test_experts_under_megatrons_names_are_refused_in_one_line(small_dump, tmp_path):
+    copy = shutil.copytree(small_dump(**EXPERTS).folder, tmp_path / "dump")
+    change_json(copy, names="megatron")
+    with pytest.raises(ValueError, match="experts under Megatron's names are not known"):
+        read_dump(copy)
 
 
 def in_wrappers(tensors):

@@ -4,8 +4,9 @@
     torchrun train.py --tp 2 --pp 2 --dump mine              any layout, fork or trainer: MINE
     python -m run.doctor reference mine
 
-Exit code 0: equal, to the rounding of MINE's dtype, which is measured. 1: something differs; the
-first thing that does is named where a known bug gives the same numbers. 2: cannot be compared.
+Exit code 0: equal, but for the rounding errors of MINE's dtype. 1: something differs: a line for
+each comparison says where, and below it are the known bugs that give the same numbers. 2: the two
+cannot be compared.
 """
 
 import sys
@@ -15,7 +16,7 @@ from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
-    sys.argv[0] = "doctor"  # with which error lines begin
+    sys.argv[0] = "doctor"  # the word with which error lines begin
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 from run.config import fail
@@ -23,13 +24,13 @@ from run.doctor.diagnose import diagnose
 from run.doctor.dump import read_dump
 from run.doctor.words import lines
 
-# Parameters x tokens of a step up to which all known bugs are tried without --deep. (Each takes a
-# step in float64 on the CPU.)
+# Parameters x tokens of a step, below which all known bugs are tried without --deep. (Each bug
+# takes a step in float64 on the CPU.)
 SMALL = 1 << 34
 
 
 def is_small(dump):
-    tokens = dump.ids(1)
+    tokens = dump.ids(1)  # None: no step can be computed, so none takes long
     n_params = sum(weight.numel() for weight in dump.weights(0).values())
     return tokens is None or n_params * tokens.numel() < SMALL
 
@@ -38,6 +39,7 @@ def main():
     try:
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
+        # For a model of another form --deep tries no more (diagnose.py): do not advise it
         deep = args.deep or mine.model is None or is_small(mine)
         equal = True
         for line, is_equal in lines(diagnose(reference, mine, deep), mine.layout, deep):

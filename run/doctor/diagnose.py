@@ -9,9 +9,10 @@
     of step 1, then of step 2:
         weights.py       weights after the step       AdamW's, from MINE's weights, gradients, norm
 
-Each stage begins with MINE's own state, so no finding follows from an earlier one. What counts as
-equal is measured (examined.py). If MINE's model has no known form, loss and gradients are compared
-with REFERENCE's.
+Each stage begins with MINE's own state, so no finding follows from an earlier one. How far equal
+numbers may be apart is measured for loss, gradients (examined.py) and weights (weights.py), and
+fixed for norm, rates and initial weights. If MINE's model has no known form, loss and gradients
+are compared with REFERENCE's.
 """
 
 from run.doctor.examined import Computed, LikeReference
@@ -41,7 +42,7 @@ def comparable(reference, mine):
 
 
 def check_step(reference, mine, number, deep, known):
-    """Findings on loss and gradients of a step; [] if a file that this takes is not there. known:
+    """Findings on loss and gradients of a step; [] if a file that they need is missing. known:
     words of the causes found in step 1."""
     if not mine.gradients(number) or not mine.weights(number - 1):
         return []
@@ -49,7 +50,8 @@ def check_step(reference, mine, number, deep, known):
         if mine.ids(number) is None:
             return []
         return check_gradients(Computed(mine, number), number, deep, known)
-    if not reference.gradients(number) or not reference.weights(number - 1):
+    needed = reference.gradients(number), reference.weights(number - 1)
+    if not all(needed) or reference.targets(number) is None:
         return []
     examined = LikeReference(reference, mine, number)
     if examined.distance > FAR:
@@ -75,16 +77,19 @@ def diagnose(reference, mine, deep=True):
     for number in (1, 2):
         step = mine.steps[number - 1]
         findings = check_step(reference, mine, number, deep, known)
-        # Where copies of a gradient differ, MINE's norm is also that of copies not in the dump
+        # Where copies of a gradient differ, MINE's norm was computed from copies that are not in
+        # the dump, so it cannot be checked
         if not step["gradients_differ"]:
             findings += judge_norm(mine, number)
         for finding in findings:
-            if not set(finding.causes) & set(known):  # else the bug of step 1 is in step 2, too
+            if not set(finding.causes) & set(known):  # else step 1 has told of the same bug
                 yield finding
         known += [words for finding in findings for words in finding.causes]
         if step["gradients_differ"]:
             yield differing_copies(number, "gradients", first_of(step["gradients_differ"]))
         if step["weights_differ"]:
+            # Copies of weights differ though those of gradients are the same: check_updates may
+            # find the cause, such as new weights that were not sent
             if not step["gradients_differ"]:
                 yield from check_updates(reference, mine)
             names = first_of(step["weights_differ"])

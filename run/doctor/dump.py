@@ -1,7 +1,7 @@
 """A dump: two steps of a run, as one process would write them, whatever the layout.
 
     DIR/dump.json                 sizes, flags, and the numbers of both steps; written last
-        weights-0.safetensors     full weights as forward uses them, before step 1
+        weights-0.safetensors     full weights before step 1, as forward uses them
         tokens-1.safetensors      ids and targets (D, m, B, S): microbatch k of data rank d is
                                   [d, k]; a target of -1 is padding
         gradients-1.safetensors   full gradients of step 1, after all sums over ranks, before
@@ -65,8 +65,8 @@ class Dump:
     folder: Path
     names: str  # whose names the files have: "nanogpt", "hugging_face", "megatron"
     model: GPTConfig | None  # or a LlamaConfig; None: another form
-    dtype: str  # in which forward computes; under autocast weights are wider
-    grad_dtype: str  # in which gradients are summed
+    dtype: str  # forward computes in it; under autocast weights are wider
+    grad_dtype: str  # gradients are summed in it
     layout: dict  # {"dp": D, ...}, see record.LAYOUT
     loss: str  # "mean" over the tokens of the whole batch, or their "sum"
     optimizer: dict  # name, beta1, beta2, eps, weight_decay, grad_clip
@@ -127,7 +127,7 @@ def read_dump(folder):
         if path.name.startswith("tokens"):
             tokens[path.stem] = find_tokens(path, given["layout"], model)
         elif model:
-            tensorfile.read_header(path)  # refuses a folder, which find_tensors would take
+            tensorfile.read_header(path)  # refuses a folder, which find_tensors would read
             tensors[path.stem] = Tensors(readers(path, shapes, model, given["names"]))
         else:
             tensors[path.stem] = Tensors(find_other_form(path, shapes))
@@ -157,7 +157,7 @@ def read_json(path):
 
 
 def is_number(value, least=-math.inf):
-    """Is it a number of JSON, finite, and not below `least`?"""
+    """Is the value a number of JSON, finite, and not below `least`?"""
     return type(value) in (int, float) and least <= value and abs(value) < 1e300
 
 
@@ -215,8 +215,8 @@ def shapes_of(model, path, entries):
 
 
 def find_other_form(path, shapes):
-    """{name: function that reads the tensor} of a file, for a model of another form. ValueError
-    unless the file has tensors of these {name: shape}, which are those of weights-0."""
+    """{name: function that reads the tensor} of a file, for a model of another form. shapes: {name:
+    shape} of weights-0. ValueError unless the file has the same names and shapes, none empty."""
     entries = {unwrapped(name): entry for name, entry in tensorfile.read_header(path).items()}
     entries = tensorfile.expect(path, entries, shapes, FLOATS)
     for name, shape in shapes.items():

@@ -6,6 +6,9 @@
                      the dtype
 
 A number of MINE is equal to the right one if it is off by at most NOISE times the noise.
+
+A gradient is known as its terms (step.py), a tensor (D, m, C, R, n): n sampled elements for each
+data rank, microbatch, context rank and tensor rank.
 """
 
 import math
@@ -17,17 +20,18 @@ from model import ABSENT
 from run.doctor.finding import NOISE, norm_of, off
 from run.doctor.step import SimulatedStep, Terms, sampled
 
-FLOOR = 8  # least tolerance of a measured number, in roundings of its dtype
-UNMEASURED = 8  # noise of a number whose noise is not measured, in roundings of its dtype
+FLOOR = 8  # least tolerance where noise is measured, in roundings of the dtype
+UNMEASURED = 8  # noise where noise is not measured, in roundings of the dtype
 
 
 def eps_of(dump):
-    """A rounding, relative to a number, of the dtype in which a dump's forward computes."""
+    """One rounding, relative to the number, in the dtype in which a dump's forward computes."""
     return torch.finfo(getattr(torch, dump.dtype)).eps
 
 
 def distance_of(given, right):
-    """How far all tensors together are apart, relative to their norm."""
+    """The norm of the differences of all tensors together, relative to that of the right ones;
+    infinite if a shape differs."""
     if any(given[name].shape != right[name].shape for name in given):
         return math.inf
     errors = [off(given[name], right[name]) for name in given]
@@ -35,12 +39,12 @@ def distance_of(given, right):
 
 
 class Examined:
-    """One step of MINE. Subclasses say what is right, and give `noise`, which rounding alone makes:
-    (error of the loss, {name: norm of the gradient's error})."""
+    """One step of MINE. Subclasses say what is right, and give `noise`, the errors that rounding
+    alone makes: (error of the loss, {name: norm of the gradient's error})."""
 
     def __init__(self, mine, number, dump, terms, loss, gradients):
-        """dump: the one whose dtypes make the noise. terms: the right step's Terms (step.py). loss:
-        the right one. gradients: {name: the right full gradient}."""
+        """dump: the one whose dtypes make the noise. terms: Terms of the right step (step.py).
+        loss: the right one. gradients: {name: the right full gradient}."""
         self.mine = mine
         self.numbers = mine.steps[number - 1]  # MINE's loss, norm, lr, scale
         self.dtype = getattr(torch, dump.dtype)
@@ -50,11 +54,12 @@ class Examined:
         self.gradients = gradients
 
     def tolerance(self, name, size=1.0):
-        """How far MINE's gradient may be off. size: the largest weight of a term in it."""
+        """How far MINE's gradient may be off. size: how many times as large as the right gradient's
+        its rounding errors may be, such as 3 for a sum that counts a term 3 times."""
         return NOISE * self.noise[1][name] * size
 
     def loss_tolerance(self, loss):
-        """How far MINE's loss may be off, if it should be this number."""
+        """How far MINE's loss may be off from this number, and still be equal to it."""
         wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
         floor = FLOOR * torch.finfo(wide).eps * abs(loss)
         size = max(1.0, abs(loss / self.loss))
@@ -78,7 +83,8 @@ class Computed(Examined):
 
     @cached_property
     def noise(self):
-        """How far one process in MINE's dtype is from float64."""
+        """How far one process in MINE's dtype is from float64. For the loss the errors of all terms
+        are added up without their signs, so that none cancels another."""
         # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
         loss_error = 0.0
@@ -86,7 +92,8 @@ class Computed(Examined):
         for seed in range(n_runs):
             terms = self.rounded(seed).run(dtype=self.dtype, grad_dtype=self.grad_dtype,
                                            scale=self.numbers["scale"])
-            error = (terms.losses - self.terms.losses).abs().sum().item()
+            differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, C): mean of T copies
+            error = differences.abs().sum().item()
             loss_error = max(loss_error, error)
             for name, full in terms.full.items():
                 error = off(full, self.terms.full[name]) / self.terms.divisor
@@ -95,12 +102,14 @@ class Computed(Examined):
         relative = sorted(errors[name] / size for name, size in sizes.items() if size)
         # The error of a tensor may be small by chance: take the median of all tensors at least
         median = relative[len(relative) // 2]
-        floor = max(median, FLOOR * torch.finfo(self.dtype).eps / NOISE)
+        # The tolerance, NOISE times the noise, is to be FLOOR roundings at least
+        least = max(median, FLOOR * torch.finfo(self.dtype).eps / NOISE)
         return (loss_error / self.terms.divisor,
-                {name: max(error, floor * sizes[name]) for name, error in errors.items()})
+                {name: max(error, least * sizes[name]) for name, error in errors.items()})
 
     def rounded(self, seed):
-        """The step from weights that are off by about a rounding; for seed 0 the step itself."""
+        """The same step from weights that are off by about a rounding each; for seed 0 from the
+        weights themselves."""
         if seed == 0:
             return self.step
         generator = torch.Generator().manual_seed(seed)
@@ -115,7 +124,7 @@ class Computed(Examined):
 
 class LikeReference(Examined):
     """One step of MINE, a model of another form. Nothing is computed, so the terms of a gradient
-    are not known: it is one term, D = m = C = R = 1."""
+    are not known: each gradient is a single term, D = m = C = R = 1."""
 
     def __init__(self, reference, mine, number):
         loss = reference.steps[number - 1]["loss"]
@@ -130,17 +139,17 @@ class LikeReference(Examined):
             tied=False)
         coarser = max((reference, mine), key=eps_of)
         super().__init__(mine, number, coarser, terms, loss, gradients)
-        # between MINE's weights before the step and REFERENCE's, relative to their norm
+        # Distance between MINE's and REFERENCE's weights before the step, relative to their norm
         self.distance = distance_of(mine.weights(number - 1), reference.weights(number - 1))
 
     @cached_property
     def noise(self):
-        """UNMEASURED roundings plus the distance of the weights: rounding errors of step 1 move the
-        weights, which move loss and gradients of step 2 about as far, relative to their size."""
+        """UNMEASURED roundings plus the distance of the weights. Rounding errors of step 1 move the
+        weights, and weights that are off by a share move loss and gradients by about this share."""
         relative = UNMEASURED * torch.finfo(self.dtype).eps + self.distance
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
-        # Where a gradient is 0 in exact arithmetic (a key's bias), errors are as large as those in
-        # other gradients
+        # A gradient that is 0 in exact arithmetic, such as that of a key's bias, has errors as
+        # large as those of other gradients
         least = 1e-2 * max(sizes.values())
         return (relative * abs(self.loss),
                 {name: relative * max(size, least) for name, size in sizes.items()})

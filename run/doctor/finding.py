@@ -1,7 +1,8 @@
 """A Finding: the result of one stage. And the helpers with which all stages measure and print.
 
-In all of run/doctor/: `given` is what MINE's dump has, `right` what it should have, both {name:
-tensor}; `wrong` is the set of names in which they differ by more than rounding.
+A stage of the doctor is one comparison, such as that of step 1's gradients. (In run/doctor/ a stage
+of the model is called a pipeline stage.) `given` is what MINE's dump has, `right` what it should
+have, both {name: tensor}; `wrong` is the set of names in which they differ by more than rounding.
 """
 
 import math
@@ -15,7 +16,7 @@ class Finding:
     """The result of one stage of one step."""
     stage: str  # "step 1 gradients"
     equal: bool
-    differs: str = ""  # where, and by how much; of an equal stage: what was not examined
+    differs: str = ""  # where, and by how much; for an equal stage: what was not examined
     causes: list = field(default_factory=list)  # words of the bugs that give MINE's numbers
 
 
@@ -24,7 +25,7 @@ def norm_of(tensor):
 
 
 def off(mine, right):
-    """How far two tensors are apart: the norm of their difference; infinite if it is not finite."""
+    """The norm of the difference of two tensors; infinite if that norm is not finite."""
     error = norm_of(mine - right)
     return error if math.isfinite(error) else math.inf
 
@@ -37,11 +38,13 @@ def first_of(names):
 
 
 def ratio_words(mine, right):
-    return f"{mine:.8g}, not {right:.8g}: {mine / right:.6g} times"
+    ratio = f": {mine / right:.6g} times" if right else ""
+    return f"{mine:.8g}, not {right:.8g}{ratio}"
 
 
 def axes_by_size(layout, axes):
-    """{size: the axes of this size}, without size 1: bugs of equal axes make the same numbers."""
+    """{size: the axes of this size}, without size 1. Bugs of axes of one size may give the same
+    numbers."""
     found = {}
     for axis in axes:
         if layout[axis] > 1:
@@ -50,7 +53,7 @@ def axes_by_size(layout, axes):
 
 
 def first_difference(given, right, wrong):
-    """Words for the first wrong tensor, in the model's order: by how much it differs, in which
+    """Words for the first wrong tensor, in the model's order: how far it is off, and in which
     rows."""
     name = next(name for name in right if name in wrong)
     if given[name].shape != right[name].shape:
@@ -60,7 +63,7 @@ def first_difference(given, right, wrong):
         return f"{name} is not finite"
     error = given[name] - right[name]
     relative = norm_of(error) / max(norm_of(right[name]), 1e-300)
-    rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs()
+    rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs().flatten()
     # Rounding errors are in all rows: name rows with at least 1/1000 of the largest row's error
     bad = (rows >= rows.max() / 1000).nonzero().flatten().tolist()
     where = f"rows {bad[0]} to {bad[-1]}" if len(bad) > 1 else f"row {bad[0]}"

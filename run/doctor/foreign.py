@@ -13,8 +13,8 @@
         mlp.c_fc                    mlp.linear_fc1
         mlp.c_proj                  mlp.linear_fc2
 
-nanoGPT's and Hugging Face's: run/weights.py, which also takes off what wrappers (torch.compile,
-DDP, FSDP) put before a name.
+run/weights.py has the names of nanoGPT and Hugging Face. It also takes out the parts that wrappers
+(torch.compile, DDP, FSDP) put into a name. Megatron's names for experts are not known here.
 """
 
 from functools import partial
@@ -54,6 +54,7 @@ def megatron_name(name):
 
 
 def unfused(name):
+    """Megatron's name for the same tensor where norms are not fused."""
     for apart, fused in FUSED.items():
         name = name.replace(fused, apart)
     return name
@@ -62,9 +63,10 @@ def unfused(name):
 def q_k_v(tensor, config):
     """Megatron's order of rows to ours. Megatron has, for each head of k and v, the heads of q that
     share it, then k, then v; ours has all heads of q, then those of k, then those of v."""
-    groups = getattr(config, "n_kv_head", config.n_head)
-    of_q = config.n_head // groups
-    heads = tensor.unflatten(0, (groups, of_q + 2, config.n_embd // config.n_head))
+    groups = getattr(config, "n_kv_head", config.n_head)  # heads of k, and of v
+    of_q = config.n_head // groups  # heads of q that share a head of k and v
+    hs = config.n_embd // config.n_head
+    heads = tensor.unflatten(0, (groups, of_q + 2, hs))
     parts = heads[:, :of_q], heads[:, of_q], heads[:, of_q + 1]
     return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
 
@@ -78,9 +80,12 @@ def read_megatron(entry, name, shape, config):
 
 
 def find_megatron(path, shapes, config):
-    """{canonical name: function that reads the tensor}. ValueError unless the file has these
-    tensors, and no others but those that Megatron adds: ._extra_state, and output_layer.weight of a
-    tied model, which is a copy of the embedding."""
+    """{canonical name: function that reads the tensor}. ValueError if the model has experts, or
+    unless the file has these tensors, and no others but those that Megatron adds: ._extra_state,
+    and output_layer.weight of a tied model, which is a copy of the embedding."""
+    if config.n_experts:
+        raise ValueError(f"{path}: experts under Megatron's names are not known; take nanoGPT's "
+                         "names")
     entries = {unfused(unwrapped(name)): entry
                for name, entry in tensorfile.read_header(path).items()}
     names = {name: megatron_name(name) for name in shapes}
@@ -98,9 +103,9 @@ def find_megatron(path, shapes, config):
 
 
 def readers(path, shapes, config, names):
-    """{canonical name: function that reads the tensor} of a file. names: whose names the file has,
-    one of NAMES. ValueError unless the file has tensors of these {canonical name: shape}, and no
-    others (but see find_megatron)."""
+    """{canonical name: function that reads the tensor} of a file. shapes: {canonical name: shape}.
+    names: whose names the file has, one of NAMES. ValueError unless the file has tensors of these
+    names and shapes, and no others (but see find_megatron)."""
     if names == "megatron":
         return find_megatron(path, shapes, config)
     return {name: partial(load_parts, places)

@@ -9,7 +9,8 @@ gradients. A Share has to give the gradients of a group that contains all wrong 
 loss has this cause only if the Share gives the loss, too. And what a cause changes has to be larger
 than the noise: otherwise causes of other sizes would fit as well.
 
-In step 2 of a run whose step 1 is wrong, only the causes of step 1 are tried again.
+In step 2 of a run whose step 1 is wrong, only the Shares and Changes found in step 1 are tried
+again.
 """
 
 import math
@@ -35,7 +36,7 @@ def sampled_gradients(given):
 
 
 def is_resolved(examined, share, wrong):
-    """Is what a Share changes in the wrong tensors much larger than the tolerance?"""
+    """Does a Share change the wrong tensors by much more than the tolerance?"""
     changed = []
     tolerances = []
     for name in wrong:
@@ -46,7 +47,9 @@ def is_resolved(examined, share, wrong):
 
 
 def fitting_shares(examined, mine, wrong, known):
-    """{"a group of tensors: the share's words": Share}. mine: {name: sampled gradient}."""
+    """{"a group of tensors: the share's words": Share} of the Shares that fit. mine: {name: sampled
+    gradient}. known: words of the causes found in step 1; if there are any, only these are
+    tried."""
     found = {}
     scale = examined.numbers["scale"]
     for share in known_shares(examined.mine.layout, examined.terms, scale):
@@ -57,10 +60,8 @@ def fitting_shares(examined, mine, wrong, known):
             error = off(mine[name], gradient(examined.terms, name, share))
             return error <= examined.tolerance(name, share.largest(name))
 
-        if any(map(fits, wrong)) and is_resolved(examined, share, wrong):
-            words = group_words(wrong, mine, fits)
-            if words:
-                found[f"{words}: {share.words}"] = share
+        if all(map(fits, wrong)) and is_resolved(examined, share, wrong):
+            found[f"{group_words(wrong, mine, fits)}: {share.words}"] = share
     return found
 
 
@@ -68,15 +69,15 @@ def fitting_shares(examined, mine, wrong, known):
 
 
 def fitted_weights(examined, mine, wrong):
-    """{words: Share} of the weights of all D x m microbatches with which the right step's terms are
-    MINE's gradients; {} if there are no such weights, or if noise could have moved them as far.
-    mine: {name: sampled gradient}."""
+    """{words: Share} of the weights of all D x m microbatches with which the right step's terms sum
+    up to MINE's gradients; {} if there are no such weights, or if noise alone could make them
+    differ from 1 as far. mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
         return {}
 
-    def in_tolerances(gradients):  # so that each tensor counts as much as it is known
+    def in_tolerances(gradients):  # so that a tensor weighs more the more exactly it is known
         return torch.cat([gradients[name] / examined.tolerance(name) for name in mine])
 
     wanted = in_tolerances(mine)  # (all elements of all tensors,)
@@ -105,7 +106,7 @@ def fitted_weights(examined, mine, wrong):
 
 def is_loss(examined, terms, loss):
     """Is MINE's loss that of the changed step? A trainer may print the mean over its tensor ranks,
-    like train.py, or what tensor rank 0 has."""
+    like train.py, or tensor rank 0's loss."""
     of_rank_0 = terms.losses[..., 0].sum().item() / terms.divisor
     return examined.loss_is(loss, terms.loss()) or examined.loss_is(loss, of_rank_0)
 
@@ -137,7 +138,8 @@ def fits_change(examined, change, mine, loss, wrong):
 def fitting_changes(examined, mine, loss, known, wrong=()):
     """Words of the Changes that give MINE's loss and its {name: sampled gradient}. wrong: names of
     the gradients that differ."""
-    # A wrong loss takes a Change of forward; a right one a Change of backward only
+    # Only a Change of forward can explain a wrong loss. With a right loss only a Change of backward
+    # alone fits
     changes_forward = not examined.loss_is(loss, examined.loss)
     return [change.words for change in changes(examined.step)
             if (not known or change.words in known) and change.forward == changes_forward
@@ -148,8 +150,8 @@ def fitting_changes(examined, mine, loss, known, wrong=()):
 
 
 def loss_factors(layout, tokens, scale):
-    """[(factor, words)]: what a printed loss may be multiplied by. tokens: those of the whole batch
-    that count; scale: the loss scale."""
+    """[(factor, words)]: factors by which a printed loss may be wrong. tokens: number of tokens of
+    the whole batch that count; scale: the loss scale."""
     D, C, T, P, m = (layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches"))
     sizes = [(D, "data ranks (dp)"), (C, "context ranks (cp)"), (T, "tensor ranks (tp)"),
              (P, "pipeline ranks (pp)"), (m, "microbatches"), (tokens, "tokens")]
@@ -169,8 +171,9 @@ def loss_factors(layout, tokens, scale):
 
 
 def causes_of_loss(examined, loss):
-    """Words for a wrong loss with a cause of its own, beside right gradients or a cause of wrong
-    ones that leaves the loss right: a multiple or a part of the right loss is printed."""
+    """Words for a wrong loss that no cause of the gradients explains (they may be right, or wrong
+    for a reason that leaves the loss right): the trainer prints a multiple or a part of the right
+    loss."""
     terms = examined.terms
     losses = terms.losses.mean(-1)  # (D, m, C)
     total = int(terms.tokens.sum())
@@ -180,7 +183,9 @@ def causes_of_loss(examined, loss):
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
                         ("context rank", losses.sum((0, 1)))):
-        for i, part in enumerate(parts.tolist() if len(parts) > 1 else ()):
+        if len(parts) == 1:
+            continue
+        for i, part in enumerate(parts.tolist()):
             words = f"the printed loss is {axis} {i}'s own"
             predicted[f"{words} part"] = part / terms.divisor
             predicted[f"{words} mean"] = part / terms.divisor * len(parts)
@@ -189,14 +194,14 @@ def causes_of_loss(examined, loss):
 
 
 def keeps_first_step(examined, given):
-    """[words], if MINE's gradients of step 2 are the right ones plus a multiple of MINE's gradients
-    of step 1; else []."""
+    """[words] if MINE's gradients of step 2 are the right gradients plus a multiple of MINE's
+    gradients of step 1; else []."""
     first = examined.mine.gradients(1)
     if set(first) != set(given):
         return []
     errors = {name: given[name] - examined.gradients[name] for name in given}
     squares = sum(first[name].square().sum().item() for name in given)
-    # The multiple of least squares: <errors, first> / <first, first>
+    # The multiple with the least squares: <errors, first> / <first, first>
     multiple = sum((errors[name] * first[name]).sum().item() for name in given) / squares
     noise = math.hypot(*(examined.tolerance(name) for name in given))
     if noise > RESOLVED * abs(multiple) * math.sqrt(squares):
@@ -212,7 +217,7 @@ def keeps_first_step(examined, given):
 
 def causes_of_both(examined, given, wrong, deep, known):
     """(words of the causes of MINE's loss, words of the causes of its gradients). given: MINE's
-    gradients; wrong: names of the wrong ones. For a right loss the first list means nothing."""
+    gradients; wrong: names of the wrong ones. If MINE's loss is right, ignore the first list."""
     mine = sampled_gradients(given)
     loss = examined.numbers["loss"]
     shares = (fitting_shares(examined, mine, wrong, known)
@@ -233,7 +238,8 @@ def causes_of_both(examined, given, wrong, deep, known):
 
 
 def wrong_gradients(examined, given):
-    """Names of MINE's gradients that differ from the right ones. (One that is not finite does.)"""
+    """Names of MINE's gradients that differ from the right ones. (A gradient that is not finite
+    differs.)"""
     return {name for name in given
             if not off(given[name], examined.gradients[name]) <= examined.tolerance(name)}
 

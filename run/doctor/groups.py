@@ -1,6 +1,7 @@
-"""Where in the model a parameter stands, told from its name; groups of parameters.
+"""A parameter's place in the model, told from its name; groups of parameters.
 
-A bug often touches one group: the gradients of LayerNorms only, all before block 2, experts only.
+A bug often touches one group, such as the gradients of LayerNorms, all those before block 2, or
+those of experts.
 """
 
 import math
@@ -15,12 +16,14 @@ from schedules import cut, placement
 
 def is_replicated(name):
     """Do all tensor ranks hold the whole parameter?"""
+    if ".experts." in name:  # whole experts are spread over the tensor ranks
+        return False
     return ".ln_" in name or "wpe" in name or name.endswith("c_proj.bias") or ".router." in name
 
 
 def block_of(name):
-    """The number of a parameter's block; -1 for the embedding, infinite for what follows the
-    blocks. Names may be another trainer's."""
+    """The number of a parameter's block; -1 for the embeddings, infinite for the final norm and the
+    head. Names may be another trainer's."""
     number = re.search(r"\.(\d+)\.", name)  # transformer.h.0.ln_1.weight
     if number:
         return int(number[1])
@@ -33,8 +36,8 @@ def layer_number(name, n_layer):
 
 
 def cut_by_layout(config, layout):
-    """Numbers of the layers that begin a stage of the pipeline, without stage 0's: [2, 4] for
-    stages of layers 0 1, 2 3 and 4 5. Cut like in train.py."""
+    """Numbers of the layers that begin a pipeline stage, without stage 0's: [2, 4] for stages of
+    layers 0 1, 2 3 and 4 5. Cut like in train.py."""
     n_stages = len(placement(layout["schedule"], layout["pp"], layout["chunks"]))
     return [start for start, _ in cut(config.layer_costs(), n_stages)[1:]]
 
@@ -43,7 +46,7 @@ def cut_by_layout(config, layout):
 
 
 def replicated_without(*parts):
-    """The group of replicated parameters, without those that have one of the parts in the name."""
+    """A function for GROUPS: is a parameter replicated, and is none of the parts in its name?"""
     return lambda name: is_replicated(name) and not any(part in name for part in parts)
 
 
@@ -54,7 +57,8 @@ GROUPS = {  # words -> is a parameter of that name in the group?
     "the gradients of LayerNorms, row biases, positions and routers": is_replicated,
     "the gradients of LayerNorms, row biases and routers": replicated_without("wpe"),
     "the gradients of LayerNorms": lambda name: ".ln_" in name,
-    "the gradients of the rows' biases": lambda name: name.endswith("c_proj.bias"),
+    "the gradients of the rows' biases": (
+        lambda name: is_replicated(name) and name.endswith("c_proj.bias")),
     "the gradients of biases": lambda name: name.endswith("bias"),
     "the gradients of matrices": lambda name: name.endswith("weight") and ".ln_" not in name,
     "the gradients of tensors that are split over tp": lambda name: not is_replicated(name),
@@ -66,7 +70,7 @@ GROUPS = {  # words -> is a parameter of that name in the group?
 
 
 def groups_by_block(names):
-    """Like GROUPS: before, from, and in each block."""
+    """Like GROUPS: the gradients before each block, from it on, and in it."""
     blocks = sorted({block_of(name) for name in names} - {-1, math.inf})
     found = {}
     for i in blocks:
@@ -78,9 +82,9 @@ def groups_by_block(names):
 
 
 def group_words(wrong, names, fits):
-    """Words for the smallest group that contains all wrong names and in which the cause fits every
-    member. If there is no such group, but the cause fits the wrong names: words that list these.
-    Else None. names: of all tensors. fits(name): does the cause give MINE's tensor?"""
+    """Words for the smallest group that contains all wrong names and of which the cause fits every
+    member; if there is no such group, words that list the wrong names. names: those of all tensors.
+    fits(name): does the cause give MINE's tensor? It has to for all wrong names."""
     sizes = {}  # words -> number of members
     for words, has in (GROUPS | groups_by_block(names)).items():
         members = [name for name in names if has(name)]
@@ -88,6 +92,4 @@ def group_words(wrong, names, fits):
             sizes[words] = len(members)
     if sizes:
         return min(sizes, key=sizes.get)
-    if all(map(fits, wrong)):
-        return f"the gradients of {first_of(wrong)}"
-    return None
+    return f"the gradients of {first_of(wrong)}"

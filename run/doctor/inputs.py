@@ -1,8 +1,8 @@
 """What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, rates.
 
-Of wrong initial weights all wrong tensors have to be of one kind (transposed, drawn with one seed,
-some number of times REFERENCE's) for the kind to be named. A wrong map of names shows here, so that
-it is not read as a bug of the trainer.
+The cause of wrong initial weights is named only if all wrong tensors are of one kind: transposed,
+drawn with one seed, or a multiple of REFERENCE's. A wrong map of names shows here, so that nobody
+takes it for a bug of the trainer.
 """
 
 import math
@@ -22,15 +22,19 @@ def looks_drawn_anew(tensor, right):
     """Do two tensors look like two draws from the same distribution?"""
     tensor = tensor - tensor.mean()  # the gains of a LayerNorm are around 1
     right = right - right.mean()
-    cosine = (tensor * right).sum().item() / (norm_of(tensor) * norm_of(right))
-    return abs(cosine) < 0.8 and 0.5 < norm_of(tensor) / norm_of(right) < 2
+    norm = norm_of(tensor)
+    right_norm = norm_of(right)
+    if norm == 0 or right_norm == 0:  # a constant, which nobody has drawn
+        return False
+    cosine = (tensor * right).sum().item() / (norm * right_norm)
+    return abs(cosine) < 0.8 and 0.5 < norm / right_norm < 2
 
 
 class InitialWeights:
     """Initial weights that differ, and questions about one of their tensors."""
 
     def __init__(self, reference, mine, wrong, eps):
-        """wrong: names of the tensors that differ. eps: a rounding."""
+        """wrong: names of the tensors that differ. eps: one rounding, relative to the number."""
         self.model = mine.model
         self.layout = mine.layout
         self.given = mine.weights(0)
@@ -38,9 +42,11 @@ class InitialWeights:
         self.wrong = wrong
         self.eps = eps
         name = min(wrong)
-        self.factor = norm_of(self.given[name]) / norm_of(self.right[name])
+        right_norm = norm_of(self.right[name])
+        # How many times REFERENCE's one wrong tensor is; the others are compared with this factor
+        self.factor = norm_of(self.given[name]) / right_norm if right_norm else 0.0
         self.tags = []  # {name: tag} of each tensor rank; empty for a model of another form
-        self.starts = []  # numbers of the layers that begin a pipeline stage, but the first
+        self.starts = []  # numbers of the layers that begin a pipeline stage, without stage 0's
         if self.model:
             self.tags = SimulatedStep(self.model, self.layout, 0.0, dict(self.given)).tags()
             if self.layout["pp"] > 1:
@@ -51,7 +57,7 @@ class InitialWeights:
         return same_shape and off(tensor, right) <= 2 * self.eps * norm_of(right)
 
     def slices(self, name, tensors):
-        """The slice of a tensor that each tensor rank holds, flat."""
+        """For each tensor rank its slice of a tensor, flat."""
         return [tags[name].slice(tensors[name]).flatten() for tags in self.tags]
 
     def is_transposed(self, name):
@@ -73,8 +79,8 @@ class InitialWeights:
         return is_matrix and 0 < block_of(name) < self.model.n_layer
 
     def is_like_block_0(self, name):
-        """Is a matrix of a later block equal to block 0's? (True of all else: embedding and head
-        have no twin in block 0, and biases and gains are not drawn.)"""
+        """Is a matrix of a later block equal to block 0's? (True of all other tensors: embedding
+        and head have no twin in block 0, and most trainers do not draw biases and gains.)"""
         if not self.is_later_matrix(name):
             return True
         twin = name.replace(f".h.{block_of(name)}.", ".h.0.")
@@ -88,7 +94,8 @@ class InitialWeights:
         return torch.equal(first[:n], second[:n])
 
     def is_first_ranks(self, name):
-        """Are only the values of the first tensor rank and the first pipeline rank right?"""
+        """Is the tensor right on the first tensor rank and the first pipeline rank only?"""
+        # Is the tensor on another pipeline rank?
         if self.starts and layer_number(name, self.model.n_layer) >= self.starts[0]:
             return looks_drawn_anew(self.given[name], self.right[name])
         slices = zip(self.slices(name, self.given), self.slices(name, self.right), strict=True)
@@ -150,7 +157,7 @@ def rows_by_rank(tokens):
 
 
 def all_rows(tokens):
-    """The sequences of all data ranks, sorted: which rank has one does not matter."""
+    """The sequences of all data ranks, sorted: it does not matter which rank has a sequence."""
     return sorted(row for rank in rows_by_rank(tokens) for row in rank)
 
 
@@ -166,7 +173,7 @@ def first_twelve(numbers):
 
 def repeated_rows(right, ranks):
     """[words for sequences that several ranks or microbatches have], or [] if MINE has a sequence
-    that REFERENCE has not. right: REFERENCE's sequences by rank; ranks: MINE's."""
+    that REFERENCE does not have. right: REFERENCE's sequences by rank; ranks: MINE's."""
     batch = [row for rank in right for row in rank]
     if any(row not in batch for rank in ranks for row in rank):
         return []
@@ -178,7 +185,8 @@ def repeated_rows(right, ranks):
 
 
 def causes_of_tokens(reference, mine, number):
-    """Words for sequences that are not REFERENCE's, or not each once."""
+    """Words for a step in which MINE does not have REFERENCE's sequences, each once, with its
+    targets."""
     right = all_rows(reference.ids(number))
     ranks = rows_by_rank(mine.ids(number))
     had = all_rows(mine.ids(number))
@@ -189,7 +197,11 @@ def causes_of_tokens(reference, mine, number):
         if targets == had:
             return ["targets are the tokens themselves, not the next ones"]
         if targets == all_rows(reference.targets(number)):
-            return ["each sequence has the targets of another sequence"]
+            n_wrong = len(set(with_targets(mine, number)) - set(with_targets(reference, number)))
+            which = f"{n_wrong} of {len(had)} sequences have"
+            if n_wrong == len(had):
+                which = "each sequence has"
+            return [f"{which} the targets of another sequence"]
         return []
     if number == 2 and all_rows(mine.ids(1)) == had:
         return ["the second step has the first step's sequences again"]

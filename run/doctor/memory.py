@@ -1,4 +1,4 @@
-"""A dump that was never written: two steps of a run whose tensors this process has."""
+"""A dump that was never written: two steps of a run whose tensors are in this process's memory."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,8 @@ class InMemory(Dump):
 
 
 class Place:
-    """Takes a mesh's place in Data.training, which asks for the data rank's index only."""
+    """Stands in for a mesh in Data.training, which asks for the data rank's index, the number of
+    data ranks, and the device."""
 
     device = torch.device("cpu")
 
@@ -34,16 +35,20 @@ class Place:
 def tokens_of_step(cfg, step):
     """{"ids", "targets": (D, m, B, S)} of a step."""
     data = Data(cfg)
+    # For each data rank [(ids, targets, number of the first sequence)], by microbatch
     ranks = [data.training(cfg, step, Place(d, cfg.dp)) for d in range(cfg.dp)]
-    return {name: torch.stack([torch.stack([batch[i] for batch in rank]) for rank in ranks])
-            for i, name in enumerate(("ids", "targets"))}
+
+    def stacked(i):
+        return torch.stack([torch.stack([batch[i] for batch in rank]) for rank in ranks])
+
+    return {"ids": stacked(0), "targets": stacked(1)}
 
 
 def in_memory(cfg: Config, states, vocab_size):
-    """A Dump of a run's first two steps. states: [{"weights"}, {"loss", "norm", "lr", "grads",
-    "weights"}, ...], before step 1 and after each step, with full tensors; exercises/break_it.py
-    and tests/harness.py make such lists. "differ" in a state: names of weights whose copies differ
-    after the step, if that is known."""
+    """A Dump of a run's first two steps. states: a dict before step 1, {"weights"}, and one after
+    each step, {"loss", "norm", "lr", "grads", "weights"}, with full tensors; exercises/break_it.py
+    and tests/harness.py make such lists. A state may have "differ", too: names of weights whose
+    copies differ after the step."""
     tensors = {f"weights-{n}": states[n]["weights"] for n in (0, 1, 2)}
     tensors |= {f"gradients-{n}": states[n]["grads"] for n in (1, 2)}
     tokens = {f"tokens-{n}": tokens_of_step(cfg, n - 1) for n in (1, 2)}

@@ -13,7 +13,8 @@ import torch
 from model import UNTIED
 from run.doctor.finding import Finding, ratio_words
 from run.doctor.groups import cut_by_layout, is_replicated, layer_number
-from run.doctor.step import EMBEDDING, SimulatedStep
+from run.doctor.step import EMBEDDING, SimulatedStep, served
+from schedules import placement
 
 
 def sum_of_squares(tensor):
@@ -21,12 +22,13 @@ def sum_of_squares(tensor):
 
 
 def norms_of_squares(squares, layout):
-    """{words: norm} of mistakes in the sum. squares: {name: sum of squares of its gradient}."""
+    """{words: norm} of mistakes in the sum. squares: {name: sum of the squares of the gradient}."""
     D = layout["dp"]
     T = layout["tp"]
     P = layout["pp"]
     whole = sum(squares.values())
-    copies = sum(square for name, square in squares.items() if is_replicated(name))  # on T ranks
+    # Squares of gradients that all T ranks hold, and of gradients that are split over the T ranks
+    copies = sum(square for name, square in squares.items() if is_replicated(name))
     parts = sum(square for name, square in squares.items() if not is_replicated(name))
     sum_of_norms = sum(math.sqrt(square) for square in squares.values())
     found = {
@@ -56,48 +58,68 @@ def norms_of_squares(squares, layout):
     return found
 
 
-def norms_of_parts(mine, given):
-    """{words: norm} of the gradients that one pipeline stage, one tensor rank, or one rank of both
-    holds. A part that several ranks hold is shared among them: each has 1/copies of its square."""
+def squares_by_rank(mine, given):
+    """(P, T): for each pipeline rank and tensor rank the sum of the squares of its gradients. The
+    square of a gradient that several ranks hold is shared among them, in equal parts."""
+    model = mine.model
     layout = mine.layout
-    T = layout["tp"]
     P = layout["pp"]
-    starts = [0, *(cut_by_layout(mine.model, layout) if P > 1 else [])]  # of stages, in layers
-    last = len(starts) - 1
-    squares = torch.zeros(len(starts), T, dtype=torch.double)  # of each stage's tensor ranks
-    step = SimulatedStep(mine.model, layout, 0.0, dict(mine.weights(0)))
+    T = layout["tp"]
+    starts = [0]  # first layer of each pipeline stage
+    where = [0]  # pipeline rank of each pipeline stage
+    if P > 1:
+        starts += cut_by_layout(model, layout)
+        where = placement(layout["schedule"], P, layout["chunks"])
+    squares = torch.zeros(P, T, dtype=torch.double)
+    step = SimulatedStep(model, layout, 0.0, dict(mine.weights(0)))
     for t, tags in enumerate(step.tags()):
         for name, grad in given.items():
-            piece = tags[name].slice(grad)
+            if ".experts." in name:  # (n_experts, ...): tags has all of them on each rank
+                piece = grad[served(model.n_experts, layout["ep"], T, t)]
+            else:
+                piece = tags[name].slice(grad)
             copies = T if piece.shape == grad.shape else 1
-            layer = layer_number(name, mine.model.n_layer)
-            stages = {max(i for i, start in enumerate(starts) if start <= layer)}
+            layer = layer_number(name, model.n_layer)
+            ranks = {where[max(s for s, start in enumerate(starts) if start <= layer)]}
             if name == EMBEDDING and UNTIED not in given:  # tied: the last stage has it, too
-                stages.add(last)
-            for i in stages:
-                squares[i, t] += piece.square().sum() / (copies * len(stages))
+                ranks.add(where[-1])
+            for p in ranks:
+                squares[p, t] += piece.square().sum() / (copies * len(ranks))
+    return squares
+
+
+def norms_of_parts(mine, given):
+    """{words: norm} of the gradients that one pipeline rank, one tensor rank, or one rank of both
+    holds."""
+    layout = mine.layout
+    P = layout["pp"]
+    T = layout["tp"]
+    squares = squares_by_rank(mine, given)
     found = {}
     if P > 1:
-        for i, square in enumerate(squares.sum(1).tolist()):
-            found[f"that of pipeline stage {i}'s part only (pp)"] = math.sqrt(square)
+        where = placement(layout["schedule"], P, layout["chunks"])
+        for p, square in enumerate(squares.sum(1).tolist()):
+            # The stages on the rank: "0" or, with --chunks 2, "0 and 2"
+            stages = " and ".join(str(s) for s, rank in enumerate(where) if rank == p)
+            found[f"that of pipeline stage {stages}'s part only (pp)"] = math.sqrt(square)
     if T > 1:
         for t, square in enumerate(squares.sum(0).tolist()):
             found[f"that of tensor rank {t}'s part only (tp)"] = math.sqrt(square)
     if P > 1 and T > 1:
-        for i, of_stage in enumerate(squares.tolist()):
-            for t, square in enumerate(of_stage):
-                found[f"that of the part of one rank only (pp {i}, tp {t})"] = math.sqrt(square)
+        for p, of_tensor_ranks in enumerate(squares.tolist()):
+            for t, square in enumerate(of_tensor_ranks):
+                found[f"that of the part of one rank only (pp {p}, tp {t})"] = math.sqrt(square)
     return found
 
 
 def norms_of_shards(mine, given):
-    """{words: norm} of one data rank's shards only: FSDP's, each tensor cut along dim 0."""
+    """{words: norm} of one data rank's shards only, like FSDP's: each tensor is cut along dim 0."""
     D = mine.layout["dp"]
     if D == 1:
         return {}
     squares = [0.0] * D
     for grad in given.values():
-        for d, shard in enumerate(grad.chunk(D)):  # a short tensor has fewer than D
+        for d, shard in enumerate(grad.chunk(D)):  # a tensor of fewer rows has fewer than D chunks
             squares[d] += sum_of_squares(shard)
     return {f"that of data rank {d}'s shards only (FSDP, dp)": math.sqrt(square)
             for d, square in enumerate(squares)}
@@ -120,7 +142,7 @@ def known_norms(mine, number, given, squares, right):
 
 
 def judge_norm(mine, number):
-    """[a Finding]: is MINE's norm that of MINE's gradients? Or [], if the dump lacks gradients."""
+    """[a Finding]: is MINE's norm that of MINE's gradients? [] if the dump lacks gradients."""
     given = mine.gradients(number)
     if not given or len(given) < len(mine.weights(0)):
         return []
@@ -129,8 +151,8 @@ def judge_norm(mine, number):
     squares = {name: sum_of_squares(grad) for name, grad in given.items()}
     right = math.sqrt(sum(squares.values()))
     if not math.isfinite(norm) or not math.isfinite(right):
-        both_are_not = math.isfinite(norm) == math.isfinite(right)
-        return [Finding(stage, both_are_not, "not finite")]
+        neither_is_finite = math.isfinite(norm) == math.isfinite(right)
+        return [Finding(stage, neither_is_finite, "not finite")]
 
     def is_near(value, eps):
         return abs(norm - value) <= eps * abs(value)
@@ -141,6 +163,6 @@ def judge_norm(mine, number):
     known = known_norms(mine, number, given, squares, right)
     causes = [f"the norm: {words}" for words, value in known.items() if is_near(value, eps)]
     rounding = torch.finfo(getattr(torch, mine.grad_dtype)).eps
-    if not causes and is_near(right, rounding):  # a trainer that computes norms in 16 bits
+    if not causes and is_near(right, rounding):  # the trainer computes norms in 16 bits
         return [Finding(stage, True)]
     return [Finding(stage, False, ratio_words(norm, right), causes)]

@@ -4,8 +4,8 @@
     write_plain     two steps of plain.training_steps, with a Recorder in place of AdamW
 
 Each rank writes its own slices straight into the files, like in run/checkpoint.py. Where ranks hold
-copies of a slice, the first of them writes it, so that a file is never a mixture; and the names of
-tensors whose copies differ are noted.
+copies of a slice, the first of these ranks writes it, so that a file is never a mixture. The names
+of tensors whose copies differ are noted.
 
     python train.py --dump one           torchrun train.py --tp 2 --pp 2 --dump four
     python train.py --plain --dump one
@@ -29,13 +29,13 @@ from run.tensorfile import DTYPES, CheckpointError, about
 from shard import Shard
 
 LAYOUT = ("dp", "ep", "pp", "cp", "tp", "sp", "cp_attention", "zero", "schedule", "chunks",
-          "microbatches")  # flags
-EPS = {"adamw": 1e-8, "lamb": 1e-6}  # of the optimizers that divide by a root
+          "microbatches")  # the flags that are a dump's layout
+EPS = {"adamw": 1e-8, "lamb": 1e-6}  # epsilon of the optimizers that divide by a root
 
 
 def random_value(name, shape, config, seed):
-    """initial_value, but biases and gains deviate from it by N(0, 0.1): a bias of 0 would hide
-    until the second step that it is added T times."""
+    """initial_value, but N(0, 0.1) is added to biases and gains: a bias of 0 would hide until the
+    second step that the bias is added T times."""
     value = initial_value(name, shape, config, seed)
     if name.endswith("bias") or ".ln_" in name:
         noise = torch.empty(shape, dtype=torch.float32)
@@ -56,7 +56,7 @@ class Writer:
     write_gradients, write_weights and end: if a rank cannot write, every rank raises
     CheckpointError.
 
-    shapes: {canonical name: full shape}, the same on all ranks. dtype: of the weights."""
+    shapes: {canonical name: full shape}, the same on all ranks. dtype: that of the weights."""
 
     def __init__(self, cfg, mesh, model_config, shapes, dtype):
         self.cfg = cfg
@@ -65,9 +65,11 @@ class Writer:
         self.model_config = model_config
         self.shapes = shapes
         self.dtype = dtype
-        self.wide = torch.promote_types(dtype, torch.float32)  # dtype of gradients and masters
+        # dtype of gradients and masters in the files
+        self.wide = torch.promote_types(dtype, torch.float32)
+        # dtype in which the run sums gradients; it is written into dump.json only
         self.grad_dtype = cfg.dtype if cfg.grad_dtype == "same" else cfg.grad_dtype
-        self.steps = [{}, {}]  # the numbers of both steps
+        self.steps = [{}, {}]  # loss, norm, scale, lr and names of differing copies, by step
         with together(mesh.world), about(self.folder):
             if mesh.rank == 0:
                 self.begin()
@@ -81,20 +83,20 @@ class Writer:
 
     @torch.no_grad()
     def write_tensors(self, file, dtype, shapes, held):
-        """Write one file. held: yields (tag, this rank's whole slice), which may take collectives.
-        Of the ranks that hold the same slice the first one writes. Returns the names of tensors
-        whose copies differ."""
+        """Write one file. held: an iterator of (tag, this rank's whole slice), which may call
+        collectives. The first of the ranks that hold the same slice writes it. Returns the names of
+        tensors whose copies differ."""
         path = self.folder / f"{file}.safetensors"
         head, entries = tensorfile.make_header(shapes, code_of(dtype), path)
         with together(self.mesh.world), about(path):
             if self.mesh.rank == 0:
                 path.write_bytes(head)
         copies = Copies()
-        failed = None  # this rank's first error: it goes on, because others wait for its messages
+        failed = None  # this rank's first error. The rank goes on: others wait for its messages
         for shard, values in held:
             values = values.detach().cpu().flatten().to(dtype)
             copies.add(shard, values)
-            # The first of the ranks with this slice in the first of the replicas
+            # Is this the first rank with this slice in the first replica?
             is_writer = shard.first and shard.sum_over[0].rank == 0
             if failed is None and is_writer:
                 try:
@@ -115,8 +117,8 @@ class Writer:
         ids, targets, _ = zip(*batches, strict=True)
         both = torch.stack(ids), torch.stack(targets)  # (m, B, S) each
         shape = torch.Size((n_data_ranks, *both[0].shape))
-        # Tokens are not summed. sum_over[0] says here whose tokens are copies: the first of these
-        # ranks writes them (write_tensors)
+        # Nothing sums tokens: sum_over[0] only says which ranks hold copies of them, of which the
+        # first writes (write_tensors)
         held = [(Shard(name, shape, 0, ((index, index + 1),), sum_over=(replica,)), tensor)
                 for name, tensor in zip(("ids", "targets"), both, strict=True)]
         shapes = dict.fromkeys(("ids", "targets"), shape)
@@ -127,7 +129,8 @@ class Writer:
         self.steps[number - 1]["gradients_differ"] = differ
 
     def write_weights(self, number, held, masters):
-        """masters: like held. Written if they are not the weights themselves."""
+        """held, masters: as in write_tensors. Masters are written if the weights have 16 bits;
+        else the weights are the masters."""
         differ = self.write_tensors(f"weights-{number}", self.dtype, self.shapes, held)
         if number > 0:
             self.steps[number - 1]["weights_differ"] = differ
@@ -164,9 +167,14 @@ class Writer:
 
 
 def whole_slices(trainer, pieces_of, divisor=1.0):
-    """Yields (tag, a copy of this rank's slice, divided by the divisor), of each parameter. Under
-    ZeRO each data rank has a piece of the slice: they are summed, each rank adding zeros beside its
-    own. pieces_of(bucket): (parameter, this rank's piece) pairs."""
+    """Yields (tag, a copy of this rank's slice, divided by the divisor) of each parameter.
+    pieces_of(bucket): (parameter, this rank's piece) pairs. Collective under ZeRO, where each
+    replica has a piece of the slice: a sum puts the pieces together, because each rank has zeros
+    beside its own.
+
+    A bucket (engine/ddp.py) is a flat buffer: parameter p begins at element starts[p], and this
+    rank's shard, one of num_shards, at element offset. If p is elements 100 to 159 and the shard
+    begins at 120, this rank's piece begins at element 20 of the slice."""
     for bucket in trainer.reducer.buckets:
         pieces = dict(pieces_of(bucket))
         for param in bucket.params:
@@ -209,9 +217,9 @@ def write_run(trainer, data):
 
 
 class Recorder:
-    """Stands between plain.training_steps and its AdamW, and writes what passes. make_writer: the
-    class Writer, or a function that returns an object with a Writer's methods. value: the function
-    that makes initial values."""
+    """Stands between plain.training_steps and its AdamW, and writes the gradients and weights that
+    pass. make_writer: the class Writer, or a function that returns an object with a Writer's
+    methods. value: the function that makes initial values."""
 
     def __init__(self, cfg, mesh, data, make_writer=Writer, value=random_value):
         self.cfg = cfg
@@ -251,7 +259,8 @@ class Recorder:
         self.adamw.step(grads, norm)
 
     def gather(self, tag, chunk):
-        """(tag, this rank's whole slice), from this rank's chunk of it under ZeRO."""
+        """(tag, this rank's whole slice). chunk: under ZeRO this rank's chunk of the slice, else
+        the slice. Collective under ZeRO."""
         if self.cfg.zero == 0:
             return tag, chunk
         lengths = [stop - start for start, stop in tag.ranges]

@@ -1,7 +1,7 @@
-"""Shares: bugs that count the right step's terms with other weights.
+"""Shares: bugs that add up the right step's terms with other weights.
 
 The terms of a tensor's gradient are (D, m, C, R, n), one for each data rank, microbatch, context
-rank and tensor rank (step.py). A Share says which of them are in the sum, and how often:
+rank and tensor rank (step.py). A Share says which terms are in the sum, and how often:
 
     D = 2, m = 3     right      only the last       data rank 0's own gradient,
                                 microbatch          divided by its own tokens
@@ -9,8 +9,8 @@ rank and tensor rank (step.py). A Share says which of them are in the sum, and h
                      1 1 1      0 0 1               0 0 0
     Share.factor     1          1                   2
 
-known_shares() lists the Shares of a layout. To try a Share costs a sum, no step, so each tensor is
-compared with each Share by itself.
+known_shares() lists the Shares of a layout. To try a Share costs a sum, not a step: so each tensor
+is compared with each Share, apart from the other tensors.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ from run.doctor.step import EMBEDDING
 class Share:
     """Weights of a gradient's terms. The defaults are the right ones."""
     words: str  # what the doctor prints
-    factor: float = 1.0  # of all terms
-    data: torch.Tensor | None = None  # (D, m): of each data rank's microbatches. None: all 1
+    factor: float = 1.0  # multiplies the weights of all terms
+    # (D, m): weight of the terms of each data rank's microbatches. None: all 1
+    data: torch.Tensor | None = None
     context: int | None = None  # only this context rank's terms. None: all ranks'
     tensor: int | None = None  # only this tensor rank's terms. None: all ranks'
-    tied: tuple = (1, 1)  # of the embedding's terms and of the head's, in a tied matrix
+    tied: tuple = (1, 1)  # in a tied matrix: weights of the embedding's and of the head's terms
 
     def largest(self, name):
         """The largest weight of a term in a tensor, 1 at least: rounding errors grow with it."""
@@ -42,15 +43,15 @@ RIGHT = Share("right")
 
 
 def summed_terms(terms, name, share):
-    """(n,): the sum of a tensor's terms, with a Share's weights. For a tied matrix `name` is that
-    of one end, EMBEDDING or UNTIED: only the terms of this end are summed."""
+    """(n,): the sum of a tensor's terms, with a Share's weights. A tied matrix has a name for each
+    end, EMBEDDING and UNTIED: only the terms of this end are summed."""
     grad = terms.gradients[name]  # (D, m, C, R, n)
     if share.data is not None:
         grad = grad * share.data[:, :, None, None, None]
     grad = grad.sum((0, 1))  # (C, R, n)
     grad = grad.sum(0) if share.context is None else grad[share.context]  # (R, n)
     if not terms.is_summed[name]:
-        grad = grad[0]  # the R are copies, or R is 1
+        grad = grad[0]  # R is 1, or the R gradients are copies
     elif share.tensor is None:
         grad = grad.sum(0)
     else:
@@ -59,7 +60,7 @@ def summed_terms(terms, name, share):
 
 
 def gradient(terms, name, share):
-    """(n,): a share's gradient of the mean loss, sampled."""
+    """(n,): the gradient of the mean loss that a run with this Share's bug has, sampled."""
     if name == EMBEDDING and terms.tied:
         embedding = summed_terms(terms, EMBEDDING, share)
         head = summed_terms(terms, UNTIED, share)
@@ -68,8 +69,9 @@ def gradient(terms, name, share):
 
 
 def loss_of(terms, share):
-    """The mean loss of a step whose losses have a Share's weights, like the gradients."""
-    losses = terms.losses.mean(-1)  # (D, m, C): the T ranks have the same
+    """The mean loss of a step whose losses are added up with a Share's weights, like its
+    gradients."""
+    losses = terms.losses.mean(-1)  # (D, m, C): the T ranks have the same losses
     if share.data is not None:
         losses = losses * share.data.unsqueeze(-1)
     if share.context is not None:
@@ -78,8 +80,8 @@ def loss_of(terms, share):
 
 
 def factors(layout, tokens, scale):
-    """[(factor, words)]: what a gradient may be multiplied by. tokens: those of the whole batch
-    that count; scale: the loss scale."""
+    """[(factor, words)]: factors by which a gradient may be wrong. tokens: number of tokens of the
+    whole batch that count; scale: the loss scale."""
     D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
     m = layout["microbatches"]
     named = [
@@ -132,7 +134,8 @@ def not_summed_over_data(layout, D, m):
         first = torch.zeros(D, m, dtype=torch.double)
         first[:E] = 1
         found.append(Share(f"not summed over the {D // E} data ranks with the same experts (dp, "
-                           f"not ep): those of the first {E} ranks' tokens", data=first))
+                           f"not ep): the gradients have the terms of the first {E} data ranks' "
+                           "tokens only", data=first))
     return found
 
 
@@ -150,7 +153,8 @@ def summed_at_wrong_microbatches(D, m):
         data[:, k] = 1
         found.append(Share(f"only the {which} microbatch's gradients are summed over the data "
                            "ranks (dp); data rank 0's own of the others", data=data))
-    sums = torch.arange(m - 1, -1, -1, dtype=torch.double)  # m - 1 ... 1 0: further sums
+    # How often a microbatch's gradients are summed again: m - 1 ... 1 0
+    sums = torch.arange(m - 1, -1, -1, dtype=torch.double)
     found.append(Share("the sum so far is summed over the data ranks (dp) again after each "
                        "microbatch", data=(D**sums).expand(D, m)))
     return found
@@ -163,7 +167,7 @@ def of_some_microbatches(D, m):
         only = torch.zeros(D, m, dtype=torch.double)
         only[:, k] = 1
         which = {0: "the first microbatch", m - 1: "the last microbatch"}.get(
-            k, f"microbatch number {k + 1}")
+            k, f"microbatch {k} (from 0)")
         words = f"only {which} counts, of {m}"
         found += [Share(words, data=only),
                   Share(f"{words}, as if it were all", m, only)]
@@ -175,13 +179,15 @@ def of_some_microbatches(D, m):
 def not_summed_in_replica(C, T):
     """Shares with the terms of one context rank or one tensor rank."""
     found = []
-    for c in range(C if C > 1 else 0):
-        words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
-        found += [Share(words, context=c),
-                  Share(f"{words}, divided by its own tokens", C, context=c)]
-    for t in range(T if T > 1 else 0):
-        found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
-                           f"tensor rank {t}'s own gradient", tensor=t))
+    if C > 1:
+        for c in range(C):
+            words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
+            found += [Share(words, context=c),
+                      Share(f"{words}, divided by its own tokens", C, context=c)]
+    if T > 1:
+        for t in range(T):
+            found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
+                               f"tensor rank {t}'s own gradient", tensor=t))
     return found
 
 
@@ -190,7 +196,7 @@ def means_of_means(tokens):
     tokens = tokens.double()
     D, m = tokens.shape
     total = tokens.sum()
-    of_rank = tokens.sum(1, keepdim=True).expand(D, m)
+    of_rank = tokens.sum(1, keepdim=True).expand(D, m)  # tokens of the data rank, m times
     return [Share("a mean of the microbatches' means, which have different numbers of tokens",
                   data=total / (D * m * tokens)),
             Share("a mean of the data ranks' means, which have different numbers of tokens",
@@ -205,8 +211,8 @@ TIED = [Share("the tied matrix lacks the head's term: only the embedding's", tie
 
 
 def known_shares(layout, terms, scale):
-    """The Shares of a layout. terms: of the right step; scale: the loss scale."""
-    D, m, C, T = terms.losses.shape  # 1 each, where the terms are not known apart
+    """The Shares of a layout. terms: those of the right step; scale: the loss scale."""
+    D, m, C, T = terms.losses.shape  # all 1 for a model of another form, whose terms are not known
     total = int(terms.tokens.sum())
     found = [Share(words, factor=factor) for factor, words in factors(layout, total, scale)]
     if D > 1:

@@ -9,8 +9,9 @@ rank, tensor rank); a tied matrix's terms from the embedding and from the head a
                            data ranks": other weights for the same terms; nothing is run again
     a Change (changes/)    any other bug: a line of the forms is changed, and the step is run again
 
-Held: one microbatch's gradients of all C x T ranks, at most SAMPLED elements of each tensor for
-each term, and one sum of full size. Pipeline ranks and ZeRO change no number: they are left out.
+Held: the weights in float64; C x T models, each whole until it is split; one microbatch's gradients
+of all C x T ranks; at most SAMPLED elements of each tensor for each term; one sum of full size.
+Pipeline ranks and ZeRO change no number: they are left out.
 """
 
 import math
@@ -37,8 +38,8 @@ from tensor_parallel import (
 )
 
 EMBEDDING = "transformer.wte.weight"
-# Most elements of a tensor that are compared while causes are tried. (Whether a run is right at all
-# is asked of all elements.)
+# While causes are tried, at most so many elements of a tensor are compared. (Whether MINE's tensor
+# differs at all is asked of all its elements.)
 SAMPLED = 1 << 16
 
 
@@ -53,21 +54,21 @@ def sampled(tensor):
 class Terms:
     """What a step computes, before any sum over ranks and microbatches.
 
-    losses     (D, m, C, T): sum over the tokens that a context rank has of a microbatch. The T
+    losses     (D, m, C, T): sum of the losses of a context rank's tokens of a microbatch. The T
                tensor ranks have the same, unless a Change makes them differ
     gradients  {name: (D, m, C, R, n)}: gradients of those sums, n sampled elements of the full
                tensor. R is T, or 1 for a tensor that is split over the tensor ranks
     is_summed  {name: are the R gradients terms of a sum? If not, they are copies of one term}
     full       {name: full gradient}: the sum of all terms, not divided
-    tokens     (D, m): number of tokens that count, which are those without padding
-    positions  number of all tokens
-    divisor    what loss and gradients are divided by: all tokens that count or, if the run's loss
-               is a sum, 1
-    tied       are embedding and head one matrix? Its terms are apart in gradients
+    tokens     (D, m): number of tokens that count: all but padding
+    positions  number of all tokens, with padding
+    divisor    loss and gradients are divided by it: the number of all tokens that count or, if the
+               run's loss is a sum, 1
+    tied       are embedding and head one matrix? Gradients has the terms of both ends apart
 
-    For D = 2, m = 3, C = 1, T = 2 a LayerNorm's gradients[name][1, 2, 0] are two rows: what data
-    rank 1 has of its last microbatch on tensor rank 0, and on tensor rank 1. Without --sp the rows
-    are copies; with it each tensor rank has other tokens, and the rows are terms.
+    For D = 2, m = 3, C = 1, T = 2 a LayerNorm's gradients[name][1, 2, 0] are two rows: data rank
+    1's gradient of its last microbatch on tensor rank 0, and on tensor rank 1. Without --sp the
+    rows are copies; with --sp each tensor rank has other tokens, and the rows are terms.
     """
     losses: torch.Tensor
     gradients: dict
@@ -85,16 +86,17 @@ class Terms:
 
 @dataclass
 class Change:
-    """A bug that is run: what is done to each rank's model before the step."""
+    """A bug that is run: these functions change each rank's model before the step."""
     words: str  # what the doctor prints
     before: object = None  # before(model): changes the whole model, which is split afterwards
     after: object = None  # after(model, mesh): changes the part of the model that this rank has
     feed: object = None  # feed(ids, targets, k, mesh, positions), called in place of own_tokens
     forward: bool = True  # False: the loss stays right, only gradients change
-    by_microbatch: bool = False  # does it matter which sequences are in one microbatch?
+    by_microbatch: bool = False  # does the bug depend on which sequences are in one microbatch?
 
 
 UNCHANGED = Change("the right step")
+
 
 def split_but_experts(model, group, f, g):
     """Like tensor_parallel.split_layers, but each rank keeps all experts."""
@@ -120,10 +122,11 @@ def served(n_experts, E, T, t):
 
 
 def tag_experts(model, E, mesh):
-    """Keep the gradient of an expert on one tensor rank only: the one that holds the expert in the
+    """Keep the gradient of an expert on one tensor rank only: the rank that holds the expert in the
     run, which spreads whole experts over the T ranks. Here all T ranks compute all experts, so the
-    gradient becomes zero on the other ranks, and is summed over the T ranks. (Under --sp each of
-    the T ranks has other tokens, and the gradient is summed already.)"""
+    gradient becomes zero on the other ranks, and is summed over the T ranks. So its T terms are
+    those of the run: a Share of one tensor rank's terms has the gradients of that rank's experts
+    only. (Under --sp each of the T ranks has other tokens, and the gradient is summed already.)"""
     group = mesh.group("tp")
     if group.size == 1:
         return
@@ -137,12 +140,12 @@ def tag_experts(model, E, mesh):
 
 
 def own_tokens(ids, targets, k, positions):
-    """(ids, targets) that this rank is fed as microbatch k. ids, targets: (m, B, S)."""
+    """(ids, targets) of this rank's tokens in microbatch k. ids, targets: (m, B, S)."""
     return ids[k][:, positions], targets[k][:, positions]
 
 
 class Boards:
-    """Where the threads put the gradients of one microbatch, and what rank 0 makes of them.
+    """Where the threads put their gradients of one microbatch; rank 0 then adds the gradients up.
 
     A board is (C, R, full shape). For C = 1 and T = 2
 
@@ -151,14 +154,14 @@ class Boards:
     """
 
     def __init__(self, C, T, dtype, stored):
-        """dtype: in which gradients are summed. stored(name): the name under which the sum is
-        kept, the same for both ends of a tied matrix."""
+        """dtype: gradients are summed in it. stored(name): the name under which the sum is kept,
+        the same for both ends of a tied matrix."""
         self.C = C
         self.T = T
         self.dtype = dtype
         self.stored = stored
         self.boards = {}  # name -> (C, R, full shape)
-        self.is_summed = {}  # name -> see Terms
+        self.is_summed = {}  # like Terms.is_summed
         self.sampled = {}  # name -> [(C, R, n)], microbatch after microbatch
         self.full = {}  # stored name -> full gradient, summed so far
 
@@ -190,14 +193,15 @@ class Boards:
     def add(self):
         """Called by rank 0: keep samples of all terms, and add the terms to the sums."""
         for name, board in self.boards.items():
-            terms = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (C R, n)
-            terms = terms.unflatten(0, board.shape[:2])
-            self.sampled.setdefault(name, []).append(terms)
+            samples = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (C R, n)
+            samples = samples.unflatten(0, board.shape[:2])  # (C, R, n)
+            self.sampled.setdefault(name, []).append(samples)
             if self.stored(name) not in self.full:
                 self.full[self.stored(name)] = torch.zeros_like(board[0, 0])
             full = self.full[self.stored(name)]
-            for copies in board:
-                for term in copies if self.is_summed[name] else copies[:1]:
+            for ranks in board:  # (R, full shape)
+                terms = ranks if self.is_summed[name] else ranks[:1]  # else they are copies
+                for term in terms:
                     full.add_(term)
                     if self.dtype != torch.double:
                         full.copy_(full.to(self.dtype))  # rounded like a run's sum
@@ -208,8 +212,9 @@ class SimulatedStep:
 
     def __init__(self, config, layout, balance, weights, ids=None, targets=None, is_mean=True):
         """config: GPTConfig or LlamaConfig. layout: a dump's dict. balance: weight of the experts'
-        balance loss. weights: {name: full tensor}. ids, targets: (D, m, B, S); None: tags() is all
-        that is asked for. is_mean: is the loss a mean over all tokens, or their sum?"""
+        balance loss. weights: {name: full tensor}. ids, targets: (D, m, B, S); None for a step of
+        which only tags() is called. is_mean: is the loss a mean over all tokens? Else it is their
+        sum."""
         self.config = config
         self.layout = layout
         self.balance = balance
@@ -256,7 +261,7 @@ class SimulatedStep:
         return positions
 
     def tags(self):
-        """[{name: tag}] of the T tensor ranks: which slice of each tensor a rank holds."""
+        """[{name: tag}], for each tensor rank: which slice of each tensor does the rank hold?"""
         def rank(mesh):
             model = self.whole_model(torch.double)
             self.parallel(model, mesh)
@@ -271,8 +276,8 @@ class SimulatedStep:
                              self.is_mean)
 
     def prepare(self, mesh, change, dtype):
-        """(model, own) of one rank, with the change. own(ids, targets, k): the tokens that the rank
-        is fed as microbatch k."""
+        """(model, own) of one rank, with the change. own(ids, targets, k): microbatch k's tokens of
+        this rank, (ids, targets)."""
         model = self.whole_model(dtype)
         if change.before:
             change.before(model)
@@ -286,8 +291,8 @@ class SimulatedStep:
     def run(self, change=UNCHANGED, dtype=torch.double, grad_dtype=torch.double, scale=1.0,
             losses_only=False):
         """The Terms of the step with a change, computed in dtype and summed in grad_dtype. scale:
-        the loss is multiplied by it, gradients are divided by it. losses_only: forward only;
-        gradients and full stay empty."""
+        the loss scale, by which the loss is multiplied, and gradients are divided. losses_only:
+        forward only; gradients and full stay empty."""
         D, m, _, _ = self.ids.shape
         C = self.sizes["cp"]
         T = self.sizes["tp"]
@@ -305,6 +310,7 @@ class SimulatedStep:
             world.barrier.wait()  # the boards are there
             for d, k in product(range(D), range(m)):
                 loss = model(*own(self.ids[d], self.targets[d], k))
+                # The model's loss has the balance loss in it; the loss that a run prints has not
                 balance = balance_loss(model.layers)
                 losses[d, k, c, t] = loss.item() - (0 if balance is None else balance.item())
                 if losses_only:

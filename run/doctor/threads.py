@@ -1,11 +1,11 @@
 """Ranks as threads of one process: the root's plain forms run as on many processes, unchanged.
 
-A communicator carries the messages of a Group (group.py). Here it is a queue for each ordered pair
-of ranks, in place of gloo's connections. So the doctor can run a step of any layout, right or
-wrong, in one process, and look at the gradients of each rank before they are summed.
+A communicator carries the messages of a Group (group.py). Here a communicator has a queue for each
+ordered pair of ranks, in place of gloo's connections. So the doctor can run a step of any layout,
+right or wrong, in one process, and look at the gradients of each rank before they are summed.
 
-A queue has no limit, so a send never waits. A receive waits for its peer; a rank that fails puts
-None into all queues, which wakes the ranks that wait for it.
+A queue has no limit, so a send never waits. A receive waits for its peer. A rank that fails puts
+None into all queues, which wakes the ranks that wait for a message of the failed rank.
 """
 
 import queue
@@ -34,13 +34,14 @@ class Receiving:
 
     def wait(self):
         message = self.messages.get()
-        if message is None:  # from World.run
+        if message is None:  # put by World.run
             raise RuntimeError("another rank has failed")
         self.tensor.copy_(message)
 
 
 class Communicator:
-    """What one rank of a group needs of torch's ProcessGroup: send and recv of one tensor."""
+    """One rank's end of a group's queues, with those methods of torch's ProcessGroup that a Group
+    calls: send and recv of one tensor."""
 
     def __init__(self, queues, rank):
         self.queues = queues  # {(source, destination): Queue}, shared by the group's ranks
@@ -82,7 +83,7 @@ class World:
         self.size = torch.Size(sizes.values()).numel()
         self.queues = {}  # (group's name, its ranks) -> {(source, destination): Queue}
         self.failed = False  # has a rank raised an error?
-        self.barrier = threading.Barrier(self.size)
+        self.barrier = threading.Barrier(self.size)  # for fn, to let ranks wait for one another
         self.lock = threading.Lock()
 
     def queues_of(self, name, ranks):
@@ -97,8 +98,8 @@ class World:
             return self.queues[key]
 
     def run(self, fn):
-        """Run fn(mesh) as each rank, and return the ranks' results. Raises what the first rank that
-        failed has raised."""
+        """Run fn(mesh) as each rank, and return the ranks' results. Raises the error of the first
+        rank that failed."""
         results = [None] * self.size
         errors = []
 
@@ -107,7 +108,7 @@ class World:
                 results[rank] = fn(ThreadMesh(rank, self.sizes, self))
             except Exception as error:
                 errors.append(error)
-                with self.lock:  # wake the ranks that wait for this one
+                with self.lock:  # wake the ranks that wait for this rank
                     self.failed = True
                     self.barrier.abort()
                     for queues in self.queues.values():

@@ -18,7 +18,7 @@ from shard import Shard
 
 @dataclass
 class Way:
-    """How a step is taken. The defaults are the right way; None: like the run's dump says."""
+    """How a step is taken. The defaults are the right way; None: the value in the run's dump."""
     words: str = "right"  # what the doctor prints
     rate: float | None = None
     clip: str = "norm"  # or "none", "twice"; "always": also gradients below the limit
@@ -36,8 +36,9 @@ class Way:
 
 
 def ways(rates, optimizer, factors, scale):
-    """The wrong Ways. rates: [(words, rate)] that may have been taken for the step's; optimizer: a
-    dump's; factors: [(words, factor)] of gradients; scale: the loss scale."""
+    """The wrong Ways. rates: [(words, rate)] that may have been taken for the step's rate;
+    optimizer: a dump's settings; factors: [(words, factor)] by which gradients may have been
+    multiplied before the step; scale: the loss scale."""
     beta1 = optimizer["beta1"]
     beta2 = optimizer["beta2"]
     found = [

@@ -1,9 +1,9 @@
 """MINE's weights after each step, compared with AdamW's from MINE's own state.
 
-What goes in is MINE's: the weights before the step (the 32-bit masters, if there are some), the
-gradients, the norm and the rate of its dump. So wrong gradients make no wrong weights. Both steps
-start from moments of 0 before step 1; a wrong step 1 ends the search, because the moments of step 2
-are then unknown.
+The step is computed from MINE's numbers: the weights before the step (the 32-bit masters, if there
+are some), the gradients, the norm and the rate of the dump. So wrong gradients make no wrong
+weights. Moments are 0 before step 1. Step 2 is replayed from there, through step 1: a wrong step 1
+ends the search, because the moments after it are unknown.
 
 A known way of stepping wrongly (update.py) is named if it explains both steps of all tensors, or of
 all wrong ones while the others are right.
@@ -29,12 +29,13 @@ class Steps:
         self.mine = mine
         self.has_masters = len(mine.masters(1)) > 0
         self.dtype = getattr(torch, mine.dtype)
-        self.wide = torch.promote_types(self.dtype, torch.float)  # of the optimizer's arithmetic
+        self.wide = torch.promote_types(self.dtype, torch.float)  # dtype of AdamW's arithmetic
         self.replay = Replay(mine.optimizer)
         self.rounded = Replay(mine.optimizer, self.wide)
 
     def held(self, number):
-        """{name: tensor}: what the optimizer holds before step 1 (number 0), after step 1 or 2."""
+        """{name: tensor}: the weights or masters that the optimizer steps, before step 1 (number
+        0), after step 1 or 2."""
         return self.mine.masters(number) if self.has_masters else self.mine.weights(number)
 
     def are_wide(self):
@@ -46,8 +47,14 @@ class Steps:
                    for weight in self.mine.weights(1).values())
 
     def numbers(self):
-        """The steps of which there are weights and gradients."""
-        return [n for n in (1, 2) if self.held(n) and self.held(n - 1) and self.mine.gradients(n)]
+        """The steps that can be replayed. A step needs the weights before it and after it, and its
+        gradients; step 2 needs all of step 1, too."""
+        found = []
+        for n in (1, 2):
+            if not (self.held(n - 1) and self.held(n) and self.mine.gradients(n)):
+                break
+            found.append(n)
+        return found
 
     def before(self, number, name):
         """(weights, gradients) of a tensor that go into the steps up to this one."""
@@ -96,7 +103,7 @@ class Steps:
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
     mine = steps.mine
-    rates = []  # (words, rate): of the other step, and of both steps of REFERENCE
+    rates = []  # (words, rate): those of the other step, and of both steps of REFERENCE
     for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference)):
         for n in (1, 2):
             rate = dump.steps[n - 1]["lr"]
@@ -113,12 +120,12 @@ def known_ways(steps, number):
 
 def fitting_ways(steps, number, numbers, names, wrong):
     """Words of the Ways that fit. number: the step that differs; numbers: all steps; wrong: names
-    of the tensors that differ, names: of all."""
+    of the tensors that differ; names: those of all tensors."""
     found = []
     for way in known_ways(steps, number):
-        if not any(steps.is_right(number, name, way) for name in wrong):
+        if not all(steps.is_right(number, name, way) for name in wrong):
             continue
-        # A rate belongs to one step, any other way to both
+        # A wrong rate may be that of one step only, any other wrong way is that of both steps
         others = [n for n in numbers if n != number] if way.rate is None else []
 
         def fits(name, way=way, others=others):
@@ -135,9 +142,9 @@ def fitting_ways(steps, number, numbers, names, wrong):
 
 
 def fitted_rate(steps, number, names):
-    """Words for the one rate that explains all weights, if there is one: a weight moves in
-    proportion to the rate."""
-    moved = 0.0  # <MINE's change, predicted change>, all tensors
+    """[words] if one rate explains all weights of the step, else []. A weight moves in proportion
+    to the rate."""
+    moved = 0.0  # <MINE's change, predicted change>, over all tensors
     predicted = 0.0  # <predicted change, predicted change>
     for name in names:
         before = steps.held(number - 1)[name]
@@ -154,7 +161,7 @@ def fitted_rate(steps, number, names):
 
 
 def keeps_old(steps, number, name):
-    """Has each element that differs still the value before the step?"""
+    """Does each element that differs still have its value from before the step?"""
     given = steps.held(number)[name]
     error = (given - steps.after(number, name, RIGHT_WAY)).abs()
     differs = error > 1e-3 * error.max()
@@ -166,7 +173,7 @@ def causes_of_updates(steps, number, numbers, names, wrong):
     found = (fitting_ways(steps, number, numbers, names, wrong)
              or fitted_rate(steps, number, names))
     if found:
-        return list(dict.fromkeys(found))  # each once: MINE's and REFERENCE's rates may be the same
+        return list(dict.fromkeys(found))  # each once, though MINE and REFERENCE share rates
     if all(keeps_old(steps, number, name) for name in wrong):
         return [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
                 "the ranks that need them"]

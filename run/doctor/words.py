@@ -4,7 +4,7 @@
     step 1 gradients         differs: 40 of 40 tensors; first transformer.wte.weight, ...
                              -> all gradients: 2 times: ...         a cause
                              or all gradients: 2 times: ...         another with the same numbers
-                             dp and tp have the same size, 2: ...   once, if sizes make them alike
+                             dp and tp have the same size, 2: ...   once: why both fit
     step 1 norm              differs: ...
                              -> the same                            the causes of the line above
 """
@@ -17,12 +17,18 @@ AXES = ("dp", "ep", "cp", "tp", "pp", "microbatches")
 
 def same_sizes(layout):
     """["dp and tp have the same size, 2: ..."]: axes whose bugs make the same numbers."""
-    return [f"{' and '.join(axes)} have the same size, {size}: a layout in which they differ tells "
-            "causes apart" for size, axes in axes_by_size(layout, AXES).items() if len(axes) > 1]
+    found = []
+    for size, axes in axes_by_size(layout, AXES).items():
+        if len(axes) > 1:
+            found.append(f"{' and '.join(axes)} have the same size, {size}: a layout in which they "
+                         "differ tells causes apart")
+    return found
 
 
 def lines(findings, layout, deep=True):
-    """Yields (line, is its stage equal?). layout: MINE's. deep: have all known bugs been tried?"""
+    """Yields (line, are MINE's numbers equal there?). findings: Findings (finding.py), each the
+    result of one comparison, such as "step 1 gradients", which is called its stage (no stage of a
+    pipeline). layout: MINE's. deep: have all known bugs been tried?"""
     above = []  # causes of the finding above
     advised = False
     for finding in findings:
@@ -30,7 +36,9 @@ def lines(findings, layout, deep=True):
             yield f"{finding.stage:24} {finding.differs or 'equal'}", True
             continue
         yield f"{finding.stage:24} differs: {finding.differs}", False
-        tries_changes = finding.stage.endswith(("loss", "gradients"))  # with --deep only
+        # For loss and gradients bugs are tried that need the step run again (step.py's Changes). A
+        # large model has them tried only with --deep
+        runs_bugs = finding.stage.endswith(("loss", "gradients"))
         if finding.causes and finding.causes == above:
             yield f"{INDENT} -> the same", False
         elif finding.causes:
@@ -42,7 +50,7 @@ def lines(findings, layout, deep=True):
                 for words in same_sizes(layout):
                     yield f"{INDENT} {words}", False
                     advised = True
-        elif tries_changes and not deep:
+        elif runs_bugs and not deep:
             yield f"{INDENT} fits nothing that was tried; --deep tries all known bugs", False
         elif not finding.stage.endswith("copies"):
             yield f"{INDENT} fits nothing that is known", False
