@@ -113,7 +113,7 @@ NAMED = {
         "gradients are divided by microbatches at each boundary",
     "the activation is detached at a boundary: no gradient goes back": "no gradient goes back over",
     "a gradient meets the activation of the newest microbatch in flight":
-        "gets the gradient of another microbatch",
+        "meets the activation of the newest microbatch in flight",
     "an activation meets the targets of the microbatch before":
         "meets the targets of another one: the one before",
     "the activation is scaled at each boundary":
