@@ -363,6 +363,18 @@ def test_factors_of_axes_with_the_same_size_are_told_together():
     assert any("divided by pp" in text for text in words)
 
 
+def test_16_bit_weights_that_are_not_the_masters_rounded_are_not_equal(right):
+    reference = right(dtype="bfloat16")
+    old = reference.weights(0)
+    for change, says in ((lambda name, weight: old[name], "keep their old values"),
+                         (lambda name, weight: 1.1 * weight, "")):
+        mine = changed(reference, "weights-1", change=change)
+        (finding,) = (finding for finding in diagnose(reference, mine, deep=False)
+                      if finding.stage == "step 1 weights")
+        assert not finding.equal
+        assert says in " ".join(finding.causes) if says else not finding.causes
+
+
 def test_a_stack_of_activations_gives_each_backward_the_newest_one():
     layout = {"schedule": "1f1b", "pp": 2, "chunks": 1, "microbatches": 3}
     assert newest_in_flight(layout) == [{0: 1, 1: 2, 2: 0}, {0: 0, 1: 1, 2: 2}]
