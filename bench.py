@@ -1,18 +1,18 @@
 """Side by side with torch's own: same model, same weights, same data, same processes, in one run.
 
 Each row is a race of two step functions that take turns, each turn after a barrier. A turn is one
-step (ZeRO-1: 4 steps; a small tensor's collective: several calls), and takes as long as on its
-slowest rank. ratio = the peer's time / ours in neighbouring turns, its median and quartiles: 1.2
-means that we do 1.2 steps while the peer does one. The first losses are compared (except in
-"scaling"), so both sides do the same training. A rank is a process with one thread; only the peer
-of "to 2 threads" and "growth" is one process with as many threads as we have ranks. Peak memory:
-how much a process grows while it builds one side and takes two steps (Linux; resident bytes).
+step (ZeRO-1: 4 steps; a small tensor's collective: several calls); its time is the slowest rank's.
+ratio = the peer's time / ours in neighbouring turns, its median and quartiles: 1.2 means that we do
+1.2 steps while the peer does one. The first losses are compared (except in "scaling"), so both
+sides do the same training. A rank is a process with one thread; only the peer of "to 2 threads" and
+"growth" is one process with as many threads as we have ranks. Peak memory: how much a process grows
+while it builds one side and takes two steps (Linux; resident bytes).
 
-    python bench.py                  every row but growth's (what it takes: docs/measured.md)
-    python bench.py --quick          does it run? two turns of the rows of at most 4 ranks, with a
-                                     smaller model: its figures mean nothing
+    python bench.py                  every row but growth's (how long that takes: docs/measured.md)
+    python bench.py --quick          does it run? two pairs of turns of each row of at most 4 ranks,
+                                     with a smaller model: its figures mean nothing
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
-    python bench.py --only without   what each trick of the engine earns: its peer is the engine
+    python bench.py --only without   the gain from each trick of the engine: its peer is the engine
                                      with that one trick switched off
     python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)
     python bench.py --json out.json  the figures for a program
@@ -60,9 +60,9 @@ from run.processes import init, shutdown
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # ---- the rows ----
-# A Row (races/job.py) races two sides on n ranks, for one layout and one size of model. Here `ours`
-# is the trainer of train.py, its checkpoint (one row), or a collective of the engine. Goals are
-# ratios. Row(
+# A Row (races/job.py) races two sides on n ranks, for one layout and one size of model or tensor.
+# Here our side is the trainer of train.py, its checkpoint (one row), or a collective of the engine.
+# Goals are ratios. Row(
 #     name,
 #     number of ranks,
 #     size: a model's name in SIZES, or the KB of a collective's tensor,
@@ -86,9 +86,9 @@ T2_SP = (2, {"tp": 2, "sp": True})
 N2 = (2, {"cp": 2})
 LLAMA = {"arch": "llama", "n_kv_head": 2, "n_hidden": 1024}
 
-# Names of SIZES (races/job.py). Data parallelism is raced where computing takes most of a step, and
-# where messages do; pipeline and tensor parallelism where computing does, and where each message is
-# tiny
+# Names of SIZES (races/job.py). Data parallelism is raced in a size whose steps are mostly compute,
+# and in one whose steps are mostly messages; pipeline and tensor parallelism in the first of these,
+# and in a size whose messages are tiny
 COMPUTE_AND_COMMUNICATION = ("compute", "communication")
 COMPUTE_AND_TINY = ("compute", "tiny")
 
@@ -131,7 +131,8 @@ def against_torch():
 
 
 def against_limits():
-    """The engine against the best that these cores could do, from the time of one process."""
+    """The engine against the best speed that these cores allow, computed from the time of one
+    process."""
     threads = plain_side.one_process  # with as many threads as the row has ranks
     # balance 0: race() compares the losses, and only the plain loop's has the balance loss in it
     experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
@@ -238,7 +239,7 @@ ROWS = [*against_torch(), *against_limits(), *against_ourselves(), *against_the_
 
 def race(row, rank, communicators, folder, seconds, least):
     """The row's figures by name, the same on each of its ranks. seconds: how long to race; least:
-    pairs of turns to take even if they last longer."""
+    the number of pairs of turns to take even if they last longer."""
     barrier_group = communicators[row.n]["peer"]
 
     def highest(values):
@@ -274,7 +275,7 @@ def race(row, rank, communicators, folder, seconds, least):
     # The race: pairs of turns
     before = jobs[0].last_mesh.bytes_sent()  # our side's mesh: the peer's Job has another one
     times = []  # (ours, the peer's) of each pair
-    pairs = 1  # the first pair tells how many there is time for
+    pairs = 1  # the first pair's time tells how many pairs to take
     while len(times) < pairs:
         first = len(times) % 2  # the sides take turns in going first
         pair = {side: clock(jobs[side], steps[side]) for side in (first, 1 - first)}
@@ -335,8 +336,10 @@ def worker(rank, world, chosen, quick, path, folder):
     rows = [ROWS[i] for i in chosen]
     communicators = {}  # {n: {name of a group: torch's ProcessGroup of the first n ranks}}
     for n in sorted({1, *(row.n for row in rows)}):  # 1: plain_side.one_rank has a mesh of one rank
+        # JOINED: names of the groups that are not along a single axis. Each has a communicator
         named = {name: dist.new_group(range(n)) for name in JOINED}
-        # One for all axes: in a row one axis has more than one rank, so only that axis talks
+        # The groups along single axes share one communicator: in each row one axis only has more
+        # than one rank, so only its group sends messages
         named.update(dict.fromkeys(AXES, dist.new_group(range(n))))
         communicators[n] = named
     if quick:

@@ -1,16 +1,16 @@
-"""Which layout? Lists layouts that fit, for a model and a cluster: first what people would run.
+"""Which layout? Lists layouts that fit, for a model and a cluster: fast and easy to run ones first.
 
     python plan.py --model gpt3-175b --gpus 1024 --gpu a100-80
     python plan.py --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
     python plan.py --model llama-70b --gpus 64 --for megatron    the layout in Megatron-LM's flags
-    python plan.py --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    as fast as your own run
+    python plan.py --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    with the speed of your run
     python plan.py --published                published runs beside their predictions
     python plan.py --measure                  measures this node; prints the flags to plan with
 
-Flags of the model and of the layout are train.py's. Layout flags that are given stay, the others
-are searched. In planner/: bytes in memory.py, seconds in costs.py, devices in hardware.py, the
-search in search.py, its order in habits.py, other programs' words in programs.py, the text in
-report.py.
+Flags of the model and of the layout are train.py's. A layout flag that is given stays; the planner
+searches values for the others. In planner/: bytes in memory.py, seconds in costs.py, devices in
+hardware.py, the search in search.py, the order of the list in habits.py, other programs' words in
+programs.py, the text in report.py.
 """
 
 import argparse
@@ -37,7 +37,8 @@ LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model. Others: 
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network",
     (0, 1): "unhidden", (0, 0.9): "reserve"}
-# Sizes that train.py has no flags for. expert_width sets n_hidden; the others make a Mixture
+# Sizes that train.py has no flags for. expert_width sets n_hidden; the other two make the model a
+# Mixture (planner/mixture.py)
 LLAMA_SIZES = {
     "expert_width": "hidden units of an expert (else n-hidden / top-k)",
     "shared_width": "hidden units of an MLP beside the experts, for all tokens",
@@ -72,32 +73,35 @@ def flags():
     group = parser.add_argument_group("what to do")
     group.add_argument("--layout", action="store_true", help="explain this one layout, with "
                        "train.py's defaults for flags not given, beside the fastest")
-    group.add_argument("--top", type=int, default=6, help="kinds of layouts to show, each by "
-                       "its best (6)")
-    group.add_argument("--for", choices=PROGRAMS, dest="program", help="print the first layout for "
-                       "this program, and search what it can run")
+    group.add_argument("--top", type=int, default=6, help="kinds of layouts to show, of "
+                       "each the best layout (6)")
+    group.add_argument("--for", choices=PROGRAMS, dest="program", help="search only layouts that "
+                       "this program can run, and print the first one in its words")
     group.add_argument("--measured", action="append", default=[], metavar="RUN",
-                       help='a run of your own, such as "48.2 s: dp 8 tp 4 sp": plan with compute '
-                       "as fast as it shows; of several the median counts")
+                       help='a run of your own, such as "48.2 s: dp 8 tp 4 sp": scales the speed '
+                       "of compute until the prediction equals this time; of several runs the "
+                       "median factor counts")
     group.add_argument("--calibrate", metavar="FILE", help="calibrate with one run of train.py: "
                        "seconds from its --metrics file, layout from the layout flags (which then "
                        "do not limit the search)")
     group.add_argument("--tokens", type=float, default=300e9,
-                       help="for the days (300e9, like GPT-3)")
-    group.add_argument("--json", action="store_true", help="figures for programs")
+                       help="tokens of the training, for the column of days (300e9, like GPT-3)")
+    group.add_argument("--json", action="store_true", help="print figures for programs")
     group.add_argument("--measure", action="store_true", help="time products, attention, memory "
                        "and messages on this node, and print the flags of such a device")
-    group.add_argument("--published", action="store_true", help="published runs, and predictions")
+    group.add_argument("--published", action="store_true", help="print published runs beside their "
+                       "predictions")
     return parser
 
 
 def named_in(given, start):
-    """A Device or a model with the fields that flags name."""
+    """`start`, a Device or a model, with the values of those flags that have the names of its
+    fields."""
     return replace(start, **{f.name: given[f.name] for f in fields(start) if f.name in given})
 
 
 def model_of_flags(name, given):
-    """The model with this name, and with the sizes that flags give it."""
+    """The model of this name, with the sizes that flags give."""
     n_experts = given.get("experts", 0)  # the flag has another name than the model's field
     model = MODELS[name]
     beyond = [flag for flag in (*LLAMA_SIZES, "split_experts", "n_kv_head", "n_hidden")
@@ -108,19 +112,20 @@ def model_of_flags(name, given):
     if given.get("expert_width"):
         config.require(n_experts, "--expert-width is for --experts; say how many")
         sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
-    # Only a Mixture has these. (expert_width has become n_hidden, which a Llama has)
+    # Only a Mixture has a size for these flags. (--expert-width has become n_hidden, a Llama's)
     if given.get("shared_width") or given.get("head_width") or given.get("split_experts"):
         model = Mixture(**asdict(model))
     return named_in(sizes, model)
 
 
 def described(args):
-    """(job, device, {field of Layout: value}) of the flags. The search keeps these values."""
+    """(job, device, {field of Layout: value}) of the flags. The search keeps the values."""
     given = vars(args)
     model = model_of_flags(args.model, given)
     device = named_in(given, DEVICES[args.gpu])
     gpus = args.gpus
-    # check_limits reads every name in LIMITS: for flags that are not given, values within them
+    # check_limits reads every name in LIMITS, so a flag that is not given needs a value, too: one
+    # within its limits
     sizes = {"expert_width": 1, "shared_width": 0, "head_width": 0}
     config.check_limits(argparse.Namespace(**{**sizes, **given, **vars(model), **vars(device)}),
                         LIMITS)
@@ -136,7 +141,7 @@ def described(args):
     job = Job(model, given.get("batch_size", max(1, 3 * 2**20 // model.block_size)),
               grad_width=4 if given.get("grad_dtype") == "float32" else 2)
     config.check_limits(as_config(job, fixed))
-    device = replace(device, node=min(device.node, gpus))  # few GPUs are a small node
+    device = replace(device, node=min(device.node, gpus))  # few GPUs: a small node
     return job, device, fixed
 
 
@@ -159,9 +164,9 @@ def require_has(args, job, cfg):
 
 
 def searched(args):
-    """(device, own runs, Search, figures of layouts). With --layout the layout of the flags comes
-    first, then the fastest of all; else the best of those that have the flags' values. The Search
-    has the device that own runs changed."""
+    """(device before own runs changed its speed, own runs, Search on the changed device, figures of
+    layouts). With --layout these are the layout of the flags, then the fastest of all layouts; else
+    the best layouts that have the flags' values."""
     job, device, fixed = described(args)
     cfg = as_config(job, fixed)
     rows = []
@@ -170,7 +175,8 @@ def searched(args):
         fixed = {}  # the flags described the run that was measured, not the layouts to search
     calibrated = slower(device, factor_of_runs(job, device, runs)) if runs else device
     if args.layout:
-        ranks = config.check_layout(cfg, args.gpus)  # also chooses what no flag named
+        # check_layout also writes the values that it chooses into cfg
+        ranks = config.check_layout(cfg, args.gpus)
         config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
         require_has(args, job, cfg)
         rows.append(figures(job, layout_of(cfg), calibrated))
@@ -179,7 +185,7 @@ def searched(args):
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, calibrated) for _, layout in best]
     if not rows:
-        config.check_layout(cfg, args.gpus)  # a ValueError says why train.py takes no such layout
+        config.check_layout(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
         config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
@@ -204,7 +210,7 @@ def main():
         for row, words in zip(rows, trades(search.job, rows), strict=True):
             row["trades"] = words
         shown = {"layouts": rows}
-        if args.layout and len(rows) > 1:  # searched() puts the fastest behind the asked one
+        if args.layout and len(rows) > 1:  # searched() puts the flags' layout first
             shown = {"layouts": rows[:1], "best": rows[1]}
         print(json.dumps(shown))
         return

@@ -109,7 +109,8 @@ class Trainer:
         grad_dtype = self.dtype if cfg.grad_dtype == "same" else torch.float
         self.reducer = REDUCERS[cfg.zero](layers, self.dtype, mesh.device, self.initial_values,
                                           int(cfg.bucket_mb * 2**20), grad_dtype)
-        # The ranks that together hold every gradient: one replica or, under ZeRO, all ranks
+        # The ranks that together hold every gradient: one replica (with --ep the E replicas that
+        # share the experts) or, under ZeRO, all ranks
         norm_group = mesh.one_replica() if cfg.zero == 0 else mesh.in_step()
         self.optimizer = OPTIMIZERS[cfg.optimizer](self.reducer, norm_group, cfg, self.shapes)
 
@@ -157,7 +158,8 @@ class Trainer:
         """Yields the values of these tags' slices: random, or from --init-from; zeros if a
         checkpoint is going to replace them."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
-        # --dump adds noise to biases and gains: a bias of 0 would hide that it is added T times
+        # --dump adds noise to biases and gains: with biases of 0 nobody would see a bug that adds a
+        # bias T times
         draw = random_value if cfg.dump else initial_value
         given = None  # a function from a name to the full tensor
         if cfg.init_from and cfg.resume == "no":
@@ -174,9 +176,9 @@ class Trainer:
         return compute_ahead(value, tags, threads_per_rank())
 
     def own(self, batches):
-        """[(ids, targets, first)], a microbatch each, with this rank's tokens only. first: the
-        number in the run of the microbatch's first sequence, for dropout. Targets were shifted
-        before the sequence was split, so no token is lost at a cut."""
+        """[(ids, targets, first)], a microbatch each, with this rank's tokens only. first: number
+        of the microbatch's first sequence, counted from the start of the run, for dropout. Targets
+        were shifted before the sequence was split, so no token is lost at a cut."""
         return [(ids[:, self.positions], targets[:, self.positions], first)
                 for ids, targets, first in batches]
 
@@ -289,7 +291,8 @@ def train(cfg, data, mesh):
     signals.save_on_stop(trainer.ask_to_stop)
     for group in mesh.groups.values():  # NCCL connects a group's ranks at the first use: now
         barrier(group)
-    saved = None if cfg.resume == "no" else cfg.resume  # the last good checkpoint
+    # The last good checkpoint. checkpoint.agree() has set cfg.resume to a folder, or to "no"
+    saved = None if cfg.resume == "no" else cfg.resume
     start = checkpoint.load(trainer, saved) if saved else 0
     # FLOP/s of all GPUs, for the log's MFU; known for 16 bits only. 0: the log leaves MFU out
     sixteen = mesh.device.type == "cuda" and trainer.dtype.itemsize == 2
@@ -326,7 +329,8 @@ def train(cfg, data, mesh):
         if cfg.eval_interval and step and step % cfg.eval_interval == 0:
             catch_up()
             loss = trainer.validation_loss(data, cfg.eval_batches, log.validating)
-            if loss is not None:  # else the next step is the last one
+            # None: a signal came. The run stops when the next step is read (on a GPU a step later)
+            if loss is not None:
                 log.validation(step, loss)
         batches = batches_of(step)
         lr = learning_rate(cfg, step)
@@ -341,7 +345,8 @@ def train(cfg, data, mesh):
         unread.append((step, lr, read))
         done = step + 1
         if done == start + 2:
-            # What is there now stays: from here on Python's gc does not look at it again and again
+            # The objects made so far live until the end: freeze them, so that Python's gc never
+            # scans them again
             gc.collect()
             gc.freeze()
         saving = cfg.save_interval and done % cfg.save_interval == 0 and done < cfg.steps
@@ -432,6 +437,7 @@ def main():
         if cfg.dump:
             dump_two_steps(cfg, data, mesh)
             return shutdown()
+        # Do all ranks have the same flags, data and code? Also resolves --resume
         checkpoint.agree(cfg, data, mesh.world)
         ended_well, log = train(cfg, data, mesh)
         shutdown()
@@ -446,8 +452,8 @@ def main():
         raise
     except (CommunicationError, DataError, OSError) as error:
         give_up(error, cfg.timeout)
-    # log.end() has set `ending` and `saved`. A run that stopped before has ending "", which prints
-    # nothing, and no sample
+    # A run that ends without log.end(), which sets `ending` and `saved`, has ending "": it prints
+    # no sample, and say("") prints nothing
     if ended_well and log.ending and cfg.eval_interval and mesh.rank == 0:
         with signals.skip_on_stop():
             log.say("a sample:\n" + sample_text(log.saved, data))

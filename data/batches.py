@@ -27,7 +27,7 @@ META = {  # {name: type} of the values in meta.json that this project reads; oth
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
 TOKEN = "<u2"  # numpy's name for a little-endian uint16
-# Tokens of a file whose ids are checked at the start; those beyond are checked when they are read
+# How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
 
@@ -51,7 +51,8 @@ def is_usable(value, kind):
     """Is a value of meta.json of its type, not empty, and above 0?"""
     if kind is str:
         return type(value) is str and value != ""
-    is_number = type(value) is kind or (kind is float and type(value) is int)  # (True is a bool)
+    # type() and not isinstance(), for which True is an int
+    is_number = type(value) is kind or (kind is float and type(value) is int)
     return is_number and 0 < value < math.inf
 
 
@@ -188,8 +189,8 @@ class Data:
 
     def training(self, cfg, step, mesh):
         """This data rank's microbatches of a step: [(ids, targets, first)]. ids, targets: (B, S).
-        first: the number of the microbatch's first sequence, step * batch_size + its row in the
-        batch. Dropout's masks follow from this number (engine/dropout.py)."""
+        first: number of the microbatch's first sequence, counted from the start of the run: step *
+        batch_size + its row in the batch. Dropout's masks follow from it (engine/dropout.py)."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
         return self.batch(cfg, self.train, starts, mesh, step * cfg.batch_size)
@@ -227,9 +228,9 @@ class Data:
         return digest.digest()
 
     def validation(self, cfg, mesh, batches=None):
-        """(how many windows, their batches): the windows of val.bin, one every block_size tokens,
-        or those of the first `batches` batches. The last batch is filled up with windows that do
-        not count.
+        """(number of windows, an iterator over their batches). val.bin has a window every
+        block_size tokens. batches: how many batches of windows to take, from the first on; None:
+        all. The last batch is filled up with windows that do not count.
 
         block_size 8, batch_size 4, 65 tokens: 8 windows, at 0 8 16 24 and 32 40 48 56. With 57
         tokens the last place is ABSENT: 7 windows."""
@@ -244,15 +245,16 @@ class Data:
 
     def batch(self, cfg, tokens, starts, mesh, number=None):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
-        start is ABSENT, so are the window's targets, which the loss leaves out. number: that of the
-        batch's first sequence in the run; None in validation, where nothing is random."""
+        start is ABSENT, so are the window's targets, which the loss leaves out. number: number of
+        the batch's first sequence, counted from the start of the run; None in validation, where
+        nothing is random."""
         # tokens.base is the mmap; its size() is the file's size now. Reading beyond it would kill
         # the process (SIGBUS).
         if tokens.base.size() < tokens.nbytes:
             raise DataError(f"{tokens.filename} was cut off during the run; {self.fix}")
         index, n_data_ranks = mesh.place("dp", "ep")
         own_starts = np.split(starts, n_data_ranks)[index]
-        row = index * len(own_starts)  # in the batch
+        row = index * len(own_starts)  # row of the batch: the first one of this data rank
         microbatches = []
         for part in np.split(own_starts, cfg.microbatches):
             windows = np.full((len(part), self.block + 1), ABSENT)
@@ -264,7 +266,7 @@ class Data:
             if mesh.device.type == "cuda":
                 windows = windows.pin_memory().to(mesh.device, non_blocking=True)
             ids = windows[:, :-1].clamp(min=0)  # (B, S); ABSENT is -1, and the embedding has no -1
-            targets = windows[:, 1:]  # (B, S): the next token of each
+            targets = windows[:, 1:]  # (B, S): the token after each of the ids
             microbatches.append((ids, targets, None if number is None else number + row))
             row += len(part)
         return microbatches

@@ -3,10 +3,10 @@
 The default corpus is the source of the Python standard library, which lies beside the interpreter.
 Files go whole to train (90% of the bytes) or to val; where they are too few and too large for that,
 the joined text is cut at a line. The .bin files are like nanoGPT's: little-endian uint16, opened
-with np.memmap. The bpe vocabulary is learned here (arXiv 1508.07909,
-over bytes like in GPT-2) and applied by tiktoken. A loss in nats per token, divided by ln 2 and by
-bytes_per_token, is in bits per byte: so losses of different tokenizers can be compared with one
-another, and with the bits that gzip -9 needs per byte of val.bin's text.
+with np.memmap. The bpe vocabulary is learned here (arXiv 1508.07909, over bytes like in GPT-2) and
+applied by tiktoken. A loss in nats per token, divided by ln 2 and by bytes_per_token, is in bits
+per byte: so losses of different tokenizers can be compared with one another, and with the bits that
+gzip -9 needs per byte of val.bin's text.
 
     python data/prepare.py                        # the standard library, into data/stdlib
     python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
@@ -36,7 +36,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
-import regex  # tiktoken depends on it: \p{L} and \p{N}, which re lacks
+import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
 import tiktoken
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
@@ -53,7 +53,7 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-# The vocabulary is learned from this many characters, the first of train, whose files are shuffled
+# The vocabulary is learned from the first characters of train, this many. (Its files are shuffled.)
 LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
 # beyond 100,000 characters where a line break follows a letter, a digit or "_" (\w),
@@ -275,10 +275,10 @@ def write_whole(out, files):
     """Write {name: bytes} into the folder `out` in the order of the dict, whose last name has to be
     meta.json; each file whole or not at all.
 
-    A meta.json marks a folder as complete. One that is there already for other data is deleted
-    before any other file is replaced, so that a run that is stopped half-way leaves an unmarked
-    folder. One for the same data stays: then the files are replaced by equal ones, and two
-    processes that prepare the same corpus at once disturb no reader."""
+    A meta.json marks a folder as complete. If the folder has the meta.json of other data, delete
+    that first: a process that is stopped half-way then leaves an unmarked folder. A meta.json of
+    the same data stays, because the files are replaced by equal ones: two processes that prepare
+    the same corpus at once disturb no reader."""
     mark = out / "meta.json"
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,12 @@ def byte_characters():
 
 
 def merges_of(ranks):
-    """[(left, right)]: all pairs of tokens that spell a token of {token: rank}, in the order of its
-    rank. (tiktoken calls a token's id its rank: tokens that were learned first have the lowest.)
-    The two libraries say the same in two ways: tiktoken merges any two neighbours that spell
-    a token, the token of lowest rank first; tokenizer.json lists the pairs to merge, the first in
-    the list first. ranks = {..., ab: 256, bc: 257, abc: 258} gives a b, b c, a bc, ab c."""
+    """[(left, right)]: all pairs of tokens that spell a token of {token: rank}, in the order of
+    these tokens' ranks. (tiktoken calls a token's id its rank: tokens that were learned first have
+    the lowest.) tiktoken merges any two neighbours that spell a token, the token of lowest rank
+    first. tokenizer.json says the same in another way: it lists the pairs to merge, and the first
+    in the list is merged first.
+    ranks = {..., ab: 256, bc: 257, abc: 258} gives a b, b c, a bc, ab c."""
     merges = []
     for token in sorted(ranks, key=ranks.get):
         for i in range(1, len(token)):

@@ -33,9 +33,9 @@ CUDNN, FLASH, EFFICIENT = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTIO
 
 
 def choose_kernel(q, k, v):
-    """Which kernel computes the hops. On a GPU the one of torch's own attention: cuDNN's on Hopper
-    and Blackwell, FlashAttention on other cards since the A100, both in 16 bits; else EFFICIENT.
-    None on a CPU, which has one."""
+    """The kernel that computes the hops. On a GPU the kernel that torch's own attention would
+    choose: cuDNN's on Hopper and Blackwell, FlashAttention on other cards since the A100, both in
+    16 bits; else EFFICIENT. None on a CPU, which has only one kernel."""
     if not q.is_cuda:
         return None
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
@@ -125,9 +125,10 @@ def two_buffers(what, like, dtype, group):
 
 
 def ring_hops(k, v, group):
-    """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields for each hop: its number; the
-    keys and values to compute with, which this rank now has (2, B, n_kv, S/N, hs); and what
-    visible() returned. The next ones travel meanwhile (overlap)."""
+    """Pass keys and values (B, n_kv, S/N, hs) around the ring. Yields (hop, kv, queries, keys,
+    causal) for each hop. hop: its number; queries, keys, causal: the result of visible(). kv (2, B,
+    n_kv, Sk, hs): the keys and values to compute with, selected by `keys`. Sk is S/N, or S/(2N) for
+    keys of an earlier rank. The next keys and values travel meanwhile (overlap)."""
     kv, next_kv = two_buffers("keys and values", k, k.dtype, group)
     torch.stack([k, v], out=kv)
     for hop in range(group.size):

@@ -23,8 +23,8 @@ from group import wait_all
 
 class Bucket:
     """Parameters side by side in one flat buffer, with the same groups to sum gradients over, and
-    either all trained or all frozen (requires_grad is False). Under
-    ZeRO (`split`) the buffer is padded and cut into equal shards, one per replica.
+    either all trained or all frozen (requires_grad is False). Under ZeRO (`split`) the buffer is
+    padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
     memory, a view into `full`, and its value: the next one of the iterator `values`.
@@ -36,8 +36,8 @@ class Bucket:
         nothing to sum over, same dtype   None              {}       None: stay in param.grad
         else, same dtype                  a buffer          views    part of grad
         --grad-dtype float32              a buffer          {}       part of grad
-    With views, param.grad is a view of `grad`. In the third line of DDP, ZeRO-1 it is added to
-    `grad` and dropped; in ZeRO-2, 3 it is copied into `grad` and dropped."""
+    With views, param.grad is a view of `grad`. Without views but with `grad`, param.grad is added
+    to it (DDP, ZeRO-1) or copied into it (ZeRO-2, 3), and dropped."""
 
     def __init__(self, params, split, dtype, device, values, grad_dtype=None):
         self.params = params
@@ -92,12 +92,12 @@ class Bucket:
             if first < last:
                 yield param, shard[first:last]
 
-    def whole(self, pieces, dtype):
-        """[(parameter, tensor of its shape)] of all parameters: what the replicas' shards hold of
-        each, put together. pieces: (parameter, piece) of this rank's shard, such as
-        pieces(master). All replicas call this together."""
+    def whole(self, own_pieces, dtype):
+        """Put the shards of all replicas together: [(parameter, whole tensor)] of all parameters.
+        own_pieces: the (parameter, piece) pairs of this rank's shard, such as those of
+        self.pieces(self.master). All replicas call this together (forks/muon.py)."""
         flat = self.full.new_zeros(self.numel, dtype=dtype)
-        for param, piece in pieces:
+        for param, piece in own_pieces:
             # The piece begins where the parameter begins or, if the shard cuts it, where the shard
             # begins. Parameter 100 to 159 of the bucket, shard 120 to 239: piece 120 to 159
             start = max(self.starts[param], self.offset)
@@ -176,7 +176,8 @@ class DDP:
         """Allocate what this rank keeps of a bucket beside its weights: here whole gradients, for
         the whole run. Without other ranks to sum them over, they stay in param.grad."""
         same_dtype = bucket.grad_dtype == bucket.full.dtype
-        if not bucket.trained or same_dtype and bucket.group.size == 1 and not bucket.sum_at_end:
+        nothing_to_sum = bucket.group.size == 1 and not bucket.sum_at_end
+        if not bucket.trained or (same_dtype and nothing_to_sum):
             return
         bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
         bucket.grad_shard = bucket.grad[bucket.own]
@@ -203,10 +204,11 @@ class DDP:
         self.launch_full()
 
     def grad_added(self, param):
-        """Autograd's hook: it is done with this parameter. (If a split backward has deferred the
-        gradient, param.grad is None or the sum so far; the pipeline calls this again when it has
-        computed it.) Without expect() (every microbatch but the last; the I of a split backward)
-        the hook only collects: `filling` is empty, and the next expect() sets the counts again."""
+        """A hook: autograd is done with this parameter. (If a split backward has deferred the
+        gradient, param.grad is None or the sum so far; the pipeline calls grad_added again once
+        the gradient is computed.) Without expect() (every microbatch but the last; the I of a split
+        backward) the hook only collects: `filling` is empty, and the next expect() sets the counts
+        again."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)
@@ -262,7 +264,8 @@ class DDP:
 
     def gather_weights(self, layers):
         """Return when the weights of `layers` are whole: ZeRO1 waits for those on their way, ZeRO3
-        gathers them and frees all others. Called before a layer runs, by ZeRO's hooks."""
+        gathers them and frees all others. Called before a layer runs, by ZeRO's hooks, and by
+        Trainer.whole_weights."""
 
     def release_weights(self):
         """Free all gathered weights. The pipeline calls it after each forward and backward."""

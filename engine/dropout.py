@@ -29,8 +29,9 @@ class Dropout:
         self.seed = seed
         self.block_size = 0  # tokens of a whole sequence
         self.positions = None  # where this rank's tokens stand in their sequence
-        # Number in the run of the first sequence that runs forward (data/batches.py); None: nothing
-        # is dropped. Set by the pipeline for each microbatch
+        # Number of the first sequence of the microbatch that is in forward, counted from the start
+        # of the run (data/batches.py); None: nothing is dropped. The pipeline sets it for each
+        # microbatch
         self.first = None
 
     def attach(self, model, positions):

@@ -59,6 +59,7 @@ class SpreadExperts:
         source = assignments // k  # index of each row's token
         tokens = x.flatten(0, 1)  # (B * S, C)
         rows = self.run_at_owners(tokens.index_select(0, source), to_send, to_run)
+        # combine: add up the outputs of a token's experts here, each times its gate
         y = torch.zeros_like(tokens)
         y.index_add_(0, source, gates.flatten()[assignments].unsqueeze(1) * rows)
         return leave_region(y.view_as(x), self.region)  # until here y is partial over tp
@@ -85,7 +86,7 @@ class SpreadExperts:
         received = to_run.sum(1).tolist()  # rows from each rank
         rows = send_rows(rows, sent, received, self.group, all_to_all)  # dispatch
         outputs = run_by_expert(self.experts, rows, to_run)
-        return send_rows(outputs, received, sent, self.group, all_to_all)  # combine
+        return send_rows(outputs, received, sent, self.group, all_to_all)  # to the tokens' rank
 
 
 def spread_experts(model, mesh, sp=False):

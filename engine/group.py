@@ -35,14 +35,16 @@ class CommunicationError(RuntimeError):
 
 
 def reason_in(text):
-    """What an error of the library says, in one line: without the C++ location, hints and the
-    store's keys; NCCL's own words, after "Last error:" in a line of their own, at the end.
+    """An error of the library in one line: without the C++ location, hints and the store's keys.
+    NCCL names the cause in the line after "Last error:"; the cause is put at the end.
 
         [/w/pair.cc:5] Connection closed by peer. This is likely ...    Connection closed by peer
         wait timeout after 600ms, keys: /a/b                            wait timeout after 600ms
-        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...    NCCL error, unhandled cuda
-        Last error:                                                     error: Cuda failure 2 'out
-        Cuda failure 2 'out of memory'                                  of memory'
+
+        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...
+        Last error:
+        Cuda failure 2 'out of memory'
+            -> NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'
     """
     first = text.splitlines()[0]
     first = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*| in: \S+(?=,)| \(run with .*", "",
@@ -74,8 +76,10 @@ class Work(group.Work):
         self.lock = threading.RLock()  # held by the thread that waits; a second thread waits for it
 
     def wait(self):
-        if not self.waits:  # complete. (Two may wait for one Work: its owner, and the next
-            return          # collective of the group, which first waits for the one before.)
+        # Two may wait for one Work: its owner, and the group's next collective, which first waits
+        # for the collective before it
+        if not self.waits:  # complete
+            return
         with self.lock, naming(self.what):
             for wait in self.waits:
                 wait()
@@ -146,8 +150,8 @@ class Group(group.Group):
     def kept_buffer(self, name, shape, dtype):
         """A tensor for messages, the same one in each call, with whatever values it has. (A new
         tensor for each message would take memory: torch reuses the memory of a sent or received
-        tensor only when the device is past the message. Until then the host, which runs ahead, has
-        allocated the next ones.)"""
+        tensor only when the device is past the message. By then the host, which runs ahead, has
+        already allocated the next tensors.)"""
         key = name, torch.Size(shape), dtype
         if key not in self.kept:
             self.kept[key] = torch.empty(shape, dtype=dtype, device=self.device)

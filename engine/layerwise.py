@@ -11,8 +11,8 @@ The papers scale each layer. A layer is one tensor here: c_attn (q, k, v) has on
 LayerNorm gains have no decay and no ratio. A ratio is 1 where |w| or the gradient (LAMB: u) is 0.
 
 The square of a whole matrix's norm is the sum of the squares of its pieces, over all ranks that
-hold one, each divided by the number of ranks that hold the same piece (optimizer.holders): one
-all-reduce of two numbers per tensor.
+hold one, each divided by the number of ranks that hold the same piece (holders() in
+engine/optimizer.py): one all-reduce of two numbers per tensor.
 """
 
 from functools import partial
@@ -143,7 +143,8 @@ class LAMB(Layerwise):
             bucket.moments["exp_avg_sq"].lerp_(grad.square_(), toward_square)
 
     def direction(self, bucket, gradient):
-        steps = self.updates.double().clamp(min=1)  # 0 if the first step is skipped
+        # at least 1: `updates` is still 0 if the first step is skipped
+        steps = self.updates.double().clamp(min=1)
         mean = bucket.moments["exp_avg"] / (1 - self.beta1**steps)
         square = bucket.moments["exp_avg_sq"] / (1 - self.beta2**steps)
         return self.add_decay(bucket, mean.div_(square.sqrt_().add_(1e-6)))

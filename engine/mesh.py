@@ -32,8 +32,9 @@ def connection_options(device, timeout):
     # Twice: our own check (CudaGroup.start_read) is to fire first; at this limit NCCL's watchdog
     # kills the process
     limit = timedelta(seconds=2 * timeout)
-    # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait for
-    # its place on the GPU behind the products, whatever priority the posting stream has
+    # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait
+    # behind the matrix products that the GPU already has to do, whatever the priority of the stream
+    # that posts the message
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = limit  # torch warns if the two differ
     return {"timeout": limit, "pg_options": options}
@@ -46,7 +47,8 @@ class Mesh(mesh.Mesh):
     def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        # The ranks of every group of a name -> this rank's Group among them; filled on GPUs only
+        # The rows of join(), such as ((0, 1), (2, 3)) -> the Group of the row that has this rank.
+        # Filled on GPUs only
         self.shared = {}
         cuda = str(device).startswith("cuda")
         group_class = CudaGroup if cuda else InOrderGroup if in_order else Group

@@ -50,8 +50,8 @@ class CudaGroup(InOrderGroup):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.side_stream = None  # of submit(); made when first used
-        self.receive_stream = None  # of recv_new(); made when first used
+        self.side_stream = None  # submit() runs jobs there; made when first used
+        self.receive_stream = None  # recv_new() posts its receives there; made when first used
         self.ran_native = None  # the event of the last run_native()
 
     def track(self, work, posted):

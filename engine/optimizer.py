@@ -67,7 +67,8 @@ class Optimizer:
         self.updates = torch.zeros((), device=self.device)  # steps so far, without skipped ones
 
     def settings(self, shard):
-        """(weight decay, factor of the learning rate) of the parameter of this tag."""
+        """(weight decay, factor of the learning rate) of the parameter of this tag. The factor is 1
+        here; forks/mup.py and forks/muon.py override this."""
         return self.weight_decay * decays(shard), 1.0
 
     def add_state(self, name):
@@ -89,7 +90,7 @@ class Optimizer:
 
     def step(self, lr, factor, finite):
         """Step this rank's shards, with gradients times `factor`, and start to send the weights,
-        bucket by bucket, those first that forward uses first. `factor` and `finite` are 0-dim
+        bucket by bucket, in the order in which forward uses them. `factor` and `finite` are 0-dim
         tensors on the device; if `finite` is false nothing changes. After: each layer's forward
         waits for its new weights."""
         raise NotImplementedError

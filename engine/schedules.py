@@ -63,7 +63,7 @@ def actions_of(name, P, m, v, rank):
         kind, chunk = code[0], int(code[1:])
         if kind == "W" and deferred[chunk]:
             k = deferred[chunk].popleft()
-        else:
+        else:  # F, B, I; or a W without an I: a wrong list, which validate() refuses
             letter = "B" if kind == "I" else kind  # B and I count together
             turn = letter, chunk
             k = count[turn]

@@ -87,12 +87,14 @@ class Region:
 
 
 def enter_region(x, region):
-    """The root's f (copy_to_ranks); under --sp its gather_tokens."""
+    """The root's f (copy_to_ranks). Under --sp like the root's gather_tokens, but the result has
+    the tokens rank by rank: (B, S/T, C) -> (T B, S/T, C)."""
     return WithBackward.apply(x, region.enter, lambda grad: region.leave(
         grad.clone(memory_format=torch.contiguous_format)))
 
 
 def leave_region(x, region):
-    """The root's g (sum_over_ranks); under --sp its scatter_tokens."""
+    """The root's g (sum_over_ranks). Under --sp like the root's scatter_tokens, but x has the
+    tokens rank by rank: (T B, S/T, C) -> (B, S/T, C)."""
     return WithBackward.apply(x, lambda x: region.leave(
         x.clone(memory_format=torch.contiguous_format)), region.enter)

@@ -34,9 +34,9 @@ from shard import split, tag_replicated
 
 
 def weight_gradients(grad, x, weight, bias):
-    """Gradients of W (out, in) and b (out,), given that of the output (B, S, out). The values of
-    weight and bias are not read. None for one means that it needs no gradient, and Deferred.add
-    (engine/pipeline.py) adds the results to the .grad of these two arguments."""
+    """Gradients of W (out, in) and b (out,), given the output's gradient (B, S, out). The values of
+    weight and bias are not read. A None there means that no gradient is needed; and if the
+    computation is deferred, finish_weights (engine/pipeline.py) adds the results to their .grad."""
     grad = grad.flatten(0, -2)
     grad_weight = None if weight is None else grad.t() @ x.flatten(0, -2)
     return grad_weight, None if bias is None else grad.sum(0)

@@ -4,9 +4,9 @@ the backward, only the head is replaced).
     VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
                           logits of all tokens, often the largest tensor of a step, never exist at
-                          once. Numbers sent per rank and token: T-1, by one all-gather; the
-                          plain loss sends 6 (T-1)/T, for three numbers in two all-reduces. And
-                          one number per microbatch, the loss: an all-reduce
+                          once. A rank sends T-1 numbers per token, by one all-gather, and
+                          all-reduces the loss, one number per microbatch. (The plain loss sends
+                          6 (T-1)/T numbers per token: three numbers in two all-reduces)
     pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
 Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the

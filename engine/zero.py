@@ -43,7 +43,7 @@ class ZeRO1(DDP):
         """One bucket for the parameters that have the same users (layers) and the same groups to
         sum over: those of one layer (two buckets under --sp or --ep), or a weight that two layers
         share. Then ZeRO-3 can gather just what a layer needs. In reverse order of use."""
-        units = {}  # what parameters of one bucket have in common -> the parameters
+        units = {}  # common(...) of the parameters of one bucket -> these parameters
         for param, where in users.items():
             units.setdefault(self.common(param, where), []).append(param)
         found = []
@@ -106,10 +106,11 @@ class ZeRO2(ZeRO1):
         param.grad = None
 
     def full_gradient(self, bucket):
-        """The bucket's full gradient, for move() to copy into; it lives until it is reduced. If the
-        bucket has none, or has that of an earlier microbatch, which is still being reduced: first
-        end the pending reduction, of whichever bucket, which frees the gradient that was reduced;
-        then make a new gradient, without values."""
+        """The bucket's full gradient, for move() to copy into. It lives until it is reduced.
+
+        The bucket may have none, or only that of an earlier microbatch, which is still being
+        reduced. Then keep_shard() ends the pending reduction, of any bucket, and frees the gradient
+        that was reduced; and a new gradient is made, without values."""
         if bucket.grad is None or bucket is self.reducing:
             self.keep_shard()
             bucket.grad = bucket.grad_shard.new_empty(bucket.numel)
@@ -126,7 +127,9 @@ class ZeRO2(ZeRO1):
                 self.lacking.remove(param)
                 bucket.view(full, param).zero_()
         full[bucket.filled :].zero_()  # padding
-        self.keep_shard()  # ends the reduction of a bucket launched after this gradient was made
+        # One reduction at a time. If this layer has two buckets (--sp, --ep), the other one may
+        # have been launched since full_gradient() made this gradient: end that reduction
+        self.keep_shard()
         self.works.append(reduce_scatter(full, bucket.group, async_op=True))
         self.reducing = bucket
 
@@ -185,8 +188,9 @@ class ZeRO3(ZeRO2):
 
     def watch_layer(self, layer, next_layers, needed, previous):
         """Before the layer's forward gather its weights, and start to gather those of the next
-        layers. Before its backward gather those of `needed`, which its backward reads, and start
-        to gather those of `previous`: what the layer before it reads, whose backward comes next."""
+        layer (next_layers: a list of one; [] for the last). Before its backward gather those of
+        `needed`, the modules that this backward reads, and start to gather those of `previous`, the
+        modules that the backward of the layer before it reads: that backward comes next."""
         def before_forward(module, args):
             self.gather_weights([layer], next_layers)
 

@@ -84,7 +84,7 @@ def measured_in(text, job, gpus):
 
 
 def chosen(job, gpus, flags):
-    """The Layout of flags. What they leave open is chosen like in train.py."""
+    """The Layout of flags. Values that they leave open are chosen like in train.py."""
     cfg = as_config(job, flags)
     ranks = check_layout(cfg, gpus)  # also writes the values that it chooses into cfg
     require(ranks == gpus, f"the measured layout has {ranks} ranks, not --gpus {gpus}")

@@ -1,8 +1,8 @@
 """Seconds that a training step takes in a layout, on a device that need not be here.
 
-    kernel     FLOPs / rate + bytes that it reads and writes / memory bandwidth + a launch
-    ring       of N ranks: rounds (N-1) (nbytes/N / link + latency), for nbytes bytes. An all-reduce
-               has two rounds, a reduce-scatter or an all-gather one
+    kernel     FLOPs / rate + bytes read and written / memory bandwidth + a launch
+    ring       of N ranks: rounds x (N-1) x (nbytes/N / link + latency), for nbytes bytes. An
+               all-reduce has two rounds, a reduce-scatter or an all-gather one
     tree       an all-reduce over many nodes, if faster: latencies grow with log2 of the nodes
     link       NVLink on a node; between nodes each rank of the group has a network port of its own
     overlap    messages beside compute cost the time by which they are longer, and at least a
@@ -36,12 +36,13 @@ from schedules import placement, splits_backward
 
 LEFT_OUT = """\
 stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
-kernels dislike, launches of small kernels (--launch), memory of CUDA and NCCL, fragmentation"""
+kernels dislike, launches of small kernels (--launch). For memory of CUDA and NCCL, and for
+fragmentation, --reserve leaves room"""
 
 
 def step_flops(job, recompute=False):
     """FLOPs of a step on all ranks, counted like in arXiv 2104.04473: a backward is two forwards,
-    S x S scores count whole, and recompute adds a second forward of the blocks."""
+    all S x S scores count, masked ones too, and recompute adds a second forward of the blocks."""
     model = job.model
     L, h, S, V = model.n_layer, model.n_embd, model.block_size, model.vocab_size
     forwards = 4 if recompute else 3  # a backward counts as two
@@ -55,8 +56,8 @@ def step_flops(job, recompute=False):
 
 def on_node(device, stride, size):
     """How many of a group's ranks are on one node. The group's `size` ranks are `stride` apart.
-    Nodes of 8, tp 2, dp 16: a dp group has stride 2 and reaches over 32 ranks; of each node it has
-    gcd(8, 32) // 2 = 4. (Exact where sizes divide the node or are multiples of it.)"""
+    Nodes of 8, tp 2, dp 16: a dp group has stride 2 and reaches over 32 ranks; on each node it has
+    gcd(8, 32) // 2 = 4 ranks. (Exact where sizes divide the node or are multiples of it.)"""
     return max(1, math.gcd(device.node, stride * size) // stride)
 
 
@@ -81,24 +82,24 @@ TREE_SPEED = 0.92  # the share of a link's bandwidth that a tree reaches (NCCL's
 
 
 def tree_time(device, members, size, nbytes):
-    """Seconds of an all-reduce in a tree: up to its root, where the sum is, and down again. Each
-    node's members are a chain; the nodes are a binary tree. (NCCL runs two trees at once, each
-    with half of the tensor: so every port sends and receives all the time.)"""
+    """Seconds of an all-reduce in a tree: partial sums go up to its root, and the sum comes down
+    again. Each node's members are a chain; the nodes are a binary tree. (NCCL runs two trees at
+    once, each with half of the tensor: so every port sends and receives all the time.)"""
     hops = members - 1 + math.ceil(math.log2(size / members))
     return 2 * (nbytes / (TREE_SPEED * link(device, members, size)) + hops * device.latency)
 
 
 def all_reduce_time(device, members, size, nbytes):
-    """Seconds of an all-reduce: of a ring or, if faster, of a tree. NCCL chooses so, too: a tree
-    for short tensors on many nodes."""
+    """Seconds of an all-reduce in a ring or, if faster, in a tree. NCCL also takes a tree for short
+    tensors on many nodes."""
     ring = ring_time(device, members, size, nbytes, rounds=2)
     return min(ring, tree_time(device, members, size, nbytes))
 
 
 def swap_time(device, members, size, nbytes):
-    """Seconds of an all-to-all of a tensor of `nbytes` on each rank: 1/size of it goes to each
-    rank, over NVLink to those of the node and, at the same time, through the rank's own network
-    port to the others."""
+    """Seconds of an all-to-all of a tensor of `nbytes` on each rank. 1/size of the tensor goes to
+    each rank: over NVLink to the ranks of the same node and, at the same time, through the sender's
+    own network port to all others."""
     inside = nbytes * (members - 1) / size / link(device, members, members)
     outside = nbytes * (size - members) / size / (1e9 * device.network * device.f_network)
     return max(inside, outside) + (size - 1) * device.latency
@@ -129,9 +130,9 @@ def idle_of_1f1b(P, m, f, i, w):
 
 
 def idle_of_zero_bubble(depth, P, m, f, i, w):
-    """A rank would idle for the time of an F and an I of each other rank: zb-h1 (depth 1) puts one
-    W there, zb-h2 (depth 2) two. Assumes W <= F, depth W <= F + I, and microbatches that fill the
-    pipeline."""
+    """A rank would idle for the time of an F and an I of each other rank; zb-h1 (depth 1) puts one
+    W into this time, zb-h2 (depth 2) two. Assumes W <= F, depth x W <= F + I, and microbatches that
+    fill the pipeline."""
     idle = (P - 1) * (f + i - depth * w)
     return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
 
@@ -148,7 +149,8 @@ IDLE = {"gpipe": idle_of_1f1b, "1f1b": idle_of_1f1b, "interleaved": idle_of_1f1b
 
 def closed_form(name, P, m, v, costs):
     """The published bubble, idle / (idle + work). costs: (F, I, W, seconds of a message). None if
-    messages take time, if the schedule has no formula, or where its assumptions do not hold."""
+    messages take time, if the schedule has no formula, or if the formula's assumptions do not
+    hold."""
     f, i, w, comm = costs
     if comm != 0 or name not in IDLE:
         return None
@@ -170,9 +172,9 @@ def closed_form(name, P, m, v, costs):
 @cache
 def in_order(schedule, P, m, v):
     """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
-    whose results it needs. needed: the index in this list of the action that computes its input on
-    another rank; None if no other rank does. (What its own rank computes comes earlier in that
-    rank's list anyway.) The order holds for all costs."""
+    whose results it needs. needed: if another rank computes the action's input, the index in this
+    list of the action that does; else None. (A rank's own actions keep the order of its list.) The
+    sorted list serves all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     rows = []
@@ -184,7 +186,7 @@ def in_order(schedule, P, m, v):
                 needed = None
                 if kind != "W":  # W needs its own rank's I only
                     # F needs the F of the stage before, B and I the B or I of the stage after.
-                    # known: the dict that has what this action needs, and that records this action
+                    # known: the dict to look that action up in, and to record this action in
                     if kind == "F":
                         known, source = forward, stage - 1
                     else:
@@ -205,7 +207,7 @@ def played(schedule, P, m, v, costs):
     cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}  # seconds of one stage
     # When the first forward reaches each rank: stages 0 .. P-1 are on ranks 0 .. P-1
     begin = [rank * (f / v + comm) for rank in range(P)]
-    free = list(begin)  # when each rank has ended what it ran so far
+    free = list(begin)  # when each rank's last action so far ended
     ends = []  # when each action of in_order() ended
     for rank, kind, needed in in_order(schedule, P, m, v):
         start = free[rank]
@@ -218,9 +220,9 @@ def played(schedule, P, m, v, costs):
 
 @cache
 def makespan(schedule, P, m, v, costs):
-    """Makespan for costs (F, I, W, seconds of a message). Once the pipeline is full, P microbatches
-    more add nearly the same time. So two short runs, of `few` and of few + P, predict a long one
-    within 0.5% (a test compares); m - few is a multiple of P."""
+    """Makespan for costs (F, I, W, seconds of a message). Once the pipeline is full, each P further
+    microbatches add nearly the same time. So two short runs, of `few` and of few + P microbatches,
+    predict a long one within 0.5% (a test compares); m - few is a multiple of P."""
     few = (2 if splits_backward(schedule) else 1) * P + m % P  # microbatches that fill the pipeline
     if m <= few + P:
         return played(schedule, P, m, v, costs)
@@ -231,7 +233,8 @@ def makespan(schedule, P, m, v, costs):
 
 @cache
 def stages_behind_rank_0(schedule, P, v):
-    """Number of stages after the last one of rank 0. A V has none: the last stage is on rank 0."""
+    """Number of stages after the last stage of rank 0. In zb-v it is 0: rank 0 has the last of all
+    stages."""
     where = placement(schedule, P, v)
     last_of_rank_0 = max(stage for stage, rank in enumerate(where) if rank == 0)
     return len(where) - 1 - last_of_rank_0
@@ -251,7 +254,8 @@ KERNELS = {"F": 20, "I": 25, "W": 12, "head": 20, "optimizer": 8}
 # In a block's forward, numbers read or written for each element of an activation
 NORMS = 4  # two norms: each reads the element and writes it
 RESIDUALS = 6  # two additions: each reads two elements and writes one
-SCORES = 6  # reads and writes of a router's score: product, softmax, top-k, and the balance loss
+# Roughly how often a router's score is read or written: by product, softmax, top-k, balance loss
+SCORES = 6
 
 
 class Costs:
@@ -269,11 +273,12 @@ class Costs:
             lambda schedule, P, v: set(parts_of(job.model, schedule, P, v)))
         shape, h = shape_of(job.model), job.model.n_embd
         # Numbers per token that the kernels of a block's forward move, that is, read from memory or
-        # write to it. Matrix products are not among these kernels. Tensor ranks split the work of
-        # the first row only under --sp, of the others always:
+        # write to it. Matrix products are not among these kernels. Tensor ranks always split the
+        # work of the second and third row, and of the first row only under --sp:
         #     moved_by_norms      norms and residual additions
         #     moved_inside        attention, and the MLP's activation function
         #     moved_by_routing    a router's scores; tokens to their experts and back
+        # (In train.py only --sp splits the scores. They are few: count them like the tokens)
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         inner = shape.inner + shape.shared
         in_mlp = shape.up * inner + inner  # the activation function reads, and writes
@@ -303,8 +308,8 @@ class Costs:
 
     def exposed(self, messages, computing, axis):
         """Seconds by which an axis' messages lengthen the compute that runs beside them. messages,
-        computing: seconds of either alone. (published.py has programs that overlap some axes more,
-        or less.)"""
+        computing: seconds of either alone. (published.py replaces this method for programs that
+        overlap more, or less.)"""
         return max(messages - computing, self.device.unhidden * messages)
 
     def all_gather(self, stride, size, nbytes):
@@ -328,8 +333,8 @@ class Costs:
         """Seconds that (F, I, W) of a block wait for tensor-parallel ranks. A block has two pairs
         of a column and a row. Each pair all-reduces its output in forward, and the gradient of its
         input in backward. --sp has an all-gather (AG) and a reduce-scatter (RS), half an all-reduce
-        each, in place of an all-reduce, and all-gathers the column's input x once more for its
-        weights' gradient.
+        each, in place of an all-reduce. And --sp all-gathers the column's input x once more, for
+        the gradient of the column's weights.
 
                               F waits for       I waits for                  W waits for
             --sp off          2 all-reduces     -                            2 all-reduces, beside W
@@ -344,8 +349,8 @@ class Costs:
         all-gathered a second time.)"""
         model = self.job.model
         all_reduce = self.all_reduce(1, layout.tp, n * model.n_embd * self.job.width)
-        # Two all-reduces beside no compute: all of their time, unless published.py's exposed() has
-        # another share
+        # Two all-reduces beside no compute. All of their time is exposed here; in published.py, for
+        # some programs, a share of it
         two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")
         # A message beside I (or W) travels during the I (or W) of one column. A block has two
         # columns, whose share of the block's products is:
@@ -360,7 +365,8 @@ class Costs:
 
     def context_messages(self, n, layout, attention, attention_back):
         """(forward, backward) seconds that attention waits for context-parallel ranks. attention,
-        attention_back: seconds of its compute, beside which the ring's messages travel."""
+        attention_back: seconds of its compute in forward and in backward, beside which the ring's
+        messages travel."""
         T, ranks, w, device = layout.tp, layout.cp, self.job.width, self.device
         q, kv = shape_of(self.job.model)[:2]
         ranks_on_node = on_node(device, T, ranks)
@@ -387,10 +393,10 @@ class Costs:
         separate."""
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
         h, n_experts, shape = model.n_embd, model.n_experts, shape_of(model)
-        router = 2 * n * h * n_experts  # FLOPs
+        router = 2 * n * h * n_experts  # FLOPs. Whole on each tensor rank (train.py: unless --sp)
         products = 2 * n * sum(matrices(model)) / T + router
-        # Bytes that the products read and write, without their weights. Whole on each rank: inputs
-        # of two columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
+        # Bytes of activations that the products read and write. Whole on each rank: inputs of two
+        # columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
         # q + 2 kv and up * inner, and inputs of the rows, q and inner
         inner = shape.inner + shape.shared
         inside = (shape.q + 2 * shape.kv + shape.up * inner) + (shape.q + inner)
@@ -408,12 +414,12 @@ class Costs:
         I = self.compute(  # noqa: E741
             products, moved=operands + 2 * moved + weights, kernels=KERNELS["I"])
         I += attention_back  # noqa: E741
-        # W reads the columns' and rows' inputs and the gradients of their outputs, as large as the
-        # operands, and adds to the weights' gradients: reads and writes them
+        # W reads the inputs of columns and rows and the gradients of their outputs, together as
+        # large as the operands. And it adds to the weights' gradients: reads and writes them
         W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
         if split and n_experts:
             # Experts do not defer their weight gradients: move their seconds from W to I. The n
-            # tokens have chosen n top_k times, and T ranks share the work. So for each choice this
+            # tokens have made n top_k choices, and T ranks share the work. So for each choice this
             # rank has the work of 1/T of an expert
             share_of_expert = experts * E / n_experts  # parameters of an expert, divided by T
             at_once = self.compute(2 * n * model.top_k * share_of_expert, moved=2 * w * experts)
@@ -421,8 +427,8 @@ class Costs:
             W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
-        # Tokens to the experts and back, in backward their gradients. Ranks that share experts are
-        # neighbours on the data axis
+        # Tokens go to the experts and back; in backward their gradients do. The ranks that share
+        # the experts are neighbours on the data axis
         members = on_node(self.device, T * layout.cp * layout.pp, E)
         ep = 2 * swap_time(self.device, members, E, model.top_k * n * h * w / T)
         if T > 1 and splits_experts(model):
@@ -435,13 +441,13 @@ class Costs:
 
     def recomputed(self, layout, forward, attention):
         """The Time that recompute adds to a block's backward. forward: the Time of its forward.
-        attention: how many of these seconds are attention (published.py has programs that recompute
-        attention only)."""
+        attention: the seconds of attention in that forward (published.py has programs that
+        recompute attention only)."""
         return forward if layout.recompute else Time()
 
     def ends(self, n, T):
-        """(F, I, W) of the embedding, and of the head. The head computes its gradients in its
-        forward, chunk by chunk of the logits. Its softmax is in at least 32 bits."""
+        """(F, I, W) of the embedding, and (F, I, W) of the head; each a Time. The head computes its
+        gradients in its forward, chunk by chunk of the logits. Its softmax has at least 32 bits."""
         h, w = self.job.model.n_embd, self.job.width
         words = self.job.model.vocab_size / T  # tokens of the vocabulary on this rank
         # One all-reduce in either end: of the embedded tokens, and of the gradient of the head's
@@ -456,8 +462,11 @@ class Costs:
         matrix = 3 * w * h * words
         products = 3 * 2 * n * h * words  # FLOPs of logits, grad_x, and the matrix's gradient
         head = self.compute(products, moved=logits + matrix, kernels=KERNELS["head"])
-        look_up = self.compute(moved=2 * n * h * w)  # reads a row per token, and writes it
-        add = self.compute(moved=3 * n * h * w)  # reads a gradient and a row's sum, and writes it
+        # The embedding's forward reads a row per token, and writes it
+        look_up = self.compute(moved=2 * n * h * w)
+        # Its backward adds to the matrix's gradient, in I, because W has only the deferred weight
+        # gradients of blocks. Per token a gradient and a row's sum are read, and the sum is written
+        add = self.compute(moved=3 * n * h * w)
         return ((Time(look_up, reduce), Time(add), Time()),
                 (Time(head, reduce), Time(), Time()))
 
@@ -483,7 +492,7 @@ class Costs:
 
     def busiest_rank(self, layout):
         """([F, I, W], Part) of the slowest pipeline rank: seconds of a microbatch through all its
-        stages, and their layers."""
+        stages, and the layers of these stages."""
         key = self.numbers_of(layout), layout.schedule, layout.pp, layout.chunks
         if key not in self.busiest:
             # seconds[action][layer]: seconds of F, I or W of an embedding, a block, a head
@@ -508,23 +517,24 @@ class Costs:
 
     def pipeline_time(self, layout, messages=True):
         """Seconds of the schedule: the longest time from a rank's first action to its last.
-        messages: do those between stages take time?"""
+        messages: do messages between stages take time?"""
         seconds, _ = self.busiest_rank(layout)
         comm = self.boundary(layout) if messages and layout.pp > 1 else 0.0
         return makespan(layout.schedule, layout.pp, layout.microbatches, layout.chunks,
                         (*seconds, comm))
 
     def lower_bound(self, layout):
-        """Seconds of the schedule at least: messages between stages take no time, and the bubble
-        is the formula's. Without a formula, what rank 0 takes at least. It runs m F; and its first
-        I (or B) starts after `trip`, when a microbatch has gone forward through all stages, and
-        back through the stages behind rank 0's last. All m I and W follow: max(m F, trip) +
-        m (I + W)."""
+        """A lower bound of pipeline_time. It assumes that messages between stages take no time. The
+        bubble is computed by the schedule's formula; without a formula, the bound is the shortest
+        time that rank 0 can take."""
         seconds, _ = self.busiest_rank(layout)
         P, m, v = layout.pp, layout.microbatches, layout.chunks
         bubble = closed_form(layout.schedule, P, m, v, (*seconds, 0.0))
         if bubble is not None:
             return m * sum(seconds) / (1 - bubble)
+        # Rank 0's first I (or B) starts after `trip`: a microbatch has gone forward through all
+        # stages, and back through the stages behind rank 0's last. By then rank 0 may have run all
+        # its m F, but no I and no W: m I and m W are left
         f, i, w = seconds
         trip = P * f + stages_behind_rank_0(layout.schedule, P, v) * i / v
         return max(m * f, trip) + m * (i + w)
@@ -532,10 +542,11 @@ class Costs:
     # ---- a step's end: data-parallel messages and the optimizer ----
 
     def data_messages(self, layout, part, numel, collective):
-        """Seconds in which the data-parallel ranks run a collective on numel numbers as wide as a
-        weight, and on those of the part's experts. collective: ring_time, for an all-gather or a
-        reduce-scatter, or all_reduce_time. They run one collective for each layer (ZeRO) or for
-        each bucket (DDP); under --ep experts have collectives of their own, counted likewise."""
+        """Seconds of the data-parallel ranks' collectives for a Part. numel: parameters in these
+        collectives, without the experts', which are added here. A collective has a number as wide
+        as a weight for each parameter. collective: ring_time, for an all-gather or a
+        reduce-scatter, or all_reduce_time. Each layer (ZeRO) or bucket (DDP) has one collective;
+        under --ep experts have collectives of their own, counted likewise."""
         w, device = self.job.width, self.device
         replica = layout.tp * layout.cp * layout.pp  # ranks of a replica: the data axis' stride
         ranks = layout.dp * layout.cp  # data and context ranks are one group
@@ -547,8 +558,8 @@ class Costs:
             numel, experts = numel + experts, 0
         times = max(1, sum(part) if layout.zero else numel * w / BUCKET)
         seconds = times * collective(device, members, ranks, numel * w / times)
-        # Each of E neighbours on the data axis has other experts. So every E-th data rank is in a
-        # group, each with its context ranks
+        # Each of E neighbours on the data axis has other experts. So a group has every E-th data
+        # rank, each with its context ranks
         if experts:
             members = context_members * on_node(device, replica * layout.ep, layout.dp // layout.ep)
             times = max(1, part.blocks if layout.zero else experts * w / BUCKET)
@@ -558,7 +569,7 @@ class Costs:
 
     def exposed_data_messages(self, layout, part, forward, backward):
         """Seconds by which data-parallel messages lengthen a step. forward, backward: seconds of a
-        microbatch, beside which they travel."""
+        microbatch's forward and backward, beside which the messages travel."""
         model, m, T = self.job.model, layout.microbatches, layout.tp
         dense, _ = block_parameters(model, T, layout.ep)
         vocabulary, _ = end_parameters(model, part, T)  # left out: positions and the head's norm
@@ -575,9 +586,9 @@ class Costs:
             return self.exposed(grads, backward, "dp") + new_weights
         if layout.zero == 2:  # a reduce-scatter beside every backward
             return m * self.exposed(grads, backward, "dp") + new_weights
-        # ZeRO-3 gathers weights beside every forward: the blocks', and a matrix for each end that
-        # the part has. And beside every backward the blocks' only: a backward reads neither end's
-        # matrix
+        # ZeRO-3 gathers weights beside every forward and every backward. In forward: the blocks',
+        # and a matrix for each end that the part has. In backward: the blocks' only, because
+        # neither end's backward reads its matrix
         matrices_of_ends = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
         in_forward = self.data_messages(layout, part, part.blocks * dense + matrices_of_ends,
                                         ring_time)
@@ -593,7 +604,7 @@ class Costs:
             return 0.0
         replica = T * layout.cp * layout.pp  # ranks of a replica
         members = 2 if device.node % replica == 0 else 1  # is the whole pipeline on a node?
-        # Under ZeRO the data ranks have summed before, and each has a shard
+        # Under ZeRO the data ranks have summed it before, and each has a shard of the sum
         shards = layout.dp * layout.cp if layout.zero else 1
         nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
         return all_reduce_time(device, members, 2, nbytes)
@@ -607,7 +618,7 @@ class Costs:
         vocabulary, _ = end_parameters(model, part, layout.tp)
         numel = dense + vocabulary
         owned = numel + experts  # parameters that this rank steps
-        if layout.zero:  # a shard. Experts have E times fewer replicas, so larger shards
+        if layout.zero:  # its shard. Experts have E times fewer replicas, so larger shards
             owned = numel / replicas + experts * layout.ep / replicas
         # Bytes per parameter. A weight of at least 32 bits is its own master
         states = 3 * max(job.width, 4)  # the master and two moments
@@ -628,8 +639,8 @@ class Costs:
         return self.pipeline_time(layout) + sum(self.update_time(layout))
 
     def breakdown(self, layout):
-        """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds that add up to step_time's.
-        tp, cp, ep, pp, dp: exposed messages of that axis."""
+        """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds, in sum step_time's. tp, cp,
+        ep, pp, dp: exposed messages of that axis."""
         _, part = self.busiest_rank(layout)
         busy = Time()
         for number, layer in zip(part, self.layers(layout), strict=True):

@@ -1,11 +1,11 @@
-"""What people run: prices that order layouts of nearly the same time, and kinds of layouts.
+"""Prices that order layouts of nearly the same time by habit, and kinds of layouts.
 
 The planner's own error is larger than the gap between its first dozen layouts. So a layout that is
 harder to run must be clearly faster to come first. Among the layouts whose time is within BAND
 (planner/report.py) of the fastest, a layout comes before a plainer one only if it is faster by more
 percent than its PRICES add up to; slower layouts follow, in the same order. The prices are chosen
-such that six jobs get first rows that published runs, or the guides of other programs
-(planner/programs.py), have (a test names them); they are fitted to no time.
+such that the first rows of six jobs are layouts that published runs have, or that the guides of
+other programs (planner/programs.py) recommend (a test names them). They are fitted to no time.
 """
 
 import math

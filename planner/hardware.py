@@ -74,7 +74,7 @@ MODELS = {  # gpt(layers, heads, width, ...), llama(layers, heads, width, MLP wi
     "gpt2-large": gpt(36, 20, 1280, 50257, 1024), "gpt2-xl": gpt(48, 25, 1600, 50257, 1024),
     # GPT-3, arXiv 2005.14165, table 2.1, with two corrections, because the heads' widths must add
     # up to the model's: 1.3B has 16 heads (there 24), 13B is 5120 wide (there 5140). The vocabulary
-    # is padded as in arXiv 2104.04473
+    # is padded like in arXiv 2104.04473
     "gpt3-1.3b": gpt(24, 16, 2048), "gpt3-2.7b": gpt(32, 32, 2560), "gpt3-6.7b": gpt(32, 32, 4096),
     "gpt3-13b": gpt(40, 40, 5120), "gpt3-175b": gpt(96, 96, 12288),
     # Megatron, arXiv 2104.04473, table 1

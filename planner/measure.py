@@ -5,7 +5,7 @@
     hbm            a sum of two long tensors
     latency        a short all-reduce, divided by the number of its hops
     nvlink         a long all-reduce, less the latency of its hops
-    launch         a tiny product, on processors; a GPU hides it behind the kernel before
+    launch         a tiny product, on processors; a GPU hides the launch behind the kernel before
 
 All ranks measure at the same time, like in training."""
 
@@ -42,7 +42,7 @@ def seconds(mesh, work, times=1):
 
 def hops(tensor, group):
     """How many messages follow one another in an all-reduce of engine/collectives.py. GPUs use
-    NCCL's all-reduce, which chooses its own way: taken for a ring."""
+    NCCL's all-reduce, in a ring or a tree; this function assumes a ring."""
     n = group.size
     # Butterfly: log2(n) - 1 halvings, a swap, as many doublings. Ring: twice n - 1 hops
     return 2 * int(math.log2(n)) - 1 if takes_butterfly(tensor, group) else 2 * (n - 1)
@@ -79,7 +79,8 @@ def measure(mesh):
         "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}
     if n > 1:
         latency = seconds(mesh, lambda: all_reduce(tiny, world), 10) / hops(tiny, world)
-        # The long one is a ring: 2 (n-1) hops, each with 1/n of the tensor (ring_time in costs.py)
+        # The long all-reduce goes around a ring: 2 (n-1) hops, each with 1/n of the tensor
+        # (ring_time in costs.py)
         latency_seconds = hops(long, world) * latency
         transfer_seconds = max(
             1e-9, seconds(mesh, lambda: all_reduce(long, world)) - latency_seconds)
@@ -89,7 +90,7 @@ def measure(mesh):
 
 
 def main():
-    """Starts this command again as all ranks of the node; rank 0 prints."""
+    """Start this command once more for each rank of the node; rank 0 prints the flags."""
     gpus = torch.cuda.device_count()
     n = gpus or min(8, os.cpu_count() or 1)
     if signals.STORE not in os.environ:  # no rank yet: launch() sets STORE for the ranks it starts

@@ -7,15 +7,15 @@
                    pipeline messages; whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In
                    the optimizer's step, if larger: a bucket's 16-bit gradients, scaled, in 32 bits
 
-What a block of GPT-2 saves per token:
+A block of GPT-2 saves, per token:
 
     whole on each of T ranks (1/T with --sp)     4 h + 4 numbers
     split over T ranks                           12 h numbers; for each head a 32-bit logsumexp
     with --recompute instead                     its input, h; the rest is held only for the block
                                                  whose backward runs
 
-Left out: memory of CUDA and NCCL, fragmentation (some percent), unevenly chosen experts, a Llama's
-cosines and sines.
+Left out: unevenly chosen experts, a Llama's cosines and sines; memory of CUDA and NCCL, and
+fragmentation, for which a Device's `reserve` (hardware.py) leaves room.
 In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
 """
 
@@ -77,13 +77,13 @@ def tokens_of(job, layout):
 
 
 class Shape(NamedTuple):
-    """What differs between blocks of GPT-2, of Llama and of a Mixture."""
+    """The sizes in which blocks of GPT-2, of Llama and of a Mixture differ."""
     q: int  # width of a token's queries, all heads together, and of attention's result
     kv: int  # width of a token's keys, all heads together; its values are as wide
     inner: int  # width inside the MLP
     up: int  # matrices from h to inner: 1, or 2 with a gate (SwiGLU)
-    # 2 in a LayerNorm: it has a weight and a bias, of h parameters each, and saves two numbers per
-    # token, mean and deviation. 1 in an RMSNorm: a weight, and one number per token
+    # norm: 2 if norms are LayerNorms: each has a weight and a bias, of h parameters each, and saves
+    # two numbers per token, mean and deviation. 1 if they are RMSNorms: a weight, and one number
     norm: int
     bias: int  # 1 if linear layers have a bias, else 0
     shared: int = 0  # width inside an MLP beside the experts
@@ -101,7 +101,8 @@ def shape_of(model):
 
 def matrices(model):
     """Elements of the matrices of attention and of the MLP: (column-parallel, row-parallel). With
-    experts, the top_k experts of a token count in place of the MLP: together they are as large."""
+    experts, the top_k experts of a token count in place of the MLP, because together they are as
+    large. An MLP beside the experts counts, too."""
     h = model.n_embd
     q, kv, inner, up, _, _, shared = shape_of(model)
     inner += shared
@@ -137,9 +138,10 @@ def is_tied(model):
 
 
 def end_parameters(model, part, T):
-    """Parameters of the model's two ends, embedding and head, on one of T ranks: (vocabulary,
-    others). Tied ends have the same matrix, so a rank with both ends holds it once; a Llama's may
-    have one each."""
+    """Parameters of the model's two ends, embedding and head, on one of T ranks: (vocabulary: the
+    matrices with a row per token of the vocabulary; others: positions, and the head's norm). Tied
+    ends share a matrix, so a rank with both ends holds it once. In a Llama the two ends may have a
+    matrix each."""
     h = model.n_embd
     vocabulary = model.vocab_size * h / T
     norm = shape_of(model).norm * h
@@ -184,7 +186,7 @@ def saved_by_block(job, layout, recompute):
     h = model.n_embd
     wide = max(w, 4)  # bytes of numbers that have at least 32 bits
     q, kv, inner, up, norm, _, shared = shape_of(model)
-    T_sp = T if layout.sp else 1  # tensor ranks that share what only --sp splits
+    T_sp = T if layout.sp else 1  # number of parts of a tensor that only --sp splits
     if recompute:
         return h * w / T_sp
     # Split by --sp only: inputs and outputs of the two norms (the columns read these outputs), and
@@ -213,18 +215,18 @@ def saved_by_block(job, layout, recompute):
 
 
 class Held(NamedTuple):
-    """What a rank holds at one moment, counted in pairs of a block (or a head) and a microbatch: a
-    block that has run F for three microbatches counts three."""
-    blocks: int = 0  # pairs between F and B (or I): each holds what the block saves for backward
+    """Activations on a rank at one moment, counted in pairs of a block (or a head) and a
+    microbatch: a block that has run F for three microbatches counts three."""
+    blocks: int = 0  # pairs between F and B (or I): each holds the block's saved_by_block
     heads: int = 0  # pairs of a head and a microbatch between F and B (or I)
-    deferred: int = 0  # pairs between I and W: each holds what the block's weight gradients need
+    deferred: int = 0  # pairs between I and W: each holds the tensors that W needs
     recomputed: int = 0  # 1 while a block's activations are computed again, else 0
 
 
 @cache
 def occupancy(model, schedule, P, m, v, rank):
-    """[Held] of a rank: after each action, and at its fullest inside of each backward. A Held is
-    left out if another has at least as much of everything: it is never the fullest."""
+    """[Held] of a rank: after each action, and at the fullest moment of each backward. A Held is
+    left out if another Held of the list has at least as much of everything."""
     stages = stages_of(model, schedule, P, v)[rank]
     now = Held()
     found = set()
@@ -257,7 +259,7 @@ def occupancy(model, schedule, P, m, v, rank):
 
 @cache
 def activations(job, layout, rank):
-    """Bytes at the peak, on one pipeline rank."""
+    """Bytes of activations at the peak, on one pipeline rank."""
     model, w, T = job.model, job.width, layout.tp
     h, n = model.n_embd, tokens_of(job, layout)
     q, kv, inner, up, norm, _, shared = shape_of(model)
@@ -270,7 +272,8 @@ def activations(job, layout, rank):
     #     attention's row       q, split by T     h, whole
     #     the MLP's column      h, whole          up * inner, split by T
     #     the MLP's row         inner, split      h, whole
-    # Experts do not wait for W; an MLP beside them does. --sp splits none of it
+    # Experts compute their weight gradients in I and hold nothing for W; an MLP beside them does.
+    # --sp splits none of these tensors
     deferred = (2 * h + (2 * q + 2 * kv) / T) * w
     in_mlp = shared if model.n_experts else inner
     if in_mlp:
@@ -279,7 +282,8 @@ def activations(job, layout, rank):
     # also saves the gradient of the norm's output, h, and the gradient of its matrix
     head = n * (2 * h + norm) * w / T_sp + model.vocab_size * h / T * max(w, 4)
     m = layout.microbatches
-    if not SCHEDULES[layout.schedule].grows:  # the peak with m > 2P is that with m = 2P
+    # Without GPipe at most 2P microbatches are in flight: more than 2P do not raise the peak
+    if not SCHEDULES[layout.schedule].grows:
         m = min(m, 2 * layout.pp)
     return max(n * (held.blocks * saved + held.deferred * deferred + held.recomputed * recomputed)
                + held.heads * head
@@ -308,10 +312,11 @@ def work_buffers(job, layout, part):
     """Bytes of buffers in forward and backward."""
     model, w, T, gw = job.model, job.width, layout.tp, job.grad_width
     n, h, shape = tokens_of(job, layout), model.n_embd, shape_of(model)
-    # A rank with a head (part.head is 1, else 0) takes max(h, 256) tokens at a time (ChunkedLoss in
-    # engine/vocabulary_parallel.py; on a GPU more, if their logits take less than 256 MB: with 16
-    # bits at most 1.3 GB of buffers, and not counted here). Buffers: their logits and log-softmax.
-    # The log-softmax of 16-bit logits makes a copy of them in 32 bits
+    # A rank with a head (part.head is 1, else 0) takes a chunk of max(h, 256) tokens at a time
+    # (ChunkedLoss in engine/vocabulary_parallel.py). Its buffers are the chunk's logits and their
+    # log-softmax, which first copies 16-bit logits in 32 bits. Not counted: on a GPU ChunkedLoss
+    # takes more tokens, if their logits have at most 256 MiB. (In 16 bits the buffers then have
+    # 1.3 GB)
     chunk = min(n, max(h, 256)) * part.head
     wide = max(w, 4)
     copy = wide if w == 2 else 0
@@ -337,21 +342,23 @@ def largest_layer(job, layout, part):
 
 
 def optimizer_buffer(job, layout, part):
-    """Bytes of AdamW's 32-bit copy of one bucket's 16-bit gradients, multiplied by the clipping
-    factor. (When AdamW steps, activations are freed already.)"""
+    """Bytes of the buffer in which AdamW multiplies one bucket's 16-bit gradients by the clipping
+    factor: a copy of them in 32 bits. (When AdamW steps, activations are freed already.)"""
     if job.grad_width >= 4:  # 32-bit gradients are multiplied in place
         return 0.0
     model, w, T, E = job.model, job.width, layout.tp, layout.ep
     dense, experts = block_parameters(model, T, E)
     vocabulary, others = end_parameters(model, part, T)
     matrix = model.vocab_size * model.n_embd / T if vocabulary else 0
-    if layout.zero:  # a layer's shard. Experts have E times fewer replicas, so larger shards
+    if layout.zero:
+        # The bucket is a layer's shard. Experts have E times fewer replicas, so larger shards
         replicas = layout.dp * layout.cp
         bucket = max(dense, experts * E, matrix) / replicas
-    else:  # DDP: a BUCKET of weights or, if larger, the largest tensor; at most all parameters
-        # The largest tensor of a block is attention's column, or the MLP's: Llama's has gate and
-        # factor in one tensor. The experts of a rank have their columns in one tensor, too; top_k
-        # experts are as wide as an MLP
+    else:
+        # DDP: the bucket has BUCKET bytes of weights or, if larger, the largest tensor; but no more
+        # than all parameters. The largest tensor of a block is attention's column, or the MLP's,
+        # which in a Llama has gate and factor in one tensor. The experts of a rank have their
+        # columns in one tensor, too; top_k experts are as wide as an MLP
         h, shape = model.n_embd, shape_of(model)
         mlps = model.n_experts / E / model.top_k if model.n_experts else 1
         tensor = max(h * (shape.q + 2 * shape.kv), mlps * shape.up * h * shape.inner) / T

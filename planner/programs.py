@@ -25,19 +25,19 @@ class Program(NamedTuple):
     name: str
     version: str  # empty: this repository's
     zero: tuple  # the ZeRO stages that it has
-    cannot: tuple  # (text, text, ...): what the program cannot do, and train.py can
-    # lacks(job, layout): [text], the features of this layout, and their combinations with its ZeRO
-    # stage, that the program does not have; [] if it has all. (lacks_stage says whether the program
-    # has the ZeRO stage at all)
+    cannot: tuple  # (text, text, ...): features that train.py has and the program lacks
+    # lacks(job, layout): [text], one for each thing in the layout that the program cannot do: a
+    # feature ("--sp"), or two together ("ZeRO-3 with --tp"); [] if it can run the layout. (A ZeRO
+    # stage that the program lacks altogether: lacks_stage)
     lacks: Callable
     # written(job, layout): the layout in the program's words
     written: Callable
-    # notes(job, layout): [text], what the user has to add to these words
+    # notes(job, layout): [text], things that the user has to add to these words
     notes: Callable
 
 
 def applying(*cases):
-    """The texts of (condition, text) whose condition holds."""
+    """The texts of those cases, (condition, text), whose condition holds."""
     return [text for condition, text in cases if condition]
 
 
@@ -119,7 +119,7 @@ def megatron_written(job, layout):
     if not is_tied(model):
         words["untie-embeddings-and-output-weights"] = ""
     if model.n_experts:
-        # train.py's E x T ranks have whole experts: for Megatron all of them are expert ranks
+        # train.py spreads whole experts over E x T ranks: to Megatron all of these are expert ranks
         split = splits_experts(model)
         words |= {"num-experts": model.n_experts, "moe-router-topk": model.top_k,
                   "moe-ffn-hidden-size": expert_width(model),
@@ -146,7 +146,7 @@ MEGATRON = Program(
     "Megatron-LM", "core_v0.14.0", zero=(0, 1),
     cannot=("gpipe, zb-h1, zb-h2 and zb-v",
             "ZeRO-2 and 3 (--use-megatron-fsdp starts another engine)",
-            "stages of unequally many layers",
+            "stages with different numbers of layers",
             "experts and --tp without --sp"),
     lacks=megatron_lacks, written=megatron_written, notes=megatron_notes)
 
@@ -172,7 +172,7 @@ def layers_per_stage(job, layout):
 
 def titan_lacks(job, layout):
     per_stage = layers_per_stage(job, layout)
-    stages = -(-(job.model.n_layer + 2) // per_stage)  # as torchtitan counts them
+    stages = -(-(job.model.n_layer + 2) // per_stage)  # torchtitan's count
     return applying(
         (layout.schedule not in TITAN_SCHEDULES,
          f"{layout.schedule}: torchtitan has {', '.join(TITAN_SCHEDULES.values())}"),
@@ -187,7 +187,8 @@ def titan_lacks(job, layout):
 def titan_written(job, layout):
     model = job.model
     b = sequences_of(job, layout)
-    # With a pipeline torchtitan's local batch is a step's, without one a microbatch's
+    # Sequences of a data rank: with a pipeline torchtitan counts those of a step, without a
+    # pipeline those of a microbatch
     local = b * layout.microbatches if layout.pp > 1 else b
     split = splits_experts(model)
     tables = {
@@ -202,8 +203,8 @@ def titan_written(job, layout):
             "pipeline_parallel_degree": layout.pp},
         "activation_checkpoint": {"mode": "full" if layout.recompute else "none"}}
     if layout.cp > 1:
-        # A ring, too: in each hop PyTorch passes keys and values on to the next rank by an
-        # all-to-all. (The other value, "allgather", gathers all of them at once)
+        # "alltoall" is a ring, too: in each hop PyTorch passes keys and values on to the next rank
+        # by an all-to-all. (The other value, "allgather", gathers all of them at once)
         tables["parallelism"]["context_parallel_rotate_method"] = "alltoall"
     if layout.pp > 1:
         tables["parallelism"] |= {
@@ -233,11 +234,11 @@ TORCHTITAN = Program(
             "--tp without --sp",
             "--tp or --pp without data ranks, in 16 bits",
             "attention by all-to-all",
-            "stages of unequally many layers, but for fewer in the last"),
+            "stages with different numbers of layers (only the last may have fewer)"),
     lacks=titan_lacks, written=titan_written, notes=titan_notes)
 
 
-# ---- DeepSpeed: a JSON file; what splits the model is code ----
+# ---- DeepSpeed: a JSON file, and code in the user's model (deepspeed_notes) ----
 
 
 def deepspeed_lacks(job, layout):
@@ -283,7 +284,7 @@ def deepspeed_notes(job, layout):
 
 DEEPSPEED = Program(
     "DeepSpeed", "0.16.5", zero=(0, 1, 2, 3),
-    cannot=("schedules but 1F1B",
+    cannot=("schedules other than 1F1B",
             "--sp",
             "--tp beside --pp, --cp, experts or ZeRO-3",
             "--pp beside --cp, --ep, ZeRO-2 or 3",

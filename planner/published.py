@@ -1,10 +1,10 @@
 """Published runs beside their predictions: python plan.py --published
 
-published.txt has the runs, their sources and what their software does ("traits"). The fractions in
+published.txt has the runs, their sources and the traits of their software. The fractions in
 hardware.py are fitted to all runs but those held out. Beside each prediction stands a baseline: one
 constant MFU for each kind of GPU, the median of the fitted runs. Where a source leaves a value open
-(?), published.txt has a chosen one, and says how it was chosen: mostly by the fastest prediction
-that fits into memory. This file models how these programs differ from train.py.
+(?), published.txt has a chosen value, and says how it was chosen: mostly, the value of the fastest
+prediction that fits into memory. PublishedCosts models how these programs differ from train.py.
 """
 
 import math
@@ -37,19 +37,19 @@ ATTENTION = {  # speed of fused attention, relative to FlashAttention-2
 
 class Run(NamedTuple):
     source: str  # name, place and year
-    # "fitted": the fractions in hardware.py are fitted to this run. Any other: held out, never
-    # fitted to; published.txt says how these runs were chosen
+    # "fitted": the fractions in hardware.py are fitted to this run. Any other status: the run was
+    # held out, and nothing is fitted to it; published.txt explains these statuses
     status: str
-    traits: tuple  # what its software does; published.txt explains them
+    traits: tuple  # words that describe the program; published.txt explains them
     model: str
     device: str
     job: Job
     layout: Layout
-    # "full", "none", or "selective": the S x S scores only, which Layout cannot say
+    # "full", "none", or "selective": the S x S scores only, for which Layout has no value
     recompute: str
     value: float  # the published speed, or seconds of a step
-    unit: str  # its unit: s, t/s, MFU, TF or mTF; see `seconds`
-    reason: str  # why the prediction is off by more than 15%; empty if it is not
+    unit: str  # the value's unit: s, t/s, MFU, TF or mTF; see `seconds`
+    reason: str  # why the prediction is off by more than 15%; empty if it is within 15%
 
     @property
     def machine(self):
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
     @property
     def mfu(self):
-        """The published MFU: without FLOPs that are computed again."""
+        """The published run's MFU: FLOPs that are computed again do not count."""
         done = step_flops(self.job) / self.layout.ranks / self.seconds
         return done / 1e12 / self.machine.tflops
 
@@ -113,10 +113,10 @@ def read(lines):
             source, status, traits = line.strip("= ").rsplit(" | ", 2)
         elif line.strip() and not line.startswith("#"):
             row, _, reason = line.partition("|")
-            # The columns of published.txt. The five in the middle may have a ? behind the number
+            # The columns of published.txt. A ? may stand behind the five numbers of `middle`
             model, gpus, device, batch, S, tp, *middle, recompute, grads, value, unit = row.split()
             pp, cp, zero, chunks, b = (int(number.rstrip("?")) for number in middle)
-            # 8s: 8 ranks with --sp. 4se8: 4 with --sp, and 8 expert ranks
+            # 8s: 8 tensor ranks with --sp. 4se8: 4 tensor ranks with --sp, and 8 expert ranks
             tp, _, ep = tp.partition("e")
             T = int(tp.rstrip("s"))
             dp = int(gpus) // (T * pp * cp)
@@ -144,18 +144,19 @@ class PublishedCosts(Costs):
         # ports, and with fewer than 4 ranks on the node the other ports are idle
         network = device.network
         if "4ports" in traits:
-            # 8 GPUs, 4 ports of p GB/s: `network` is p/2 per GPU, and link() multiplies it by
-            # `members`, the ranks that the ring has on the node. With the factor below a ring has
-            #     1 rank on the node     p/8 = 1 (p/2) 1/4    8 rings share one port
-            #     2 ranks                p/2 = 2 (p/2) 2/4    4 rings share 2 ports
-            #     4 ranks                2 p = 4 (p/2) 4/4    2 rings share 4 ports
-            # The factor counts these ranks in the order that Megatron and its forks give the axes,
-            # from the innermost outwards: tp, dp, pp. `members` counts them in train.py's order,
-            # tp, pp, dp, because data_messages is inherited. With pp = 1 both are the same; else a
-            # ring's share is approximate, and the fractions of hardware.py were fitted with it.
-            # A Device has one network, so pipeline, tensor and context ranks get the same factor
-            ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)
+            # The node has 8 GPUs and 4 ports of p GB/s, so `network` is p/2 per GPU. If a ring has
+            # r <= 4 ranks on the node, 8/r rings share r ports:
+            #
+            #     one of these rings has          r p / (8/r) = r^2 p/8 GB/s
+            #     link() gives a ring             r network
+            #     equal, if `network` becomes     r p/8 = (p/2) (r/4)
+            ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)  # r
             network *= min(1.0, ranks_on_node / 4)
+            # Two approximations, with which the fractions of hardware.py were fitted. With pp > 1
+            # link() gets another r than this one: here it is counted in the order of Megatron's
+            # axes (tp, dp, pp, from the innermost outwards), there in the order of train.py's
+            # (tp, pp, dp). And a Device has one network, so the messages of pipeline, tensor and
+            # context ranks get the factor, too
         speed = math.prod(ATTENTION[trait] for trait in traits if trait in ATTENTION)  # 1 if none
         device = replace(device, network=network, f_attention=device.f_attention * speed)
         super().__init__(run.job, device)
@@ -173,18 +174,20 @@ class PublishedCosts(Costs):
     def exposed(self, messages, computing, axis):
         """Costs.exposed, for programs that overlap more or less than train.py."""
         traits = self.run.traits
-        # These messages travel ...
-        if axis == "tp" and "overlapped" in traits:  # ... in pieces, beside their own product
+        # A message travels in pieces, each beside a part of the message's own product
+        if axis == "tp" and "overlapped" in traits:
             return self.device.unhidden * messages
-        if axis == "tp" and "alone" in traits:  # ... beside no product
+        # No product runs beside a message
+        if axis == "tp" and "alone" in traits:
             return messages
-        if axis == "dp" and "after" in traits:  # ... when backward is over
+        # Messages travel when backward is over
+        if axis == "dp" and "after" in traits:
             return messages
         return super().exposed(messages, computing, axis)
 
     def exposed_data_messages(self, layout, part, forward, backward):
-        """Costs.exposed_data_messages, also for programs ("hsdp") that shard over the ranks of a
-        node, and sum each shard's gradient over the nodes."""
+        """Costs.exposed_data_messages, also for programs with the trait "hsdp": they shard over the
+        ranks of a node, and sum each shard's gradient over the nodes."""
         node = self.device.node
         if "hsdp" not in self.run.traits or layout.dp <= node:
             return super().exposed_data_messages(layout, part, forward, backward)
@@ -196,9 +199,9 @@ class PublishedCosts(Costs):
         return inside + self.exposed(self.all_reduce(node, nodes, shard), backward, "dp")
 
     def parts(self, layout):
-        """The Parts of the pipeline ranks, by trait. "even": all ranks have equally many blocks.
-        "counted": embedding and head count as a block each, so their ranks have one block less.
-        Else train.py's cut. (Numbers of blocks may be fractions here.)"""
+        """The Parts of the pipeline ranks. Trait "even": all ranks have the same number of blocks.
+        Trait "counted": embedding and head count as a block each, so their ranks have one block
+        less. Without these traits: train.py's cut. (Numbers of blocks may be fractions here.)"""
         traits, L, P = self.run.traits, self.job.model.n_layer, layout.pp
         if P > 1 and "counted" in traits:
             each = (L + 2) / P
@@ -219,7 +222,7 @@ class PublishedCosts(Costs):
         return seconds
 
     def attention(self, n, T):
-        """Costs.attention, also for programs ("naive") with S x S scores in memory."""
+        """Costs.attention, also for programs with the trait "naive": S x S scores in memory."""
         if "naive" not in self.run.traits:
             return super().attention(n, T)
         model = self.job.model
@@ -245,7 +248,7 @@ def errors(runs):
     fitted = [(run.machine.tflops, run.mfu) for run in RUNS if run.status == "fitted"]
     rows = []
     for run in runs:
-        # GPUs of one kind are those that compute equally fast
+        # GPUs with the same tflops are of one kind
         same_gpu = [mfu for tflops, mfu in fitted if tflops == run.machine.tflops]
         usual = median(same_gpu or [mfu for _, mfu in fitted])
         seconds = PublishedCosts(run).step_time(run.layout)
@@ -253,13 +256,20 @@ def errors(runs):
     return rows
 
 
-def by_other_runs(status):
-    """[(error, error by one, error by all)]: three absolute errors for each run that has other runs
-    of its source, on the same GPU and with this status (calibrate.py calibrates a device):
+def seconds_with(run, factor):
+    """Seconds of a run's step, predicted for compute that takes `factor` times as long."""
+    costs = PublishedCosts(run)
+    costs.device = slower(costs.device, factor)
+    return costs.step_time(run.layout)
 
-        error           as predicted
-        error by one    the device calibrated by one other run: the median over the other runs
-        error by all    the device calibrated by the median factor of all other runs
+
+def by_other_runs(status):
+    """[(error, error by one, error by all)], three absolute errors for each run with this status
+    whose source has other runs on the same GPU. calibrate.py calibrates the device:
+
+        error           no calibration
+        error by one    calibrated by one other run: the median error over the other runs
+        error by all    calibrated by the median factor of all other runs
     """
     sources = {}
     for run in RUNS:
@@ -275,13 +285,6 @@ def by_other_runs(status):
                 by_all = abs(run.seconds / seconds_with(run, median(others)) - 1)
                 rows.append((abs(run.seconds / seconds_with(run, 1) - 1), median(by_one), by_all))
     return rows
-
-
-def seconds_with(run, factor):
-    """Seconds of a run's step, predicted for compute that takes `factor` times as long."""
-    costs = PublishedCosts(run)
-    costs.device = slower(costs.device, factor)
-    return costs.step_time(run.layout)
 
 
 HEAD = ("model GPUs device S dp tp pp cp ep zero chunks b recompute published predicted in error "
@@ -301,7 +304,7 @@ def row_of(run, error, baseline):
 
 
 def main():
-    """Print a table for each source; then, for each status, how large the errors are."""
+    """Print a table for each source; then, for each status, the size of the errors."""
     found = errors(RUNS)
     for (source, status), group in groupby(found, lambda row: (row[0].source, row[0].status)):
         group = list(group)

@@ -1,4 +1,4 @@
-"""What plan.py prints: the table of layouts, what each row trades, the first row's parts."""
+"""The text that plan.py prints: table of layouts, trades of each row, parts of the first row."""
 
 from dataclasses import fields
 
@@ -12,10 +12,12 @@ from planner.search import NOT_SEARCHED, Search, as_config, departures
 from planner.table import table
 from schedules import SCHEDULES
 
-# The planner's median error on published runs to which its fractions were not fitted ("held out
-# third" in planner/published.txt): python plan.py --published
+# The planner's median error on published runs to which nothing was fitted: the third set of runs
+# that was held out. (The first two sets were fitted later.) The error is printed by
+# python plan.py --published, in the line "held out third: 28 rows"
 BAND = 0.14
-# Columns of every table. Other fields of Layout have a column if a row differs from one process
+# Columns of every table. Another field of Layout has a column if its value in some row is not that
+# of one process
 ALWAYS = ("dp", "tp", "pp", "zero", "microbatches")
 
 
@@ -112,8 +114,8 @@ def trades(job, rows):
 
 
 def for_program(program, job, layout):
-    """Lines of text: a layout in another program's words, what to add to them, and what the program
-    cannot do."""
+    """Lines of text: a layout in another program's words, notes for the user, and the features that
+    the program lacks."""
     yield f"for {program.name} {program.version}, planned with train.py's seconds and bytes:"
     yield program.written(job, layout)
     for note in program.notes(job, layout):
@@ -123,7 +125,7 @@ def for_program(program, job, layout):
 
 
 def calibration(args, job, device, runs):
-    """Lines of text: what own runs say of a device."""
+    """Lines of text: own runs beside their predictions, and the factor of compute that follows."""
     for run in runs:
         predicted = Costs(job, device).step_time(run.layout)
         yield (f"measured {run.seconds:.4g} s, predicted {predicted:.4g} s "
@@ -141,12 +143,13 @@ def places(search, device, top, rows):
 
 
 def print_list(args, device, runs, search, rows):
-    """Print what the rows of the table are, and what own runs changed."""
+    """Print the order of the table's rows, how each row differs from the first, and how own runs
+    moved the rows."""
     job = search.job
     seconds, fastest = search.fastest
     near = sum(row["step_s"] <= seconds * (1 + BAND) for row in rows)
-    print(f"within {BAND:.0%} of the fastest, this planner's own error: the first {near}, sorted "
-          "by time and by what people run; one row per kind of layout")
+    print(f"within {BAND:.0%} of the fastest (the planner's own median error): the first {near}; "
+          "order: time x price (planner/habits.py); one row per kind of layout")
     print(f"the fastest, {seconds:.4g} s: {described_layout(fastest)}")
     print("the first row: what makes it hard to run; the others, compared with the first:")
     for i, words in enumerate(trades(job, rows), 1):
@@ -156,8 +159,8 @@ def print_list(args, device, runs, search, rows):
 
 
 def print_first(args, job, device, first):
-    """Print where the first row's bytes and seconds go, and its command, or the layout in the words
-    of another program."""
+    """Print the first row's bytes and seconds by part; then its command or, with --for, the layout
+    in the words of the program."""
     print()
     if first["memory_gb"]["total"] > device.usable:
         print("the layout of the first row DOES NOT FIT:")
@@ -175,8 +178,8 @@ def print_first(args, job, device, first):
 
 
 def print_plan(args, device, runs, search, rows):
-    """Print the table; where the first row's bytes and seconds go; its command; what is not shown.
-    device: before own runs changed it. (search.device: after)"""
+    """Print the table; the first row's bytes and seconds by part; its command; the numbers of
+    layouts not shown. device: before own runs changed its speed; search.device: after."""
     job = search.job
     title = (f"{n_parameters(job.model) / 1e9:.4g} billion parameters, {job.batch_size} sequences "
              f"of {job.model.block_size} tokens a step, on {args.gpus} x {args.gpu}; days for "

@@ -1,12 +1,12 @@
 """Finds the layouts of a job on a cluster that fit: the fastest, and those worth their trouble.
 
-Candidates are all layouts that train.py takes, but for NOT_SEARCHED (unless flags name it) and for
-second names of 1F1B: other schedules on one pipeline rank, and interleaved with one chunk. Each
-candidate gets a lower bound of its time: messages between stages take no time, the bubble is the
-formula's or, without a formula, what rank 0 waits at least. The layout with the lowest bound is
-refined: by its ZeRO stage, then by memory, then by the simulated schedule. So no layout is
-overlooked, and few are simulated. A model whose blocks differ needs another search (Alpa, arXiv
-2201.12023)."""
+Candidates are all layouts that train.py takes, except those in NOT_SEARCHED (unless flags name
+them) and second names of 1F1B: other schedules on one pipeline rank, and interleaved with one
+chunk. Each candidate gets a lower bound of its time (Costs.lower_bound): messages between stages
+take no time, and the bubble is computed by the schedule's formula or, without a formula, from the
+shortest wait of rank 0. The layout with the lowest bound is refined first: by its ZeRO stage, then
+by memory, then by the simulated schedule. So no layout is overlooked, and few are simulated. A
+model whose blocks differ needs another search (Alpa, arXiv 2201.12023)."""
 
 import heapq
 import math
@@ -25,8 +25,8 @@ from sizes import LlamaConfig
 
 NOT_SEARCHED = """\
 tp beyond a node, more than 64 pipeline ranks,
-cp with fewer than 512 tokens on a rank, gpipe, more than 8 chunks unless all stages get
-equally many blocks, more than 16 chunks, more than 16 sequences in a microbatch"""
+cp with fewer than 512 tokens on a rank, gpipe, more than 8 chunks unless the number of stages
+divides the number of blocks, more than 16 chunks, more than 16 sequences in a microbatch"""
 
 
 def as_config(job, named):
@@ -37,8 +37,9 @@ def as_config(job, named):
     if isinstance(model, LlamaConfig):
         sizes.update(arch="llama", untied=not model.tied)
     experts = model.n_experts
-    # check_layout demands that ep x tp divides the number of experts, because train.py's are whole.
-    # If the tensor ranks split each expert, ep alone has to divide it: so multiply it by tp
+    # check_layout demands that ep x tp divides the number of experts, because train.py's experts
+    # are whole. If the tensor ranks split each expert, only ep has to divide the number. It does if
+    # ep x tp divides tp times the number: so pass this product
     if splits_experts(model):
         experts *= named.get("tp", 1)
     return Config(**named, **sizes, batch_size=job.batch_size, experts=experts,
@@ -69,8 +70,8 @@ class Search:
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
         self.smallest = None  # (bytes, layout) of the smallest that does not fit
-        # Numbers of layouts that best() does not return; each ZeRO stage is a layout of its own
-        self.misfits = 0  # do not fit
+        # Layouts that best() does not return are counted; each ZeRO stage is a layout of its own
+        self.misfits = 0  # those that do not fit
         self.slower = 0  # all others: pruned by a lower bound, slower, or not worth their trouble
 
     def options(self, **options):
@@ -111,8 +112,8 @@ class Search:
 
     def chunk_counts(self, schedule, pp):
         """The numbers of chunks to try: the schedule's own number, or the value of --chunks. If
-        there is neither: 1 on one pipeline rank; on several 2 to 8, and from 9 to 16 the numbers
-        that give all stages equally many blocks."""
+        there is neither: 1 on one pipeline rank; on several 2 to 8, and those from 9 to 16 for
+        which the number of stages divides the number of blocks."""
         declared = SCHEDULES[schedule].chunks
         asked = self.fixed.get("chunks")
         if declared:  # --chunks leaves out the schedules whose own number is another
@@ -125,7 +126,7 @@ class Search:
         return [v for v in range(2, 17) if v <= 8 or L % (v * pp) == 0]
 
     def layouts(self):
-        """Yields all layouts, with ZeRO stage 0."""
+        """Yields all candidates, each with ZeRO stage 0."""
         for axes in self.axes():
             pp = axes["pp"]
             share = self.job.batch_size // axes["dp"]  # sequences of a data rank
@@ -143,14 +144,14 @@ class Search:
                     continue
                 for v in self.chunk_counts(schedule, pp):
                     layout = Layout(**axes, **more, chunks=v)
-                    # Each stage has a layer at least
+                    # Each stage needs a layer: a block or an end of the model
                     if v * pp > self.job.model.n_layer + 2:
                         continue
                     if not self.program.lacks(self.job, layout):
                         yield layout
 
     def fits(self, layout, ranks=None):
-        """Do these pipeline ranks (None: all) have enough memory? If not, counts the layout."""
+        """Do these pipeline ranks (None: all) have enough memory? If not, adds 1 to misfits."""
         need = memory(self.job, layout, ranks)["total"]
         if need <= self.device.usable * 1e9:
             return True
@@ -160,23 +161,25 @@ class Search:
         return False
 
     def with_zero(self, layout):
-        """The layout in each ZeRO stage of the program; without replicas only stage 0 is of use."""
+        """[Layout]: the layout in each ZeRO stage that the program has for it. Without replicas
+        there is nothing to shard: stage 0 only."""
         stages = self.program.zero if layout.dp * layout.cp > 1 else [0]
         staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
         return [each for each in staged
                 if not self.program.lacks(self.job, each) + lacks_stage(self.program, each)]
 
     def worth_trying(self, layout):
-        """The layout in its ZeRO stages; [] if the activations of rank 0 alone do not fit."""
+        """with_zero(layout); [] if the activations of rank 0 alone do not fit."""
         staged = self.with_zero(layout)
         if not staged:
             return []
-        # If rank 0's do not fit, the layout does not. If they do, fits() looks at the other ranks
+        # A layout whose rank 0 has no room for its activations does not fit, in any ZeRO stage.
+        # Whether other layouts fit, next_fit() finds out later
         if activations(self.job, layout, 0) <= self.device.usable * 1e9:
             return staged
+        # Count all stages. fits() counts the last stage, which mostly holds least, and records it
+        # in self.smallest if no smaller layout is there
         self.misfits += len(staged) - 1
-        # In self.smallest one ZeRO stage stands for all: the last, which mostly holds least. fits()
-        # counts its layout, and may record it there
         self.fits(staged[-1], [0, layout.pp - 1])
         return []
 
@@ -186,10 +189,12 @@ class Search:
         entry(seconds, precision, layout). A layout that leaves the queue returns to it with more
         precise seconds, until they are exact:
 
-            precision      seconds                                 what becomes of it
-            "bound"        lower bound of the pipeline             one "with update" per ZeRO stage
-            "with update"  and data-parallel messages, optimizer   "exact", if the two ends fit
-            "exact"        the same, with the simulated pipeline   the answer, if all ranks fit
+            precision      seconds                                  becomes
+            "bound"        lower bound of the pipeline              a "with update" per ZeRO stage
+            "with update"  bound + update_time of the ZeRO stage    "exact", if the two ends fit
+            "exact"        simulated pipeline + update_time         the answer, if all ranks fit
+
+        (update_time: data-parallel messages and the optimizer)
         """
         while queue:
             _, _, seconds, precision, layout = heapq.heappop(queue)
@@ -200,7 +205,7 @@ class Search:
             elif technique_of(layout) in found:
                 self.slower += 1
             elif precision == "with update":
-                if self.fits(layout, [0, layout.pp - 1]):  # mostly the ends hold most
+                if self.fits(layout, [0, layout.pp - 1]):  # mostly one of these holds most
                     heapq.heappush(queue, entry(self.costs.step_time(layout), "exact", layout))
             elif self.fits(layout):
                 return seconds, layout
@@ -212,20 +217,19 @@ class Search:
         return 0, seconds, seconds, precision, layout
 
     def by_price(self, limit):
-        """A function that makes such entries in another order: layouts that take at most `limit`
-        seconds come first, and among them the one whose time, multiplied by its price, is
-        least."""
+        """A function like by_time, for another order: layouts that take at most `limit` seconds
+        come first, and among them the layout with the least product of time and price."""
         def entry(seconds, precision, layout):
-            # A bound stands for all ZeRO stages of its layout. ZeRO-1 is the cheapest of them: so
-            # priced like ZeRO-1, the bound leaves the queue before any of them would
+            # A bound stands for all ZeRO stages of its layout. ZeRO-1 has the lowest price of them,
+            # so a bound with this price leaves the queue before any stage would
             priced = layout._replace(zero=1) if precision == "bound" else layout
             return seconds > limit, seconds * price(self.job, priced), seconds, precision, layout
 
         return entry
 
     def best(self, top, band=0.0):
-        """[(seconds, layout)] of the `top` best Kinds of layouts, for each its best one. With a
-        band, those within 1 + band of the fastest time come before the others."""
+        """[(seconds, layout)] of the `top` best Kinds of layouts: the best layout of each. Layouts
+        that take at most 1 + band times as long as the fastest come before all others."""
         # Find the fastest
         queue = [self.by_time(self.costs.lower_bound(layout), "bound", layout)
                  for layout in self.layouts()]
@@ -234,7 +238,7 @@ class Search:
         if self.fastest is None:
             return []
         # List the best. Prices change the order of the queue, so make its entries once more. The
-        # fastest has left the queue: put it back
+        # fastest layout has left the queue: put it back
         seconds, layout = self.fastest
         entry = self.by_price(seconds * (1 + band))
         queue = [entry(*each) for _, _, *each in queue]  # each: seconds, precision, layout

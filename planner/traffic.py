@@ -1,7 +1,8 @@
 """Bytes that a rank sends in a step, message by message: the table of docs/costs.md for one layout.
 
-A reduce-scatter or an all-gather of b bytes over R ranks sends (R-1)/R b from each rank, an
-all-reduce twice that. Experts are taken as chosen evenly. A test counts what train.py sends.
+In a reduce-scatter or an all-gather of b bytes over R ranks each rank sends (R-1)/R b bytes, in an
+all-reduce twice as many. The formulas assume that experts are chosen evenly. A test counts the
+bytes that train.py sends.
 
 Left out, because they are small:
 
@@ -29,8 +30,8 @@ from sizes import LlamaConfig
 class Message(NamedTuple):
     axis: str  # tp, cp, ep, pp or dp
     name: str
-    times: float  # in a step
-    nbytes: float  # that the rank sends each time
+    times: float  # how often the rank sends it in a step
+    nbytes: float  # bytes that the rank sends each time
 
 
 # Each function *_messages returns rows with the fields of a Message. In these functions:
@@ -56,7 +57,7 @@ def tp_messages(job, layout, part):
     n, h = tokens_of(job, layout), model.n_embd
     forwards, backwards = forwards_and_backwards(layout, part)
     embeddings = m * part.embedding  # how often this rank runs the embedding in a step
-    heads = m * part.head  # ... and the head
+    heads = m * part.head  # how often it runs the head
     half = (T - 1) / T * n * h * w  # bytes of half an all-reduce of activations
     # The loss: an all-gather of one number per token from each rank, and an all-reduce of one
     # number
@@ -70,7 +71,8 @@ def tp_messages(job, layout, part):
     recomputed = forwards - backwards
     skipped = recomputed if model.n_experts else 0
     if not layout.sp:
-        # Besides those of the blocks: the embedding's output, and the gradient of the head's input
+        # The ends add an all-reduce of the embedding's output, and one of the gradient of the
+        # head's input
         return [("tp", "all-reduces of activations", 2 * forwards - skipped + embeddings, 2 * half),
                 ("tp", "all-reduces of gradients", 2 * backwards + heads, 2 * half), loss_row]
     # --sp: a block's forward all-gathers before each of two columns and reduce-scatters after each
@@ -80,9 +82,9 @@ def tp_messages(job, layout, part):
     # Moreover a block's backward all-gathers its columns' inputs once more: attention's and the
     # MLP's. (Experts have no column)
     gathered_again = 1 if model.n_experts else 2
-    # Each rank sees other tokens, so parameters that all tp ranks hold sum their gradients over tp.
-    # Per block, in units of h: two norms, and the biases of two rows. With experts the router
-    # (n_experts units) replaces the bias of the MLP's row
+    # Each rank sees other tokens, so gradients of parameters that all tp ranks hold are summed over
+    # tp. Such parameters of a block, in units of h: two norms, and the biases of two rows. With
+    # experts the router (n_experts units) replaces the bias of the MLP's row
     shape = shape_of(model)
     per_block = 2 * shape.norm + 2 * shape.bias
     if model.n_experts:
@@ -90,8 +92,9 @@ def tp_messages(job, layout, part):
     replicated = part.blocks * per_block * h
     replicated += part.embedding * n_positions(model) + part.head * shape.norm * h
     nbytes = 2 * (T - 1) / T * replicated / data_shards(layout) * job.grad_width
+    in_backwards = (4 + gathered_again) * backwards + ends
     return [("tp", "halves of all-reduces of activations", 4 * forwards - skipped + ends, half),
-            ("tp", "the same of gradients", (4 + gathered_again) * backwards + ends, half),
+            ("tp", "halves of all-reduces of gradients", in_backwards, half),
             ("tp", "all-reduce of gradients of norms, biases and positions", 1, nbytes), loss_row]
 
 
@@ -117,7 +120,8 @@ def cp_messages(job, layout, part):
                  2 * (ranks - 1) / ranks * n * (shape.q + kv) / T * w)]
     return [("cp", "keys and values to the next rank", (forwards + backwards) * (ranks - 1),
              2 * n * kv / T * w),
-            ("cp", "their gradients", backwards * (ranks - 1), 2 * n * kv / T * max(w, 4))]
+            ("cp", "gradients of keys and values to the next rank", backwards * (ranks - 1),
+             2 * n * kv / T * max(w, 4))]
 
 
 def ep_messages(job, layout, part):
@@ -149,10 +153,10 @@ def pp_messages(job, layout, rank):
 
 def dp_messages(job, layout, numel, replicas, gathered, of=""):
     """Messages between the ranks that train the same `numel` parameters: they sum gradients and,
-    under ZeRO, gather weights. replicas: how many ranks these are. gathered: how many weights
-    ZeRO-3 gathers for a forward and a backward together. of: the end of the rows' names."""
+    under ZeRO, gather weights. replicas: number of these ranks. gathered: number of weights that
+    ZeRO-3 gathers for a forward and a backward together. of: words that end the rows' names."""
     m = layout.microbatches
-    # Which part of a tensor each rank sends in a reduce-scatter, or in an all-gather
+    # Share of a tensor that each rank sends in a reduce-scatter, or in an all-gather
     share = (replicas - 1) / replicas
     gradients, weights = share * numel * job.grad_width, share * numel * job.width
     if layout.zero == 0:
@@ -166,7 +170,7 @@ def dp_messages(job, layout, numel, replicas, gathered, of=""):
 
 
 def messages(job, layout, rank=0):
-    """[Message] of a step. rank: a pipeline rank; all ranks at that place send the same."""
+    """[Message] of a step. rank: a pipeline rank; all ranks with its stages send as much."""
     model, T, E = job.model, layout.tp, layout.ep
     part = parts_of(model, layout.schedule, layout.pp, layout.chunks)[rank]
     dense, experts = (part.blocks * each for each in block_parameters(model, T, E))

@@ -150,7 +150,7 @@ def warn(folder, error):
 
 
 def finished(out):
-    """The folders in `out` that have a manifest, but for those that a newer one has replaced."""
+    """The folders in `out` that have a manifest, except a step-N.old.tmp beside its new step-N."""
     found = set()
     for folder in Path(out).glob("step-*"):
         name = folder.name.removesuffix(".old.tmp")
@@ -218,8 +218,8 @@ def remove(folder):
 
 
 def prune(out, keep=0):
-    """Delete what interrupted saves left, and all but the last `keep` complete checkpoints (0: keep
-    all)."""
+    """Delete the remains of interrupted saves, and all but the last `keep` complete checkpoints (0:
+    keep all)."""
     whole = [folder for _, folder in complete(out)]
     old = whole[:-keep] if keep else []
     for folder in Path(out).glob("step-*"):
@@ -277,16 +277,16 @@ def slices(trainer):
 
 
 def transfer(trainer, entries, saving):
-    """Write this rank's slices into the files {tensor: Entry}, or read them from there. Of the
-    ranks that hold the same element, one writes it and all read it."""
+    """Write this rank's slices into the files {tensor: Entry}, or read them from there. If several
+    ranks hold the same element, one of them writes it, and all of them read it."""
     for bucket, shard, start, tensors in slices(trainer):
         if saving and not shard.first:
             continue  # another rank of this replica writes this slice
         for name, values in tensors.items():
-            part = 0, len(values)
+            first, stop = 0, len(values)
             if saving and bucket.num_shards == 1:  # all replicas hold these: each writes a part
-                part = bounds(len(values), bucket.group)
-            transfer_runs(entries[name], shard, start + part[0], values[slice(*part)], saving)
+                first, stop = bounds(len(values), bucket.group)
+            transfer_runs(entries[name], shard, start + first, values[first:stop], saving)
 
 
 def transfer_runs(entry, shard, start, values, saving):
@@ -297,7 +297,7 @@ def transfer_runs(entry, shard, start, values, saving):
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
     start = 1 three values go to elements 2 7 8. They are two runs (in_full, in_values, length):
     (2, 0, 1) and (7, 1, 2)."""
-    buffer = values.cpu()  # on a CPU `values` itself: its memory is written or read, no copy
+    buffer = values.cpu()  # on a CPU: `values` itself, no copy
     data = memoryview(buffer.view(torch.uint8).numpy())
     width = buffer.element_size()
     with about(entry.path, entry.name), open(entry.path, "r+b" if saving else "rb") as file:
@@ -377,7 +377,7 @@ def save(trainer, step, data_folder=""):
                 # counts checkpoints in the order of writing; a run may go back to an earlier step
                 "number": 1 + max(complete(cfg.out), default=(0,))[0],
                 "step": step,
-                "updates": int(trainer.optimizer.updates),  # steps less those that were skipped
+                "updates": int(trainer.optimizer.updates),  # steps that were not skipped
                 "scale": trainer.scale.item(),
                 "good_steps": trainer.good_steps.item(),
                 "model": asdict(trainer.model_config),
@@ -493,7 +493,7 @@ def agree(cfg, data, world):
     with together(world):
         if world.rank == 0:
             claim(cfg.out, min(5, cfg.timeout / 2))
-            # only now: the run that had the folder before may have saved once more
+            # Look for it only now, after the lock: the run that had it may have saved once more
             if cfg.resume == "auto":
                 cfg.resume = str(newest(cfg.out) or "no")
             elif cfg.resume != "no":

@@ -2,9 +2,9 @@
 (data/prepare.py, tests/mutants.py and tests/first_gpu.py make parsers of their own.)
 
 Here too: the flags of sample.py, run/export.py, run/doctor, bench.py and experiments/. These
-programs import torch. Their flags stand here and not beside main(), so that the flags can be read
-before that import: --help and a wrong flag do not wait for torch. The flags of train.py and
-plain.py: run/config.py.
+programs read their flags before they import torch, so that --help and a wrong flag do not wait for
+torch. This file can be imported without torch; the files with their main() functions cannot. The
+flags of train.py and plain.py: run/config.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        """argparse calls it. message: a text or an exception, such as an OSError."""
+        """Called by argparse, with a text, and by main() of a command, with an exception."""
         self.exit(2, f"{self.prog}: {in_words(message)}\n")
 
     def print_help(self, file=None):
@@ -54,7 +54,7 @@ def export_flags(description):
 def bench_flags(description):
     parser = Parser(description)
     parser.add_argument("--quick", action="store_true",
-                        help="two turns of each row of at most 4 ranks, a small model")
+                        help="two pairs of turns of each row of at most 4 ranks, a small model")
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--gpu", action="store_true", help="only the rows for one GPU")

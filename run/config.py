@@ -151,8 +151,8 @@ DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 def add_flags(parser, names, defaults=None, **options):
     """Add the flags of these fields to a parser, or to a group of its flags. defaults: {field:
-    default} where the field's own is not wanted. options: more
-    arguments for add_argument, such as action=...; they replace those made from the field."""
+    default}, which replace the fields' own. options: arguments for add_argument, such as
+    action=..., which replace those made from the field."""
     for f in fields(Config):
         if f.name not in names:
             continue
@@ -244,8 +244,8 @@ def require_divides(cfg, *names, whole):
 
 
 def require_multiple(cfg, name, part, *of):
-    """ValueError unless the flag `name` is a multiple of `part`, which follows from the flags `of`.
-    """
+    """ValueError unless the flag `name` is a multiple of `part`. of: the flags that decide `part`,
+    named in the message."""
     flags = ", ".join(given(cfg, other) for other in of)
     value = getattr(cfg, name)
     next_multiple = math.ceil(value / part) * part
@@ -283,9 +283,9 @@ def check_layout(cfg, world):
     """Fill in the flags that are left to choose, then refuse a wrong layout for `world` processes.
     Returns the number of ranks. ValueError: flag, values, fix.
 
-    Each process of a run calls it up to three times: in start() (run/launch.py) and in main()
-    (train.py), each time on a new Config, and in check(), on main's: there nothing is left to
-    choose."""
+    Each process of a run calls this up to three times: start() (run/launch.py) and main()
+    (train.py) each for a Config of their own; then check(), for main()'s Config, in which nothing
+    is left to choose."""
     check_limits(cfg)
     resolve(cfg, world)
     return refuse_wrong_layout(cfg, world)
@@ -404,7 +404,7 @@ def refuse_wrong_sizes(cfg):
 
 
 def refuse_nothing_to_watch(cfg, ranks):
-    """--watch names a rank, or an axis of several ranks."""
+    """ValueError unless --watch stands alone, or names a rank or an axis of several ranks."""
     require(ranks > 1, f"{given(cfg, 'watch')}: one rank sends no messages; try --tp 2")
     sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
     axes = [axis for axis, size in sizes.items() if size > 1]
@@ -417,8 +417,8 @@ LLAMA_FLAGS = ("n_kv_head", "n_hidden", "rope_theta", "rope_scaling", "norm_eps"
 
 
 def refuse_wrong_model(cfg):
-    """Heads must divide the width and, in a Llama, key-value heads the heads of queries; a GPT-2
-    has no flags of a Llama."""
+    """--n-head must divide --n-embd. In a Llama --n-kv-head must divide --n-head, and rotary
+    positions need heads of even width. A GPT-2 takes no flags of a Llama."""
     require_divides(cfg, "n_head", whole="n_embd")
     if cfg.arch == "llama":
         require_divides(cfg, "n_kv_head", whole="n_head")
@@ -449,7 +449,6 @@ def refuse_wrong_pipeline(cfg):
     require_divides(cfg, "dp", whole="batch_size")
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
     make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)  # for its ValueError
-    # Each stage has a layer at least
     require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
 
@@ -472,7 +471,7 @@ def refuse_same_files(cfg):
         outputs += [(given(cfg, "dump"), Path(cfg.dump, name))
                     for name in (DUMP, DUMP_BEGUN, *DUMP_TENSORS)]
     data = Path(cfg.data)
-    if cfg.data in ("stdlib", "shakespeare"):  # as data/batches.py finds them
+    if cfg.data in ("stdlib", "shakespeare"):  # the folder that data/batches.py takes for them
         data = Path(__file__).parent.parent / "data" / cfg.data
     inputs = [(given(cfg, "data"), data / name) for name in DATA]
     if cfg.init_from:
@@ -492,16 +491,17 @@ def refuse_same_files(cfg):
 
 
 def check_memory(cfg, share):
-    """ValueError if this machine cannot hold its share (0 to 1) of the least that a model needs:
+    """ValueError if this machine cannot hold its share (0 to 1) of the least that the blocks need:
     weights, gradients and optimizer states (AdamW: 16 bytes per parameter, in 16 or 32 bits), and
     one activation of n_embd numbers for each block and token of a microbatch."""
-    model = config_of(cfg, vocab_size=0)
-    parameters = model.block_weights()
+    model = config_of(cfg, vocab_size=0)  # the vocabulary is not known yet
+    parameters = model.block_weights()  # of one block
     if cfg.experts:  # block_weights() counts top_k of them
         parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
     width = WIDTHS[cfg.dtype]  # bytes of a number
     n_moments = len(MOMENTS[cfg.optimizer])
-    states = parameters * sum(bytes_per_parameter(0, 1, width, moments=n_moments))
+    # zero=0, ranks=1: bytes of the whole model, once; `share`, below, is this machine's part
+    states = parameters * sum(bytes_per_parameter(zero=0, ranks=1, width=width, moments=n_moments))
     tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
     activations = width * tokens * cfg.n_embd
     need = share * cfg.n_layer * (states + activations)
@@ -526,8 +526,8 @@ def check_writable(name, path, mark=""):
 
 def choose_gpu_or_cpu(cfg, local, gpus, warn):
     """Fill in --device auto for `local` ranks on this machine, which has `gpus` GPUs. ValueError if
-    --device cuda asks for more than there are. warn: this process prints notes: a fall-back to the
-    CPU, and what note_slow_choices() says."""
+    --device cuda asks for more than there are. warn: print notes about a fall-back to the CPU and
+    about slow choices."""
     require(cfg.device != "cuda" or gpus >= local,
             f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
     if cfg.device == "auto":
@@ -539,12 +539,20 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
 
 
 def note_slow_choices(cfg, local, gpus):
-    """Print what this run leaves unused: GPUs of this machine, or the speed of 16 bits."""
-    if local < gpus:
+    """Print a line if more replicas fit on this machine's GPUs, and a line if 16 bits would be
+    faster."""
+    nodes = cfg.dp * cfg.tp * cfg.pp * cfg.cp // local
+    # The number of ranks is a multiple of ep tp pp cp = M, so the number of ranks on each of N
+    # nodes is a multiple of M / gcd(M, N). --tp 3 on one node of 8 GPUs: 6 ranks fit
+    multiple = cfg.ep * cfg.tp * cfg.pp * cfg.cp
+    per_node = multiple // math.gcd(multiple, nodes)
+    fits = gpus // per_node * per_node
+    if local < fits:
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        replicas = cfg.dp * gpus // local
-        more = f"torchrun --nproc-per-node {gpus}" if by_torchrun else f"--dp {replicas}"
-        note(f"{local} of this machine's {gpus} GPUs in use; {more} takes all")
+        replicas = fits // (cfg.tp * cfg.pp * cfg.cp)
+        more = f"torchrun --nproc-per-node {fits}" if by_torchrun else f"--dp {replicas}"
+        note(f"{local} of this machine's {gpus} GPUs in use; {more} takes "
+             f"{'all' if fits == gpus else fits}")
     if cfg.dtype == "float32":
         note("--dtype float32: activations and messages take twice the memory of --dtype bfloat16, "
              "and products at least twice the time")
@@ -565,12 +573,12 @@ def check_ring_kernels(cfg):
 
 def check(cfg, world):
     """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
-    import torch  # here, so that run/launch.py, which imports this file, does without
+    import torch  # here, because run/launch.py imports this file and is not to wait for torch
 
     ranks = check_layout(cfg, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Only a rank warns; a test that checks flags for ranks it will start (world < ranks) does not
+    # Only a rank warns. (A test may check flags before it starts the ranks: then world < ranks.)
     is_first_rank = world == ranks and os.environ.get("RANK", "0") == "0"
     choose_gpu_or_cpu(cfg, local, gpus, warn=is_first_rank)
     cuda = cfg.device == "cuda"

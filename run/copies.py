@@ -17,8 +17,8 @@ class Copies:
         self.hashes = {}  # group -> {name: hash of this rank's copy}
 
     def add(self, shard, copy):
-        """Note a tensor on the CPU, this rank's whole slice under the tag `shard`. Every rank of a
-        group adds the group's tensors in the same order."""
+        """Keep the hash of `copy`, a tensor on the CPU: this rank's whole slice of the parameter of
+        the tag `shard`. Every rank of a group adds the group's tensors in the same order."""
         digest = hashlib.sha256(copy.contiguous().view(-1).view(torch.uint8).numpy()).digest()
         number = int.from_bytes(digest[:7], "little")  # 7 bytes fit a torch.long, which is signed
         for group in (shard.sum_over[0], *shard.shared_by):

@@ -54,8 +54,9 @@ def write_weights(path, model):
 
 def export(folder, to):
     """Write a checkpoint to the new folder `to`: weights in float32, config.json, the tokenizer.
-    Returns a sentence that says what was written. ValueError if the model is none of Hugging
-    Face's, OSError if the folder exists or cannot be written."""
+    Returns a sentence that names the files. ValueError if the checkpoint is damaged, if its model
+    has experts, or if `to` has a checkpoint's name; OSError if the folder exists or cannot be
+    written."""
     model = load_model(folder)
     # Read before anything is written, because a run may have pruned the checkpoint by now: then
     # read_newest() starts again with another one

@@ -26,15 +26,15 @@ DUMP_TENSORS = [f"{name}.safetensors" for name in (
 
 
 def is_same(path, other):
-    """Do two paths lead to one file, be it through symbolic links, hard links or `..`?"""
+    """Do two paths lead to one file? (Symbolic links, hard links and `..` are followed.)"""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
 
 
 def checkpoint_around(path, out):
-    """The folder above this path that has a checkpoint's name (step-N), and has a manifest or lies
-    in `out`, where a run may write it; None: there is no such folder."""
+    """The checkpoint's folder in which this path lies, or None. Such a folder has a checkpoint's
+    name (step-N), and has a manifest or lies in `out`, where a run may still write a manifest."""
     for folder in Path(os.path.realpath(path)).parents:
         # lower(): where a file system ignores case, STEP-00000001 is the same folder
         name = folder.name.lower().removesuffix(".tmp").removesuffix(".old")
@@ -46,7 +46,8 @@ def checkpoint_around(path, out):
 
 
 def refuse_same(outputs, inputs, out):
-    """outputs and inputs: [(flag with its value, path of a file)]. out: the folder of --out."""
+    """ValueError if an output is an input, another output, or in a checkpoint's folder. outputs and
+    inputs: [(flag with its value, path of a file)]. out: the folder of --out."""
     for i, (flag, path) in enumerate(outputs):
         if os.path.exists(path) and not os.path.isfile(path):
             # A device has no content to lose. Folders and pipes are refused elsewhere: by

@@ -17,7 +17,7 @@ under other names.
 
 (GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.)
 
-No torch here: run/config.py, which reads the sizes of --init-from with this file, does without.
+No torch here: run/config.py reads the sizes of --init-from with this file before torch is imported.
 """
 
 import json
@@ -29,7 +29,8 @@ CONFIG = "config.json"
 # In Hugging Face's GPT-2 these layers are Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
-# Names in a block: ours -> LlamaForCausalLM's, whose rows lie one below the other in ours
+# Names in a block: ours -> LlamaForCausalLM's. If there are several, our tensor is their rows, one
+# below the other
 LLAMA_BLOCK = {
     "ln_1.weight": ["input_layernorm"],
     "attn.c_attn.weight": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -99,7 +100,7 @@ def kind_of_config(given):
 
 
 def refuse_other_mathematics(given):
-    """ValueError that names a value by which the model would compute something else than ours."""
+    """ValueError if a value of config.json makes that model compute something else than ours."""
     kind = kind_of_config(given)
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"its model_type is {kind}; gpt2 and llama can be read")

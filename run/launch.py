@@ -2,7 +2,8 @@
 
 `python train.py --tp 2 --pp 2` becomes the launcher: it starts four processes with the same command
 line, each with its number in the environment (RANK, WORLD_SIZE, ..., like torchrun), and waits for
-them. The launcher does not import torch, so --help and a wrong flag need not wait for it.
+them. train.py calls start() before it imports torch, so the launcher, --help and a wrong flag do
+not wait for torch. (plain.py, to stay plain, imports torch first and calls launch().)
 `torchrun train.py --tp 2 --pp 2` starts one process, too, which becomes the launcher. With
 --nproc-per-node 4 torchrun starts the ranks, and this file starts none.
 
@@ -61,7 +62,7 @@ def start_rank(rank, size, store):
     return subprocess.Popen(
         [*interpreter, *sys.argv], env={**defaults, **os.environ, **place},
         # The terminal sends Ctrl-C to its foreground process group. A rank with a session of its
-        # own is in another group, and gets it once: from the launcher, which passes it on.
+        # own is not in that group. It gets Ctrl-C once: from the launcher, which passes it on.
         start_new_session=True)
 
 
@@ -79,9 +80,9 @@ def wait_for_ranks(processes, grace):
 
 
 def launch(size, grace=10):
-    """Run this command again as `size` ranks on this machine. Returns 0 if all end well, else the
-    highest exit code, at least 1 (that of a rank that a signal has ended is below 0). Once a rank
-    has failed, the others have `grace` seconds to end."""
+    """Run this command again as `size` ranks on this machine. Once a rank has failed, the others
+    have `grace` seconds to end. Returns 0 if all ranks end well, else the highest exit code, and at
+    least 1: a rank that was ended by a signal has an exit code below 0."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"  # a file through which the ranks find one another
         processes = []  # one for each rank
@@ -90,11 +91,11 @@ def launch(size, grace=10):
             for process in processes:
                 process.send_signal(number)
 
-        def reader_has_gone(number, frame):  # a rank says so: end_without_traceback in signals.py
+        def reader_has_gone(number, frame):  # a rank sends SIGPIPE (end_without_traceback)
             sys.exit(128 + number)
 
         try:
-            # A signal that comes while ranks are being started is kept until all can get it
+            # While ranks are being started, a signal waits: then pass_on() reaches all of them
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
             for rank in range(size):
                 processes.append(start_rank(rank, size, store))

@@ -126,7 +126,7 @@ class Log:
         """Append a line to the file of --metrics."""
         if not self.metrics:
             return
-        # JSON has no nan and no infinity: null
+        # JSON has no nan and no infinity: write null
         record = {k: v if math.isfinite(v) else None for k, v in record.items()}
         try:
             print(json.dumps(record), file=self.metrics, flush=True)
@@ -139,7 +139,7 @@ class Log:
         self.complain(f"--metrics {self.cfg.metrics}: {reason}; the run goes on without")
 
     def clock(self):
-        """Start the clock of what comes next: a step, a validation or a save."""
+        """Start the clock of a step, a validation or a save."""
         self.since = time.perf_counter()
 
     def resumed(self, step, folder):

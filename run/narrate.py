@@ -8,7 +8,7 @@
             exchange, of this chunk
 
 So no technique says anything for the sake of --watch (run/watch.py): WORDS below knows the function
-in which each technique asks for messages. A function that is not in WORDS is named as it is.
+in which each technique asks for messages. If another function asks, the words are its own name.
 """
 
 import sys
@@ -52,7 +52,8 @@ def action_of(stack):
             kind, _, k = at["action"]  # kind: F B I W, or SF SB for a message
             return f"{kind[-1]}{k}"
         if (file, function) == ("pipeline", "run_pipeline") and "action" in at:
-            # Microbatches are taken in order: F0 the last one begun, B0 the oldest in flight
+            # Microbatches are taken in order. F0 is the forward of the last one begun, B0 the
+            # backward of the oldest in flight, which has left in_flight already: hence its - 1
             begun = len(at["batches"]) - len(at["to_forward"])
             if at["action"] == "F0":
                 return f"F{begun - 1}"
@@ -70,8 +71,8 @@ def short(name):
 
 def name_behind(node):
     """The name of the first parameter on the way from a node of autograd's graph to the inputs; ""
-    if there is none. When f (copy_to_ranks) sums a gradient in backward, that is a parameter of the
-    layer whose output f had passed on."""
+    if there is none. For the backward of f (copy_to_ranks), which sums a gradient, it is a
+    parameter of the layer before f."""
     queue = deque([node])
     seen = set()
     while queue:
@@ -87,18 +88,16 @@ def name_behind(node):
 
 
 def parameter_of(tensor):
-    """The name of a parameter, or of the parameter that a tensor was computed from: ZeRO-3 computes
-    with gathered weights."""
+    """The name of a parameter, or of the parameter from which a tensor was computed, because the
+    plain ZeRO-3 computes with gathered weights."""
     tag = getattr(tensor, "shard", None)
     return short(tag.name) if tag else name_behind(getattr(tensor, "grad_fn", None))
 
 
 def layer_of(module):
-    """What the names of a module's parameters have in common: "h.0.mlp"; "" for nothing."""
-    # _parameters: under ZeRO-3 gathered tensors take the places of parameters()
-    weights = [weight for part in module.modules() for weight in part._parameters.values()
-               if weight is not None]
-    names = [name.split(".")[:-1] for name in map(parameter_of, weights) if name]
+    """The common beginning of the names of a module's parameters, such as "h.0.mlp"; "": none."""
+    # (In the plain ZeRO-3's forward parameters() yields gathered tensors, which have no tag)
+    names = [name.split(".")[:-1] for name in map(parameter_of, module.parameters()) if name]
     common = []
     for words in zip(*names, strict=False):
         if len(set(words)) > 1:
@@ -122,7 +121,7 @@ def nearest(stack):
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
             return "lm_head"  # tied: its matrix has the name of the embedding
-        # The local variables that tell, and whose they are
+        # Each line: the name to which a local variable leads, and the files that have the variable
         found = [bucket_of(at["bucket"]) if "bucket" in at else "",  # engine/ddp, engine/zero
                  parameter_of(at.get("param")),  # ddp, zero
                  parameter_of(at.get("chunk")),  # zero's gather()
@@ -135,14 +134,15 @@ def nearest(stack):
 
 
 def is_backward(stack):
-    """Does autograd's backward ask? Recompute runs a forward inside of it: the innermost counts."""
+    """Does autograd's backward ask for the message? The innermost function that has a `ctx`
+    decides, because recompute runs a forward inside of a backward."""
     directions = [function for _, function, at in stack if "ctx" in at]
     return directions[:1] == ["backward"]
 
 
 # ---- how: the collective ----
 
-# Files that only pass messages on, and do not ask for them: how their names end
+# Endings of the names of files that pass on messages for others, and ask for none of their own
 MACHINERY = ("group", "collectives", "run/watch")
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "_all_to_all")
 
@@ -160,11 +160,13 @@ def is_term(stack):
     for _, function, at in stack:
         if function in ("reduce_scatter", "all_gather"):  # the root's
             return function == "reduce_scatter"
-        if function in ("ring_ahead", "ring_in_turn"):  # the engine's
-            return at["step"].reduce
+        # The engine's ring and butterfly loop over `step`, one message (engine/collectives.py)
+        if function in ("ring_ahead", "ring_in_turn"):
+            return at["step"].reduce  # does the receiver add?
         if function == "butterfly":
-            # Its first message, to add, is sent before the loop over `step` begins
-            return "step" not in at or at["step"].total is not None
+            if "step" not in at:  # the first message, sent before the loop: the receiver adds it
+                return True
+            return at["step"].total is not None  # total: the sum to which the receiver adds
     return False
 
 
@@ -200,11 +202,13 @@ def means(stack, sent, size):
 
 
 # ---- what: the words of each function that asks for messages ----
-# A function that WORDS names takes the local variables of the call, and the whole stack
+# Some values of WORDS (below) are functions (at, stack). at: the local variables of the call that
+# asks for the message; stack: all calls, that one among them
 
 
 def to_stage(at, stack):
-    """at: the local variables of run_pipeline, or of Pipeline.send in engine/."""
+    """at: the local variables of Pipeline.send (engine/), which has `to`, or of run_pipeline, which
+    sends to the next rank in forward, and to the rank before in backward."""
     forward = action_of(stack).startswith("F")
     to = at["to"] if "to" in at else at["rank"] + (1 if forward else -1)
     return f"{'activation' if forward else 'gradient'} of microbatch {action_of(stack)[1:]}, " \
@@ -221,20 +225,21 @@ def of_layer(at, stack):
 
 
 def is_column(stack):
+    """Is a column asking? (In autograd's functions the class of ctx is ColumnLinearBackward.)"""
     return any(type(call.at.get("ctx")).__name__.startswith("Column") for call in stack)
 
 
 def entering(at, stack):
-    """Engine, --sp: all-gathers. In forward, of a column's input; in backward, of a column's input
-    again, or of the gradient of a row's output."""
+    """The engine's --sp all-gathers the input of a column in forward and, once more, in the
+    column's backward. In a row's backward it all-gathers the gradient of the row's output."""
     if is_backward(stack) and not is_column(stack):
         return of_layer(at, stack)
     return f"input of {layer_at(stack)}"
 
 
 def leaving(at, stack):
-    """Engine: sums. In forward, of a row's output; in backward, of a column's input's gradient.
-    (The head's loss computes that gradient in forward.)"""
+    """The engine sums the output of a row in forward and, in a column's backward, the gradient of
+    the column's input. (The head is a column. Its loss computes the gradient in forward.)"""
     name = layer_at(stack)
     column_backward = is_backward(stack) and is_column(stack)
     if name == "lm_head" or column_backward:
@@ -266,8 +271,8 @@ def of_heads(at, stack):
 
 
 def of_step(at, stack):
-    """plain.py's two all-reduces: of the tied matrix's gradient, then of the loss. After the first
-    one training_steps() sets `norm`; in the first step, the watched one, it was not set before."""
+    """plain.py all-reduces the tied matrix's gradient, then the loss. Between the two
+    training_steps() sets `norm`, for the first time: --watch shows the first step only."""
     return "loss" if "norm" in at else f"gradient of {short(at['tag'].name)}"
 
 
@@ -285,7 +290,9 @@ SQUARES = "squares of the gradients, for the norm"
 GRADIENT = "gradient of {}"
 WEIGHTS = "{}"
 NEW = "new {}"
-WORDS = {  # (file, function): words, {} is what nearest() finds; or a function that returns them
+# (file, function): the words, in which {} stands for the result of nearest(); or a function that
+# returns the words
+WORDS = {
     ("pipeline", "run_pipeline"): to_stage, ("engine/pipeline", "send"): to_stage,
 
     ("tensor_parallel", "vocabulary_loss"): of_logits,
@@ -315,8 +322,8 @@ WORDS = {  # (file, function): words, {} is what nearest() finds; or a function 
     ("engine/layerwise", "whole_norms"): "squares of each tensor, for the trust ratios"}
 
 
-# The whole step, or a layer, runs inside of these: they speak for the messages that they ask for
-# themselves, and not for those of a function that WORDS lacks
+# A whole step, or a layer, runs inside these functions. Their words hold only for messages that
+# they ask for directly. If a function that WORDS lacks asks inside them, the words are its name
 AROUND = (("pipeline", "run_pipeline"), ("plain", "training_steps"), ("train", "gradients"),
           ("zero", "forward"))
 

@@ -53,14 +53,16 @@ def all_gather_text(text, world):
     length = torch.tensor([len(data)], device=world.device)
     longest, = world.read(all_reduce(length, world, "max"))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
-    texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)  # with spaces
+    # ljust: spaces at the end, so that all texts are equally long
+    texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
     return [bytes(row).decode(errors="surrogateescape").rstrip()
             for row in world.read(all_gather(texts, world))]
 
 
 def texts_on_rank_0(name, text):
-    """Collective: on rank 0 the list of every rank's text, elsewhere []. Through the store, so that
-    no group sends anything. name: names these texts at the store; each call needs another name."""
+    """Collective: on rank 0 the list of every rank's text, elsewhere []. The texts go through the
+    store, because plain.py's groups (group.py) have no read(), which all_gather_text needs. name: a
+    part of the store's keys; each call needs another name."""
     rank, size = place
     store.set(f"{name} of rank {rank}", text)
     ranks = range(size) if rank == 0 else ()
@@ -71,7 +73,7 @@ def texts_on_rank_0(name, text):
 
 
 def speaks_for_all(line, timeout):
-    """Does this rank print its error? Of all ranks that give up, one does.
+    """Does this rank print its error? One of the ranks that give up does.
 
     Say rank 2 has died. Rank 1 fails, because it waits for rank 2; then rank 0 fails, because it
     waits for rank 1. Rank 1 should print: its error names the rank that died.
@@ -193,6 +195,8 @@ def wait_for_start(server, timeout):
 def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     """Join the process group that a url, run/launch.py or torchrun's environment describes."""
     global place, store, last_words
+    # naming(words) (engine/group.py): re-raise a RuntimeError of the block as a CommunicationError
+    # that begins with these words
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         url = url or os.environ.get(signals.STORE, "env://")
         rendezvous = dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout))
@@ -203,7 +207,7 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
         last_words = dist.PrefixStore(attempt, server.clone())
         wait_for_start(server, timeout)
     joining = f"rank {rank}: waiting for all ranks to join"
-    # torch would try again and again: this timer ends the process instead
+    # If a rank is missing, torch would try to connect again and again: this timer ends the process
     late = threading.Timer(timeout, give_up, [f"{joining}: not within {timeout:g} s", timeout])
     late.start()
     device = torch.device(device)
@@ -211,7 +215,7 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     backend = "gloo"
     if device.type == "cuda":
         backend = "nccl"
-        # With a device NCCL connects now, while there is memory for it
+        # device_id: NCCL connects now, while the GPU has memory for it, not at the first message
         options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     try:
         with naming(joining):
@@ -221,19 +225,19 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
 
 
 def choose_device(name):
-    """"cpu", or this process's own GPU for "cuda"."""
+    """The torch.device of this process: the CPU for "cpu", a GPU of its own for "cuda"."""
     if name == "cpu":
         return torch.device(name)
     device = torch.device("cuda", signals.local_rank())
     torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # float32 products as TF32, like in nanoGPT
+    torch.set_float32_matmul_precision("high")  # float32 products in TF32, like in nanoGPT
     return device
 
 
 def shutdown(together=True):
-    """Leave the process group. together: only after all ranks have called (a barrier), because
-    another rank may still be joining a group or reading this rank's messages. False: do not wait
-    for the others. For an error that all ranks raise (CheckpointError): each one ends anyway."""
+    """Leave the process group. together: wait until all ranks have called (a barrier), because
+    another rank may still be joining a group or reading this rank's messages. together=False is for
+    an error that all ranks raise (CheckpointError): all of them end, so none waits."""
     if not dist.is_initialized():
         return
     if together:

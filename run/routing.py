@@ -29,8 +29,8 @@ class Routing:
                     layer.register_forward_hook(partial(self.add, self.sums[i]))
 
     def add(self, sums, block, args, output):
-        """Forward hook of a block. Recomputing does not call it: train.py wraps layer.forward, and
-        hooks run outside of that, in __call__."""
+        """Forward hook of a block. Recomputing does not call it, because it repeats layer.forward,
+        which train.py has wrapped, and hooks run outside of forward, in __call__."""
         sums[0] += block.mlp.balance.detach() / self.copies
         sums[1:] += block.mlp.load / self.copies
         # With --recompute backward runs forward again, and mlp.balance keeps that graph alive. Free

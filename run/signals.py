@@ -26,7 +26,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Environment variables of a rank that run/launch.py started
 PARENT = "NANOPARALLEL_PARENT"  # the launcher's pid
 STORE = "NANOPARALLEL_STORE"  # the url of the store at which the ranks meet
-# The pid of this process's parent, with which this process is to end. 0: it may outlive its parent.
+# The pid of the parent with which this process is to end; 0: this process may outlive its parent.
 # Set in before_training.
 parent = 0
 
@@ -62,8 +62,8 @@ def note(line):
 
 
 def tell_torchrun(line):
-    """Leave the line where torchrun's agent looks for it: the agent then ends its own report with
-    this line. (Without, it ends with the address of a page on how to get a traceback.)"""
+    """Leave the line in the file in which torchrun's agent looks for an error. The agent ends its
+    report with this line. (Without it the report ends with the address of a page on tracebacks.)"""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         more = {"py_callstack": line, "timestamp": str(int(time.time()))}
@@ -87,7 +87,8 @@ def end(code, line, speaks):
 def reopen():
     """Let a process whose stdin, stdout or stderr is closed (>&-) print into nothing."""
     # Closed file numbers from 0 to 2 would be given to the next files that this process opens, and
-    # its printed lines would go there: fill these numbers with /dev/null. (open takes the lowest.)
+    # its printed lines would go there: fill these numbers with /dev/null. (os.open returns the
+    # lowest free number.)
     number = os.open(os.devnull, os.O_RDWR)
     while number < 3:
         number = os.open(os.devnull, os.O_RDWR)
@@ -102,9 +103,9 @@ def end_without_traceback(kind, error, trace):
     """sys.excepthook of each program that calls prepare_output(): an OSError that no one has caught
     ends this process without a traceback, and a broken pipe without a word."""
     if isinstance(error, BrokenPipeError):
-        if parent and PARENT in os.environ:  # the launcher ends all ranks, this one, too
-            os.kill(parent, signal.SIGPIPE)
-            time.sleep(60)
+        if parent and PARENT in os.environ:
+            os.kill(parent, signal.SIGPIPE)  # the launcher then ends all ranks
+            time.sleep(60)  # until the launcher ends this rank, too
         end(128 + signal.SIGPIPE, "", speaks=False)
     if isinstance(error, OSError):
         end(1, error, speaks=True)
@@ -125,7 +126,8 @@ def end_quietly():
     prepare_output()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A rank of plan.py --measure: run/launch.py blocked STOPS before it started this process
+    # If this process is a rank (plan.py --measure), run/launch.py blocked STOPS before it started
+    # the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
@@ -142,7 +144,7 @@ def on_stop(handler):
 
 
 def watch_parent():
-    """End this process when its parent has gone: getppid() then gives another pid."""
+    """End this process when its parent has gone: getppid() then returns another pid."""
     while os.getppid() == parent:
         time.sleep(0.2)
     end(1, "the process that started the ranks has gone, so they end", local_rank() == 0)
@@ -168,7 +170,7 @@ def before_training(when="before the first step"):
     global parent
     prepare_output()
     end_on_stop(when)
-    # run/launch.py blocked STOPS before it started this process: deliver what has arrived meanwhile
+    # run/launch.py blocked STOPS before it started this process: let signals that came since arrive
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if PARENT in os.environ:
         parent = int(os.environ[PARENT])
@@ -191,8 +193,8 @@ def save_on_stop(ask_to_stop):
 
 @contextmanager
 def skip_on_stop():
-    """A signal ends this block, and the process goes on after the block. After the block signals
-    are ignored. For the last thing that a run does, when nothing is left to save."""
+    """A signal ends this block, and the process goes on behind the block. From there on it ignores
+    signals. For the last thing that a run does, when nothing is left to save."""
     on_stop(signal.default_int_handler)  # raises KeyboardInterrupt
     with suppress(KeyboardInterrupt):
         yield

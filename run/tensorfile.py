@@ -5,8 +5,8 @@
     data              each tensor's elements, row after row; offsets count from here
 
 This file makes and reads headers, and computes checksums. The data itself: checkpoint.py reads and
-writes slices of tensors; weights.py reads whole tensors, export.py writes them; run/doctor does
-both for dumps. The header follows from names, shapes and the dtype, so every rank knows
+writes slices of tensors; weights.py reads whole tensors, export.py writes them; run/doctor reads
+and writes those of dumps. The header follows from names, shapes and the dtype, so every rank knows
 without a message where each element of the model belongs in the file.
 github.com/huggingface/safetensors
 """
@@ -23,7 +23,7 @@ import torch
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {**FLOATS, "I64": torch.int64}
-MAX_HEADER = 100_000_000  # bytes of a header: the safetensors library reads no longer one
+MAX_HEADER = 100_000_000  # bytes of a header; the safetensors library refuses a longer one
 READ_BYTES = 1 << 20  # bytes read at once for a checksum
 # What reading damaged JSON may raise. (AttributeError: a list where a dict should be.)
 DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -43,7 +43,7 @@ class CheckpointError(ValueError):
 @contextmanager
 def about(path, tensor=""):
     """Re-raise an OSError of this block as a CheckpointError that names the error's own file or, if
-    it names none, `path`."""
+    the error has none, `path`."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ def read_header(path):
 
 def expect(path, entries, shapes, dtypes):
     """The Entries of {name: shape}. CheckpointError if a tensor is missing, has another shape or
-    none of the `dtypes` (codes), or not as many bytes as they imply."""
+    none of the `dtypes` (codes), or not as many bytes as its shape and dtype imply."""
     for name, shape in shapes.items():
         where = f"{path}, tensor {name}"
         if name not in entries:

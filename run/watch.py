@@ -39,8 +39,8 @@ class Sent(NamedTuple):
 
 
 def watched(group_class, watch):
-    """A subclass of group_class, the root's Group or one of engine/'s. Its groups tell `watch` what
-    they send."""
+    """A subclass of group_class, which is the root's Group or one of engine/'s. Its groups report
+    each message and each job to `watch`."""
 
     class Watched(group_class):
 
@@ -48,11 +48,13 @@ def watched(group_class, watch):
             ends = [(send, dst, recv, src), *options.get("more", ())]  # more: an option of engine/
             keys = watch.note(self, ends)
             work = super().exchange(send, dst, recv, src, **options)
+            # work.wait() calls the functions in waits, in order. The last one notes that these
+            # messages have arrived
             work.waits = [*work.waits, partial(watch.awaited, keys, 1)]
             return work
 
-        # Groups of engine/ only. A thread of the group runs the job; on a GPU the rank's own thread
-        # does, at once
+        # Only groups of engine/ have submit(). A thread of the group runs the job; on a GPU the
+        # rank's own thread runs it, at once
         def submit(self, job, name):
             job, ended = watch.job(self, calls(), job)
             work = super().submit(job, name)
@@ -64,19 +66,23 @@ def watched(group_class, watch):
 
 
 class Watch:
-    """One rank's notes of a step. A thread notes two kinds of events, in its order:
+    """One rank's notes of a step. Each thread has a list of its events, of two kinds:
 
-        ("did", key, 0)          it sent a message; it submitted or ended a job
-        ("awaited", key, n)      it went on after that: n = 1 tick after a message, 0 after a job
+        ("did", key, 0)          the thread sent a message, or submitted or ended a job
+        ("awaited", key, n)      the thread waited for the event `key`. From here on its clock
+                                 shows at least the tick of that event + n; n is 1 for a message,
+                                 0 for a job
     """
 
     def __init__(self, mesh):
         self.mesh = mesh
         self.sent = {}  # key -> Sent, of this rank
-        self.lanes = {"": []}  # events of each thread: "" the rank's own, NAME that of a group
+        # The events of each thread. Key "": the rank's own thread; the name of a group: its thread
+        self.lanes = {"": []}
         self.numbers = Counter()  # messages so far, by group, sender and receiver
         self.submitted = []  # the Works of jobs
-        # For a job's thread: its list of events, and what its messages are about. Else unset
+        # In a thread that runs a job: here.events, its list in lanes, and here.about, (action,
+        # words) of the job's messages. Else both are unset
         self.here = threading.local()
 
     @contextmanager
@@ -89,7 +95,7 @@ class Watch:
         self.become(usual)
 
     def become(self, group_class):
-        self.mesh.group_class = group_class  # of groups that are made during the step
+        self.mesh.group_class = group_class  # for groups that are made during the step
         for group in self.mesh.groups.values():
             group.__class__ = group_class
 
@@ -101,15 +107,15 @@ class Watch:
         events += [("awaited", key, ticks) for key in keys]
 
     def key(self, group, src, dst):
-        """Names the next message from one rank of a group to another. Both number their messages,
-        and these arrive in the order in which they are sent."""
+        """A name for the next message from one rank of a group to another. Both ranks count the
+        messages between them; these arrive in the order of sending, so both find the same name."""
         pair = f"{group.name} {group.ranks[src]} -> {group.ranks[dst]}"
         self.numbers[pair] += 1
         return f"{pair} {self.numbers[pair]}"
 
     def note(self, group, ends):
-        """Note a call of exchange(). ends: its (send, dst, recv, src). Returns the keys of what its
-        Work waits for."""
+        """Note a call of exchange(). ends: [(send, dst, recv, src)] of the call, several if it has
+        the option `more`. Returns the keys of the messages that its Work waits for."""
         keys = []
         for send, dst, recv, src in ends:
             if recv is not None and recv.numel() > 0:
@@ -129,14 +135,15 @@ class Watch:
                     list(send.shape), send.numel() * send.element_size())
 
     def job(self, group, stack, run):
-        """Returns (a job that calls run() between notes of its begin and its end, the key of the
+        """Returns (a job that calls run(), and notes before and after it; the key of the job's
         end). stack: the calls that submit the job."""
         name = f"job {len(self.submitted)} of rank {self.mesh.rank}"
-        about = action_of(stack), subject(stack)  # the calls of the thread itself do not say
+        # Asked here, because the stack of the thread that will run the job has not these calls
+        about = action_of(stack), subject(stack)
         self.did(f"submit {name}")
 
         def job():
-            before = vars(self.here).copy()  # to restore, where the rank's own thread runs it
+            before = vars(self.here).copy()  # restored below: the rank's own thread may run the job
             self.here.events = self.lanes.setdefault(group.name, [])
             self.here.about = about
             self.awaited([f"submit {name}"], 0)
@@ -150,7 +157,7 @@ class Watch:
     def story(self, which):
         """Collective: on rank 0 the lines of the step, elsewhere "". which: "all", the number of a
         rank, or an axis."""
-        # In one order, whichever thread was first
+        # sorted: the same order in every run, whichever thread was first
         lanes = [self.lanes[name] for name in sorted(self.lanes)]
         sent = [self.sent[key] for lane in lanes for kind, key, _ in lane
                 if kind == "did" and key in self.sent]

@@ -6,7 +6,8 @@
     Hugging Face's GPT-2    h.0.attn.c_attn.weight, ..., four of a block transposed
     Hugging Face's Llama    model.layers.0.self_attn.q_proj.weight, ...; run/hugging_face.py
 
-If head and embedding are tied, a file may have the matrix under both names or under one.
+If head and embedding are tied, they are one matrix. A file may have it under the embedding's name,
+under the head's (lm_head.weight; in the code UNTIED) or under both.
 """
 
 import json
@@ -29,8 +30,8 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 def read_headers(path):
-    """{name: Entry} of a safetensors file or of a folder: of the files that its index names or,
-    without an index, of model.safetensors."""
+    """{name: Entry} of a safetensors file or, for a folder, of all files that its index names. (A
+    folder without an index: of its model.safetensors.)"""
     if not path.is_dir():
         return tensorfile.read_header(path)
     if not (path / INDEX).exists():
@@ -83,9 +84,9 @@ def canonical(name):
 
 
 def find_tensors(path, shapes, config):
-    """Where in a file, or a folder, the tensors of these {canonical name: shape} are. Returns
-    {canonical name: [(Entry, is it stored as (in, out)?)]}. Several entries (a Llama's q, k and v):
-    our tensor is their rows, one below the other. CheckpointError unless the file has these
+    """Find the tensors of these {canonical name: shape} in a file or a folder. Returns {canonical
+    name: [(Entry, is it stored as (in, out)?)]}. If there are several entries (a Llama's q, k and
+    v), our tensor is their rows, one below the other. CheckpointError unless the file has these
     tensors, and no others."""
     entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
     if any(name.startswith("model.layers.") for name in entries):
@@ -99,10 +100,10 @@ def find_tensors(path, shapes, config):
     wanted = {}  # {name: shape in this file}
     for name, shape in shapes.items():
         wanted[name] = shape
-        if name.endswith(transposed):  # if transposed is (), no name does
+        if name.endswith(transposed):  # False for all names if transposed is ()
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
-    # old files also have masks
+    # UNTIED: a file may have the head's matrix beside the embedding's. Old files also have masks
     refuse_more(path, entries, {*wanted, UNTIED}, (".attn.bias", ".attn.masked_bias"))
     return {name: [(entries[name], name.endswith(transposed))] for name in shapes}
 
@@ -126,9 +127,9 @@ def find_llama(path, entries, shapes, config):
 
 
 def require_one_tied(path, entries, shapes, embedding):
-    """For a model that ties head and embedding. embedding: its name in this file. If the file has
-    the head alone, add it to `entries` under that name, too. CheckpointError if the file has both,
-    and they differ."""
+    """If the model ties head and embedding: where the file has the head alone, add its Entry to
+    `entries` as the embedding's, too; CheckpointError if the file has both, and they differ.
+    embedding: the name of the embedding in this file."""
     if UNTIED in entries and UNTIED not in shapes:
         entries.setdefault(embedding, entries[UNTIED])
         if checksum(entries[embedding]) != checksum(entries[UNTIED]):

@@ -28,7 +28,7 @@ SHARDED = ("nothing: DDP", "AdamW's states", "gradients, too", "weights, too")  
 
 
 def held_by_rank(picture, x, y, width, rank, ranks, stage):
-    """A cell: the model states of one rank. Across: the parameters; down: their bytes."""
+    """Draw a cell: the model states of one rank. Across: the parameters; down: their bytes."""
     whole = bytes_per_parameter(0, ranks)
     held = bytes_per_parameter(stage, ranks)
     for color, bytes_of_all, bytes_here in zip(PARTS.values(), whole, held, strict=True):
@@ -71,8 +71,8 @@ def zero_svg(ranks=4):
 
 
 def matrix(picture, x, y, width, height, color, words, half=None):
-    """A box with words, its middle line at y. half: (rank, "left-right" or "upper-lower") if the
-    rank holds one half only."""
+    """Draw a box with words, its middle line at y. half: (rank, "left-right" or "upper-lower") if
+    the rank holds one half only."""
     top = y - height / 2
     if half:
         rank, way = half
@@ -139,9 +139,10 @@ def way_svg(P=4, m=4, followed=1):
     """The way of one microbatch through 1F1B, and the messages on it. The others are pale."""
     # vocab_size 1024, block_size 128, n_layer 6, n_head 4, n_embd 128
     costs = GPTConfig(1024, 128, 6, 4, 128).layer_costs()
-    times = simulate(make_schedule("1f1b", P, m), range(P)).times
+    times = simulate(make_schedule("1f1b", P, m), range(P)).times  # per rank [(action, start, end)]
     left, right, row_height = 150, 706, 62
-    scale = (right - left) / max(row[-1][2] for row in times)
+    last_end = max(end for row in times for _, _, end in row)
+    scale = (right - left) / last_end
     bottom = 48 + row_height * P
     picture = Picture(f"The way of microbatch {followed}: 1F1B, {P} ranks, {m} microbatches", 720,
                       bottom + 46)

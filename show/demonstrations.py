@@ -109,7 +109,7 @@ def show_difference(name, mesh, model, summed=False):
         (param.grad, param.shard.slice(whole[param.shard.name])) for param in held])
 
 
-# ---- what single techniques print: DDP and ZeRO, context parallelism, experts ----
+# ---- comparisons for single techniques: DDP and ZeRO, context parallelism, experts ----
 
 
 def compare_reducer(name, mesh, reducer):
@@ -127,8 +127,8 @@ def compare_reducer(name, mesh, reducer):
         for layer in before_head:
             x = layer(x)
         head(x, rows).backward()
-    # Elements in memory, of 8 bytes each. Under ZeRO-3 the model's parameters are empty, and
-    # ours.params are chunks; else ours.params are the model's parameters, and a set has each once
+    # Count elements in memory, of 8 bytes each. Under ZeRO-3 the model's parameters are empty, and
+    # ours.params are chunks. Else ours.params are the model's parameters: the set has each once
     kept = {*model.parameters(), *ours.params}
     held = sum(param.untyped_storage().nbytes() // 8 for param in kept)
     stepped = sum(weight.numel() for weight in ours.weights)
@@ -173,7 +173,7 @@ def compare_attention(name, attention, group):
 
 def show_routes(load, group):
     """Print how often the tokens of each rank of the group chose each expert. load (n_experts,):
-    how often this rank's tokens did."""
+    how often the tokens of this rank chose each."""
     load = load.view(group.size, -1).long()  # [rank][its expert]
     loads = [torch.empty_like(load) for _ in range(group.size)]
     all_to_all(loads, [load] * group.size, group)

@@ -71,11 +71,11 @@ class Picture:
 def schedule_text(times, width=160):
     """One row per rank, time from left to right, cut at the width: F3 B3 I3 W3 for microbatch 3, in
     lower case on every second chunk. A dash: the action goes on. A dot: idle time."""
-    actions = [entry for row in times for entry in row]
-    last_end = max(end for *_, end in actions)
-    shortest = min(end - start for _, start, end in actions)
+    entries = [entry for row in times for entry in row]  # (action, start, end)
+    last_end = max(end for _, _, end in entries)
+    shortest = min(end - start for _, start, end in entries)
     # A column is a character. The shortest action has room for its name and a space
-    widest_name = 1 + max(len(str(action.microbatch)) for action, *_ in actions)
+    widest_name = 1 + max(len(str(action.microbatch)) for action, _, _ in entries)
     columns_per_time = (widest_name + 1) / shortest
     rows = []
     for rank, row in enumerate(times):
@@ -97,7 +97,7 @@ def schedule_text(times, width=160):
 def schedule_svg(times, title):
     """The timelines of schedule_text as SVG; later chunks are paler."""
     left, right, row_height = 60, 940, 26
-    last_end = max(row[-1][2] for row in times)
+    last_end = max(end for row in times for _, _, end in row)
     pixels_per_time = (right - left) / last_end
     picture = Picture(title, right + 12, 76 + row_height * len(times))
     for rank, row in enumerate(times):
@@ -128,11 +128,12 @@ def scale(ticks, low, high):
 
 
 def difference_strip(picture, points, title, across):
-    """Below a chart: points [(x, y)] on a scale of their own, around zero. across: the chart's
-    function from x to pixels."""
+    """Draw points [(x, y)] below a chart, on a scale of their own with 0 in its middle. across: the
+    chart's function from x to pixels."""
     largest = max(abs(y) for _, y in points)
     top, middle, bottom = BOTTOM + 80, BOTTOM + 105, BOTTOM + 130
-    down = scale((-largest or -1, largest or 1), bottom, top)
+    limit = largest or 1  # if all y are 0, any scale will do
+    down = scale((-limit, limit), bottom, top)
     picture.text(12, top - 16, f"{title}, at most {largest:.2g}")
     for y, tick in ((top, f"{largest:.2g}"), (middle, "0"), (bottom, f"{-largest:.2g}")):
         picture.line([(LEFT, y), (RIGHT, y)], GRID)

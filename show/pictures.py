@@ -21,24 +21,25 @@ from show.draw import CURVES, curves_svg
 
 
 def running_mean(points):
-    """[(x, y)] -> the same x, each with the mean of 25 y: of 12 points before to 12 after."""
+    """[(x, y)] -> the same x, each with the mean y from 12 points before it to 12 points after."""
     return [(x, fmean(y for _, y in points[max(0, i - 12) : i + 13]))
             for i, (x, _) in enumerate(points)]
 
 
 def is_drawable(value):
-    """Is it a number that a chart can show?"""
+    """Is the value a number that a chart can show?"""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
 def is_record(record):
-    """Has a record of --metrics a step, and only drawable figures? (null: no figure)"""
+    """Does this record of --metrics have a step, and are all its figures drawable? (null: no
+    figure)"""
     figures = [record[key] for key in ("loss", "busiest") if record.get(key) is not None]
     return is_drawable(record["step"]) and record["step"] >= 0 and all(map(is_drawable, figures))
 
 
 def read_metrics(path):
-    """The records of a file of --metrics. ValueError if it is none."""
+    """The records of a file of --metrics. ValueError for any other file."""
     try:
         lines = path.read_text().splitlines()
         records = [json.loads(line) for line in lines]
@@ -53,8 +54,8 @@ def read_metrics(path):
 
 def metrics_svg(paths):
     """(file name, SVG) of the losses in files of --metrics or, if the runs have experts, of the
-    busiest expert's load. ValueError if a file is not one of --metrics, or if there are too many to
-    tell apart."""
+    busiest expert's load. ValueError if a file is not one of --metrics, or has nothing to draw; if
+    there are more files than colors, or two of one name."""
     runs = {path.stem: read_metrics(path) for path in map(Path, paths)}
     if len(runs) < len(paths) or len(runs) > len(CURVES):
         raise ValueError(f"--metrics takes up to {len(CURVES)} files, of different names")
@@ -68,7 +69,7 @@ def metrics_svg(paths):
     steps = 1 + max(x for points in raw.values() for x, _ in points)
     values = [y for points in raw.values() for _, y in points]
     low = math.floor(min(values))
-    # Distance of two ticks, a whole number such that there are at most 21 ticks
+    # Distance of neighbouring ticks, a whole number such that there are at most 21 ticks
     between = max(1, math.ceil((max(values) - low) / 20))
     high = low + between * max(1, math.ceil((max(values) - low) / between))
     means = {name: running_mean(points) for name, points in raw.items()}

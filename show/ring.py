@@ -1,6 +1,6 @@
-"""What `python collectives.py` shows: one ring all-reduce, hop by hop, and the bytes that the
-ring's three collectives send. Beside the ring stand two all-reduces that it beats: sequential, and
-through a parameter server."""
+"""The demonstration of `python collectives.py`: one ring all-reduce, hop by hop, and the bytes that
+the ring's three collectives send. Beside the ring stand two all-reduces that it beats: sequential,
+and through a parameter server."""
 
 import torch
 
@@ -20,7 +20,7 @@ def pass_to(tensor, group, src, dst, add=False):
 
 def sequential_all_reduce(tensor, group):
     """Add from rank to rank, then copy from rank to rank. For a tensor of n bytes the busiest rank
-    sends 2 n: once in each phase. (Of two ranks each sends once, n.)"""
+    sends 2 n bytes, n in each phase. (If there are two ranks, each sends n bytes in all.)"""
     for r in range(1, group.size):
         pass_to(tensor, group, r - 1, r, add=True)
     for r in range(group.size - 1):  # N = 4: 3 -> 0, 0 -> 1, 1 -> 2, because rank 3 has the sum

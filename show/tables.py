@@ -53,7 +53,8 @@ def visible_pairs(queries, keys):
 
 def zigzag_table(S, ranks):
     """Lines of text: which segment is on which rank, which segments meet in which hop of ring
-    attention, and how even the work is, with zigzag and without. S tokens; ranks: their number."""
+    attention, and how even the work is, with zigzag and without. S: number of tokens; ranks: number
+    of ranks."""
     import torch
 
     from context_parallel import zigzag

@@ -143,6 +143,18 @@ def test_nccls_own_reason_is_kept():
         "4 of this machine's 8 GPUs in use; --dp 4 takes all"]),
     ({"dtype": "bfloat16", "dp": 4}, 2, 8, True, [
         "2 of this machine's 8 GPUs in use; torchrun --nproc-per-node 8 takes all"]),
+    # More replicas fit: as many as the GPUs have room for, --ep of them at a time
+    ({"dtype": "bfloat16", "tp": 3}, 3, 8, False, [
+        "3 of this machine's 8 GPUs in use; --dp 2 takes 6"]),
+    ({"dtype": "bfloat16", "tp": 3}, 3, 8, True, [
+        "3 of this machine's 8 GPUs in use; torchrun --nproc-per-node 6 takes 6"]),
+    ({"dtype": "bfloat16", "tp": 2, "pp": 8}, 4, 8, True, [  # four nodes share one replica
+        "4 of this machine's 8 GPUs in use; torchrun --nproc-per-node 8 takes all"]),
+    ({"dtype": "bfloat16", "dp": 2, "tp": 2}, 4, 6, False, [
+        "4 of this machine's 6 GPUs in use; --dp 3 takes all"]),
+    ({"dtype": "bfloat16", "dp": 2, "ep": 2}, 2, 7, False, [
+        "2 of this machine's 7 GPUs in use; --dp 6 takes 6"]),
+    ({"dtype": "bfloat16", "tp": 2}, 2, 3, False, []),
     ({"dtype": "bfloat16"}, 8, 8, False, []),
     ({"dtype": "float32"}, 8, 8, False, [
         "--dtype float32: activations and messages take twice the memory of --dtype bfloat16, and "

@@ -176,11 +176,11 @@ class Boards:
         """Called by each rank: move its gradients, divided by the loss scale, to their boards."""
         for param in model.parameters():
             tag = param.shard
+            board = self.boards[tag.name][c]  # (R, full shape)
             if param.grad is None:  # an expert that got no tokens has no gradient
                 grad = torch.zeros(param.shape, dtype=torch.double)
             else:
-                grad = param.grad.double() / scale
-            board = self.boards[tag.name][c]  # (R, full shape)
+                grad = param.grad.double().div_(scale)
             if param.shape == tag.shape:
                 board[t].copy_(grad)
             else:
@@ -193,11 +193,14 @@ class Boards:
             terms = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (C R, n)
             terms = terms.unflatten(0, board.shape[:2])
             self.sampled.setdefault(name, []).append(terms)
-            full = self.full.get(self.stored(name), torch.zeros_like(board[0, 0]))
+            if self.stored(name) not in self.full:
+                self.full[self.stored(name)] = torch.zeros_like(board[0, 0])
+            full = self.full[self.stored(name)]
             for copies in board:
                 for term in copies if self.is_summed[name] else copies[:1]:
-                    full = (full + term).to(self.dtype).double()  # rounded like a run's sum
-            self.full[self.stored(name)] = full
+                    full.add_(term)
+                    if self.dtype != torch.double:
+                        full.copy_(full.to(self.dtype))  # rounded like a run's sum
 
 
 class SimulatedStep:

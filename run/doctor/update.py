@@ -81,14 +81,13 @@ class Replay:
         self.optimizer = optimizer
         self.dtype = dtype
 
-    def step(self, name, weights, grads, norms, rate, way):
-        """The tensor after the last of the steps. weights: before each step from the first one;
-        grads, norms: of each step; rate: of the last step."""
+    def step(self, weights, grads, norms, rate, way, decay):
+        """The elements of a tensor after the last of the steps. weights: before each step from the
+        first one; grads, norms: of each step; rate: of the last step; decay: see decay_of."""
         beta1, beta2 = way.betas or (self.optimizer["beta1"], self.optimizer["beta2"])
         eps = self.optimizer["eps"] if way.eps is None else way.eps
         rate = rate if way.rate is None else way.rate
         weight = weights[-1].to(self.dtype)
-        decay = self.decay_of(name, weight, way)
         mean = torch.zeros_like(weight)
         square = torch.zeros_like(weight)
         for before, grad, norm in zip(weights, grads, norms, strict=True):
@@ -115,11 +114,11 @@ class Replay:
             return weight - rate * change - decay * weight
         return weight - rate * (change + decay * weight)
 
-    def decay_of(self, name, weight, way):
+    def decay_of(self, name, shape, way):
         """The weight decay of a tensor. Right: of matrices only."""
         if way.decay == "none":
             return 0.0
-        if way.decay == "all" or decays(Shard(name, weight.shape)):
+        if way.decay == "all" or decays(Shard(name, shape)):
             return self.optimizer["weight_decay"]
         return 0.0
 

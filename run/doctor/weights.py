@@ -12,6 +12,7 @@ all wrong ones while the others are right.
 """
 
 import math
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from run.doctor.finding import NOISE, Finding, first_difference, first_of, norm_
 from run.doctor.update import Replay, Way, ways
 
 RIGHT_WAY = Way()
+PART = 1 << 17  # elements of a tensor that are compared at once
 
 
 class Steps:
@@ -49,20 +51,45 @@ class Steps:
         """The steps of which there are weights and gradients."""
         return [n for n in (1, 2) if self.held(n) and self.held(n - 1) and self.mine.gradients(n)]
 
-    def after(self, replay, number, name, way):
-        """A tensor after a step of MINE, taken again."""
-        steps = self.mine.steps[:number]
+    def before(self, number, name):
+        """(weights, gradients) of a tensor that go into the steps up to this one."""
         weights = [self.held(n)[name] for n in range(number)]
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
+        return weights, grads
+
+    def replayed(self, replay, number, name, shape, way):
+        """The function that takes (weights, gradients) of before(), or a part of their elements,
+        and returns these elements of the tensor after a step of MINE, taken again."""
+        steps = self.mine.steps[:number]
         norms = [step["norm"] for step in steps]
-        return replay.step(name, weights, grads, norms, steps[-1]["lr"], way)
+        decay = replay.decay_of(name, shape, way)
+        return partial(replay.step, norms=norms, rate=steps[-1]["lr"], way=way, decay=decay)
+
+    def after(self, number, name, way):
+        """A tensor after a step of MINE, taken again."""
+        weights, grads = self.before(number, name)
+        replay = self.replayed(self.replay, number, name, weights[0].shape, way)
+        return replay(weights, grads)
 
     def is_right(self, number, name, way):
-        """Is MINE's tensor after a step that of this way?"""
-        predicted = self.after(self.replay, number, name, way)
-        noise = off(self.after(self.rounded, number, name, way), predicted)
-        noise = max(noise, torch.finfo(self.wide).eps * norm_of(predicted))
-        return off(self.held(number)[name], predicted) <= NOISE * noise
+        """Is MINE's tensor after a step that of this way? Compared part by part: to allocate the
+        temporaries of a large tensor would take longer than its arithmetic."""
+        weights, grads = self.before(number, name)
+        shape = weights[0].shape
+        replay = self.replayed(self.replay, number, name, shape, way)
+        replay_rounded = self.replayed(self.rounded, number, name, shape, way)
+        parts = [tensor.flatten().split(PART)
+                 for tensor in (self.held(number)[name], *weights, *grads)]
+        error = 0.0
+        noise = 0.0
+        size = 0.0
+        for given, *inputs in zip(*parts, strict=True):
+            taken = inputs[:number], inputs[number:]
+            predicted = replay(*taken)
+            error = math.hypot(error, off(given, predicted))
+            noise = math.hypot(noise, off(replay_rounded(*taken), predicted))
+            size = math.hypot(size, norm_of(predicted))
+        return error <= NOISE * max(noise, torch.finfo(self.wide).eps * size)
 
 
 # ---- causes ----
@@ -116,7 +143,7 @@ def fitted_rate(steps, number, names):
     predicted = 0.0  # <predicted change, predicted change>
     for name in names:
         before = steps.held(number - 1)[name]
-        step = steps.after(steps.replay, number, name, RIGHT_WAY) - before
+        step = steps.after(number, name, RIGHT_WAY) - before
         moved += ((steps.held(number)[name] - before) * step).sum().item()
         predicted += step.square().sum().item()
     if not predicted or not math.isfinite(moved):
@@ -131,7 +158,7 @@ def fitted_rate(steps, number, names):
 def keeps_old(steps, number, name):
     """Has each element that differs still the value before the step?"""
     given = steps.held(number)[name]
-    error = (given - steps.after(steps.replay, number, name, RIGHT_WAY)).abs()
+    error = (given - steps.after(number, name, RIGHT_WAY)).abs()
     differs = error > 1e-3 * error.max()
     return bool((given == steps.held(number - 1)[name])[differs].all())
 
@@ -201,7 +228,7 @@ def check_updates(reference, mine):
         wrong = {name for name in names if not steps.is_right(number, name, RIGHT_WAY)}
         if wrong:
             given = {name: steps.held(number)[name] for name in names}
-            right = {name: steps.after(steps.replay, number, name, RIGHT_WAY) for name in names}
+            right = {name: steps.after(number, name, RIGHT_WAY) for name in names}
             yield Finding(stage, False, first_difference(given, right, wrong),
                           causes_of_updates(steps, number, numbers, names, wrong))
             return
