@@ -68,15 +68,15 @@ DATA = [
 
 # ---- initial values ----
 
-DRAW = "value(shard.name, shard.shape, config, cfg.seed)"
+DRAW = "draw(tag.name, tag.shape, config, cfg.seed)"
 INITIAL_VALUES = [
     Bug("each rank draws with a seed of its own", "initial values",
         ("tp 3 microbatches 2", "dp 2 pp 3 microbatches 5"),
         change("train.py", DRAW, DRAW.replace("cfg.seed", "cfg.seed + self.mesh.rank"))),
     Bug("each tensor rank draws a slice instead of slicing the full draw", "initial values",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"),
-        change("train.py", f"shard.slice({DRAW})",
-               DRAW.replace("shard.shape", "shard.slice(torch.empty(shard.shape)).shape"))),
+        change("train.py", f"tag.slice({DRAW})",
+               DRAW.replace("tag.shape", "tag.slice(torch.empty(tag.shape)).shape"))),
     Bug("matrices are not scaled to the model's width", "initial values",
         ("dp 2", "tp 3 microbatches 2"),
         change("model.py", "std = 0.02 * math.sqrt(768 / config.n_embd)", "std = 0.02")),

@@ -15,7 +15,7 @@ from data import batches
 from engine import ddp, zero
 from engine.group import CommunicationError, naming
 from engine.sequence_parallel import Region
-from exercises.planted import CannotPlant, class_of, planted
+from exercises.planted import CannotPlant, changed_text, class_of, planted
 from forks.diloco import diloco
 from run.config import check
 from run.doctor.dump import read_dump
@@ -136,6 +136,15 @@ def test_each_row_has_a_name_of_its_own_a_stage_and_two_layouts_that_can_be(corp
         assert bug.stage in bugs.STAGES and len({*bug.layouts}) == 2
         assert all(check(config(corpus, **bugs.flags_of(layout)), 1) <= 8
                    for layout in bug.layouts)
+
+
+def test_each_rows_changes_have_their_places():
+    for bug in bugs.BUGS:
+        changes = {}  # file -> [(old, new)]
+        for file, old, new in bug.setting + bug.changes:
+            changes.setdefault(file, []).append((old, new))
+        for file, pairs in changes.items():
+            changed_text(file, pairs)  # CannotPlant, if a file has not one such place
 
 
 def test_there_are_90_right_runs_that_can_be(corpus):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import run.doctor.__main__ as command
-from run.doctor.changes.pipeline import scale_changes
+from run.doctor.changes.pipeline import newest_in_flight, scale_changes
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
 from run.doctor.groups import block_of
@@ -113,7 +113,7 @@ NAMED = {
         "gradients are divided by microbatches at each boundary",
     "the activation is detached at a boundary: no gradient goes back": "no gradient goes back over",
     "a gradient meets the activation of the newest microbatch in flight":
-        "gets the gradient of another microbatch",
+        "meets the activation of the newest microbatch in flight",
     "an activation meets the targets of the microbatch before":
         "meets the targets of another one: the one before",
     "the activation is scaled at each boundary":
@@ -361,6 +361,39 @@ def test_factors_of_axes_with_the_same_size_are_told_together():
     words = [change.words for change in scale_changes(layout, [1])]
     assert "gradients are times microbatches or dp at each boundary of the pipeline" in words
     assert any("divided by pp" in text for text in words)
+
+
+def test_16_bit_weights_that_are_not_the_masters_rounded_are_not_equal(right):
+    reference = right(dtype="bfloat16")
+    old = reference.weights(0)
+    for change, says in ((lambda name, weight: old[name], "keep their old values"),
+                         (lambda name, weight: 1.1 * weight, "")):
+        mine = changed(reference, "weights-1", change=change)
+        (finding,) = (finding for finding in diagnose(reference, mine, deep=False)
+                      if finding.stage == "step 1 weights")
+        assert not finding.equal
+        assert says in " ".join(finding.causes) if says else not finding.causes
+
+
+def test_a_stack_of_activations_gives_each_backward_the_newest_one():
+    layout = {"schedule": "1f1b", "pp": 2, "chunks": 1, "microbatches": 3}
+    assert newest_in_flight(layout) == [{0: 1, 1: 2, 2: 0}, {0: 0, 1: 1, 2: 2}]
+    # GPipe's backwards all meet the same wrong microbatch, on each stage: gradients stay right
+    layout["schedule"] = "gpipe"
+    assert newest_in_flight(layout) == [{0: 2, 1: 1, 2: 0}] * 2
+
+
+@needs_minutes
+@pytest.mark.parametrize("layout", [
+    "pp 2 schedule interleaved chunks 2 microbatches 6", "pp 3 schedule zb-h1 microbatches 5",
+    "pp 2 schedule zb-v chunks 2 microbatches 5"])
+def test_a_stack_for_each_stage_is_named_under_any_schedule(examine, layout):
+    bug = next(bug for bug in bugs.BUGS if "newest microbatch in flight" in bug.name)
+    by_stage = bugs.change("engine/pipeline.py", "x, y, loss = self.in_flight.pop((s, k))",
+                           "newest = [key for key in self.in_flight if key[0] == s][-1]\n"
+                           "        x, y, loss = self.in_flight.pop(newest)")
+    name = name_of(examine, bug._replace(changes=by_stage), layout, "float32")
+    assert re.search(NAMED[bug.name], name)
 
 
 # ---- the command ----

@@ -33,6 +33,7 @@ from run.doctor.foreign import NAMES, readers
 from run.files import DUMP, DUMP_TENSORS
 from run.tensorfile import DAMAGED, FLOATS, about, is_whole
 from run.weights import read_tensor, unwrapped
+from schedules import SCHEDULES
 from sizes import WIDTHS, GPTConfig
 
 MAX_JSON = 64 << 20  # bytes of dump.json
@@ -194,9 +195,26 @@ def refuse_unsound_dump(given):
     if given["model"] is None:
         return None
     try:
-        return sound_config(given["model"])
+        config = sound_config(given["model"])
     except DAMAGED:
         raise ValueError("model") from None
+    refuse_unsound_layout(layout, config)
+    return config
+
+
+def refuse_unsound_layout(layout, config):
+    """Raise a ValueError, the name of a value, unless ranks can split this model so: step.py does.
+    (find_tokens asks whether they can split the sequences.)"""
+    P, C, T = (layout[axis] for axis in ("pp", "cp", "tp"))
+    heads = getattr(config, "n_kv_head", config.n_head)
+    require(heads % T == 0, "tp")
+    require(layout["cp_attention"] == "ring" or heads % (T * C) == 0, "cp")
+    require(config.n_experts % (layout["ep"] * T) == 0, "ep")
+    require(P * layout["chunks"] <= config.n_layer + 2, "pp")  # each stage has a layer at least
+    require(layout["schedule"] in SCHEDULES, "schedule")
+    schedule = SCHEDULES[layout["schedule"]]
+    require(schedule.chunks in (0, layout["chunks"]), "chunks")
+    require(not schedule.in_rounds or layout["microbatches"] % P == 0, "microbatches")
 
 
 def shapes_of(model, path, entries):
@@ -235,4 +253,8 @@ def find_tokens(path, layout, model):
     if not fits or (model and shape[3] > model.block_size):
         raise ValueError(f"{path}, tensor ids: {list(shape)} does not begin with {wanted}, or has "
                          "sequences longer than the model's")
+    segments = 2 * layout["cp"] if layout["cp"] > 1 else 1
+    slices = layout["cp"] * layout["tp"] if layout["sp"] else 1
+    if model and shape[3] % math.lcm(segments, slices):
+        raise ValueError(f"{path}, tensor ids: ranks cannot split sequences of {shape[3]} tokens")
     return entries

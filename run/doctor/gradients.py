@@ -25,6 +25,9 @@ from run.doctor.step import sampled
 
 # How large the tolerance may be, relative to what a cause changes, for the cause to have a name
 RESOLVED = 0.2
+# The same for a Change: twice as large, because a Change has to give the loss and the gradients of
+# all tensors at once, and a Share only those of a few tensors, where it fits by chance more often
+RESOLVED_CHANGE = 0.4
 
 
 def sampled_gradients(given):
@@ -132,7 +135,7 @@ def fits_change(examined, change, mine, loss, wrong):
         if name in wrong:
             changed.append(off(predicted, right))
             tolerances.append(tolerance)
-    return math.hypot(*tolerances) <= RESOLVED * math.hypot(*changed)
+    return math.hypot(*tolerances) <= RESOLVED_CHANGE * math.hypot(*changed)
 
 
 def fitting_changes(examined, mine, loss, known, wrong=()):

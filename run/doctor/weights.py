@@ -5,6 +5,8 @@ are some), the gradients, the norm and the rate of the dump. So wrong gradients 
 weights. Moments are 0 before step 1. Step 2 is replayed from there, through step 1: a wrong step 1
 ends the search, because the moments after it are unknown.
 
+Where there are masters, the 16-bit weights after a step have to be the masters, rounded.
+
 A known way of stepping wrongly (update.py) is named if it explains both steps of all tensors, or of
 all wrong ones while the others are right.
 """
@@ -176,8 +178,38 @@ def causes_of_updates(steps, number, numbers, names, wrong):
         return list(dict.fromkeys(found))  # each once, though MINE and REFERENCE share rates
     if all(keeps_old(steps, number, name) for name in wrong):
         return [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
-                "the ranks that need them"]
+                "the ranks that need them, or were not waited for"]
     return []
+
+
+# ---- 16-bit weights ----
+
+
+def differs_from_master(weight, master, dtype):
+    """(shape of a weight) bool: where is it further from its master than a rounding to dtype?"""
+    limits = torch.finfo(dtype)
+    roundings = limits.eps * master.abs().clamp(min=limits.smallest_normal)
+    return ~((weight - master).abs() <= roundings)  # nan differs, too
+
+
+def check_copies_of_masters(steps, number):
+    """[a Finding], if 16-bit weights after a step are not the masters, rounded; else []."""
+    weights = steps.mine.weights(number)
+    masters = steps.mine.masters(number)
+    before = steps.mine.weights(number - 1)
+    wrong = set()
+    keep_old = True  # have all elements that differ still the value before the step?
+    for name in weights:
+        differs = differs_from_master(weights[name], masters[name], steps.dtype)
+        if differs.any():
+            wrong.add(name)
+            keep_old = keep_old and torch.equal(weights[name][differs], before[name][differs])
+    if not wrong:
+        return []
+    causes = [f"{first_of(wrong)}: {steps.mine.dtype} weights keep their old values: new ones were "
+              "not copied from the masters, or not sent to the ranks that need them"]
+    return [Finding(f"step {number} weights", False, first_difference(weights, masters, wrong),
+                    causes if keep_old else [])]
 
 
 # ---- the stage ----
@@ -206,5 +238,9 @@ def check_updates(reference, mine):
             right = {name: steps.after(number, name, RIGHT_WAY) for name in names}
             yield Finding(stage, False, first_difference(given, right, wrong),
                           causes_of_updates(steps, number, numbers, names, wrong))
+            return
+        differing = check_copies_of_masters(steps, number) if steps.has_masters else []
+        if differing:
+            yield from differing
             return
         yield Finding(stage, True)

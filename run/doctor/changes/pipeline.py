@@ -8,9 +8,11 @@ numbered n = d m + k, for microbatch k of data rank d, in the order in which ste
 from itertools import count
 
 from collectives import WithBackward
+from engine.schedules import make_schedule
 from run.doctor.finding import axes_by_size
 from run.doctor.groups import cut_by_layout
 from run.doctor.step import Change
+from schedules import placement
 
 
 def at_boundary(i, change):
@@ -24,16 +26,19 @@ def at_boundary(i, change):
     return after
 
 
+def together(afters):
+    """One `after` of a Change, made of several."""
+    def after(model, mesh):
+        for change in afters:
+            change(model, mesh)
+    return after
+
+
 def scaled(boundaries, forward, backward):
     """Multiply what crosses the boundaries: activations by `forward`, gradients by `backward`."""
     def change(x, rank, n):
         return WithBackward.apply(x, lambda x: forward * x, lambda grad: backward * grad)
-
-    def after(model, mesh):
-        for i in boundaries:
-            at_boundary(i, change)(model, mesh)
-
-    return after
+    return together([at_boundary(i, change) for i in boundaries])
 
 
 def scale_changes(layout, boundaries):
@@ -74,15 +79,16 @@ def targets_of(order):
 
 
 class Crossing:
-    """All activations and gradients that cross a boundary in the right step, which is run once."""
+    """All activations and gradients that cross a boundary in a step, which is run once."""
 
-    def __init__(self, step, i):
-        """i: the boundary lies before layer i."""
+    def __init__(self, step, i, changed=()):
+        """i: the boundary lies before layer i. changed: what is done to other boundaries in this
+        step, each an `after` of a Change; (): the right step."""
         self.i = i
         self.m = step.layout["microbatches"]
         self.activations = {}  # (rank, n): what enters layer i
         self.gradients = {}  # (rank, n): its gradient
-        step.run(Change("recorded", after=at_boundary(i, self.record)))
+        step.run(Change("recorded", after=together([at_boundary(i, self.record), *changed])))
 
     def record(self, x, rank, n):
         self.activations[rank, n] = x.detach()
@@ -119,6 +125,47 @@ class Crossing:
         return found
 
 
+# ---- activations taken from a stack ----
+
+
+def newest_in_flight(layout):
+    """[{k: k2}] of each stage: the backward of microbatch k meets the activation of microbatch k2,
+    the newest one that is in flight there. For two stages of 1F1B and three microbatches:
+
+        stage 0    F0 F1 B0 F2 B1 B2    {0: 1, 1: 2, 2: 0}
+        stage 1    F0 B0 F1 B1 F2 B2    {0: 0, 1: 1, 2: 2}
+    """
+    n_stages = len(placement(layout["schedule"], layout["pp"], layout["chunks"]))
+    met = [{} for _ in range(n_stages)]
+    in_flight = [[] for _ in range(n_stages)]
+    for actions in make_schedule(layout["schedule"], layout["pp"], layout["microbatches"],
+                                 layout["chunks"]):
+        for kind, s, k in actions:
+            if kind == "F":
+                in_flight[s].append(k)
+            elif kind in ("B", "I"):
+                met[s][k] = in_flight[s].pop()
+    return met
+
+
+def stack_change(step, boundaries):
+    """The Change of a pipeline whose stages keep their activations in a stack, each stage in one of
+    its own, under any schedule.
+
+    The gradient that stage 1 sends as microbatch 0's is then that of another microbatch's
+    activation, and meets a third one's in stage 0. In the example above, for two stages,
+    microbatch 1 gets the gradient of microbatch 0, 2 that of 1, and 0 that of 2. The last boundary
+    comes first, because its gradients are part of those at the boundaries before it."""
+    met = newest_in_flight(step.layout)
+    changed = []
+    for s in reversed(range(len(boundaries))):  # the boundary between stages s and s + 1
+        gives = {met[s][k]: met[s + 1][k] for k in met[s]}
+        crossing = Crossing(step, boundaries[s], changed)
+        changed.append(crossing.other_gradient(gives.get))
+    return Change("each backward meets the activation of the newest microbatch in flight, not of "
+                  "its own (pp)", after=together(changed), forward=False, by_microbatch=True)
+
+
 def pipeline_changes(step):
     m = step.layout["microbatches"]
     boundaries = cut_by_layout(step.config, step.layout)
@@ -130,6 +177,7 @@ def pipeline_changes(step):
         if m > 1:
             found += Crossing(step, i).changes()
     if m > 1:
+        found.append(stack_change(step, boundaries))
         for whose, order in orders(m).items():
             found.append(Change(
                 f"a microbatch's activation meets the targets of another one: {whose}",
