@@ -294,8 +294,8 @@ def check_layout(cfg, world):
 def resolve(cfg, world):
     """Fill in the flags that are left to choose. Turn --scale-lr into rates, and --warmup-tokens
     into steps. For --dump replace --steps and the warm-up, even if they were given. ValueError for
-    a wrong --chunks only (chunks_of). If no choice fits, as for microbatches where --dp does not
-    divide the batch, refuse_wrong_layout refuses the choice made here."""
+    a wrong --chunks only (chunks_of). If no choice fits (no number of microbatches does if --dp
+    does not divide the batch), refuse_wrong_layout refuses the choice made here."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -482,8 +482,8 @@ def refuse_same_files(cfg):
         # The weights may be in several files, beside one that lists them, all *.safetensors*
         for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
             inputs.append((given(cfg, "init_from"), file))
-        # checkpoint_around looks at the folders above a file: above the manifest the first is
-        # `folder`. A checkpoint outside of --out is safe, because no run changes it
+        # checkpoint_around looks at the folders above a file. The first one above the manifest is
+        # `folder`. A checkpoint outside of --out is safe: this run changes those in --out only
         checkpoint = checkpoint_around(folder / MANIFEST, cfg.out)
         in_out = checkpoint and is_same(checkpoint.parent, cfg.out)
         require(not in_out, f"{given(cfg, 'init_from')} is a checkpoint of {given(cfg, 'out')}, "
@@ -495,20 +495,20 @@ def refuse_same_files(cfg):
 
 
 def check_memory(cfg, share):
-    """ValueError if this machine's memory is too small for a run on CPUs. share: the part of all
-    ranks that this machine runs, 0 to 1.
+    """ValueError if this machine's memory is too small for a run on CPUs. share: the fraction of
+    the run's ranks that are on this machine, 0 to 1.
 
-    The run needs at least the states of the blocks, counted once: weights, gradients and optimizer
-    states (AdamW: 16 bytes per parameter, in 16 or 32 bits). To these add each block's input,
-    n_embd numbers per token of one microbatch. A run may need more and still pass: without ZeRO,
-    for example, each replica holds all the states of its model."""
+    Counted is what the blocks need at least, on all machines: weights, gradients and optimizer
+    states, once (AdamW: 16 bytes per parameter, in 16 or 32 bits); and the input of each block,
+    n_embd numbers per token of one microbatch. A run may pass and yet need more: without ZeRO, for
+    example, every replica holds weights, gradients and optimizer states of its own."""
     model = config_of(cfg, vocab_size=0)  # the vocabulary is not known yet
     parameters = model.block_weights()  # of one block
     if cfg.experts:  # block_weights() counts top_k of them
         parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
     width = WIDTHS[cfg.dtype]  # bytes of a number
     n_moments = len(MOMENTS[cfg.optimizer])
-    # Bytes of a whole block: zero=0, ranks=1 divide nothing, because `share` divides below
+    # zero=0, ranks=1: bytes of a whole block, once; `share`, below, is this machine's part
     states = parameters * sum(bytes_per_parameter(zero=0, ranks=1, width=width, moments=n_moments))
     tokens = cfg.batch_size * cfg.block_size / cfg.microbatches  # of a microbatch, all data ranks
     inputs = width * tokens * cfg.n_embd  # bytes of a block's input

@@ -9,13 +9,14 @@
 
 So no technique says anything for the sake of --watch (run/watch.py).
 
-Words of this page. A *call* is a frame; its *at* holds its local variables. The *stack* is the list
+Terms of this page. A *call* is a frame; its `at` holds its local variables. The `stack` is the list
 of all calls, the innermost first. Files in MACHINERY pass messages on for other files: the *asking
-call* is the innermost call that is in no such file. WORDS has the words for some functions: the
-*known call* is the innermost call of a function in WORDS, and its words say what the message is
-about. Functions in AROUND have words for messages that they ask for themselves, but much else runs
-inside them: their call is the known call only if it is the asking call. In plain.py's loss the
-asking call is a helper of the known call (the outermost first, some calls left out):
+call* is the innermost call of a function of any other file. WORDS has the words for some functions:
+the *known call* is the innermost call of a function in WORDS, and its words say what the message is
+about. Functions in AROUND have words, too, but only for messages that they ask for themselves,
+because much else runs inside them: a call of them is the known call only if it is the asking call.
+In plain.py's loss the known call leaves the asking to a helper (outermost first, some calls left
+out):
 
     training_steps   plain.py             in WORDS and AROUND, not the asking call: not known
     run_pipeline     pipeline.py          the same
@@ -26,8 +27,8 @@ asking call is a helper of the known call (the outermost first, some calls left 
     exchange         group.py             in MACHINERY
 
 If WORDS lacked vocabulary_loss, no call would be known. The message would then get the asking
-call's name: "by sum_of_copy in tensor_parallel.py". Without AROUND it would get run_pipeline's
-words, which are about an activation or a gradient for another stage.
+call's name: "by sum_of_copy in tensor_parallel.py". If AROUND lacked run_pipeline as well, the
+message would get run_pipeline's words, which are about an activation for the next stage.
 """
 
 import sys
@@ -140,7 +141,7 @@ def nearest(stack):
         owner = at.get("self")
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
-            return "lm_head"  # tied: its matrix has the name of the embedding
+            return "lm_head"  # its matrix is tied, and has the embedding's name
         # Each line: the name to which a local variable leads, and the files that have the variable
         found = [bucket_of(at["bucket"]) if "bucket" in at else "",  # engine/ddp, engine/zero
                  parameter_of(at.get("param")),  # ddp, zero
@@ -231,8 +232,8 @@ def means(stack, sent, size):
 
 
 def to_stage(at, stack):
-    """Pipeline.send (engine/) has the local variable `to`. run_pipeline has not: it sends to the
-    next rank in forward, and to the rank before in backward."""
+    """Pipeline.send (engine/pipeline.py) has the local variable `to`. run_pipeline has no `to`: it
+    sends to the next rank in forward, and to the rank before in backward."""
     forward = action_of(stack).startswith("F")
     to = at["to"] if "to" in at else at["rank"] + (1 if forward else -1)
     return f"{'activation' if forward else 'gradient'} of microbatch {action_of(stack)[1:]}, " \
@@ -277,7 +278,7 @@ def of_logits(at, stack):
 
 def of_rows(at, stack):
     """`move` (expert_parallel.py) sends tokens to their experts, then the experts' outputs back.
-    Between the two run_at_owners (engine/expert_parallel.py), which calls it, sets `outputs`."""
+    run_at_owners (engine/expert_parallel.py) asks for both, and sets `outputs` between them."""
     if is_backward(stack):  # autograd calls `move`: run_at_owners is not on the stack
         return "gradients of the experts' rows, there or back"
     combining = any("outputs" in call.at for call in stack if call.function == "run_at_owners")
@@ -319,8 +320,8 @@ WORDS = {
     ("pipeline", "run_pipeline"): to_stage, ("engine/pipeline", "send"): to_stage,
 
     ("tensor_parallel", "vocabulary_loss"): of_logits,
-    # forward: of a row or the embedding. backward: WithBackward's, which autograd calls for the root's
-    # f (copy_to_ranks). It is in MACHINERY, and may be the known call all the same
+    # forward: a row's or the embedding's. backward: WithBackward's, which autograd calls for the
+    # root's f (copy_to_ranks). A file in MACHINERY may have the known call, only not the asking one
     ("tensor_parallel", "forward"): of_layer, ("collectives", "backward"): of_layer,
     ("engine/vocabulary_parallel", "log_share"): "logsumexp of each token's logits",
     ("engine/vocabulary_parallel", "forward"): "loss of the microbatch",

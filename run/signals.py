@@ -16,8 +16,8 @@ parent.
     rank that saves, training    the same as for SIGHUP (Log.say)      one line, goes on (Log.say)
     all other processes          exit 141 = 128 + SIGPIPE, no line     one line, exit 1
 
-After a failure give_up (run/processes.py) ends a
-rank. A rank's parent is the process that started it: our launcher (run/launch.py) or torchrun's agent.
+After a failure give_up (run/processes.py) ends a rank. A rank's parent is the process that started
+the rank: our launcher (run/launch.py) or torchrun's agent.
 """
 
 import json
