@@ -15,8 +15,7 @@ call* is the innermost call of a function of any other file. WORDS has the words
 the *known call* is the innermost call of a function in WORDS, and its words say what the message is
 about. Functions in AROUND have words, too, but only for messages that they ask for themselves,
 because much else runs inside them: a call of them is the known call only if it is the asking call.
-In plain.py's loss the known call leaves the asking to a helper (outermost first, some calls left
-out):
+For example, in plain.py's loss (outermost first, some calls left out):
 
     training_steps   plain.py             in WORDS and AROUND, not the asking call: not known
     run_pipeline     pipeline.py          the same
@@ -321,7 +320,7 @@ WORDS = {
 
     ("tensor_parallel", "vocabulary_loss"): of_logits,
     # forward: a row's or the embedding's. backward: WithBackward's, which autograd calls for the
-    # root's f (copy_to_ranks). A file in MACHINERY may have the known call, only not the asking one
+    # root's f (copy_to_ranks). A known call may be in a file of MACHINERY, an asking call may not
     ("tensor_parallel", "forward"): of_layer, ("collectives", "backward"): of_layer,
     ("engine/vocabulary_parallel", "log_share"): "logsumexp of each token's logits",
     ("engine/vocabulary_parallel", "forward"): "loss of the microbatch",

@@ -106,8 +106,9 @@ def reopen():
 
 
 def end_without_traceback(kind, error, trace):
-    """sys.excepthook of each program that calls prepare_output(): an OSError that no one has caught
-    ends this process without a traceback, and a broken pipe without a word."""
+    """sys.excepthook of each program that calls prepare_output(). An OSError that no one has caught
+    ends this process with one line in place of a traceback; a broken pipe ends it without a line.
+    """
     if isinstance(error, BrokenPipeError):
         if parent and PARENT in os.environ:
             os.kill(parent, signal.SIGPIPE)  # the launcher then ends all ranks
@@ -173,8 +174,8 @@ def end_on_stop(when):
 
 def before_training(when="before the first step"):
     """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
-    parent. train.py's ranks replace the first of the two later on, by save_on_stop or end_on_stop.
-    """
+    parent. when: for end_on_stop. A rank of train.py calls save_on_stop or end_on_stop later on:
+    from then on a signal does what that function says."""
     global parent
     prepare_output()
     end_on_stop(when)
@@ -201,8 +202,8 @@ def save_on_stop(ask_to_stop):
 
 @contextmanager
 def skip_on_stop():
-    """A signal ends this block, and the process goes on behind the block. From there on it ignores
-    signals. The block is the last thing that a run does: nothing is left to save."""
+    """A signal ends this block, and the process goes on behind the block, where it ignores signals.
+    The block is the last work of a run: nothing is left to save."""
     on_stop(signal.default_int_handler)  # raises KeyboardInterrupt
     with suppress(KeyboardInterrupt):
         yield
