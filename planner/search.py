@@ -114,10 +114,10 @@ class Search:
         """The numbers of chunks to try: the schedule's own number, or the value of --chunks. If
         there is neither: 1 on one pipeline rank; on several 2 to 8, and those from 9 to 16 for
         which the number of stages divides the number of blocks."""
-        declared = SCHEDULES[schedule].chunks
+        own_number = SCHEDULES[schedule].chunks
         asked = self.fixed.get("chunks")
-        if declared:  # --chunks leaves out the schedules whose own number is another
-            return [declared] if asked in (None, declared) else []
+        if own_number:  # if --chunks asks for another number, this schedule has nothing to try
+            return [own_number] if asked in (None, own_number) else []
         if asked:
             return [asked]
         if pp == 1:
