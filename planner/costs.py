@@ -5,8 +5,8 @@
                all-reduce has two rounds, a reduce-scatter or an all-gather one
     tree       an all-reduce over many nodes, if faster: latencies grow with log2 of the nodes
     link       NVLink on a node; between nodes each rank of the group has a network port of its own
-    overlap    messages beside compute cost the time by which they are longer, and at least a
-               fraction (`unhidden`) of their own time
+    overlap    messages beside compute cost the time by which they take longer than the compute, and
+               at least a fraction (`unhidden`) of their own time
     step       the makespan of the schedule, with F, I and W of the busiest rank; then data-parallel
                messages and the optimizer
 
@@ -128,8 +128,8 @@ class Time(NamedTuple):
 
 
 def idle_of_1f1b(P, m, f, i, w):
-    """A rank idles for an F and a B of one stage of each other rank: 1/v of F + I + W for each.
-    (With GPipe and interleaved, too.)"""
+    """For each other rank, a rank idles for an F and a B of one stage: (f + i + w) / v seconds.
+    (GPipe and interleaved have the same formula.)"""
     return (P - 1) * (f + i + w)
 
 
@@ -165,20 +165,21 @@ def closed_form(name, P, m, v, costs):
 
 
 # ---- the makespan, by the clock ----
-# engine/schedules.py's simulate() once more, but fast, because a search plays the same lists with
-# many costs:
+# The makespan is the longest time from the start of a rank's first action to the end of its last.
+# simulate() of engine/schedules.py computes it, too. The functions here are faster, because a
+# search plays the same lists of actions with many costs:
 #     in_order()    sorts the actions of a schedule, once for all costs
 #     played()      needs one pass over the sorted actions
 #     makespan()    plays short runs only, and predicts long ones
-# A test compares with simulate().
+# A test compares them with simulate().
 
 
 @cache
 def in_order(schedule, P, m, v):
     """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
-    whose results it needs. needed: if another rank computes the action's input, the index in this
-    list of the action that does; else None. (A rank's own actions keep the order of its list.) The
-    sorted list serves all costs."""
+    whose results it needs. needed: the index in this list of the action on another rank that
+    computes the input. None: the input is this rank's own. (The actions of one rank keep the order
+    of its list.) The sorted list serves all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     rows = []
@@ -386,8 +387,9 @@ class Costs:
         # A hop passes on keys and values, 2 kv numbers per token. per_byte: seconds of a hop if a
         # number had one byte
         per_byte = 2 * n * kv / T / link(device, members, ranks)
-        # A rank attends to the keys and values of one rank after another, its own first. Each takes
-        # 1/ranks of the compute, and beside each but the last a hop brings the next
+        # A rank attends to its own keys and values, then to those of one other rank after another.
+        # Each of these parts takes 1/ranks of the compute. Beside each part but the last, a hop
+        # brings the keys and values of the next part
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
         # In backward a hop also passes on the gradients of keys and values, in at least 32 bits
         hop_back = per_byte * (w + max(w, 4))
@@ -458,8 +460,8 @@ class Costs:
         gradients in its forward, chunk by chunk of the logits. Its softmax has at least 32 bits."""
         h, w = self.job.model.n_embd, self.job.width
         words = self.job.model.vocab_size / T  # tokens of the vocabulary on this rank
-        # One all-reduce in either end: of the embedded tokens, and of the gradient of the head's
-        # input
+        # Each end has one all-reduce: the embedding sums the embedded tokens, and the head sums the
+        # gradient of its input
         reduce = self.all_reduce(1, T, n * h * w)
         # Bytes moved, if four tensors are written once and read once: in w bytes the logits; in at
         # least 32 bits their copy, their log-softmax and their gradient. Most published programs,
@@ -480,7 +482,8 @@ class Costs:
 
     def numbers_of(self, layout):
         """The numbers of a layout on which layers() depends."""
-        # block() reads pp only for the distance of ranks that share experts. 0: does not matter
+        # block() reads pp only for the distance of ranks that share experts. Without such ranks any
+        # pp will do: 0
         pp = layout.pp if layout.ep > 1 else 0
         return (tokens_of(self.job, layout), splits_backward(layout.schedule), layout.tp, layout.cp,
                 layout.ep, pp, layout.sp, layout.recompute, layout.cp_attention)

@@ -1,6 +1,6 @@
 """Bytes that each rank holds in a layout.
 
-    weights, gradients, optimizer    sizes.bytes_per_parameter, which train.py prints too
+    weights, gradients, optimizer    by sizes.bytes_per_parameter; train.py prints them, too
     activations    saved for backward by the blocks and heads in flight, at the peak along the
                    rank's list of actions (arXiv 2205.05198; a test measures what autograd saves)
     buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
