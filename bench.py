@@ -220,7 +220,7 @@ def against_the_engine_without():
                   COMPUTE_AND_TINY),
         *training("--sp: saves 1/T, gathers again", without.input_gathered_again, [T2_SP],
                   ["compute"]),
-        *training("one rank: torch's layers", without.own_linear_layers, [ONE], ["tiny"]),
+        *training("one rank: torch's layers", without.torchs_linear_layers, [ONE], ["tiny"]),
         *training("pipeline: early receives", without.receive_early, [P2], COMPUTE_AND_TINY),
         *training("pipeline: freed outputs", without.freed_outputs, [recompute],
                   ["8 x 2048 tokens"]),
@@ -338,8 +338,8 @@ def worker(rank, world, chosen, quick, path, folder):
     for n in sorted({1, *(row.n for row in rows)}):  # 1: plain_side.one_rank has a mesh of one rank
         # JOINED: names of the groups that are not along a single axis. Each has a communicator
         named = {name: dist.new_group(range(n)) for name in JOINED}
-        # The groups along single axes share one communicator: in each row one axis only has more
-        # than one rank, so only its group sends messages
+        # The groups along single axes share one communicator: in each row only one axis has more
+        # than one rank, so only the group of that axis sends messages
         named.update(dict.fromkeys(AXES, dist.new_group(range(n))))
         communicators[n] = named
     if quick:

@@ -7,10 +7,11 @@
     python plan.py --published                published runs beside their predictions
     python plan.py --measure                  measures this node; prints the flags to plan with
 
-Flags of the model and of the layout are train.py's. A layout flag that is given stays; the planner
-searches values for the others. In planner/: bytes in memory.py, seconds in costs.py, devices in
-hardware.py, the search in search.py, the order of the list in habits.py, other programs' words in
-programs.py, the text in report.py.
+Flags of the layout are train.py's, and so are most flags of the model. plan.py adds --model,
+--vocab-size, the flags that --help lists under "experts and heads of a Llama", --no-sp and
+--no-recompute. A layout flag that is given stays; the planner searches values for the others. In
+planner/: bytes in memory.py, seconds in costs.py, devices in hardware.py, the search in search.py,
+the order of the list in habits.py, other programs' words in programs.py, the text in report.py.
 """
 
 import argparse
@@ -104,18 +105,19 @@ def model_of_flags(name, given):
     """The model of this name, with the sizes that flags give."""
     n_experts = given.get("experts", 0)  # the flag has another name than the model's field
     model = MODELS[name]
-    beyond = [flag for flag in (*LLAMA_SIZES, "split_experts", "n_kv_head", "n_hidden")
-              if given.get(flag)]
-    config.require(not beyond or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
-                   f"--{' --'.join(beyond).replace('_', '-')} is for a Llama")
-    sizes = {**given, "n_experts": n_experts}
-    of_experts = [flag for flag in ("expert_width", "shared_width", "split_experts")
+    llama_only = [flag for flag in (*LLAMA_SIZES, "split_experts", "n_kv_head", "n_hidden")
                   if given.get(flag)]
-    config.require(n_experts or not of_experts, f"--{' --'.join(of_experts).replace('_', '-')} is "
-                   "for --experts; say how many")
+    config.require(not llama_only or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
+                   f"--{' --'.join(llama_only).replace('_', '-')} is for a Llama")
+    sizes = {**given, "n_experts": n_experts}
+    with_experts = [flag for flag in ("expert_width", "shared_width", "split_experts")
+                    if given.get(flag)]
+    config.require(n_experts or not with_experts,
+                   f"--{' --'.join(with_experts).replace('_', '-')} is for --experts; say how many")
     if given.get("expert_width"):
         sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
-    # Only a Mixture has a size for these flags. (--expert-width has become n_hidden, a Llama's)
+    # Only a Mixture has fields for these three flags. (--expert-width needs none: it has become
+    # n_hidden, a field of every Llama)
     if given.get("shared_width") or given.get("head_width") or given.get("split_experts"):
         model = Mixture(**asdict(model))
     return named_in(sizes, model)
@@ -190,6 +192,8 @@ def searched(args):
     if not rows:
         config.check_layout(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
+        # search.smallest: the smallest layout that does not fit. If it is None, the search has had
+        # no candidate at all
         config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
     return device, runs, search, rows

@@ -5,13 +5,16 @@
                all-reduce has two rounds, a reduce-scatter or an all-gather one
     tree       an all-reduce over many nodes, if faster: latencies grow with log2 of the nodes
     link       NVLink on a node; between nodes each rank of the group has a network port of its own
-    overlap    messages beside compute cost the time by which they are longer, and at least a
-               fraction (`unhidden`) of their own time
+    overlap    messages beside compute cost the time by which they take longer than the compute, and
+               at least a fraction (`unhidden`) of their own time
     step       the makespan of the schedule, with F, I and W of the busiest rank; then data-parallel
                messages and the optimizer
 
-In this file h is the model's width, w the bytes of a weight, n a number of tokens; T = layout.tp.
-But where f, i and w stand together, they are seconds of F, I and W.
+Names in this file: h is the model's width, w the bytes of a weight, n a number of tokens. P is the
+number of pipeline ranks, v the stages of each, m the number of microbatches. T is the number of
+tensor ranks, E the number of expert ranks. F, I and W are the actions of schedules.py: forward,
+gradients of inputs, gradients of weights. Where f, i and w stand together, they are the seconds of
+F, I and W for one microbatch and all stages of a rank.
 """
 
 import math
@@ -62,10 +65,11 @@ def on_node(device, stride, size):
 
 
 def link(device, members, size):
-    """Bytes per second between neighbours in a ring of `size` ranks, `members` on each node.
-    Between nodes NCCL runs as many rings at once as the group has members on a node. Each ring
-    leaves the node at another member, through that member's port: `members` ports carry the
-    collective."""
+    """Bytes per second at which a group of `size` ranks, `members` of them on each node, passes
+    data around its rings, all rings together. If all are on one node, the rings go over NVLink.
+    Between nodes NCCL runs `members` rings at once. Each ring leaves the node at another member,
+    through that member's port: so `members` ports carry the collective. (A collective with a single
+    ring, like ring attention, has one port between nodes: its caller passes 1 for members.)"""
     inside = device.nvlink * device.f_nvlink
     if members >= size:
         return 1e9 * inside
@@ -117,22 +121,22 @@ class Time(NamedTuple):
 
 
 # ---- the bubble, by formula ----
-# F, I, W: seconds of a microbatch on a rank, all its v stages together; a stage takes 1/v of them.
-# Each function returns v times the seconds that a rank idles, by the formula of the schedule's
-# paper; None where the paper's assumptions do not hold. (v times, so that no formula divides by v:
-# closed_form adds it to v times the seconds that the rank works.)
+# f, i, w: seconds of F, I and W for a microbatch and all v stages of a rank; a stage takes 1/v of
+# them. Each function returns v times the seconds that a rank idles, by the formula of the
+# schedule's paper; None where the paper's assumptions do not hold. (v times, so that no formula
+# divides by v: closed_form adds v times the seconds that the rank works.)
 
 
 def idle_of_1f1b(P, m, f, i, w):
-    """A rank idles for an F and a B of one stage of each other rank: 1/v of F + I + W for each.
-    (With GPipe and interleaved, too.)"""
+    """For each other rank, a rank idles for an F and a B of one stage: (f + i + w) / v seconds.
+    (GPipe and interleaved have the same formula.)"""
     return (P - 1) * (f + i + w)
 
 
 def idle_of_zero_bubble(depth, P, m, f, i, w):
-    """A rank would idle for the time of an F and an I of each other rank; zb-h1 (depth 1) puts one
-    W into this time, zb-h2 (depth 2) two. Assumes W <= F, depth x W <= F + I, and microbatches that
-    fill the pipeline."""
+    """For each other rank, a rank would idle for an F and an I. zb-h1 (depth 1) fills each of these
+    P-1 gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I, and enough
+    microbatches to fill the pipeline."""
     idle = (P - 1) * (f + i - depth * w)
     return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
 
@@ -148,7 +152,7 @@ IDLE = {"gpipe": idle_of_1f1b, "1f1b": idle_of_1f1b, "interleaved": idle_of_1f1b
 
 
 def closed_form(name, P, m, v, costs):
-    """The published bubble, idle / (idle + work). costs: (F, I, W, seconds of a message). None if
+    """The published bubble, idle / (idle + work). costs: (f, i, w, seconds of a message). None if
     messages take time, if the schedule has no formula, or if the formula's assumptions do not
     hold."""
     f, i, w, comm = costs
@@ -161,20 +165,21 @@ def closed_form(name, P, m, v, costs):
 
 
 # ---- the makespan, by the clock ----
-# engine/schedules.py's simulate() once more, but fast, because a search plays the same lists with
-# many costs:
+# The makespan is the longest time from the start of a rank's first action to the end of its last.
+# simulate() of engine/schedules.py computes it, too. The functions here are faster, because a
+# search plays the same lists of actions with many costs:
 #     in_order()    sorts the actions of a schedule, once for all costs
 #     played()      needs one pass over the sorted actions
 #     makespan()    plays short runs only, and predicts long ones
-# A test compares with simulate().
+# A test compares them with simulate().
 
 
 @cache
 def in_order(schedule, P, m, v):
     """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
-    whose results it needs. needed: if another rank computes the action's input, the index in this
-    list of the action that does; else None. (A rank's own actions keep the order of its list.) The
-    sorted list serves all costs."""
+    whose results it needs. needed: the index in this list of the action on another rank that
+    computes the input. None: the input is this rank's own. (The actions of one rank keep the order
+    of its list.) The sorted list serves all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
     rows = []
@@ -202,7 +207,7 @@ def in_order(schedule, P, m, v):
 
 
 def played(schedule, P, m, v, costs):
-    """Makespan for costs (F, I, W, seconds of a message): one pass over in_order()."""
+    """Makespan in seconds for costs (f, i, w, seconds of a message): one pass over in_order()."""
     f, i, w, comm = costs
     cost = {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v}  # seconds of one stage
     # When the first forward reaches each rank: stages 0 .. P-1 are on ranks 0 .. P-1
@@ -220,9 +225,10 @@ def played(schedule, P, m, v, costs):
 
 @cache
 def makespan(schedule, P, m, v, costs):
-    """Makespan for costs (F, I, W, seconds of a message). Once the pipeline is full, each P further
-    microbatches add nearly the same time. So two short runs, of `few` and of few + P microbatches,
-    predict a long one within 0.5% (a test compares); m - few is a multiple of P."""
+    """Makespan in seconds for costs (f, i, w, seconds of a message). Once the pipeline is full,
+    each P further microbatches add nearly the same time. So two short runs, one of `few`
+    microbatches and one of few + P, predict a long one within 0.5% (a test compares). m - few is a
+    multiple of P."""
     few = (2 if splits_backward(schedule) else 1) * P + m % P  # microbatches that fill the pipeline
     if m <= few + P:
         return played(schedule, P, m, v, costs)
@@ -278,7 +284,8 @@ class Costs:
         #     moved_by_norms      norms and residual additions
         #     moved_inside        attention, and the MLP's activation function
         #     moved_by_routing    a router's scores; tokens to their experts and back
-        # (In train.py only --sp splits the scores. They are few: count them like the tokens)
+        # (In train.py only --sp splits the scores. They are few, so here they always count as
+        # split)
         self.moved_by_norms = (NORMS + RESIDUALS) * h
         inner = shape.inner + shape.shared
         in_mlp = shape.up * inner + inner  # the activation function reads, and writes
@@ -380,8 +387,9 @@ class Costs:
         # A hop passes on keys and values, 2 kv numbers per token. per_byte: seconds of a hop if a
         # number had one byte
         per_byte = 2 * n * kv / T / link(device, members, ranks)
-        # A rank attends to the keys and values of one rank after another, its own first. Each takes
-        # 1/ranks of the compute, and beside each but the last a hop brings the next
+        # A rank attends to its own keys and values, then to those of one other rank after another.
+        # Each of these parts takes 1/ranks of the compute. Beside each part but the last, a hop
+        # brings the keys and values of the next part
         forward = self.exposed(per_byte * w, attention / ranks, "cp") + device.latency
         # In backward a hop also passes on the gradients of keys and values, in at least 32 bits
         hop_back = per_byte * (w + max(w, 4))
@@ -393,7 +401,9 @@ class Costs:
         separate."""
         model, w, T, E = self.job.model, self.job.width, layout.tp, layout.ep
         h, n_experts, shape = model.n_embd, model.n_experts, shape_of(model)
-        router = 2 * n * h * n_experts  # FLOPs. Whole on each tensor rank (train.py: unless --sp)
+        # FLOPs of the router. (In train.py --sp splits them over tensor ranks. They are few, so
+        # here each tensor rank always counts all of them, unlike the bytes in moved_by_routing)
+        router = 2 * n * h * n_experts
         products = 2 * n * sum(matrices(model)) / T + router
         # Bytes of activations that the products read and write. Whole on each rank: inputs of two
         # columns and outputs of two rows, 4 h per token. Split by T: outputs of the columns,
@@ -450,8 +460,8 @@ class Costs:
         gradients in its forward, chunk by chunk of the logits. Its softmax has at least 32 bits."""
         h, w = self.job.model.n_embd, self.job.width
         words = self.job.model.vocab_size / T  # tokens of the vocabulary on this rank
-        # One all-reduce in either end: of the embedded tokens, and of the gradient of the head's
-        # input
+        # Each end has one all-reduce: the embedding sums the embedded tokens, and the head sums the
+        # gradient of its input
         reduce = self.all_reduce(1, T, n * h * w)
         # Bytes moved, if four tensors are written once and read once: in w bytes the logits; in at
         # least 32 bits their copy, their log-softmax and their gradient. Most published programs,
@@ -472,7 +482,8 @@ class Costs:
 
     def numbers_of(self, layout):
         """The numbers of a layout on which layers() depends."""
-        # block() reads pp only for the distance of ranks that share experts. 0: does not matter
+        # block() reads pp only for the distance of ranks that share experts. Without such ranks any
+        # pp will do: 0
         pp = layout.pp if layout.ep > 1 else 0
         return (tokens_of(self.job, layout), splits_backward(layout.schedule), layout.tp, layout.cp,
                 layout.ep, pp, layout.sp, layout.recompute, layout.cp_attention)
@@ -487,30 +498,34 @@ class Costs:
         return self.known[numbers]
 
     def parts(self, layout):
-        """The different Parts of the pipeline ranks."""
+        """The different Parts (planner/memory.py) of the pipeline ranks. A Part says how many
+        layers of each kind a rank has: embedding, blocks, head."""
         return self.different_parts(layout.schedule, layout.pp, layout.chunks)
 
     def busiest_rank(self, layout):
-        """([F, I, W], Part) of the slowest pipeline rank: seconds of a microbatch through all its
-        stages, and the layers of these stages."""
+        """([f, i, w], Part) of the slowest pipeline rank. f, i, w: seconds of F, I and W for one
+        microbatch and all stages of this rank. Part: the layers of these stages."""
         key = self.numbers_of(layout), layout.schedule, layout.pp, layout.chunks
         if key not in self.busiest:
-            # seconds[action][layer]: seconds of F, I or W of an embedding, a block, a head
+            # seconds[action][layer]. action: 0 to 2 for F, I, W. layer: 0 to 2 for the embedding,
+            # one block, the head
             layers = self.layers(layout)
             seconds = [[sum(times[action]) for times in layers] for action in range(3)]
-            of_layer = [sum(each) for each in zip(*seconds, strict=True)]  # all three together
+            # For each layer, the seconds of F, I and W together
+            layer_seconds = [sum(each) for each in zip(*seconds, strict=True)]
             # A Part has part[0] embeddings, part[1] blocks, part[2] heads
-            slowest = max(self.parts(layout), key=lambda part: dot(part, of_layer))
-            of_slowest = [dot(slowest, of_action) for of_action in seconds]
-            self.busiest[key] = of_slowest, slowest
+            slowest = max(self.parts(layout), key=lambda part: dot(part, layer_seconds))
+            action_seconds = [dot(slowest, by_layer) for by_layer in seconds]
+            self.busiest[key] = action_seconds, slowest
         return self.busiest[key]
 
     def boundary(self, layout):
-        """Seconds of a message to the next stage. All ranks of a stage send at once, each through a
-        port of its own."""
+        """Seconds of a message from a rank to the next stage. All ranks of a stage send at once,
+        each through its own port."""
         nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
         P, T = layout.pp, layout.tp
-        # Over NVLink if whole pipelines fit into a node, else over the network
+        # Pipelines of neighbouring tensor and context ranks lie beside each other and have T x cp x
+        # P ranks in all. If a node has room for all, messages go over NVLink, else over the network
         members = P if self.device.node % (T * layout.cp * P) == 0 else 1
         return (nbytes / (T if layout.sp else 1) / link(self.device, members, P)
                 + self.device.latency)
@@ -524,17 +539,17 @@ class Costs:
                         (*seconds, comm))
 
     def lower_bound(self, layout):
-        """A lower bound of pipeline_time. It assumes that messages between stages take no time. The
-        bubble is computed by the schedule's formula; without a formula, the bound is the shortest
-        time that rank 0 can take."""
-        seconds, _ = self.busiest_rank(layout)
+        """A lower bound of pipeline_time, in seconds. Messages between stages are assumed to take
+        no time. If closed_form() knows the bubble, the bound follows from it. Else the bound is the
+        shortest time that rank 0 can take."""
+        seconds, _ = self.busiest_rank(layout)  # [f, i, w]
         P, m, v = layout.pp, layout.microbatches, layout.chunks
         bubble = closed_form(layout.schedule, P, m, v, (*seconds, 0.0))
         if bubble is not None:
             return m * sum(seconds) / (1 - bubble)
-        # Rank 0's first I (or B) starts after `trip`: a microbatch has gone forward through all
-        # stages, and back through the stages behind rank 0's last. By then rank 0 may have run all
-        # its m F, but no I and no W: m I and m W are left
+        # trip: seconds in which the first microbatch goes forward through all stages, and back
+        # through the stages behind rank 0's last stage. Only then can rank 0 start its first I (or
+        # B). By then rank 0 may have run all its m F, but no I and no W: m I and m W are left
         f, i, w = seconds
         trip = P * f + stages_behind_rank_0(layout.schedule, P, v) * i / v
         return max(m * f, trip) + m * (i + w)
@@ -542,53 +557,59 @@ class Costs:
     # ---- a step's end: data-parallel messages and the optimizer ----
 
     def data_messages(self, layout, part, numel, collective):
-        """Seconds of the data-parallel ranks' collectives for a Part. numel: parameters in these
-        collectives, without the experts', which are added here. A collective has a number as wide
-        as a weight for each parameter. collective: ring_time, for an all-gather or a
-        reduce-scatter, or all_reduce_time. Each layer (ZeRO) or bucket (DDP) has one collective;
-        under --ep experts have collectives of their own, counted likewise."""
-        w, device = self.job.width, self.device
-        replica = layout.tp * layout.cp * layout.pp  # ranks of a replica: the data axis' stride
+        """Seconds of the collectives in which the data-parallel ranks of a Part exchange weights,
+        or gradients. numel: the number of parameters exchanged, without those of experts, which are
+        added here. Each parameter counts w bytes, like a weight; for gradients of another width the
+        caller scales the seconds. collective: the function that returns the seconds of one
+        collective. It is ring_time for an all-gather or a reduce-scatter, else all_reduce_time.
+
+        Under ZeRO each layer has one collective; under DDP each bucket has one. With --ep the
+        experts have collectives of their own: one for each layer (ZeRO) or bucket (DDP), too."""
+        w, device, E = self.job.width, self.device, layout.ep
+        stride = layout.tp * layout.cp * layout.pp  # distance of neighbours on the data axis
         ranks = layout.dp * layout.cp  # data and context ranks are one group
         # How many ranks of this group are on one node: context ranks, times data ranks
         context_members = on_node(device, layout.tp, layout.cp)
-        members = context_members * on_node(device, replica, layout.dp)
-        experts = part.blocks * block_parameters(self.job.model, layout.tp, layout.ep)[1]
-        if layout.ep == 1:  # the experts are in their layer's collective
+        members = context_members * on_node(device, stride, layout.dp)
+        experts = part.blocks * block_parameters(self.job.model, layout.tp, E)[1]  # parameters
+        if E == 1:  # the experts are in their layer's collective
             numel, experts = numel + experts, 0
-        times = max(1, sum(part) if layout.zero else numel * w / BUCKET)
+        times = max(1, sum(part) if layout.zero else numel * w / BUCKET)  # number of collectives
         seconds = times * collective(device, members, ranks, numel * w / times)
-        # Each of E neighbours on the data axis has other experts. So a group has every E-th data
-        # rank, each with its context ranks
+        # Each of E neighbours on the data axis has other experts. So the ranks with the same
+        # experts are every E-th data rank, each with its context ranks
         if experts:
-            members = context_members * on_node(device, replica * layout.ep, layout.dp // layout.ep)
+            members = context_members * on_node(device, stride * E, layout.dp // E)
             times = max(1, part.blocks if layout.zero else experts * w / BUCKET)
-            seconds += times * collective(
-                device, members, ranks // layout.ep, experts * w / times)
+            seconds += times * collective(device, members, ranks // E, experts * w / times)
         return seconds
 
     def exposed_data_messages(self, layout, part, forward, backward):
-        """Seconds by which data-parallel messages lengthen a step. forward, backward: seconds of a
-        microbatch's forward and backward, beside which the messages travel."""
+        """Seconds by which data-parallel messages lengthen a step. part: the Part of a rank.
+        forward, backward: seconds of this rank's forward and backward of one microbatch; the
+        messages travel beside them."""
         model, m, T = self.job.model, layout.microbatches, layout.tp
-        dense, _ = block_parameters(model, T, layout.ep)
-        vocabulary, _ = end_parameters(model, part, T)  # left out: positions and the head's norm
+        # Parameters on this rank. Those of experts are added in data_messages(). Left out, because
+        # they are few: positions, and the head's norm
+        dense, _ = block_parameters(model, T, layout.ep)  # of one block
+        vocabulary, _ = end_parameters(model, part, T)
         numel = part.blocks * dense + vocabulary
         wider = self.job.grad_width / self.job.width  # bytes of a gradient per byte of its weight
-        if layout.zero == 0:  # an all-reduce beside the last backward
+        if layout.zero == 0:  # gradients are all-reduced beside the last backward
             grads = wider * self.data_messages(layout, part, numel, all_reduce_time)
             return self.exposed(grads, backward, "dp")
-        weights = self.data_messages(layout, part, numel, ring_time)
-        grads = wider * weights
+        weights = self.data_messages(layout, part, numel, ring_time)  # seconds to all-gather them
+        grads = wider * weights  # seconds to reduce-scatter the gradients
         # ZeRO-1 and 2: new weights are all-gathered beside the next step's first forward
         new_weights = self.exposed(weights, forward, "dp")
-        if layout.zero == 1:  # a reduce-scatter beside the last backward
+        if layout.zero == 1:  # gradients are reduce-scattered beside the last backward
             return self.exposed(grads, backward, "dp") + new_weights
-        if layout.zero == 2:  # a reduce-scatter beside every backward
+        if layout.zero == 2:  # gradients are reduce-scattered beside every backward
             return m * self.exposed(grads, backward, "dp") + new_weights
-        # ZeRO-3 gathers weights beside every forward and every backward. In forward: the blocks',
-        # and a matrix for each end that the part has. In backward: the blocks' only, because
-        # neither end's backward reads its matrix
+        # ZeRO-3 reduce-scatters gradients beside every backward, and all-gathers weights beside
+        # every forward and every backward. Forward needs the weights of the blocks, and the matrix
+        # of the embedding or the head where the Part has one. Backward needs the weights of the
+        # blocks only: the backward of the embedding, and that of the head, read no matrix
         matrices_of_ends = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
         in_forward = self.data_messages(layout, part, part.blocks * dense + matrices_of_ends,
                                         ring_time)
@@ -597,39 +618,45 @@ class Costs:
                     + self.exposed(in_backward, backward, "dp"))
 
     def tied_ends_time(self, layout):
-        """Seconds in which the first and the last stage sum the gradient of the tied embedding."""
+        """Seconds in which the ranks of the first and the last stage sum the gradients of the
+        matrix that embedding and head share (tied weights)."""
         model, device, T = self.job.model, self.device, layout.tp
         where = placement(layout.schedule, layout.pp, layout.chunks)  # where[stage]: its rank
-        if where[0] == where[-1] or not is_tied(model):  # on one rank, or two matrices
+        # Nothing to send if one rank has both stages, or if the ends have two matrices
+        if where[0] == where[-1] or not is_tied(model):
             return 0.0
-        replica = T * layout.cp * layout.pp  # ranks of a replica
-        members = 2 if device.node % replica == 0 else 1  # is the whole pipeline on a node?
-        # Under ZeRO the data ranks have summed it before, and each has a shard of the sum
+        # Pipelines of neighbouring tensor and context ranks lie beside each other. If a node has
+        # room for all of them, the two ranks that sum a gradient are on one node
+        ranks = T * layout.cp * layout.pp
+        members = 2 if device.node % ranks == 0 else 1
+        # Under ZeRO the data ranks have summed the gradient before, and each has a shard of the sum
         shards = layout.dp * layout.cp if layout.zero else 1
         nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
         return all_reduce_time(device, members, 2, nbytes)
 
     def optimizer_time(self, layout, part):
-        """Seconds in which AdamW reads and writes the states of the parameters that this rank
-        steps: all of its own or, under ZeRO, a shard."""
+        """Seconds in which AdamW reads and writes the states of the parameters that a rank steps.
+        These are all parameters of its Part or, under ZeRO, its shard of them."""
         job, model, replicas = self.job, self.job.model, layout.dp * layout.cp
         dense, experts = (part.blocks * each
                           for each in block_parameters(model, layout.tp, layout.ep))
         vocabulary, _ = end_parameters(model, part, layout.tp)
         numel = dense + vocabulary
         owned = numel + experts  # parameters that this rank steps
-        if layout.zero:  # its shard. Experts have E times fewer replicas, so larger shards
+        if layout.zero:
+            # A shard. Experts have E times fewer replicas, so their shards are E times larger
             owned = numel / replicas + experts * layout.ep / replicas
-        # Bytes per parameter. A weight of at least 32 bits is its own master
-        states = 3 * max(job.width, 4)  # the master and two moments
+        # Bytes per parameter. The states are a master weight and two moments, of at least 32 bits
+        # each. (A weight of at least 32 bits is its own master)
+        states = 3 * max(job.width, 4)
         moved = 2 * states + job.grad_width  # states are read and written, the gradient is read
         if job.width == 2:
             moved += job.width  # the 16-bit weight is written
         return self.compute(moved=owned * moved, kernels=KERNELS["optimizer"] * part.blocks)
 
     def update_time(self, layout):
-        """(seconds that data-parallel messages and tied_ends_time add to a step, seconds of the
-        optimizer)."""
+        """(sent, optimizer) in seconds. sent: exposed data-parallel messages, and the messages of
+        tied_ends_time. optimizer: the optimizer's step."""
         (f, i, w), part = self.busiest_rank(layout)
         sent = self.exposed_data_messages(layout, part, f, i + w)
         return sent + self.tied_ends_time(layout), self.optimizer_time(layout, part)
@@ -639,16 +666,18 @@ class Costs:
         return self.pipeline_time(layout) + sum(self.update_time(layout))
 
     def breakdown(self, layout):
-        """{compute, tp, cp, ep, pp, dp, optimizer, bubble}: seconds, in sum step_time's. tp, cp,
-        ep, pp, dp: exposed messages of that axis."""
+        """{part of a step: seconds}; their sum is step_time. compute: forwards and backwards of the
+        busiest rank. tp, cp, ep, pp, dp: exposed messages of that axis. optimizer: its step.
+        bubble: the seconds that the busiest rank idles."""
         _, part = self.busiest_rank(layout)
-        busy = Time()
+        busy = Time()  # of all microbatches
         for number, layer in zip(part, self.layers(layout), strict=True):
             for time in layer:
                 busy = busy.plus(time, number * layout.microbatches)
         without_messages = self.pipeline_time(layout, messages=False)
         sent, optimizer = self.update_time(layout)
-        tied = self.tied_ends_time(layout)  # in `sent`, but its messages travel along pp
+        # `sent` has the messages of tied ends, too. They travel along pp: count them there
+        tied = self.tied_ends_time(layout)
         return {**busy._asdict(), "pp": self.pipeline_time(layout) - without_messages + tied,
                 "dp": sent - tied, "optimizer": optimizer,
                 "bubble": max(0.0, without_messages - sum(busy))}

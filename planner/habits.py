@@ -1,11 +1,13 @@
 """Prices that order layouts of nearly the same time by habit, and kinds of layouts.
 
 The planner's own error is larger than the gap between its first dozen layouts. So a layout that is
-harder to run must be clearly faster to come first. Among the layouts whose time is within BAND
-(planner/report.py) of the fastest, a layout comes before a plainer one only if it is faster by more
-percent than its PRICES add up to; slower layouts follow, in the same order. The prices are chosen
-such that the first rows of six jobs are layouts that published runs have, or that the guides of
-other programs (planner/programs.py) recommend (a test names them). They are fitted to no time.
+harder to run must be clearly faster to come first. Layouts whose time is within BAND
+(planner/report.py) of the fastest are sorted by time x price. The price is 1 plus the sum of
+the PRICES that the layout pays, each some percent. For example, a layout with a price of 1.05 comes
+before one with a price of 1 only if it takes less than 1/1.05 of the time. Slower layouts follow,
+sorted likewise. The percents are chosen such that the first rows of six jobs are layouts that
+published runs have, or that the guides of other programs (planner/programs.py) recommend (a test
+names them). They are fitted to no time.
 """
 
 import math
@@ -18,8 +20,8 @@ LONG = 32768  # tokens: sequences from here on are usually split over context ra
 
 
 class Price(NamedTuple):
-    """The price of a feature of layouts: a layout with the feature comes before one without it only
-    if it is faster by more than this many percent."""
+    """The price of a feature of layouts. When layouts are compared, the time of a layout that has
+    the feature counts as longer by percent x times(job, layout)."""
     percent: float
     words: str  # names the feature
     times: Callable  # times(job, layout): how often the layout pays the price; 0: not at all
@@ -48,7 +50,7 @@ PRICES = (
 
 
 def price(job, layout):
-    """The factor that lengthens a layout's time when layouts are compared."""
+    """The factor by which a layout's time is multiplied when layouts are compared."""
     return 1 + sum(each.percent * each.times(job, layout) for each in PRICES) / 100
 
 

@@ -19,8 +19,10 @@ class Device:
     # Fraction of gb that a plan leaves free: CUDA, NCCL and fragmentation take 5% to 7%
     reserve: float = 0.07
     # Fractions of the figures above that programs reach. All are fitted but one: f_attention of
-    # A100s is that of arXiv 2307.08691, figure 4. V100s take the A100s' value
-    f_products: float = 0.81  # fraction of tflops, in matrix products once their operands are there
+    # A100s is that of arXiv 2307.08691, figure 4. V100s take the A100s' value.
+    # A matrix product takes FLOPs / (tflops f_products), plus the time in which it reads and writes
+    # tensors, bytes / (hbm f_hbm)
+    f_products: float = 0.81  # fraction of tflops, in matrix products
     f_attention: float = 0.6  # fraction of tflops, in a fused attention kernel
     f_hbm: float = 0.66  # fraction of hbm
     f_nvlink: float = 0.52  # fraction of nvlink, in a ring (each rank waits for the one before)

@@ -44,7 +44,8 @@ def hops(tensor, group):
     """How many messages follow one another in an all-reduce of engine/collectives.py. GPUs use
     NCCL's all-reduce, in a ring or a tree; this function assumes a ring."""
     n = group.size
-    # Butterfly: log2(n) - 1 halvings, a swap, as many doublings. Ring: twice n - 1 hops
+    # Butterfly: log2(n) - 1 halvings, one swap, log2(n) - 1 doublings. Ring: n - 1 hops for the
+    # reduce-scatter, and n - 1 for the all-gather
     return 2 * int(math.log2(n)) - 1 if takes_butterfly(tensor, group) else 2 * (n - 1)
 
 
@@ -101,6 +102,8 @@ def main():
         sys.exit(launch(n))
     device = choose_device("cuda" if gpus else "cpu")
     init(device)
+    # native: on GPUs all_reduce() is NCCL's, like hops() assumes; else that of
+    # engine/collectives.py
     mesh = Mesh(device, native=gpus > 0, dp=n)
     flags = measure(mesh)
     if mesh.rank == 0:

@@ -1,6 +1,6 @@
 """Bytes that each rank holds in a layout.
 
-    weights, gradients, optimizer    sizes.bytes_per_parameter, which train.py prints too
+    weights, gradients, optimizer    by sizes.bytes_per_parameter; train.py prints them, too
     activations    saved for backward by the blocks and heads in flight, at the peak along the
                    rank's list of actions (arXiv 2205.05198; a test measures what autograd saves)
     buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
@@ -272,8 +272,8 @@ def activations(job, layout, rank):
     #     attention's row       q, split by T     h, whole
     #     the MLP's column      h, whole          up * inner, split by T
     #     the MLP's row         inner, split      h, whole
-    # Experts compute their weight gradients in I and hold nothing for W; an MLP beside them does.
-    # --sp splits none of these tensors
+    # Experts compute their weight gradients in I, so they hold nothing for W. An MLP beside experts
+    # holds its tensors like any other MLP. --sp splits none of these tensors
     deferred = (2 * h + (2 * q + 2 * kv) / T) * w
     in_mlp = shared if model.n_experts else inner
     if in_mlp:

@@ -192,9 +192,11 @@ def print_plan(args, device, runs, search, rows):
     print_first(args, job, search.device, rows[0])
     if args.layout and len(rows) > 1:
         slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
-        band = "within" if slower <= BAND else "outside"
+        word = "slower" if slower >= 0 else "faster"  # a layout that does not fit may be faster
+        band = "within" if abs(slower) <= BAND else "outside"
         print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}")
-        print(f"{slower:.1%} slower: {band} the band of {BAND:.0%}, the planner's own median error")
+        print(f"{abs(slower):.1%} {word} than the fastest that fits: {band} the band of "
+              f"{BAND:.0%}, the planner's own median error")
     print("\nnot shown:")
     print(*fell_out(search), sep="\n")
     print(f"not searched unless named: {NOT_SEARCHED}")

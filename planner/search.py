@@ -114,10 +114,10 @@ class Search:
         """The numbers of chunks to try: the schedule's own number, or the value of --chunks. If
         there is neither: 1 on one pipeline rank; on several 2 to 8, and those from 9 to 16 for
         which the number of stages divides the number of blocks."""
-        declared = SCHEDULES[schedule].chunks
+        own_number = SCHEDULES[schedule].chunks
         asked = self.fixed.get("chunks")
-        if declared:  # --chunks leaves out the schedules whose own number is another
-            return [declared] if asked in (None, declared) else []
+        if own_number:  # if --chunks asks for another number, this schedule has nothing to try
+            return [own_number] if asked in (None, own_number) else []
         if asked:
             return [asked]
         if pp == 1:
@@ -133,7 +133,7 @@ class Search:
             # Numbers of microbatches, such that each has b = 1 .. 16 sequences
             counts = [share // b for b in range(1, 17) if share % b == 0]
             schedules = ["1f1b"]
-            if pp > 1:  # not GPipe: 1F1B has its bubble, and holds less
+            if pp > 1:  # without GPipe: 1F1B has the same bubble, and holds less
                 schedules = [name for name, declared in SCHEDULES.items() if not declared.grows]
             for more in self.options(microbatches=counts, schedule=schedules,
                                      recompute=[False, True]):
@@ -177,8 +177,8 @@ class Search:
         # Whether other layouts fit, next_fit() finds out later
         if activations(self.job, layout, 0) <= self.device.usable * 1e9:
             return staged
-        # Count all stages. fits() counts the last stage, which mostly holds least, and records it
-        # in self.smallest if no smaller layout is there
+        # Count the layout in all ZeRO stages. fits() counts the last of them, which mostly holds
+        # least, and records it in self.smallest if no smaller layout is there
         self.misfits += len(staged) - 1
         self.fits(staged[-1], [0, layout.pp - 1])
         return []
@@ -191,10 +191,11 @@ class Search:
 
             precision      seconds                                  becomes
             "bound"        lower bound of the pipeline              a "with update" per ZeRO stage
-            "with update"  bound + update_time of the ZeRO stage    "exact", if the two ends fit
+            "with update"  bound + update_time of the ZeRO stage    "exact", if the end ranks fit
             "exact"        simulated pipeline + update_time         the answer, if all ranks fit
 
-        (update_time: data-parallel messages and the optimizer)
+        (update_time: data-parallel messages and the optimizer. The end ranks are the first and the
+        last of the pipeline)
         """
         while queue:
             _, _, seconds, precision, layout = heapq.heappop(queue)

@@ -8,7 +8,7 @@ Left out, because they are small:
 
     all ranks            loss, norm and stop flag: a few numbers
     experts              the routers' statistics; how many tokens each rank will send
-    experts and --tp     gates and chosen experts: k numbers each per token
+    experts and --tp     gates and chosen experts: top_k numbers each per token
     LARS and LAMB        two numbers per tensor of the model
     vocabulary, ZeRO     padding
 """
@@ -51,6 +51,17 @@ def forwards_and_backwards(layout, part):
     return (2 if layout.recompute else 1) * backwards, backwards
 
 
+def n_positions(model):
+    """Parameters of the embedding of positions; Llama's are rotary and have none."""
+    return 0 if isinstance(model, LlamaConfig) else model.block_size * model.n_embd
+
+
+def data_shards(layout):
+    """How many shards a gradient has when it is summed over ranks of other axes. The sum over the
+    data ranks comes first, and under ZeRO it leaves each data rank a shard."""
+    return layout.dp * layout.cp if layout.zero else 1
+
+
 def tp_messages(job, layout, part):
     """Tensor parallelism: in blocks and in both ends of the model."""
     model, w, T, m = job.model, job.width, layout.tp, layout.microbatches
@@ -91,22 +102,12 @@ def tp_messages(job, layout, part):
         per_block += model.n_experts - shape.bias
     replicated = part.blocks * per_block * h
     replicated += part.embedding * n_positions(model) + part.head * shape.norm * h
+    # Under ZeRO each data rank has a shard of these gradients, and sums only this shard over tp
     nbytes = 2 * (T - 1) / T * replicated / data_shards(layout) * job.grad_width
     in_backwards = (4 + gathered_again) * backwards + ends
     return [("tp", "halves of all-reduces of activations", 4 * forwards - skipped + ends, half),
             ("tp", "halves of all-reduces of gradients", in_backwards, half),
             ("tp", "all-reduce of gradients of norms, biases and positions", 1, nbytes), loss_row]
-
-
-def n_positions(model):
-    """Parameters of the embedding of positions; Llama's are rotary and have none."""
-    return 0 if isinstance(model, LlamaConfig) else model.block_size * model.n_embd
-
-
-def data_shards(layout):
-    """How many shards a gradient has when it is summed over ranks of other axes. The sum over the
-    data ranks comes first, and under ZeRO it leaves each data rank a shard."""
-    return layout.dp * layout.cp if layout.zero else 1
 
 
 def cp_messages(job, layout, part):

@@ -130,7 +130,7 @@ def columns_in_python(model, group, sp, defer):
     engine.tensor_parallel.parallelize(model, group, sp, engine.tensor_parallel.compute_now)
 
 
-own_linear_layers = without(train, parallelize=columns_in_python)
+torchs_linear_layers = without(train, parallelize=columns_in_python)
 
 # ---- pipeline ----
 

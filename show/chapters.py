@@ -169,7 +169,7 @@ def way_svg(P=4, m=4, followed=1):
         picture.arrow((spans["B", stage + 1][1] - 3, lower), (spans["B", stage][0] + 4, upper),
                       BACK)
     picture.text(left, bottom + 6,
-                 "Time goes right. A backward takes two forwards; gaps are the bubble.")
+                 "Time goes right. A backward takes as long as two forwards; gaps are the bubble.")
     picture.arrow((left, bottom + 26), (left + 30, bottom + 26), TO_NEXT)
     picture.text(left + 38, bottom + 30, "activation (B, S, C), to the next stage")
     picture.arrow((left + 290, bottom + 26), (left + 320, bottom + 26), BACK)

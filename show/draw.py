@@ -227,6 +227,7 @@ def shown(args):
     timeline = time_schedule(name, P, m, v, args.costs)
     if args.svg:
         title = f"{name}: {P} ranks, {m} microbatches, bubble {timeline.bubble:.1%}"
+        # ValueError if this file exists and does not begin like an SVG: it may be the user's own
         refuse_foreign("--svg", args.svg, "<svg ")
         Path(args.svg).write_text(schedule_svg(timeline.times, title))
     if args.json:

@@ -1094,3 +1094,12 @@ def test_a_layout_that_does_not_fit_is_named(capsys, monkeypatch):
     plan.main()
     lines = capsys.readouterr().out.splitlines()
     assert "the layout of the first row DOES NOT FIT:" in lines
+
+
+def test_a_layout_that_does_not_fit_may_be_called_faster(capsys, monkeypatch):
+    flags = "--gpus 1 --gb 6 --batch-size 16 --layout"  # fits in microbatches only
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    plan.main()
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT" in said
+    assert re.search(r"^\d+\.\d% faster than the fastest that fits: within", said, re.MULTILINE)
