@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from data.prepare import BYTES, PATTERN, make_encoding, prepare, require_file
-from model import ABSENT
+from model import ABSENT  # -1: a target that the loss leaves out; here also no window's start
 
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
@@ -233,7 +233,7 @@ class Data:
         all. The last batch is filled up with windows that do not count.
 
         block_size 8, batch_size 4, 65 tokens: 8 windows, at 0 8 16 24 and 32 40 48 56. With 57
-        tokens the last place is ABSENT: 7 windows."""
+        tokens there are 7 windows, and the last start is ABSENT."""
         windows = (len(self.val) - 1) // self.block
         if batches:
             windows = min(windows, batches * cfg.batch_size)

@@ -53,7 +53,7 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-# The vocabulary is learned from the first characters of train, this many. (Its files are shuffled.)
+# The vocabulary is learned from this many characters at the start of train (the files are shuffled)
 LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
 # beyond 100,000 characters where a line break follows a letter, a digit or "_" (\w),
@@ -246,7 +246,8 @@ def learn_bpe(text, vocab_size):
 
 
 def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
-    """A tiktoken.Encoding: the given ranks, the 256 bytes unmerged, or GPT-2's."""
+    """A tiktoken.Encoding. tokenizer gpt2 takes GPT-2's own ranks and pattern; bpe and bytes take
+    `ranks` {token: rank} and `pattern`. The default ranks, BYTES, merge nothing."""
     if tokenizer != "gpt2":
         return tiktoken.Encoding(tokenizer, pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens={})

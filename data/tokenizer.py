@@ -16,11 +16,11 @@ def byte_characters():
 
 
 def merges_of(ranks):
-    """[(left, right)]: all pairs of tokens that spell a token of {token: rank}, in the order of
-    these tokens' ranks. (tiktoken calls a token's id its rank: tokens that were learned first have
-    the lowest.) tiktoken merges any two neighbours that spell a token, the token of lowest rank
-    first. tokenizer.json says the same in another way: it lists the pairs to merge, and the first
-    in the list is merged first.
+    """[(left, right)]: every pair of tokens that together spell a third token, in the order of the
+    third token's rank. ranks: {token: rank}. (tiktoken calls a token's id its rank: tokens that
+    were learned first have the lowest.) tiktoken merges any two neighbours that spell a token, the
+    token of lowest rank first. tokenizer.json says the same in another way: it lists the pairs to
+    merge, and the first in the list is merged first.
     ranks = {..., ab: 256, bc: 257, abc: 258} gives a b, b c, a bc, ab c."""
     merges = []
     for token in sorted(ranks, key=ranks.get):

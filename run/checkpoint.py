@@ -277,8 +277,9 @@ def slices(trainer):
 
 
 def transfer(trainer, entries, saving):
-    """Write this rank's slices into the files {tensor: Entry}, or read them from there. If several
-    ranks hold the same element, one of them writes it, and all of them read it."""
+    """Write this rank's slices into the files, or read them from there. entries: {tensor: its place
+    in a file, an Entry}. If several ranks hold the same element, one of them writes it, and all of
+    them read it."""
     for bucket, shard, start, tensors in slices(trainer):
         if saving and not shard.first:
             continue  # another rank of this replica writes this slice
@@ -493,7 +494,8 @@ def agree(cfg, data, world):
     with together(world):
         if world.rank == 0:
             claim(cfg.out, min(5, cfg.timeout / 2))
-            # Look for it only now, after the lock: the run that had it may have saved once more
+            # Look for the checkpoint only now that --out is locked: a run that held the lock before
+            # may have saved once more
             if cfg.resume == "auto":
                 cfg.resume = str(newest(cfg.out) or "no")
             elif cfg.resume != "no":

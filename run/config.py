@@ -280,8 +280,8 @@ def world_size():
 
 
 def check_layout(cfg, world):
-    """Fill in the flags that are left to choose, then refuse a wrong layout for `world` processes.
-    Returns the number of ranks. ValueError: flag, values, fix.
+    """Settle the flags (resolve), then refuse a wrong layout for `world` processes. Returns the
+    number of ranks. ValueError: flag, values, fix.
 
     Each process of a run calls this up to three times: start() (run/launch.py) and main()
     (train.py) each for a Config of their own; then check(), for main()'s Config, in which nothing
@@ -292,10 +292,10 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose; turn --scale-lr into rates, and --warmup-tokens
-    into steps. ValueError for a wrong --chunks only (chunks_of). Where no choice fits, such as
-    microbatches for a batch that --dp does not divide, refuse_wrong_layout refuses the choice made
-    here."""
+    """Fill in the flags that are left to choose. Turn --scale-lr into rates, and --warmup-tokens
+    into steps. For --dump replace --steps and the warm-up, even if they were given. ValueError for
+    a wrong --chunks only (chunks_of). If no choice fits (no number of microbatches does if --dp
+    does not divide the batch), refuse_wrong_layout refuses the choice made here."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -465,25 +465,29 @@ def refuse_wrong_files(cfg):
 
 
 def refuse_same_files(cfg):
-    """ValueError if the run would write over one of its own inputs, outputs or checkpoints."""
+    """ValueError if an output of the run is one of its inputs, another output, or in a checkpoint;
+    or if --init-from is a checkpoint in --out, where the run replaces and prunes checkpoints."""
+    # outputs, inputs: (flag with its value, path of a file)
     outputs = [(given(cfg, name), getattr(cfg, name)) for name in MARKS if getattr(cfg, name)]
     if cfg.dump:
         outputs += [(given(cfg, "dump"), Path(cfg.dump, name))
                     for name in (DUMP, DUMP_BEGUN, *DUMP_TENSORS)]
     data = Path(cfg.data)
-    if cfg.data in ("stdlib", "shakespeare"):  # the folder that data/batches.py takes for them
+    if cfg.data in ("stdlib", "shakespeare"):  # a name: data/batches.py takes this folder
         data = Path(__file__).parent.parent / "data" / cfg.data
     inputs = [(given(cfg, "data"), data / name) for name in DATA]
     if cfg.init_from:
         path = Path(cfg.init_from)
         folder = path if path.is_dir() else path.parent
+        # The weights may be in several files, beside one that lists them, all *.safetensors*
         for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
             inputs.append((given(cfg, "init_from"), file))
-        # A checkpoint outside of --out is safe: a run replaces and prunes in its own --out only
-        around = checkpoint_around(folder / MANIFEST, cfg.out)
-        require(not around or not is_same(around.parent, cfg.out), f"{given(cfg, 'init_from')} is "
-                f"a checkpoint of {given(cfg, 'out')}, which this run may replace; name another "
-                "--out")
+        # checkpoint_around looks at the folders above a file. The first one above the manifest is
+        # `folder`. A checkpoint outside of --out is safe: this run changes those in --out only
+        checkpoint = checkpoint_around(folder / MANIFEST, cfg.out)
+        in_out = checkpoint and is_same(checkpoint.parent, cfg.out)
+        require(not in_out, f"{given(cfg, 'init_from')} is a checkpoint of {given(cfg, 'out')}, "
+                "which this run may replace; name another --out")
     refuse_same(outputs, [*inputs, (given(cfg, "out"), Path(cfg.out, LOCK))], cfg.out)
 
 
@@ -491,20 +495,24 @@ def refuse_same_files(cfg):
 
 
 def check_memory(cfg, share):
-    """ValueError if this machine cannot hold its share (0 to 1) of the least that the blocks need:
-    weights, gradients and optimizer states (AdamW: 16 bytes per parameter, in 16 or 32 bits), and
-    one activation of n_embd numbers for each block and token of a microbatch."""
+    """ValueError if this machine's memory is too small for a run on CPUs. share: the fraction of
+    the run's ranks that are on this machine, 0 to 1.
+
+    Counted is what the blocks need at least, on all machines: weights, gradients and optimizer
+    states, once (AdamW: 16 bytes per parameter, in 16 or 32 bits); and the input of each block,
+    n_embd numbers per token of one microbatch. A run may pass and yet need more: without ZeRO, for
+    example, every replica holds weights, gradients and optimizer states of its own."""
     model = config_of(cfg, vocab_size=0)  # the vocabulary is not known yet
     parameters = model.block_weights()  # of one block
     if cfg.experts:  # block_weights() counts top_k of them
         parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
     width = WIDTHS[cfg.dtype]  # bytes of a number
     n_moments = len(MOMENTS[cfg.optimizer])
-    # zero=0, ranks=1: bytes of the whole model, once; `share`, below, is this machine's part
+    # zero=0, ranks=1: bytes of a whole block, once; `share`, below, is this machine's part
     states = parameters * sum(bytes_per_parameter(zero=0, ranks=1, width=width, moments=n_moments))
-    tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
-    activations = width * tokens * cfg.n_embd
-    need = share * cfg.n_layer * (states + activations)
+    tokens = cfg.batch_size * cfg.block_size / cfg.microbatches  # of a microbatch, all data ranks
+    inputs = width * tokens * cfg.n_embd  # bytes of a block's input
+    need = share * cfg.n_layer * (states + inputs)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     require(need < have, f"the model needs {need / 1e9:,.0f} GB of this machine's {have / 1e9:,.0f}"
             "; take a smaller --n-layer, --n-embd, --block-size, --batch-size or --experts")

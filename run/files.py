@@ -1,9 +1,9 @@
-"""Which file does a path name, and whose is it? Asked of a command's flags before it writes.
+"""Which file does a path name, and whose is it? Asked before a command writes to its flags' paths.
 
     refuse_same          no output is an input, another output, or in a checkpoint's folder
     refuse_foreign       a file that is to be written is new, empty, or begins like ours
     refuse_foreign_dump  --dump's folder is new, empty, or holds a dump and nothing else
-    write_new            writes files that are not there yet, or have that content already
+    write_new            writes files, unless one exists with other content than the new one
 
 All raise a ValueError of one line: flag, path, fix. No torch here.
 """

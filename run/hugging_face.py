@@ -8,13 +8,14 @@ under other names.
     lm_head.weight              -                        lm_head.weight, if it is not tied
     in transformer.h.0.         in h.0.                  in model.layers.0.
         ln_1                        ln_1                     input_layernorm
-        attn.c_attn                 attn.c_attn, (in,        self_attn.q_proj, k_proj, v_proj, one
-                                    out) not (out, in)       below the other
-        attn.c_proj                 the same, (in, out)      self_attn.o_proj
+        attn.c_attn                 attn.c_attn *            self_attn.q_proj, k_proj, v_proj: rows
+        attn.c_proj                 attn.c_proj *            self_attn.o_proj
         ln_2                        ln_2                     post_attention_layernorm
-        mlp.c_fc                    the same, (in, out)      mlp.gate_proj, up_proj
-        mlp.c_proj                  the same, (in, out)      mlp.down_proj
+        mlp.c_fc                    mlp.c_fc *               mlp.gate_proj, up_proj: rows
+        mlp.c_proj                  mlp.c_proj *             mlp.down_proj
 
+*: GPT-2 stores this matrix as (in, out), we store it as (out, in). rows: our matrix has the rows of
+all these matrices, one matrix below the other.
 (GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.)
 
 No torch here: run/config.py reads the sizes of --init-from with this file before torch is imported.

@@ -52,8 +52,8 @@ def sentence(cfg, ranks):
 def start_rank(rank, size, store):
     """Start this command again as one rank, which will meet the others at the store."""
     threads = max(1, (os.cpu_count() or 1) // size)
-    defaults = {"OMP_NUM_THREADS": str(threads),
-                "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no warnings of torch beside our one line
+    # A rank that fails prints one line: torch's C++ code is not to print warnings around it
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank),
              "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
              signals.PARENT: str(os.getpid()),

@@ -7,8 +7,28 @@
           reduce_scatter                        to add (the receiver adds what arrives)
             exchange, of this chunk
 
-So no technique says anything for the sake of --watch (run/watch.py): WORDS below knows the function
-in which each technique asks for messages. If another function asks, the words are its own name.
+So no technique says anything for the sake of --watch (run/watch.py).
+
+Terms of this page. A *call* is a frame; its `at` holds its local variables. The `stack` is the list
+of all calls, the innermost first. Files in MACHINERY pass messages on for other files: the *asking
+call* is the innermost call of a function of any other file. WORDS has the words for some functions:
+the *known call* is the innermost call of a function in WORDS, and its words say what the message is
+about. Functions in AROUND have words, too, but only for messages that they ask for themselves,
+because much else runs inside them: a call of them is the known call only if it is the asking call.
+In plain.py's loss the known call leaves the asking to a helper (outermost first, some calls left
+out):
+
+    training_steps   plain.py             in WORDS and AROUND, not the asking call: not known
+    run_pipeline     pipeline.py          the same
+    vocabulary_loss  tensor_parallel.py   in WORDS: the known call, "sums of each token's logits"
+    forward          collectives.py       in MACHINERY
+    sum_of_copy      tensor_parallel.py   the asking call: it is not in WORDS
+    all_reduce       collectives.py       in MACHINERY
+    exchange         group.py             in MACHINERY
+
+If WORDS lacked vocabulary_loss, no call would be known. The message would then get the asking
+call's name: "by sum_of_copy in tensor_parallel.py". If AROUND lacked run_pipeline as well, the
+message would get run_pipeline's words, which are about an activation for the next stage.
 """
 
 import sys
@@ -22,14 +42,14 @@ ROOT = str(Path(__file__).parent.parent)  # the repository
 
 
 class Call(NamedTuple):
-    """A frame of the stack."""
     file: str  # without its ending, from the repository on, such as engine/ddp
     function: str
-    at: dict  # local variables
+    at: dict  # {name: value} of the local variables
 
 
 def calls():
-    """The calls that lead here, the innermost first; those of torch and Python are left out."""
+    """The stack: the calls that lead here, the innermost first, without those of torch and Python.
+    """
     frame = sys._getframe(1)
     found = []
     while frame:
@@ -61,7 +81,7 @@ def action_of(stack):
     return ""
 
 
-# ---- of which parameter or layer ----
+# ---- what: the parameter or layer ----
 
 
 def short(name):
@@ -115,12 +135,13 @@ def bucket_of(bucket):
 
 
 def nearest(stack):
-    """The parameter, layer or bucket that the innermost call knows of; "?" if none does."""
+    """The name of the parameter, layer or bucket in the local variables of the innermost call that
+    has one there; "?" if none has."""
     for file, _, at in stack:
         owner = at.get("self")
         ctx = at.get("ctx")
         if file == "engine/vocabulary_parallel" and "targets" in at:
-            return "lm_head"  # tied: its matrix has the name of the embedding
+            return "lm_head"  # its matrix is tied, and has the embedding's name
         # Each line: the name to which a local variable leads, and the files that have the variable
         found = [bucket_of(at["bucket"]) if "bucket" in at else "",  # engine/ddp, engine/zero
                  parameter_of(at.get("param")),  # ddp, zero
@@ -133,34 +154,38 @@ def nearest(stack):
     return "?"
 
 
+def nearest_layer(stack):
+    return nearest(stack).removesuffix(".weight").removesuffix(".bias")
+
+
 def is_backward(stack):
-    """Does autograd's backward ask for the message? The innermost function that has a `ctx`
-    decides, because recompute runs a forward inside of a backward."""
+    """Is the message sent in autograd's backward? The innermost call that has a `ctx` decides,
+    because recompute runs a forward inside of a backward."""
     directions = [function for _, function, at in stack if "ctx" in at]
     return directions[:1] == ["backward"]
 
 
 # ---- how: the collective ----
 
-# Endings of the names of files that pass on messages for others, and ask for none of their own
-MACHINERY = ("group", "collectives", "run/watch")
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "_all_to_all")
 
 
 def collective_of(stack):
-    """The call of the outermost collective: all_reduce, rather than the reduce_scatter inside of
-    it. None for a message from rank to rank."""
+    """The call of the outermost collective, such as all_reduce, which calls reduce_scatter. None
+    for a message from rank to rank."""
     found = [call for call in stack if call.file.endswith("collectives")
              and call.function in COLLECTIVES]
     return found[-1] if found else None
 
 
 def is_term(stack):
-    """Does the receiver add what arrives? Else the receiver keeps it as it is."""
+    """Does the receiver of a message of an all-reduce add it to a sum? (If not, the receiver keeps
+    the message as it is.)"""
     for _, function, at in stack:
-        if function in ("reduce_scatter", "all_gather"):  # the root's
+        if function in ("reduce_scatter", "all_gather"):  # the two halves of the root's all_reduce
             return function == "reduce_scatter"
-        # The engine's ring and butterfly loop over `step`, one message (engine/collectives.py)
+        # The engine's all_reduce calls one of these three, which loop over messages: `step` is one
+        # (engine/collectives.py)
         if function in ("ring_ahead", "ring_in_turn"):
             return at["step"].reduce  # does the receiver add?
         if function == "butterfly":
@@ -171,8 +196,8 @@ def is_term(stack):
 
 
 def part_of(tensor, sent, size):
-    """Which part of a collective's tensor is sent: all, one of its `size` chunks, or some elements.
-    (A collective of your own may send another tensor.)"""
+    """The part of a collective's tensor that the message `sent` is: all, one of its `size` chunks,
+    or some elements. (A collective of your own may send another tensor.)"""
     if sent.numel() == tensor.numel():
         return "all"
     begin = (sent.data_ptr() - tensor.data_ptr()) // tensor.element_size()
@@ -187,7 +212,8 @@ def part_of(tensor, sent, size):
 
 
 def means(stack, sent, size):
-    """The collective that sends the tensor `sent` in a group of `size` ranks, and which part."""
+    """How the tensor `sent` is sent in a group of `size` ranks: by which collective, which part of
+    the collective's tensor, to add or to keep. "" for a message from rank to rank."""
     collective = collective_of(stack)
     if collective is None:
         return ""
@@ -201,13 +227,12 @@ def means(stack, sent, size):
     return f"{name}, {part}{add_or_keep}"
 
 
-# ---- what: the words of each function that asks for messages ----
-# Some values of WORDS (below) are functions (at, stack). at: the local variables of the call that
-# asks for the message; stack: all calls, that one among them
+# ---- what: the words of each known call ----
+# The functions (at, stack) below return the words of a known call. at: its local variables
 
 
 def to_stage(at, stack):
-    """at: the local variables of Pipeline.send (engine/), which has `to`, or of run_pipeline, which
+    """Pipeline.send (engine/pipeline.py) has the local variable `to`. run_pipeline has no `to`: it
     sends to the next rank in forward, and to the rank before in backward."""
     forward = action_of(stack).startswith("F")
     to = at["to"] if "to" in at else at["rank"] + (1 if forward else -1)
@@ -215,32 +240,30 @@ def to_stage(at, stack):
            f"to stage {to}"
 
 
-def layer_at(stack):
-    return nearest(stack).removesuffix(".weight").removesuffix(".bias")
-
-
 def of_layer(at, stack):
-    name = layer_at(stack)
+    name = nearest_layer(stack)
     return f"gradient of {name}'s output" if is_backward(stack) else f"output of {name}"
 
 
 def is_column(stack):
-    """Is a column asking? (In autograd's functions the class of ctx is ColumnLinearBackward.)"""
+    """Is the message sent in the forward or backward of ColumnLinear (engine/tensor_parallel.py)?
+    It is an autograd.Function: the class of its `ctx` is ColumnLinearBackward."""
     return any(type(call.at.get("ctx")).__name__.startswith("Column") for call in stack)
 
 
 def entering(at, stack):
-    """The engine's --sp all-gathers the input of a column in forward and, once more, in the
+    """Under --sp the engine all-gathers the input of a column in forward and, once more, in the
     column's backward. In a row's backward it all-gathers the gradient of the row's output."""
     if is_backward(stack) and not is_column(stack):
         return of_layer(at, stack)
-    return f"input of {layer_at(stack)}"
+    return f"input of {nearest_layer(stack)}"
 
 
 def leaving(at, stack):
     """The engine sums the output of a row in forward and, in a column's backward, the gradient of
-    the column's input. (The head is a column. Its loss computes the gradient in forward.)"""
-    name = layer_at(stack)
+    the column's input. The head, lm_head, is a column whose loss computes the gradient already in
+    forward."""
+    name = nearest_layer(stack)
     column_backward = is_backward(stack) and is_column(stack)
     if name == "lm_head" or column_backward:
         return f"gradient of {name}'s input"
@@ -248,37 +271,38 @@ def leaving(at, stack):
 
 
 def of_logits(at, stack):
-    """vocabulary_loss all-reduces the largest logits, then two sums."""
+    """vocabulary_loss all-reduces the largest logits, then two sums. Between the two it sets
+    `sum_exp`."""
     return "sums of each token's logits" if "sum_exp" in at else "each token's largest logit"
 
 
 def of_rows(at, stack):
-    """expert_parallel's move sends tokens to their experts, then the experts' outputs back. Between
-    the two, run_at_owners sets `outputs`."""
-    if is_backward(stack):  # run_at_owners is not on the stack
+    """`move` (expert_parallel.py) sends tokens to their experts, then the experts' outputs back.
+    run_at_owners (engine/expert_parallel.py) asks for both, and sets `outputs` between them."""
+    if is_backward(stack):  # autograd calls `move`: run_at_owners is not on the stack
         return "gradients of the experts' rows, there or back"
     combining = any("outputs" in call.at for call in stack if call.function == "run_at_owners")
     return "outputs of experts, back" if combining else "tokens to their experts"
 
 
 def of_heads(at, stack):
-    """Before attention to_whole_sequences swaps tokens for heads; after it to_own_tokens swaps
-    back."""
-    if is_backward(stack):  # neither is on the stack
+    """Before attention to_whole_sequences calls `swap`, to swap tokens for heads; after attention
+    to_own_tokens calls it, to swap back (context_parallel.py)."""
+    if is_backward(stack):
         return "gradients of heads, there or back"
     before = any(call.function == "to_whole_sequences" for call in stack)
     return "tokens for heads" if before else "heads for tokens"
 
 
 def of_step(at, stack):
-    """plain.py all-reduces the tied matrix's gradient, then the loss. Between the two
-    training_steps() sets `norm`, for the first time: --watch shows the first step only."""
+    """training_steps (plain.py) all-reduces the tied matrix's gradient, then the loss. Between the
+    two it sets `norm`, for the first time: --watch shows the first step only."""
     return "loss" if "norm" in at else f"gradient of {short(at['tag'].name)}"
 
 
 def of_sums(at, stack):
-    """Trainer.gradients all-reduces `sums`, then the norm. Without experts `sums` has two numbers.
-    """
+    """Trainer.gradients (train.py) all-reduces `sums`, then the norm. Without experts `sums` has
+    two numbers."""
     summed = collective_of(stack).at["tensor"]
     if summed is not at.get("sums"):
         return SQUARES
@@ -290,12 +314,14 @@ SQUARES = "squares of the gradients, for the norm"
 GRADIENT = "gradient of {}"
 WEIGHTS = "{}"
 NEW = "new {}"
-# (file, function): the words, in which {} stands for the result of nearest(); or a function that
-# returns the words
+# (file, function) of a known call: its words, in which {} stands for the result of nearest(); or
+# one of the functions above, which returns the words
 WORDS = {
     ("pipeline", "run_pipeline"): to_stage, ("engine/pipeline", "send"): to_stage,
 
     ("tensor_parallel", "vocabulary_loss"): of_logits,
+    # forward: a row's or the embedding's. backward: WithBackward's, which autograd calls for the
+    # root's f (copy_to_ranks). A file in MACHINERY may have the known call, only not the asking one
     ("tensor_parallel", "forward"): of_layer, ("collectives", "backward"): of_layer,
     ("engine/vocabulary_parallel", "log_share"): "logsumexp of each token's logits",
     ("engine/vocabulary_parallel", "forward"): "loss of the microbatch",
@@ -311,8 +337,10 @@ WORDS = {
     ("expert_parallel", "move"): of_rows,
 
     ("ddp", "gradients"): GRADIENT, ("zero", "gradients"): GRADIENT,
-    ("zero", "keep_own_chunk"): GRADIENT, ("zero", "backward"): GRADIENT,
-    ("zero", "forward"): WEIGHTS, ("zero", "publish"): NEW,
+    ("zero", "keep_own_chunk"): GRADIENT,
+    # The functions forward and backward in gather(): a layer's weights, and their gradients
+    ("zero", "forward"): WEIGHTS, ("zero", "backward"): GRADIENT,
+    ("zero", "publish"): NEW,
     ("engine/ddp", "launch"): GRADIENT, ("engine/zero", "launch"): GRADIENT,
     ("engine/ddp", "finish"): GRADIENT,
     ("engine/zero", "gather_weights"): WEIGHTS, ("engine/zero", "publish"): NEW,
@@ -321,19 +349,22 @@ WORDS = {
     ("plain", "training_steps"): of_step, ("train", "gradients"): of_sums,
     ("engine/layerwise", "whole_norms"): "squares of each tensor, for the trust ratios"}
 
-
-# A whole step, or a layer, runs inside these functions. Their words hold only for messages that
-# they ask for directly. If a function that WORDS lacks asks inside them, the words are its name
+# A whole step runs inside each of the first three. ("zero", "forward") names two functions: the one
+# in gather(), which asks for messages, and Gathered.forward, inside which a whole layer runs
 AROUND = (("pipeline", "run_pipeline"), ("plain", "training_steps"), ("train", "gradients"),
           ("zero", "forward"))
+# Endings of files' names, so that engine/group and engine/collectives are among them
+MACHINERY = ("group", "collectives", "run/watch")
 
 
 def subject(stack):
-    """What is sent: the words of the innermost call in WORDS."""
+    """What the message is about: the words of the known call or, if none is known, the name of the
+    asking call."""
     asking = next(call for call in stack if not call.file.endswith(MACHINERY))
     for call in stack:
         name = call.file, call.function
-        if name in WORDS and (call is asking or name not in AROUND):
+        is_known = name in WORDS and (call is asking or name not in AROUND)
+        if is_known:
             words = WORDS[name]
             return words(call.at, stack) if callable(words) else words.format(nearest(stack))
     return f"by {asking.function} in {asking.file}.py"

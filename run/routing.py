@@ -29,8 +29,8 @@ class Routing:
                     layer.register_forward_hook(partial(self.add, self.sums[i]))
 
     def add(self, sums, block, args, output):
-        """Forward hook of a block. Recomputing does not call it, because it repeats layer.forward,
-        which train.py has wrapped, and hooks run outside of forward, in __call__."""
+        """Forward hook of a block. Recomputing does not call this hook: recompute repeats
+        layer.forward, which train.py has wrapped, and hooks run outside of forward, in __call__."""
         sums[0] += block.mlp.balance.detach() / self.copies
         sums[1:] += block.mlp.load / self.copies
         # With --recompute backward runs forward again, and mlp.balance keeps that graph alive. Free
@@ -39,8 +39,9 @@ class Routing:
             args[0].register_hook(lambda grad: setattr(block.mlp, "balance", None))
 
     def part_of_loss(self):
-        """The balance loss already included in this rank's loss. Each of the `copies` ranks has all
-        of the balance loss in its loss, and its `sums` hold 1/copies of it: multiply."""
+        """The balance loss in this rank's loss, times the tokens of a step (train.py divides by
+        them). Each of the `copies` ranks has all of the balance loss in its loss, but only 1/copies
+        of it in its `sums`: multiply by `copies`."""
         return self.weight * self.sums[:, 0].sum() * self.copies
 
     def read(self, sums, tokens):

@@ -1,17 +1,23 @@
-"""How a process ends: by a signal, by a failure, if it cannot write its output, with its parent.
+"""How a process ends: by a signal, by a failure, because it cannot write its output, or with its
+parent.
 
-    process          SIGINT, SIGTERM, SIGHUP                  set up by
-    launcher         passes the signal on to all ranks        launch
-    rank, starting   one line, exit                           before_training
-    rank, training   saves after the step; again: exit        save_on_stop
-    rank, at the end leaves out the sample of text            skip_on_stop
-    other commands   exit without a traceback (SIGINT)        end_quietly
+    process                      SIGINT, SIGTERM, SIGHUP               set up by
+    launcher                     passes the signal on to all ranks     launch (run/launch.py)
+    rank, starting               one line, exit                        before_training
+    rank of plain.py, training   one line, exit                        before_training
+    rank of --plain or --dump    one line, exit                        end_on_stop
+    rank that saves, training    saves after the step; again: exit     save_on_stop
+    rank 0, at the end           leaves out the sample of text         skip_on_stop
+    other commands               SIGINT: exit without a traceback      end_quietly
 
-    printed line     its reader has gone (| head)             the disk is full
-    any process      exit without a word (141 = 128 + 13)     one line, exit
-    rank, training   like a closed terminal: SIGHUP           one line, goes on (Log.say)
+--plain and --dump are flags of train.py. With them, and in plain.py, a rank saves nothing.
 
-A rank's parent is the process that started it: our launcher (run/launch.py) or torchrun's agent.
+    process                      standard output: no reader (| head)   standard output: disk is full
+    rank that saves, training    the same as for SIGHUP (Log.say)      one line, goes on (Log.say)
+    all other processes          exit 141 = 128 + SIGPIPE, no line     one line, exit 1
+
+After a failure give_up (run/processes.py) ends a rank. A rank's parent is the process that started
+the rank: our launcher (run/launch.py) or torchrun's agent.
 """
 
 import json
@@ -166,7 +172,9 @@ def end_on_stop(when):
 
 
 def before_training(when="before the first step"):
-    """Until save_on_stop, a signal ends the process with one line. Ranks end with their parent."""
+    """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
+    parent. train.py's ranks replace the first of the two later on, by save_on_stop or end_on_stop.
+    """
     global parent
     prepare_output()
     end_on_stop(when)
@@ -194,7 +202,7 @@ def save_on_stop(ask_to_stop):
 @contextmanager
 def skip_on_stop():
     """A signal ends this block, and the process goes on behind the block. From there on it ignores
-    signals. For the last thing that a run does, when nothing is left to save."""
+    signals. The block is the last thing that a run does: nothing is left to save."""
     on_stop(signal.default_int_handler)  # raises KeyboardInterrupt
     with suppress(KeyboardInterrupt):
         yield

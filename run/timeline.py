@@ -150,7 +150,7 @@ def shares(every, rank_of_stage):
     action, without its waits}).
 
     every: the events of each rank in the order of their starts. rank_of_stage(rank, stage): the
-    rank that runs the stage in this rank's replica, to match a wait with the send of its data."""
+    rank that runs the stage in this rank's pipeline, to match a wait with the send of its data."""
     every = [[Span(*event) for event in events] for events in every]
     sent = {}  # (rank, stage, to stage, microbatch, step) -> when this send started
     for rank, spans in enumerate(every):

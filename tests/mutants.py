@@ -434,7 +434,7 @@ MUTANTS = {
         ("which in ends or which", "which", "watch:part_of_the_whole")],
     "run/narrate.py": [
         ("at['in_flight']) - 1", "at['in_flight'])", "watch:schedule"),
-        ('WEIGHTS, ("zero", "publish"): NEW', "WEIGHTS", "watch:every_message")],
+        ('    ("zero", "publish"): NEW,\n', "", "watch:every_message")],
     "experiments/eight_ranks.py": [
         ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
     "run/processes.py": [

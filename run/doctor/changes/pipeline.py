@@ -26,7 +26,7 @@ def at_boundary(i, change):
     return after
 
 
-def together(afters):
+def all_of(afters):
     """One `after` of a Change, made of several."""
     def after(model, mesh):
         for change in afters:
@@ -38,7 +38,7 @@ def scaled(boundaries, forward, backward):
     """Multiply what crosses the boundaries: activations by `forward`, gradients by `backward`."""
     def change(x, rank, n):
         return WithBackward.apply(x, lambda x: forward * x, lambda grad: backward * grad)
-    return together([at_boundary(i, change) for i in boundaries])
+    return all_of([at_boundary(i, change) for i in boundaries])
 
 
 def scale_changes(layout, boundaries):
@@ -88,7 +88,7 @@ class Crossing:
         self.m = step.layout["microbatches"]
         self.activations = {}  # (rank, n): what enters layer i
         self.gradients = {}  # (rank, n): its gradient
-        step.run(Change("recorded", after=together([at_boundary(i, self.record), *changed])))
+        step.run(Change("recorded", after=all_of([at_boundary(i, self.record), *changed])))
 
     def record(self, x, rank, n):
         self.activations[rank, n] = x.detach()
@@ -163,7 +163,7 @@ def stack_change(step, boundaries):
         crossing = Crossing(step, boundaries[s], changed)
         changed.append(crossing.other_gradient(gives.get))
     return Change("each backward meets the activation of the newest microbatch in flight, not of "
-                  "its own (pp)", after=together(changed), forward=False, by_microbatch=True)
+                  "its own (pp)", after=all_of(changed), forward=False, by_microbatch=True)
 
 
 def pipeline_changes(step):
