@@ -152,21 +152,21 @@ def pp_messages(job, layout, rank):
     return rows
 
 
-def dp_messages(job, layout, numel, replicas, gathered, of=""):
+def dp_messages(job, layout, numel, replicas, gathered, suffix=""):
     """Messages between the ranks that train the same `numel` parameters: they sum gradients and,
     under ZeRO, gather weights. replicas: number of these ranks. gathered: number of weights that
-    ZeRO-3 gathers for a forward and a backward together. of: words that end the rows' names."""
+    ZeRO-3 gathers for a forward and a backward together. suffix: words that end the rows' names."""
     m = layout.microbatches
     # Share of a tensor that each rank sends in a reduce-scatter, or in an all-gather
     share = (replicas - 1) / replicas
     gradients, weights = share * numel * job.grad_width, share * numel * job.width
     if layout.zero == 0:
-        return [("dp", f"all-reduce of gradients{of}", 1, 2 * gradients)]
-    rows = [("dp", f"reduce-scatter of gradients{of}", m if layout.zero > 1 else 1, gradients)]
+        return [("dp", f"all-reduce of gradients{suffix}", 1, 2 * gradients)]
+    rows = [("dp", f"reduce-scatter of gradients{suffix}", m if layout.zero > 1 else 1, gradients)]
     if layout.zero < 3:
-        rows.append(("dp", f"all-gather of new weights{of}", 1, weights))
+        rows.append(("dp", f"all-gather of new weights{suffix}", 1, weights))
     else:
-        rows.append(("dp", f"all-gathers of weights{of}", m, share * gathered * job.width))
+        rows.append(("dp", f"all-gathers of weights{suffix}", m, share * gathered * job.width))
     return rows
 
 
