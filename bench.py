@@ -113,8 +113,8 @@ def against_torch():
         *rows_of_collectives("reduce_scatter", torch_side.library, [65536], goal=1.5),
         *rows_of_collectives("all_gather", torch_side.library, [65536], goal=1.0),
         *rows_of_training("DDP", torch_side.ddp, [D2, D4], COMPUTE_AND_COMMUNICATION, goal=1.0),
-        # 4 steps in a turn: ZeRO-1's weights travel during the next step, and at the end of a turn
-        # they are waited for
+        # 4 steps in a turn: ZeRO-1's weights travel during the next step, but a turn ends only when
+        # the weights of its last step have arrived
         *rows_of_training("ZeRO-1", torch_side.ddp_zero1, [ZERO1], COMPUTE_AND_COMMUNICATION,
                           goal=1.0, steps=4),
         *rows_of_training("ZeRO-3", torch_side.fsdp, [ZERO3, ZERO3_OF_4],
@@ -134,7 +134,7 @@ def against_limits():
     """The engine against the best speed that these cores allow, computed from the time of one
     process."""
     threads = plain_side.one_process  # with as many threads as the row has ranks
-    # balance 0: race() compares the losses, and only the plain loop's has the balance loss in it
+    # balance 0, because race() compares losses, and only the plain loop's has a balance loss in it
     experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
     rows = [
         *rows_of_training("D = 2, to 2 threads", threads, [D2], ["compute"], goal=0.95),

@@ -74,14 +74,14 @@ def flags():
     group = parser.add_argument_group("what to do")
     group.add_argument("--layout", action="store_true", help="explain this one layout, with "
                        "train.py's defaults for flags not given, beside the fastest")
-    group.add_argument("--top", type=int, default=6, help="kinds of layouts to show, of "
-                       "each the best layout (6)")
+    group.add_argument("--top", type=int, default=6, help="kinds of layouts to show, "
+                       "the best layout of each (6)")
     group.add_argument("--for", choices=PROGRAMS, dest="program", help="search only layouts that "
                        "this program can run, and print the first one in its words")
     group.add_argument("--measured", action="append", default=[], metavar="RUN",
                        help='a run of your own, such as "48.2 s: dp 8 tp 4 sp": scales the speed '
-                       "of compute until the prediction equals this time; of several runs the "
-                       "median factor counts")
+                       "of compute until the prediction equals this time; with several runs the "
+                       "median of their factors counts")
     group.add_argument("--calibrate", metavar="FILE", help="calibrate with one run of train.py: "
                        "seconds from its --metrics file, layout from the layout flags (which then "
                        "do not limit the search)")

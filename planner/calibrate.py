@@ -1,9 +1,9 @@
 """A device as fast as your own runs: python plan.py --calibrate FILE ..., or --measured "..."
 
 One factor lengthens all compute (products and memory), such that the prediction of the run's step
-equals the measured time. Messages keep their time, so layouts may change places. Of several runs
-the median factor counts. `python plan.py --published` prints how well a published run is predicted
-by the factor of one other run of its source, and by the median factor of all others."""
+equals the measured time. Messages keep their time, so layouts may change places. With several runs
+the median of their factors counts. `python plan.py --published` prints how well a published run is
+predicted by the factor of one other run of its source, and by the median factor of all others."""
 
 import json
 import math

@@ -482,8 +482,8 @@ class Costs:
 
     def numbers_of(self, layout):
         """The numbers of a layout on which layers() depends."""
-        # block() reads pp only for the distance of ranks that share experts. Without such ranks any
-        # pp will do: 0
+        # block() reads pp only for the distance of ranks that share experts. Without such
+        # ranks, 0 stands for any pp
         pp = layout.pp if layout.ep > 1 else 0
         return (tokens_of(self.job, layout), splits_backward(layout.schedule), layout.tp, layout.cp,
                 layout.ep, pp, layout.sp, layout.recompute, layout.cp_attention)

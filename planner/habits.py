@@ -4,7 +4,7 @@ The planner's own error is larger than the gap between its first dozen layouts. 
 harder to run must be clearly faster to come first. Layouts whose time is within BAND
 (planner/report.py) of the fastest are sorted by time x price. The price is 1 plus the sum of
 the PRICES that the layout pays, each some percent. For example, a layout with a price of 1.05 comes
-before one with a price of 1 only if it takes less than 1/1.05 of the time. Slower layouts follow,
+before one with a price of 1 only if its seconds x 1.05 are fewer. Slower layouts follow,
 sorted likewise. The percents are chosen such that the first rows of six jobs are layouts that
 published runs have, or that the guides of other programs (planner/programs.py) recommend (a test
 names them). They are fitted to no time.

@@ -90,6 +90,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(model):
+    """The Shape of a model's blocks."""
     h = model.n_embd
     if isinstance(model, Mixture):
         return Shape(model.query_width, model.kv_width, model.n_hidden, up=2, norm=1, bias=0,
@@ -351,7 +352,8 @@ def optimizer_buffer(job, layout, part):
     vocabulary, others = end_parameters(model, part, T)
     matrix = model.vocab_size * model.n_embd / T if vocabulary else 0
     if layout.zero:
-        # The bucket is a layer's shard. Experts have E times fewer replicas, so larger shards
+        # The bucket is a layer's shard. Experts have E times fewer replicas, so their shards are
+        # E times larger
         replicas = layout.dp * layout.cp
         bucket = max(dense, experts * E, matrix) / replicas
     else:
