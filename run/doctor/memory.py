@@ -8,6 +8,7 @@ from data.batches import Data
 from run.config import Config
 from run.doctor.dump import Dump
 from run.doctor.record import LAYOUT
+from schedules import chunks_of
 from sizes import config_of
 
 
@@ -57,10 +58,12 @@ def in_memory(cfg: Config, states, vocab_size):
         numbers = {name: states[n][name] for name in ("loss", "norm", "lr")}
         steps.append({**numbers, "scale": 1.0, "gradients_differ": [],
                       "weights_differ": states[n].get("differ", [])})
+    layout = {name: getattr(cfg, name) for name in LAYOUT}
+    layout["chunks"] = chunks_of(cfg.schedule, cfg.chunks)  # 0: the flag was left to be chosen
     optimizer = {"name": cfg.optimizer, "beta1": cfg.beta1, "beta2": cfg.beta2, "eps": 1e-8,
                  "weight_decay": cfg.weight_decay, "grad_clip": cfg.grad_clip}
     return InMemory(folder=cfg.out, names="nanogpt", model=config_of(cfg, vocab_size),
                     dtype=cfg.dtype, grad_dtype=cfg.dtype,
-                    layout={name: getattr(cfg, name) for name in LAYOUT}, loss="mean",
+                    layout=layout, loss="mean",
                     optimizer=optimizer, balance=cfg.balance if cfg.experts else 0.0,
                     steps=steps, tensors=tensors, tokens=tokens)
