@@ -17,6 +17,7 @@ from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
 from run.doctor.groups import block_of
 from run.doctor.inputs import check_initial_weights
+from run.doctor.weights import Steps, known_ways
 from run.doctor.words import lines
 from tests import bugs
 from tests.harness import FULL, needs_minutes
@@ -354,6 +355,23 @@ def test_a_bug_that_begins_in_step_2_is_told_of_its_loss_and_of_its_gradients(ri
     assert said[at + 1].strip() == "-> all gradients: of the wrong sign"
     assert said[at + 2].startswith("step 2 gradients         differs")
     assert said[at + 3].strip() == "-> the same"
+
+
+def test_a_rate_of_several_steps_is_told_once(right):
+    mine = changed(right(), change=None)
+    mine.steps[0]["lr"] *= 2
+    words = [way.words for way in known_ways(Steps(right(), mine), 1)]
+    rates = [text.split(":")[0] for text in words if text.startswith("the rate is")]
+    print(words)
+    assert rates and len(set(rates)) == len(rates), words
+
+
+def test_sequences_may_be_shorter_than_the_model_allows(right):
+    one = right(**LLAMA)  # without a table of positions: block_size is in no tensor's shape
+    longer = replace(one, model=replace(one.model, block_size=2 * one.model.block_size))
+    findings = list(diagnose(longer, longer, deep=False))
+    assert "step 1 gradients" in {finding.stage for finding in findings}
+    assert all(finding.equal for finding in findings), findings
 
 
 def test_factors_of_axes_with_the_same_size_are_told_together():

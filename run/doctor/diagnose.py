@@ -66,8 +66,10 @@ def differing_copies(number, what, names):
 
 def diagnose(reference, mine, deep=True):
     """Yields Findings, stage by stage. reference, mine: Dumps (dump.py). deep: also run the step
-    again with each known bug. Ends where ranks hold different weights, because from there on MINE
-    has no single model. ValueError if the dumps cannot be compared."""
+    again with each known bug. ValueError if the dumps cannot be compared.
+
+    Loss, gradients and norm are examined up to the step after which ranks hold different weights,
+    because from there on MINE has no single model."""
     comparable(reference, mine)
     yield check_initial_weights(reference, mine)
     for number in (1, 2):

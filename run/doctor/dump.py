@@ -37,7 +37,8 @@ from schedules import SCHEDULES
 from sizes import WIDTHS, GPTConfig
 
 MAX_JSON = 64 << 20  # bytes of dump.json
-PLAIN_VALUES = ("names", "dtype", "grad_dtype", "layout", "loss", "optimizer", "balance", "steps")
+# Fields of Dump that are read from dump.json as they stand
+JSON_FIELDS = ("names", "dtype", "grad_dtype", "layout", "loss", "optimizer", "balance", "steps")
 
 
 class Tensors(Mapping):
@@ -128,12 +129,12 @@ def read_dump(folder):
         if path.name.startswith("tokens"):
             tokens[path.stem] = find_tokens(path, given["layout"], model)
         elif model:
-            tensorfile.read_header(path)  # refuses a folder, which find_tensors would read
+            tensorfile.read_header(path)  # a folder: readers() would read the files in it
             tensors[path.stem] = Tensors(readers(path, shapes, model, given["names"]))
         else:
             tensors[path.stem] = Tensors(find_other_form(path, shapes))
     return Dump(folder, model=model, tensors=tensors, tokens=tokens,
-                **{name: given[name] for name in PLAIN_VALUES})
+                **{name: given[name] for name in JSON_FIELDS})
 
 
 def read_json(path):
@@ -163,8 +164,9 @@ def is_number(value, least=-math.inf):
 
 
 def refuse_unsound_dump(given):
-    """Raise one of DAMAGED, with the name of a value, unless every value is of its type and range.
-    Returns the model's GPTConfig, or None for a model of another form."""
+    """Raise one of DAMAGED unless every value is of its type and range. (The ValueErrors of
+    require() have the name of the value as their text.) Returns the model's GPTConfig or
+    LlamaConfig, or None for a model of another form."""
     require(type(given["format"]) is int and given["format"] == 1, "format")
     require(given["names"] in NAMES, "names")
     for name in ("dtype", "grad_dtype"):
@@ -203,14 +205,15 @@ def refuse_unsound_dump(given):
 
 
 def refuse_unsound_layout(layout, config):
-    """Raise a ValueError, the name of a value, unless ranks can split this model so: step.py does.
-    (find_tokens asks whether they can split the sequences.)"""
-    P, C, T = (layout[axis] for axis in ("pp", "cp", "tp"))
+    """Raise a ValueError, whose text is the name of a value, unless this layout can split this
+    model, because step.py will split it. (find_tokens asks whether ranks can split the
+    sequences.)"""
+    P, N, T = (layout[axis] for axis in ("pp", "cp", "tp"))
     heads = getattr(config, "n_kv_head", config.n_head)
     require(heads % T == 0, "tp")
-    require(layout["cp_attention"] == "ring" or heads % (T * C) == 0, "cp")
+    require(layout["cp_attention"] == "ring" or heads % (T * N) == 0, "cp")
     require(config.n_experts % (layout["ep"] * T) == 0, "ep")
-    require(P * layout["chunks"] <= config.n_layer + 2, "pp")  # each stage has a layer at least
+    require(P * layout["chunks"] <= config.n_layer + 2, "pp")  # a layer for each pipeline stage
     require(layout["schedule"] in SCHEDULES, "schedule")
     schedule = SCHEDULES[layout["schedule"]]
     require(schedule.chunks in (0, layout["chunks"]), "chunks")

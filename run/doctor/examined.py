@@ -7,8 +7,9 @@
 
 A number of MINE is equal to the right one if it is off by at most NOISE times the noise.
 
-A gradient is known as its terms (step.py), a tensor (D, m, C, R, n): n sampled elements for each
-data rank, microbatch, context rank and tensor rank.
+A gradient is known as its terms (step.py), a tensor (D, m, N, R, n): n sampled elements for each
+data rank, microbatch and context rank, and for each of R tensor ranks (R is T, or 1 for a tensor
+that is split over them).
 """
 
 import math
@@ -54,8 +55,9 @@ class Examined:
         self.gradients = gradients
 
     def tolerance(self, name, size=1.0):
-        """How far MINE's gradient may be off. size: how many times as large as the right gradient's
-        its rounding errors may be, such as 3 for a sum that counts a term 3 times."""
+        """How far MINE's gradient may be off. size: a factor on the tolerance, for a wrong
+        gradient whose rounding errors are larger than the right one's: 3 for a sum that counts a
+        term 3 times."""
         return NOISE * self.noise[1][name] * size
 
     def loss_tolerance(self, loss):
@@ -92,7 +94,7 @@ class Computed(Examined):
         for seed in range(n_runs):
             terms = self.rounded(seed).run(dtype=self.dtype, grad_dtype=self.grad_dtype,
                                            scale=self.numbers["scale"])
-            differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, C): mean of T copies
+            differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             error = differences.abs().sum().item()
             loss_error = max(loss_error, error)
             for name, full in terms.full.items():
@@ -124,7 +126,7 @@ class Computed(Examined):
 
 class LikeReference(Examined):
     """One step of MINE, a model of another form. Nothing is computed, so the terms of a gradient
-    are not known: each gradient is a single term, D = m = C = R = 1."""
+    are not known: each gradient is a single term, D = m = N = R = 1."""
 
     def __init__(self, reference, mine, number):
         loss = reference.steps[number - 1]["loss"]
@@ -135,7 +137,7 @@ class LikeReference(Examined):
             gradients={name: sampled(grad).view(1, 1, 1, 1, -1)
                        for name, grad in gradients.items()},
             is_summed=dict.fromkeys(gradients, False), full=gradients,
-            tokens=(targets != ABSENT).sum().view(1, 1), positions=targets.numel(), divisor=1,
+            tokens=(targets != ABSENT).sum().view(1, 1), n_tokens=targets.numel(), divisor=1,
             tied=False)
         coarser = max((reference, mine), key=eps_of)
         super().__init__(mine, number, coarser, terms, loss, gradients)

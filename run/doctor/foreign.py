@@ -80,9 +80,9 @@ def read_megatron(entry, name, shape, config):
 
 
 def find_megatron(path, shapes, config):
-    """{canonical name: function that reads the tensor}. ValueError if the model has experts, or
-    unless the file has these tensors, and no others but those that Megatron adds: ._extra_state,
-    and output_layer.weight of a tied model, which is a copy of the embedding."""
+    """{canonical name: function that reads the tensor}. The file must have all these tensors, else
+    ValueError. It may have two more kinds, which Megatron adds: ._extra_state and, in a tied model,
+    output_layer.weight, a copy of the embedding. A model with experts: ValueError."""
     if config.n_experts:
         raise ValueError(f"{path}: experts under Megatron's names are not known; take nanoGPT's "
                          "names")
@@ -94,7 +94,8 @@ def find_megatron(path, shapes, config):
         wanted[theirs] = shapes[name]
         if name in (EMBEDDING, UNTIED) and theirs in entries:
             vocab_size, width = shapes[name]
-            rows = max([vocab_size, *entries[theirs].shape[:1]])  # some may pad the vocabulary
+            shape = entries[theirs].shape
+            rows = max(vocab_size, shape[0]) if shape else vocab_size  # more rows: padding
             wanted[theirs] = torch.Size((rows, width))
     tensorfile.expect(path, entries, wanted, FLOATS)
     refuse_more(path, entries, {*wanted, MEGATRON_ENDS[UNTIED]}, ("._extra_state",))

@@ -10,7 +10,7 @@ loss has this cause only if the Share gives the loss, too. And what a cause chan
 than the noise: otherwise causes of other sizes would fit as well.
 
 In step 2 of a run whose step 1 is wrong, only the Shares and Changes found in step 1 are tried
-again.
+again, and weights are fitted anew.
 """
 
 import math
@@ -72,9 +72,9 @@ def fitting_shares(examined, mine, wrong, known):
 
 
 def fitted_weights(examined, mine, wrong):
-    """{words: Share} of the weights of all D x m microbatches with which the right step's terms sum
-    up to MINE's gradients; {} if there are no such weights, or if noise alone could make them
-    differ from 1 as far. mine: {name: sampled gradient}."""
+    """Find a weight for each of the D x m microbatches, so that the weighted terms sum up to MINE's
+    gradients. Returns {words: Share}; {} if no weights fit, or if noise alone could move the
+    weights as far from 1 as they are. mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
@@ -155,11 +155,11 @@ def fitting_changes(examined, mine, loss, known, wrong=()):
 def loss_factors(layout, tokens, scale):
     """[(factor, words)]: factors by which a printed loss may be wrong. tokens: number of tokens of
     the whole batch that count; scale: the loss scale."""
-    D, C, T, P, m = (layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches"))
-    sizes = [(D, "data ranks (dp)"), (C, "context ranks (cp)"), (T, "tensor ranks (tp)"),
+    D, N, T, P, m = (layout[axis] for axis in ("dp", "cp", "tp", "pp", "microbatches"))
+    sizes = [(D, "data ranks (dp)"), (N, "context ranks (cp)"), (T, "tensor ranks (tp)"),
              (P, "pipeline ranks (pp)"), (m, "microbatches"), (tokens, "tokens")]
-    if D > 1 and C > 1:
-        sizes.append((D * C, "data and context ranks (dp, cp)"))
+    if D > 1 and N > 1:
+        sizes.append((D * N, "data and context ranks (dp, cp)"))
     if D > 1 and m > 1:
         sizes.append((D * m, "microbatches of all data ranks (dp)"))
     found = [(-1.0, "of the wrong sign"),
@@ -178,7 +178,7 @@ def causes_of_loss(examined, loss):
     for a reason that leaves the loss right): the trainer prints a multiple or a part of the right
     loss."""
     terms = examined.terms
-    losses = terms.losses.mean(-1)  # (D, m, C)
+    losses = terms.losses.mean(-1)  # (D, m, N)
     total = int(terms.tokens.sum())
     predicted = {}  # words -> loss
     for factor, words in loss_factors(examined.mine.layout, total, examined.numbers["scale"]):
@@ -210,6 +210,7 @@ def keeps_first_step(examined, given):
     if noise > RESOLVED * abs(multiple) * math.sqrt(squares):
         return []
     for name in given:
+        # Twice the tolerance: the rounding errors of both steps are in it
         if not off(errors[name], multiple * first[name]) <= 2 * examined.tolerance(name):
             return []
     return [f"{multiple:.3g} of the first step's gradients is still in them: they were not zeroed"]

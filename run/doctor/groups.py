@@ -82,9 +82,9 @@ def groups_by_block(names):
 
 
 def group_words(wrong, names, fits):
-    """Words for the smallest group that contains all wrong names and of which the cause fits every
-    member; if there is no such group, words that list the wrong names. names: those of all tensors.
-    fits(name): does the cause give MINE's tensor? It has to for all wrong names."""
+    """Words for the smallest group that has all wrong names and whose members all fit; without such
+    a group, a list of the wrong names. names: those of all tensors. fits(name): does the cause give
+    MINE's tensor? True for each wrong name."""
     sizes = {}  # words -> number of members
     for words, has in (GROUPS | groups_by_block(names)).items():
         members = [name for name in names if has(name)]

@@ -1,8 +1,8 @@
 """What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, rates.
 
-The cause of wrong initial weights is named only if all wrong tensors are of one kind: transposed,
-drawn with one seed, or a multiple of REFERENCE's. A wrong map of names shows here, so that nobody
-takes it for a bug of the trainer.
+The cause of wrong initial weights is named only if all wrong tensors are of one kind, such as
+transposed, or drawn with one seed (kinds() lists them). A wrong map of names shows here, so that
+nobody takes it for a bug of the trainer.
 """
 
 import math
@@ -43,7 +43,7 @@ class InitialWeights:
         self.eps = eps
         name = min(wrong)
         right_norm = norm_of(self.right[name])
-        # How many times REFERENCE's one wrong tensor is; the others are compared with this factor
+        # Norm of one wrong tensor / norm of REFERENCE's. Are the others off by the same factor?
         self.factor = norm_of(self.given[name]) / right_norm if right_norm else 0.0
         self.tags = []  # {name: tag} of each tensor rank; empty for a model of another form
         self.starts = []  # numbers of the layers that begin a pipeline stage, without stage 0's
@@ -94,8 +94,8 @@ class InitialWeights:
         return torch.equal(first[:n], second[:n])
 
     def is_first_ranks(self, name):
-        """Is the tensor right on the first tensor rank and the first pipeline rank only?"""
-        # Is the tensor on another pipeline rank?
+        """Is the tensor right on the first tensor rank and in pipeline stage 0 only? (All other
+        stages count as other ranks', even one that --chunks or zb-v gives to pipeline rank 0.)"""
         if self.starts and layer_number(name, self.model.n_layer) >= self.starts[0]:
             return looks_drawn_anew(self.given[name], self.right[name])
         slices = zip(self.slices(name, self.given), self.slices(name, self.right), strict=True)

@@ -80,8 +80,9 @@ def squares_by_rank(mine, given):
                 piece = tags[name].slice(grad)
             copies = T if piece.shape == grad.shape else 1
             layer = layer_number(name, model.n_layer)
-            ranks = {where[max(s for s, start in enumerate(starts) if start <= layer)]}
-            if name == EMBEDDING and UNTIED not in given:  # tied: the last stage has it, too
+            stage = max(s for s, start in enumerate(starts) if start <= layer)  # pipeline stage
+            ranks = {where[stage]}  # pipeline ranks that hold this gradient
+            if name == EMBEDDING and UNTIED not in given:  # tied: the last pipeline stage has it
                 ranks.add(where[-1])
             for p in ranks:
                 squares[p, t] += piece.square().sum() / (copies * len(ranks))
@@ -99,7 +100,7 @@ def norms_of_parts(mine, given):
     if P > 1:
         where = placement(layout["schedule"], P, layout["chunks"])
         for p, square in enumerate(squares.sum(1).tolist()):
-            # The stages on the rank: "0" or, with --chunks 2, "0 and 2"
+            # The pipeline stages on the rank: "0" or, with --chunks 2, "0 and 2"
             stages = " and ".join(str(s) for s, rank in enumerate(where) if rank == p)
             found[f"that of pipeline stage {stages}'s part only (pp)"] = math.sqrt(square)
     if T > 1:

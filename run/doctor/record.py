@@ -117,8 +117,8 @@ class Writer:
         ids, targets, _ = zip(*batches, strict=True)
         both = torch.stack(ids), torch.stack(targets)  # (m, B, S) each
         shape = torch.Size((n_data_ranks, *both[0].shape))
-        # Nothing sums tokens: sum_over[0] only says which ranks hold copies of them, of which the
-        # first writes (write_tensors)
+        # Tokens are not summed. sum_over[0] only names the ranks that hold the same tokens; the
+        # first of these ranks writes them (write_tensors)
         held = [(Shard(name, shape, 0, ((index, index + 1),), sum_over=(replica,)), tensor)
                 for name, tensor in zip(("ids", "targets"), both, strict=True)]
         shapes = dict.fromkeys(("ids", "targets"), shape)
@@ -203,11 +203,11 @@ def write_run(trainer, data):
     for number in (1, 2):
         batches = data.training(cfg, number - 1, mesh)
         writer.write_tokens(number, batches)
-        norm, read = trainer.gradients(batches)
+        norm, read = trainer.gradients(batches)  # norm: a tensor on the device; read() gives floats
         writer.write_gradients(
             number, whole_slices(trainer, trainer.reducer.grad_pieces, trainer.scale))
         trainer.update(norm, learning_rate(cfg, number - 1))
-        loss, norm_read, scale = read()  # waits for the step: three numbers
+        loss, norm_read, scale = read()  # waits for the device
         writer.write_numbers(number, loss, norm_read, scale)
         write_weights(number)
     writer.end()
@@ -286,7 +286,9 @@ class Recorder:
 
 
 def write_plain(cfg, mesh, data, training_steps):
-    """Collective: train two steps by plain.training_steps, and write their dump into cfg.dump."""
+    """Collective: train the run's steps (two: --dump sets cfg.steps in run/config.py) by plain.py,
+    and write their dump into cfg.dump. training_steps: plain.training_steps, given by the caller,
+    which has imported plain.py."""
     recorder = Recorder(cfg, mesh, data)
     steps = training_steps(cfg, mesh, data, recorder.build, recorder.make_optimizer)
     for loss, norm in steps:

@@ -1,6 +1,6 @@
 """Shares: bugs that add up the right step's terms with other weights.
 
-The terms of a tensor's gradient are (D, m, C, R, n), one for each data rank, microbatch, context
+The terms of a tensor's gradient are (D, m, N, R, n), one for each data rank, microbatch, context
 rank and tensor rank (step.py). A Share says which terms are in the sum, and how often:
 
     D = 2, m = 3     right      only the last       data rank 0's own gradient,
@@ -45,10 +45,10 @@ RIGHT = Share("right")
 def summed_terms(terms, name, share):
     """(n,): the sum of a tensor's terms, with a Share's weights. A tied matrix has a name for each
     end, EMBEDDING and UNTIED: only the terms of this end are summed."""
-    grad = terms.gradients[name]  # (D, m, C, R, n)
+    grad = terms.gradients[name]  # (D, m, N, R, n)
     if share.data is not None:
         grad = grad * share.data[:, :, None, None, None]
-    grad = grad.sum((0, 1))  # (C, R, n)
+    grad = grad.sum((0, 1))  # (N, R, n)
     grad = grad.sum(0) if share.context is None else grad[share.context]  # (R, n)
     if not terms.is_summed[name]:
         grad = grad[0]  # R is 1, or the R gradients are copies
@@ -71,7 +71,7 @@ def gradient(terms, name, share):
 def loss_of(terms, share):
     """The mean loss of a step whose losses are added up with a Share's weights, like its
     gradients."""
-    losses = terms.losses.mean(-1)  # (D, m, C): the T ranks have the same losses
+    losses = terms.losses.mean(-1)  # (D, m, N): the T ranks have the same losses
     if share.data is not None:
         losses = losses * share.data.unsqueeze(-1)
     if share.context is not None:
@@ -82,7 +82,7 @@ def loss_of(terms, share):
 def factors(layout, tokens, scale):
     """[(factor, words)]: factors by which a gradient may be wrong. tokens: number of tokens of the
     whole batch that count; scale: the loss scale."""
-    D, P, C, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
+    D, P, N, T = (layout[axis] for axis in ("dp", "pp", "cp", "tp"))
     m = layout["microbatches"]
     named = [
         (1 / D, f"averaged over the {D} data ranks (dp), though the loss is already divided by all "
@@ -93,9 +93,9 @@ def factors(layout, tokens, scale):
         (1 / m, f"divided by the {m} microbatches once too often"),
         (T, f"{T} times: summed over the tensor ranks (tp), which all have it"),
         (1 / T, f"divided by the {T} tensor ranks (tp), which all have the same"),
-        (C, f"{C} times: summed twice over the context ranks (cp), or divided by a rank's own "
+        (N, f"{N} times: summed twice over the context ranks (cp), or divided by a rank's own "
             "tokens"),
-        (1 / C, f"averaged over the {C} context ranks (cp), though the loss is already divided by "
+        (1 / N, f"averaged over the {N} context ranks (cp), though the loss is already divided by "
                 "all tokens"),
         (P, f"{P} times: counted by each pipeline rank (pp)"),
         (1 / P, f"divided by the {P} pipeline ranks (pp)"),
@@ -104,10 +104,10 @@ def factors(layout, tokens, scale):
         (0.0, "zero: no gradient arrives (detached, or never computed)"),
         (-1.0, "of the wrong sign"),
     ]
-    if D > 1 and C > 1:
-        named += [(D * C, f"{D * C} times: divided by a rank's own tokens, and summed over dp and "
+    if D > 1 and N > 1:
+        named += [(D * N, f"{D * N} times: divided by a rank's own tokens, and summed over dp and "
                           "cp"),
-                  (1 / (D * C), f"averaged over the {D * C} data and context ranks (dp, cp)")]
+                  (1 / (D * N), f"averaged over the {D * N} data and context ranks (dp, cp)")]
     if D > 1 and m > 1:
         named += [(D * m, f"{D * m} times: divided by the tokens of one microbatch only"),
                   (1 / (D * m), f"divided by dp x microbatches = {D * m} once too often")]
@@ -117,8 +117,8 @@ def factors(layout, tokens, scale):
     return [(factor, words) for factor, words in named if factor != 1]
 
 
-def not_summed_over_data(layout, D, m):
-    """Shares with the gradients of some data ranks only."""
+def wrongly_summed_over_data(layout, D, m):
+    """Shares of a sum over the data ranks that is missing, or taken at the wrong microbatches."""
     found = []
     for d in range(D):
         own = torch.zeros(D, m, dtype=torch.double)
@@ -176,14 +176,14 @@ def of_some_microbatches(D, m):
     return found
 
 
-def not_summed_in_replica(C, T):
+def not_summed_in_replica(N, T):
     """Shares with the terms of one context rank or one tensor rank."""
     found = []
-    if C > 1:
-        for c in range(C):
+    if N > 1:
+        for c in range(N):
             words = f"not summed over the context ranks (cp): context rank {c}'s own gradient"
             found += [Share(words, context=c),
-                      Share(f"{words}, divided by its own tokens", C, context=c)]
+                      Share(f"{words}, divided by its own tokens", N, context=c)]
     if T > 1:
         for t in range(T):
             found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
@@ -212,16 +212,16 @@ TIED = [Share("the tied matrix lacks the head's term: only the embedding's", tie
 
 def known_shares(layout, terms, scale):
     """The Shares of a layout. terms: those of the right step; scale: the loss scale."""
-    D, m, C, T = terms.losses.shape  # all 1 for a model of another form, whose terms are not known
+    D, m, N, T = terms.losses.shape  # all 1 for a model of another form, whose terms are not known
     total = int(terms.tokens.sum())
     found = [Share(words, factor=factor) for factor, words in factors(layout, total, scale)]
     if D > 1:
-        found += not_summed_over_data(layout, D, m)
+        found += wrongly_summed_over_data(layout, D, m)
     if m > 1:
         found += of_some_microbatches(D, m)
-    found += not_summed_in_replica(C, T)
-    if total < terms.positions:
-        found.append(Share("padding tokens count in the mean", total / terms.positions))
+    found += not_summed_in_replica(N, T)
+    if total < terms.n_tokens:
+        found.append(Share("padding tokens count in the mean", total / terms.n_tokens))
     if terms.tokens.min() < terms.tokens.max():
         found += means_of_means(terms.tokens)
     if terms.tied:

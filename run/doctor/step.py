@@ -1,6 +1,6 @@
 """One step of a run, computed again in one process: loss and gradients, taken apart into terms.
 
-The C context and T tensor ranks of the run's layout are threads (threads.py), which run the root's
+The N context and T tensor ranks of the run's layout are threads (threads.py), which run the root's
 plain forms. Data ranks and microbatches follow one after the other, because nothing but a sum ties
 them. So each gradient is known as a sum of terms, one for each (data rank, microbatch, context
 rank, tensor rank); a tied matrix's terms from the embedding and from the head are apart, too.
@@ -9,8 +9,8 @@ rank, tensor rank); a tied matrix's terms from the embedding and from the head a
                            data ranks": other weights for the same terms; nothing is run again
     a Change (changes/)    any other bug: a line of the forms is changed, and the step is run again
 
-Held: the weights in float64; C x T models, each whole until it is split; one microbatch's gradients
-of all C x T ranks; at most SAMPLED elements of each tensor for each term; one sum of full size.
+Held: the weights in float64; N x T models, each whole until it is split; one microbatch's gradients
+of all N x T ranks; at most SAMPLED elements of each tensor for each term; one sum of full size.
 Pipeline ranks and ZeRO change no number: they are left out.
 """
 
@@ -54,19 +54,19 @@ def sampled(tensor):
 class Terms:
     """What a step computes, before any sum over ranks and microbatches.
 
-    losses     (D, m, C, T): sum of the losses of a context rank's tokens of a microbatch. The T
+    losses     (D, m, N, T): sum of the losses of a context rank's tokens of a microbatch. The T
                tensor ranks have the same, unless a Change makes them differ
-    gradients  {name: (D, m, C, R, n)}: gradients of those sums, n sampled elements of the full
+    gradients  {name: (D, m, N, R, n)}: gradients of those sums, n sampled elements of the full
                tensor. R is T, or 1 for a tensor that is split over the tensor ranks
     is_summed  {name: are the R gradients terms of a sum? If not, they are copies of one term}
     full       {name: full gradient}: the sum of all terms, not divided
     tokens     (D, m): number of tokens that count: all but padding
-    positions  number of all tokens, with padding
+    n_tokens   number of all tokens, padding too
     divisor    loss and gradients are divided by it: the number of all tokens that count or, if the
                run's loss is a sum, 1
     tied       are embedding and head one matrix? Gradients has the terms of both ends apart
 
-    For D = 2, m = 3, C = 1, T = 2 a LayerNorm's gradients[name][1, 2, 0] are two rows: data rank
+    For D = 2, m = 3, N = 1, T = 2 a LayerNorm's gradients[name][1, 2, 0] are two rows: data rank
     1's gradient of its last microbatch on tensor rank 0, and on tensor rank 1. Without --sp the
     rows are copies; with --sp each tensor rank has other tokens, and the rows are terms.
     """
@@ -75,7 +75,7 @@ class Terms:
     is_summed: dict
     full: dict
     tokens: torch.Tensor
-    positions: int
+    n_tokens: int
     divisor: int
     tied: bool
 
@@ -121,12 +121,14 @@ def served(n_experts, E, T, t):
     return found
 
 
-def tag_experts(model, E, mesh):
-    """Keep the gradient of an expert on one tensor rank only: the rank that holds the expert in the
-    run, which spreads whole experts over the T ranks. Here all T ranks compute all experts, so the
-    gradient becomes zero on the other ranks, and is summed over the T ranks. So its T terms are
-    those of the run: a Share of one tensor rank's terms has the gradients of that rank's experts
-    only. (Under --sp each of the T ranks has other tokens, and the gradient is summed already.)"""
+def expert_gradients_of_one_rank(model, E, mesh):
+    """Give an expert a gradient on one tensor rank only.
+
+    In a run an expert is on one of the T tensor ranks; here all T ranks compute all experts, and
+    get equal gradients. Set an expert's gradient to zero on all ranks but its own, and tag it as
+    summed over the T ranks. The T terms are then those of the run: a Share of tensor rank t's terms
+    has the gradients of t's experts only. (Not under --sp: there each tensor rank has other tokens,
+    and the gradient is summed already.)"""
     group = mesh.group("tp")
     if group.size == 1:
         return
@@ -147,22 +149,22 @@ def own_tokens(ids, targets, k, positions):
 class Boards:
     """Where the threads put their gradients of one microbatch; rank 0 then adds the gradients up.
 
-    A board is (C, R, full shape). For C = 1 and T = 2
+    A board is (N, R, full shape). For N = 1 and T = 2
 
         ln_1.weight (3,)        R = 2: rank 0 writes board[0, 0], rank 1 writes board[0, 1]
         c_fc.weight (4, 3)      R = 1: rank 0 writes board[0, 0, :2], rank 1 board[0, 0, 2:]
     """
 
-    def __init__(self, C, T, dtype, stored):
+    def __init__(self, N, T, dtype, stored):
         """dtype: gradients are summed in it. stored(name): the name under which the sum is kept,
         the same for both ends of a tied matrix."""
-        self.C = C
+        self.N = N
         self.T = T
         self.dtype = dtype
         self.stored = stored
-        self.boards = {}  # name -> (C, R, full shape)
+        self.boards = {}  # name -> (N, R, full shape)
         self.is_summed = {}  # like Terms.is_summed
-        self.sampled = {}  # name -> [(C, R, n)], microbatch after microbatch
+        self.sampled = {}  # name -> [(N, R, n)], microbatch after microbatch
         self.full = {}  # stored name -> full gradient, summed so far
 
     def make(self, model):
@@ -170,7 +172,7 @@ class Boards:
         for param in model.parameters():
             tag = param.shard
             R = self.T if param.shape == tag.shape else 1
-            self.boards[tag.name] = torch.zeros(self.C, R, *tag.shape, dtype=torch.double)
+            self.boards[tag.name] = torch.zeros(self.N, R, *tag.shape, dtype=torch.double)
             # The first group of sum_over is the context ranks, always; a second one is the tensor
             # ranks, whose gradients are then terms of a sum
             self.is_summed[tag.name] = len(tag.sum_over) > 1
@@ -193,8 +195,8 @@ class Boards:
     def add(self):
         """Called by rank 0: keep samples of all terms, and add the terms to the sums."""
         for name, board in self.boards.items():
-            samples = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (C R, n)
-            samples = samples.unflatten(0, board.shape[:2])  # (C, R, n)
+            samples = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (N R, n)
+            samples = samples.unflatten(0, board.shape[:2])  # (N, R, n)
             self.sampled.setdefault(name, []).append(samples)
             if self.stored(name) not in self.full:
                 self.full[self.stored(name)] = torch.zeros_like(board[0, 0])
@@ -238,7 +240,7 @@ class SimulatedStep:
         return name if name in self.weights else EMBEDDING
 
     def parallel(self, model, mesh):
-        """Split a whole model like the run's layout. Returns this rank's positions: (S/C,)."""
+        """Split a whole model like the run's layout. Returns this rank's positions: (S/N,)."""
         context = mesh.group("cp")
         tensor = mesh.group("tp")
         sp = self.layout["sp"] and tensor.size > 1
@@ -252,7 +254,7 @@ class SimulatedStep:
         if sp:
             positions_of_own_tokens(model, tensor)
         else:
-            tag_experts(model, self.layout["ep"], mesh)
+            expert_gradients_of_one_rank(model, self.layout["ep"], mesh)
         sharing = mesh.group("cp", "tp") if sp else context  # ranks that share a sequence
         for layer in model.modules():
             if isinstance(layer, MixtureOfExperts):
@@ -281,6 +283,8 @@ class SimulatedStep:
         model = self.whole_model(dtype)
         if change.before:
             change.before(model)
+        # Sequences may be shorter than the model allows: split_sequences takes block_size for S
+        model.config = replace(model.config, block_size=self.ids.size(-1))
         positions = self.parallel(model, mesh)
         if change.after:
             change.after(model, mesh)
@@ -294,14 +298,14 @@ class SimulatedStep:
         the loss scale, by which the loss is multiplied, and gradients are divided. losses_only:
         forward only; gradients and full stay empty."""
         D, m, _, _ = self.ids.shape
-        C = self.sizes["cp"]
+        N = self.sizes["cp"]
         T = self.sizes["tp"]
         world = World(self.sizes)
-        losses = torch.zeros(D, m, C, T, dtype=torch.double)
-        boards = Boards(C, T, grad_dtype, self.stored)
+        losses = torch.zeros(D, m, N, T, dtype=torch.double)
+        boards = Boards(N, T, grad_dtype, self.stored)
 
         def rank(mesh):
-            torch.set_grad_enabled(not losses_only)  # of this thread
+            torch.set_grad_enabled(not losses_only)  # torch keeps this switch for each thread
             model, own = self.prepare(mesh, change, dtype)
             c = mesh.group("cp").rank
             t = mesh.group("tp").rank

@@ -64,18 +64,18 @@ class Steps:
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
         return weights, grads
 
-    def replayed(self, replay, number, name, shape, way):
-        """The function that takes (weights, gradients) of before(), or a part of their elements,
-        and returns these elements of the tensor after a step of MINE, taken again."""
+    def replay_of(self, replay, number, name, shape, way):
+        """A function (weights, gradients) -> weights after the step, computed again. Its arguments
+        are those of before(), whole or the same part of each."""
         steps = self.mine.steps[:number]
         norms = [step["norm"] for step in steps]
         decay = replay.decay_of(name, shape, way)
         return partial(replay.step, norms=norms, rate=steps[-1]["lr"], way=way, decay=decay)
 
     def after(self, number, name, way):
-        """A tensor after a step of MINE, taken again."""
+        """A tensor after a step of MINE, computed again."""
         weights, grads = self.before(number, name)
-        replay = self.replayed(self.replay, number, name, weights[0].shape, way)
+        replay = self.replay_of(self.replay, number, name, weights[0].shape, way)
         return replay(weights, grads)
 
     def is_right(self, number, name, way):
@@ -83,18 +83,19 @@ class Steps:
         temporaries of a large tensor would take longer than its arithmetic."""
         weights, grads = self.before(number, name)
         shape = weights[0].shape
-        replay = self.replayed(self.replay, number, name, shape, way)
-        replay_rounded = self.replayed(self.rounded, number, name, shape, way)
+        replay = self.replay_of(self.replay, number, name, shape, way)
+        replay_rounded = self.replay_of(self.rounded, number, name, shape, way)
         parts = [tensor.flatten().split(PART)
                  for tensor in (self.held(number)[name], *weights, *grads)]
         error = 0.0
         noise = 0.0
         size = 0.0
         for given, *inputs in zip(*parts, strict=True):
-            taken = inputs[:number], inputs[number:]
-            predicted = replay(*taken)
+            weight_parts = inputs[:number]
+            grad_parts = inputs[number:]
+            predicted = replay(weight_parts, grad_parts)
             error = math.hypot(error, off(given, predicted))
-            noise = math.hypot(noise, off(replay_rounded(*taken), predicted))
+            noise = math.hypot(noise, off(replay_rounded(weight_parts, grad_parts), predicted))
             size = math.hypot(size, norm_of(predicted))
         return error <= NOISE * max(noise, torch.finfo(self.wide).eps * size)
 

@@ -1,5 +1,7 @@
 """What the doctor prints: for each Finding a line, and its causes below.
 
+MINE is the dump that is examined, REFERENCE that of one process (__main__.py).
+
     step 1 loss              equal
     step 1 gradients         differs: 40 of 40 tensors; first transformer.wte.weight, ...
                              -> all gradients: 2 times: ...         a cause
@@ -29,17 +31,17 @@ def lines(findings, layout, deep=True):
     """Yields (line, are MINE's numbers equal there?). findings: Findings (finding.py), each the
     result of one comparison, such as "step 1 gradients", which is called its stage (no stage of a
     pipeline). layout: MINE's. deep: have all known bugs been tried?"""
-    above = []  # causes of the finding above
+    last_causes = []  # causes of the last finding that differs
     advised = False
     for finding in findings:
         if finding.equal:
             yield f"{finding.stage:24} {finding.differs or 'equal'}", True
             continue
         yield f"{finding.stage:24} differs: {finding.differs}", False
-        # For loss and gradients bugs are tried that need the step run again (step.py's Changes). A
-        # large model has them tried only with --deep
+        # Some causes of a wrong loss or gradient are found by running the step again, once for each
+        # bug (a Change, step.py). For a large model the doctor does so only with --deep
         runs_bugs = finding.stage.endswith(("loss", "gradients"))
-        if finding.causes and finding.causes == above:
+        if finding.causes and finding.causes == last_causes:
             yield f"{INDENT} -> the same", False
         elif finding.causes:
             first, *others = finding.causes
@@ -54,4 +56,4 @@ def lines(findings, layout, deep=True):
             yield f"{INDENT} fits nothing that was tried; --deep tries all known bugs", False
         elif not finding.stage.endswith("copies"):
             yield f"{INDENT} fits nothing that is known", False
-        above = finding.causes
+        last_causes = finding.causes

@@ -8,9 +8,9 @@
     experts.py       --experts: gates, capacity, the balance loss
     pipeline.py      --pp: what crosses a boundary
 
-Each is tried by running the step (step.py): first forward only; if the loss does not fit, backward
-is not run. To add a bug: write what it does to a rank's model, and add a Change with it to its
-file's list.
+Each is tried by running the step (step.py). A Change of the loss runs forward first; if the loss
+does not fit, backward is not run. To add a bug: write what it does to a rank's model, and add a
+Change with it to its file's list.
 """
 
 from run.doctor.changes.context import context_changes
@@ -27,7 +27,7 @@ def changes(step):
     config = step.config
     layout = step.layout
     T = layout["tp"]
-    C = layout["cp"]
+    N = layout["cp"]
     sp = layout["sp"] and T > 1
     found = []
     if T > 1:
@@ -35,10 +35,10 @@ def changes(step):
         found += vocabulary_changes()
     if sp:
         found += sequence_changes()
-    if C > 1:
+    if N > 1:
         found += context_changes()
     if config.n_experts:
         found += expert_changes(layout)
     if layout["pp"] > 1:
         found += pipeline_changes(step)
-    return found + model_changes(config, C)
+    return found + model_changes(config, N)

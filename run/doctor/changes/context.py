@@ -132,8 +132,8 @@ def hop_table(see, group, S):
 
 
 def ring_that_sees(see, see_back=None, comes_back=True, is_even=False):
-    """An attention whose hops see what `see` says; in backward what see_back says, if that is
-    another one. comes_back: see gather_keys. is_even: see Hops."""
+    """The `after` of a Change: attention whose hops see what see() says, and in backward what
+    see_back() says, if that is given. comes_back: see gather_keys. is_even: see Hops."""
     def attend(q, k, v, group):
         S = group.size * q.size(2)
         seen = hop_table(see, group, S)
@@ -170,8 +170,8 @@ def see_ranks_before(own, keys, rank, key_rank, is_last):
 
 
 def see_swapped(own, keys, rank, key_rank, is_last):
-    """Zigzag's two cases, swapped. Right: of an earlier rank the early half of the keys, of a later
-    rank all keys by the late half of the queries."""
+    """Zigzag's two cases, swapped. Right: all queries see the early half of an earlier rank's keys;
+    the late half of the queries sees all keys of a later rank."""
     if key_rank == rank:
         return see_earlier(own, keys, rank, key_rank, is_last)
     half = len(own) // 2

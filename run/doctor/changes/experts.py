@@ -55,11 +55,13 @@ def softmax_over_all(x, gates, chosen, layer):
 
 
 def gates_in_order_of_tokens(T, E):
-    """Each tensor rank sorts its experts' rows by expert, but takes the gates in the order of the
-    tokens. For T = 1 and four tokens with one expert each:
+    """Each tensor rank sorts its experts' rows by expert, but takes as many gates from the start of
+    the list of all tokens. For four tokens with one expert each, T = 1:
 
         chosen    2 0 1 0          rows sorted by expert: tokens 1 3 2 0
         gates     a b c d          so token 1 gets a, 3 gets b, 2 gets c, 0 gets d: d a c b
+
+    For T = 2 and four experts, tensor rank 1 has experts 2 and 3: its only row, token 0, gets a.
     """
     def change(x, gates, chosen, layer):
         flat = gates.flatten()  # (B S k,)
@@ -92,9 +94,11 @@ def with_capacity(factor):
 
 def spread_over_tensor_ranks(E, f_of_tokens, f_of_gates):
     """In backward a tensor rank has the gradients of tokens and gates from its own experts only. f
-    sums them over the ranks: copy_to_ranks does, unsummed is the bug."""
+    adds these gradients up over the ranks: copy_to_ranks is right, unsummed the bug."""
     def run(x, gates, chosen, right, is_served, group):
         own = is_served[chosen]  # (B, S, k)
+        # Here each rank runs all experts. Those of other tensor ranks add their outputs, so that
+        # forward is right, but pass no gradient to tokens and gates, like in a run
         outputs = right(f_of_tokens(x, group), f_of_gates(gates, group) * own, chosen)
         return outputs + right(x.detach(), (gates * ~own).detach(), chosen)
 

@@ -39,8 +39,8 @@ def shifted_targets(model, mesh):
 
 
 def padded_rows(multiple):
-    """The rows that pad a rank's slice of the vocabulary to a multiple count in the loss, with
-    logits of 0."""
+    """The loss counts padded rows, with logits of 0: those that fill a rank's slice of the
+    vocabulary up to a multiple of this number."""
     def after(model, mesh):
         head = model.layers[-1]
         right = head.loss
@@ -69,10 +69,10 @@ def exact_gelu(model):
         block.mlp.forward = partial(forward, block.mlp)
 
 
-def model_changes(config, C):
-    """The Changes of a model, under C context ranks."""
+def model_changes(config, N):
+    """The Changes of a model, under N context ranks."""
     found = []
-    if C == 1:  # with more, attention is replaced, and a rank's tokens are not one after the other
+    if N == 1:  # with more, attention is replaced, and a rank's tokens are not one after the other
         found += [
             Change("attention sees later tokens", after=each_attention(all_tokens_seen)),
             Change("attention scores are not divided by sqrt(head width)",

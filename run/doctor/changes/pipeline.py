@@ -149,13 +149,13 @@ def newest_in_flight(layout):
 
 
 def stack_change(step, boundaries):
-    """The Change of a pipeline whose stages keep their activations in a stack, each stage in one of
-    its own, under any schedule.
+    """The Change of a pipeline in which each stage has a stack of its own for its activations.
 
-    The gradient that stage 1 sends as microbatch 0's is then that of another microbatch's
-    activation, and meets a third one's in stage 0. In the example above, for two stages,
-    microbatch 1 gets the gradient of microbatch 0, 2 that of 1, and 0 that of 2. The last boundary
-    comes first, because its gradients are part of those at the boundaries before it."""
+    A stage sends, as the gradient of microbatch k, that of the activation which its backward met:
+    met[s + 1][k]. The stage before adds it to the activation met[s][k]. In the example above stage
+    0's backward of microbatch 0 meets the activation of 1, so microbatch 1 gets the gradient of 0;
+    2 gets that of 1, and 0 that of 2. The last boundary comes first, because its gradients are part
+    of those at the boundaries before it."""
     met = newest_in_flight(step.layout)
     changed = []
     for s in reversed(range(len(boundaries))):  # the boundary between stages s and s + 1

@@ -49,7 +49,7 @@ def leave_backward_alone(x, group):
 
 
 def scatter_only(model, mesh):
-    """Each reduce-scatter, in forward after rows and in backward before columns, sums nothing."""
+    """The reduce-scatters, of g in forward and of f in backward, sum nothing."""
     replace_f("model", enter_without_sum)(model, mesh)
     replace_g("model", leave_without_sum)(model, mesh)
 

@@ -3,8 +3,9 @@
     column    y = f(x) W        f: forward nothing, backward the sum of the ranks' grad_x
     row       y = g(x W) + b    g: forward the sum of the ranks' x W, backward nothing
 
-A bug of f leaves the loss right; a bug of g in forward does not. Each is tried in one layer of all
-blocks (or the head, the embedding), in all layers of the blocks, and everywhere.
+A bug of f leaves the loss right; a bug of g in forward does not. Each is tried in the
+attention of every block, in every MLP, in the head or the embedding, in attention and MLP of all
+blocks, and everywhere.
 """
 
 from functools import partial

@@ -20,47 +20,48 @@ from tensor_parallel import sum_of_copy, sum_over_ranks, to_local
 
 def moved(distance):
     """All ranks' slices begin and end `distance` words too late."""
-    return lambda words, rank, rows: (words[0] + distance, words[1] + distance)
+    return lambda own_range, rank, n_rows: (own_range[0] + distance, own_range[1] + distance)
 
 
-def equal_slices(words, rank, rows):
+def equal_slices(own_range, rank, n_rows):
     """The slice of a rank that takes all slices for as long as its own. For 5 words on 2 ranks,
     0 1 2 and 3 4, rank 1 begins at 2."""
-    return rank * rows, (rank + 1) * rows
+    return rank * n_rows, (rank + 1) * n_rows
 
 
-def logit_of_target(logits, targets, words):
+def logit_of_target(logits, targets, own_range):
     """(the logits of the targets (B, S), 0 where another rank has the target; a mask of those)."""
-    local, outside = to_local(targets, *words)
+    local, outside = to_local(targets, *own_range)
     at_target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
     return at_target.masked_fill(outside, 0), outside
 
 
-def loss_by_owner(logits, targets, words, group):
+def loss_by_owner(logits, targets, own_range, group):
     """The vocabulary-parallel loss of a trainer in which the rank that has a target adds the loss
     of its token, so that a target that no rank has adds nothing."""
-    at_target, outside = logit_of_target(logits, targets, words)
+    at_target, outside = logit_of_target(logits, targets, own_range)
     sums = sum_over_ranks(torch.stack([logits.exp().sum(-1), at_target]), group)
     losses = sums[0].log() - at_target
     counted = sum_of_copy(losses.detach().masked_fill(outside, 0).sum(), group)
-    total = (sums[0].log() - sums[1]).sum()  # has the right gradients
+    total = (sums[0].log() - sums[1]).sum()  # vocabulary_loss's gradients (without padding)
     return WithBackward.apply(total, lambda total: counted, lambda grad: grad)
 
 
 def other_words(change, ends, by_owner=False):
-    """change(words, rank, rows): the words that a rank takes for its own, in the ends "embedding",
-    "head", or both. by_owner: with loss_by_owner, in place of vocabulary_loss."""
+    """change(own_range, rank, n_rows): the words [start, stop) that a rank takes for its own, in
+    the ends "embedding", "head", or both. n_rows: rows of the rank's slice. by_owner: with
+    loss_by_owner, in place of vocabulary_loss."""
     def after(model, mesh):
         embedding = model.layers[0].wte
         head = model.layers[-1]
         group = mesh.group("tp")
-        words = change(embedding.words, group.rank, embedding.weight.size(0))
+        own_range = change(embedding.words, group.rank, embedding.weight.size(0))
         if "embedding" in ends:
-            embedding.words = words
+            embedding.words = own_range
         if "head" in ends and by_owner:
-            head.loss = partial(loss_by_owner, words=words, group=group)
+            head.loss = partial(loss_by_owner, own_range=own_range, group=group)
         elif "head" in ends:
-            head.loss = partial(head.loss, words=words)
+            head.loss = partial(head.loss, words=own_range)
     return after
 
 
@@ -77,10 +78,10 @@ def unmasked_embedding(model, mesh):
     embedding.forward = partial(forward, embedding)
 
 
-def row_0_of_others(logits, targets, words):
+def row_0_of_others(logits, targets, own_range):
     """(the logits of this rank's row 0 where another rank has the target, else 0: (B, S); a mask
     of those)."""
-    local, outside = to_local(targets, *words)  # row 0, where outside
+    local, outside = to_local(targets, *own_range)  # row 0, where outside
     row = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
     return row.masked_fill(~outside, 0), outside
 
@@ -90,10 +91,10 @@ def unmasked_targets_in_loss(model, mesh):
     head = model.layers[-1]
     right = head.loss
     group = mesh.group("tp")
-    words = model.layers[0].wte.words
+    own_range = model.layers[0].wte.words
 
     def loss(logits, targets):
-        row, outside = row_0_of_others(logits.detach(), targets, words)
+        row, outside = row_0_of_others(logits.detach(), targets, own_range)
         lse = sum_of_copy(logits.detach().exp().sum(-1), group).log()
         more = sum_of_copy((lse - row).masked_fill(~outside, 0).sum(), group)
         total = right(logits, targets)
@@ -106,10 +107,10 @@ def unmasked_targets_in_gradient(model, mesh):
     """Ranks that lack a target subtract 1 from the gradient of their row 0. The loss is right."""
     head = model.layers[-1]
     right = head.loss
-    words = model.layers[0].wte.words
+    own_range = model.layers[0].wte.words
 
     def loss(logits, targets):
-        row, _ = row_0_of_others(logits, targets, words)
+        row, _ = row_0_of_others(logits, targets, own_range)
         nothing = WithBackward.apply(row.sum(), torch.zeros_like, lambda grad: grad)
         return right(logits, targets) - nothing
 
@@ -123,15 +124,15 @@ def own_words_only(model, mesh):
     """Each rank's softmax is over its own words."""
     group = mesh.group("tp")
 
-    def loss(logits, targets, words):
-        at_target, outside = logit_of_target(logits, targets, words)
+    def loss(logits, targets, own_range):
+        at_target, outside = logit_of_target(logits, targets, own_range)
         own = logits.logsumexp(-1) - at_target
         # The loss of a token is that of the rank that has its target
         counted = sum_of_copy(own.detach().masked_fill(outside, 0).sum(), group)
         return WithBackward.apply(own.sum(), lambda own: counted, lambda grad: grad)
 
     head = model.layers[-1]
-    head.loss = partial(loss, words=model.layers[0].wte.words)
+    head.loss = partial(loss, own_range=model.layers[0].wte.words)
 
 
 def loss_sums_both_ways(model, mesh):
