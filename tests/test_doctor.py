@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import run.doctor.__main__ as command
+from run.doctor.changes.by_layout import changes
 from run.doctor.changes.pipeline import newest_in_flight, scale_changes
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
 from run.doctor.groups import block_of
 from run.doctor.inputs import check_initial_weights
+from run.doctor.step import SimulatedStep
+from run.doctor.threads import World
 from run.doctor.weights import Steps, known_ways
 from run.doctor.words import lines
 from tests import bugs
@@ -359,10 +362,9 @@ def test_a_bug_that_begins_in_step_2_is_told_of_its_loss_and_of_its_gradients(ri
 
 def test_a_rate_of_several_steps_is_told_once(right):
     mine = changed(right(), change=None)
-    mine.steps[0]["lr"] *= 2
+    mine.steps[0]["lr"] *= 3
     words = [way.words for way in known_ways(Steps(right(), mine), 1)]
     rates = [text.split(":")[0] for text in words if text.startswith("the rate is")]
-    print(words)
     assert rates and len(set(rates)) == len(rates), words
 
 
@@ -372,6 +374,24 @@ def test_sequences_may_be_shorter_than_the_model_allows(right):
     findings = list(diagnose(longer, longer, deep=False))
     assert "step 1 gradients" in {finding.stage for finding in findings}
     assert all(finding.equal for finding in findings), findings
+
+
+@pytest.mark.parametrize("bug,starts", [("counts positions from 0", (0, 0)),
+                                        ("split by zigzag", (0, 12))])
+def test_wrong_positions_of_context_ranks_are_cut_by_sp(right, bug, starts):
+    """starts: here the wrong positions of the two context ranks begin."""
+    one = right(block_size=24)  # 12 tokens for a context rank, 4 for each of its 3 tensor ranks
+    layout = {**one.layout, "cp": 2, "tp": 3, "sp": True}
+    step = SimulatedStep(one.model, layout, 0.0, dict(one.weights(0)), one.ids(1), one.targets(1))
+    (change,) = (change for change in changes(step) if bug in change.words)
+
+    def rank(mesh):
+        model, _ = step.prepare(mesh, change, torch.double)
+        begin = starts[mesh.group("cp").rank] + 4 * mesh.group("tp").rank
+        (module,) = model.positioned()
+        assert module.positions(None).tolist() == list(range(begin, begin + 4))
+
+    World(step.sizes).run(rank)
 
 
 def test_factors_of_axes_with_the_same_size_are_told_together():

@@ -186,8 +186,9 @@ def not_summed_in_replica(N, T):
                       Share(f"{words}, divided by its own tokens", N, context=c)]
     if T > 1:
         for t in range(T):
-            found.append(Share("not summed over the tensor ranks (tp), which see different tokens: "
-                               f"tensor rank {t}'s own gradient", tensor=t))
+            words = ("not summed over the tensor ranks (tp), which have different tokens or "
+                     f"different experts: tensor rank {t}'s own gradient")
+            found.append(Share(words, tensor=t))
     return found
 
 

@@ -106,12 +106,13 @@ class Steps:
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
     mine = steps.mine
-    rates = []  # (words, rate): those of the other step, and of both steps of REFERENCE
+    sources = {}  # rate -> the steps that have it: MINE's other step, and both of REFERENCE
     for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference)):
         for n in (1, 2):
             rate = dump.steps[n - 1]["lr"]
             if rate != mine.steps[number - 1]["lr"]:
-                rates.append((f"the one of {whose} step {n}", rate))
+                sources.setdefault(rate, []).append(f"that of {whose} step {n}")
+    rates = [(" and ".join(words), rate) for rate, words in sources.items()]
     factors = []
     for axis in ("dp", "tp", "pp", "cp", "microbatches"):
         size = mine.layout[axis]
@@ -176,7 +177,7 @@ def causes_of_updates(steps, number, numbers, names, wrong):
     found = (fitting_ways(steps, number, numbers, names, wrong)
              or fitted_rate(steps, number, names))
     if found:
-        return list(dict.fromkeys(found))  # each once, though MINE and REFERENCE share rates
+        return found
     if all(keeps_old(steps, number, name) for name in wrong):
         return [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
                 "the ranks that need them, or were not waited for"]

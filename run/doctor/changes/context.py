@@ -24,8 +24,23 @@ from tensor_parallel import sum_of_copy
 # ---- positions and targets ----
 
 
+def context_positions_from(make):
+    """make(own, mesh): the positions (S/N,) that take the place of a context rank's own; make reads
+    only how many there are. Where --sp cuts the right positions, these are cut, too."""
+    def after(model, mesh):
+        own_of_context_rank = torch.arange(model.config.block_size // mesh.group("cp").size)
+
+        def part(own, mesh):
+            n_parts = len(own_of_context_rank) // len(own)  # T where --sp cuts, else 1
+            whole = make(own_of_context_rank, mesh)
+            return whole.chunk(n_parts)[mesh.group("tp").rank % n_parts]
+
+        positions_from(part)(model, mesh)
+    return after
+
+
 def in_contiguous_parts(own, mesh):
-    """Positions as if rank r had the r-th part of the sequence."""
+    """Positions as if context rank r had the r-th part of the sequence. own: a context rank's."""
     return torch.arange(len(own)) + mesh.group("cp").rank * len(own)
 
 
@@ -185,11 +200,12 @@ def see_swapped(own, keys, rank, key_rank, is_last):
 
 def context_changes():
     return [
-        Change("each context rank (cp) counts positions from 0", after=positions_from(from_zero)),
+        Change("each context rank (cp) counts positions from 0",
+               after=context_positions_from(from_zero)),
         Change("positions are those of contiguous parts, the tokens are split by zigzag (cp)",
-               after=positions_from(in_contiguous_parts)),
+               after=context_positions_from(in_contiguous_parts)),
         Change("tokens and positions are those of contiguous parts, the mask is zigzag's (cp)",
-               after=positions_from(in_contiguous_parts), feed=tokens_of_contiguous_parts),
+               after=context_positions_from(in_contiguous_parts), feed=tokens_of_contiguous_parts),
         Change("targets are shifted after the sequence was split (cp): the last one of a rank is "
                "its first token", feed=targets_from_own),
         Change("each context rank (cp) attends to its own keys only",
