@@ -129,7 +129,7 @@ def read_dump(folder):
         if path.name.startswith("tokens"):
             tokens[path.stem] = find_tokens(path, given["layout"], model)
         elif model:
-            tensorfile.read_header(path)  # a folder: readers() would read the files in it
+            tensorfile.read_header(path)  # refuses a folder: readers() would read its files
             tensors[path.stem] = Tensors(readers(path, shapes, model, given["names"]))
         else:
             tensors[path.stem] = Tensors(find_other_form(path, shapes))

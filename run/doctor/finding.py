@@ -2,8 +2,8 @@
 
 A stage of the doctor is one comparison, such as that of step 1's gradients. (A stage of the
 model is called a pipeline stage, or the text around it speaks of pipeline ranks or boundaries.)
-`given` is what MINE's dump has, `right` what it should
-have, both {name: tensor}; `wrong` is the set of names in which they differ by more than rounding.
+`given` is what MINE's dump has, `right` what it should have, both {name: tensor}; `wrong` is the
+set of names in which they differ by more than rounding.
 """
 
 import math
@@ -17,7 +17,7 @@ class Finding:
     """The result of one stage of one step."""
     stage: str  # "step 1 gradients"
     equal: bool
-    differs: str = ""  # where, and by how much; or, of an equal stage, a remark
+    differs: str = ""  # where, and by how much; for an equal stage: a remark
     causes: list = field(default_factory=list)  # words of the bugs that give MINE's numbers
 
 
