@@ -831,7 +831,7 @@ def test_the_search_finds_the_best_of_each_kind_that_fits():
                        (0.1, search_file.Search(job, 12, device, {}).best(8, 0.1))):
         best = {}
         for seconds, layout in fit:
-            kind = habits.technique_of(layout)
+            kind = habits.kind_of_layout(layout)
             far = seconds > (1 + band) * min(fit)[0]
             key = far, seconds * habits.price(job, layout)
             best[kind] = min(best.get(kind, key), key)
