@@ -206,12 +206,13 @@ def saved_by_block(job, layout, recompute):
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # `whole` counts the second norm's output in w bytes per number (one h of its 4 h). Only an
-        # MLP beside the experts saves this copy: without such an MLP take it off. The router saves
-        # a copy in `wide` bytes per number
-        if not shared:
-            whole -= h * w
-        whole += h * wide
+        # `whole` counts the second norm's output in w bytes per number (one h of its 4 h). If w is
+        # less than `wide`, the router saves a copy in `wide` bytes per number. Then only an MLP
+        # beside the experts saves the output in w bytes: without such an MLP take it off
+        if w < wide:
+            whole += h * wide
+            if not shared:
+                whole -= h * w
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
         whole += (3 * 8 + 2 * wide) * model.top_k
