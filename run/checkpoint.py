@@ -3,9 +3,9 @@
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
                       optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (SGD and LARS: .velocity);
                                              for 16-bit weights also .master
-                      manifest.json          step, flags, loss scale, a checksum for each
-                                             tensor, number: 1 for the first checkpoint that
-                                             was written to --out, 2 for the next
+                      manifest.json          step, flags, loss scale; a checksum for each
+                                             tensor; "number", which counts the checkpoints
+                                             of --out in the order of writing, from 1
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
 gather, and no extra memory but one tensor's slice on its way from a GPU. Bytes per parameter with
@@ -55,8 +55,8 @@ EMBEDDING = "transformer.wte.weight"
 
 @contextmanager
 def together(world):
-    """All ranks leave this block, or all raise the CheckpointError of the first rank that failed in
-    it. Call no collectives inside: the rank that failed would miss them."""
+    """All ranks leave this block, or all raise the CheckpointError of the lowest rank that failed
+    in the block. Call no collectives inside: the rank that failed would miss them."""
     failed = ""
     try:
         yield
@@ -186,7 +186,8 @@ def newest(out):
 
 
 def find(path):
-    """The checkpoint at `path`: that folder itself, or the newest in it. CheckpointError: none."""
+    """The checkpoint at `path`: that folder itself, or the newest in it. CheckpointError if there
+    is none."""
     folder = Path(path) if Path(path, MANIFEST).exists() else newest(path)
     if folder is None:
         raise CheckpointError(f"{path}: no complete checkpoint there")

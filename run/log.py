@@ -33,8 +33,9 @@ def is_before(line, step):
 
 def open_metrics(path, start):
     """Open the file of --metrics to append to, for a run that begins with step `start`. Cut the
-    file at the first line that this run will write again (step >= start) or that a crash has left
-    incomplete."""
+    file at the first line of a step >= start, because this run writes the lines from there on, or
+    at a line that a crash has left incomplete. (A validation after the last step of a shorter run
+    is cut, too.)"""
     if Path(path).is_file():
         refuse_foreign("--metrics", path, MARKS["metrics"])  # again: it may be another file by now
         with open(path, "r+", encoding="latin-1") as file:  # one character per byte

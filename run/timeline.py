@@ -68,7 +68,8 @@ class Tracer:
 
     def __init__(self, mesh):
         self.mesh = mesh
-        self.events = []  # [name, lane, start, end, args] in seconds of rank 0's clock, by start
+        # [name, lane, start, end, args], sorted by start; start, end: seconds of rank 0's clock
+        self.events = []
         self.step = None  # the step that is being traced
         # Seconds by which this rank's clock is ahead of rank 0's
         self.ahead = ahead_of_rank_0(mesh.world)
@@ -239,8 +240,8 @@ def report(path, tracer, mesh, lists, where):
     # seconds of one microbatch through all stages of a rank, as simulate counts the costs
     stages_per_rank = len(where) // len(lists)
     f, b, i, w = (stages_per_rank * mean.get(kind, 0.0) for kind in ACTIONS)
-    # simulate takes costs of I and W, and B costs their sum. If the schedule has B, give it B / 2
-    # as I and B / 2 as W. The 0: in the simulated pipeline messages take no time.
+    # simulate() takes the costs of I and W; their sum is its cost of B. For a schedule with B split
+    # the measured B: half to I, half to W. The 0: in the simulated pipeline messages take no time.
     simulated = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     measured = seconds_of_pipeline(every)
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, "

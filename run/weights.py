@@ -87,7 +87,8 @@ def find_tensors(path, shapes, config):
     """Find the tensors of these {canonical name: shape} in a file or a folder. Returns {canonical
     name: [(Entry, is it stored as (in, out)?)]}. If there are several entries (a Llama's q, k and
     v), our tensor is their rows, one below the other. CheckpointError unless the file has these
-    tensors, and no others."""
+    tensors and no others. (refuse_more lets the head's matrix and old masks
+    pass.)"""
     entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
@@ -116,7 +117,7 @@ def find_llama(path, entries, shapes, config):
     found = {}
     wanted = {}  # {name in the file: shape}
     for name, shape in shapes.items():
-        parts = llama_names(name, config)
+        parts = llama_names(name, config)  # [(name in the file, number of rows; None: all)]
         for theirs, rows in parts:
             wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
         found[name] = [theirs for theirs, _ in parts]
