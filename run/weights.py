@@ -164,8 +164,9 @@ def load_parts(places):
 
 def read_weights(path, shapes, config):
     """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
-    shape}, and no others, and return a function from a name to the full tensor, on CPU.
-    CheckpointError, also if a manifest or a config.json beside the file describes another model."""
+    shape} and no others (see find_tensors), and return a function from a name to the full tensor,
+    on CPU. CheckpointError, also if a manifest or a config.json beside the file describes another
+    model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     file = path / MODEL if path.is_dir() else path
@@ -195,6 +196,9 @@ def refuse_sizes(path, config):
         wanted["transformer.wpe.weight"] = (config.block_size, C)
     if config.n_experts:
         wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, C)
+        if isinstance(config, LlamaConfig):  # a GPT-2's experts: their width follows from C
+            expert = (2 * (config.n_hidden // config.top_k), C)
+            wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)
     elif isinstance(config, LlamaConfig):
         wanted["transformer.h.0.mlp.c_fc.weight"] = (2 * config.n_hidden, C)
     tensorfile.expect(path, tensorfile.read_header(path), wanted, FLOATS)
