@@ -405,7 +405,8 @@ def refuse_wrong_sizes(cfg):
 
 
 def refuse_nothing_to_watch(cfg, ranks):
-    """ValueError unless --watch stands alone, or names a rank or an axis of several ranks."""
+    """ValueError if the run has one rank, or if --watch neither stands alone nor names a rank or an
+    axis of several ranks."""
     require(ranks > 1, f"{given(cfg, 'watch')}: one rank sends no messages; try --tp 2")
     sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
     axes = [axis for axis, size in sizes.items() if size > 1]
@@ -436,7 +437,7 @@ def refuse_wrong_model(cfg):
 
 
 def is_scaling(text):
-    """Is this FACTOR,LOW,HIGH,TOKENS?"""
+    """Is the text FACTOR,LOW,HIGH,TOKENS: finite numbers above 0, with LOW below HIGH?"""
     try:
         factor, low, high, tokens = (float(number) for number in text.split(","))
     except ValueError:
@@ -537,8 +538,8 @@ def check_writable(name, path, mark=""):
 
 def choose_gpu_or_cpu(cfg, local, gpus, warn):
     """Fill in --device auto for `local` ranks on this machine, which has `gpus` GPUs. ValueError if
-    --device cuda asks for more than there are. warn: print notes about a fall-back to the CPU and
-    about slow choices."""
+    --device cuda asks for more GPUs than there are. warn: print notes about a fall-back to the CPU
+    and about slow choices."""
     require(cfg.device != "cuda" or gpus >= local,
             f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
     if cfg.device == "auto":

@@ -294,8 +294,8 @@ def of_heads(at, stack):
 
 
 def of_step(at, stack):
-    """training_steps (plain.py) all-reduces the tied matrix's gradient, then the loss. Between the
-    two it sets `norm`, for the first time: --watch shows the first step only."""
+    """training_steps (plain.py) all-reduces the tied matrix's gradient, then the loss. Between
+    the two all-reduces it sets `norm`, for the first time: --watch shows the first step only."""
     return "loss" if "norm" in at else f"gradient of {short(at['tag'].name)}"
 
 

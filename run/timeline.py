@@ -40,16 +40,16 @@ ACTIONS = ("F", "B", "I", "W")
 def ahead_of_rank_0(group, pings=8):
     """Collective: seconds by which this rank's clock is ahead of rank 0's.
 
-    A rank asks rank 0 for its time. It assumes that rank 0 read its clock half-way between question
-    and answer, and trusts the fastest of some pings: asked at 100.0, answered at 100.2 with 99.6:
-    this rank is ahead by 100.1 - 99.6 = 0.5."""
+    A rank asks rank 0 for the time, and assumes that rank 0 read its clock half-way between
+    question and answer. The fastest of some pings counts. A rank that asks at 100.0, and at 100.2
+    has the answer 99.6, is ahead by 100.1 - 99.6 = 0.5."""
     message = torch.zeros(1, dtype=torch.double, device=group.device)
     found = []  # (seconds that the ping took, seconds ahead)
     for peer in range(1, group.size):
         for _ in range(pings):
             if group.rank == 0:
                 group.recv(message, peer).wait()
-                group.read(message)  # on a GPU recv() does not wait for the question; this does
+                group.read(message)  # on a GPU recv() does not wait for the question, read() does
                 message.fill_(time.time())
                 group.send(message, peer).wait()
             elif group.rank == peer:
@@ -59,7 +59,7 @@ def ahead_of_rank_0(group, pings=8):
                 answer, = group.read(message)
                 answered = time.time()
                 found.append((answered - asked, (asked + answered) / 2 - answer))
-    _, ahead = min(found, default=(0.0, 0.0))  # rank 0 has none
+    _, ahead = min(found, default=(0.0, 0.0))  # rank 0 sends no pings
     return ahead
 
 
@@ -95,7 +95,7 @@ class Tracer:
 
     @contextmanager
     def at(self, step):
-        """Record the spans inside this context; they belong to this step."""
+        """Record the spans inside this context, as spans of `step`."""
         self.step = step
         self.mesh.span = self.span  # hides the method of the class, which records nothing
         yield
