@@ -9,14 +9,14 @@ sides do the same training. A rank is a process with one thread; only the peer o
 while it builds one side and takes two steps (Linux; resident bytes).
 
     python bench.py                  every row but growth's (how long that takes: docs/measured.md)
-    python bench.py --quick          does it run? two pairs of turns of each row of at most 4 ranks,
-                                     with a smaller model: its figures mean nothing
+    python bench.py --quick          does it run? small model, two turns per side, rows of up to 4
+                                     ranks: its figures mean nothing
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
     python bench.py --only without   the gain from each trick of the engine: its peer is the engine
                                      with that one trick switched off
     python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)
     python bench.py --json out.json  the figures for a program
-    python bench.py --gpu            one GPU, bfloat16: against a loop like nanoGPT's, and its MFU
+    python bench.py --gpu            one GPU, bfloat16: beside two loops like nanoGPT's; and our MFU
 
 The sides of the rows: races/.
 """
@@ -61,8 +61,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 # ---- the rows ----
 # A Row (races/job.py) races two sides on n ranks, for one layout and one size of model or tensor.
-# Here our side is the trainer of train.py, its checkpoint (one row), or a collective of the engine.
-# Goals are ratios. Row(
+# A side is a function that takes a Job and returns a step function. Each call of the step function
+# runs one step and returns this rank's share of the loss. Here our side is the trainer of train.py,
+# its checkpoint (one row), or a collective of the engine. Goals are ratios. Row(
 #     name,
 #     number of ranks,
 #     size: a model's name in SIZES, or the KB of a collective's tensor,
@@ -238,8 +239,11 @@ ROWS = [*against_torch(), *against_limits(), *against_ourselves(), *against_the_
 
 
 def race(row, rank, communicators, folder, seconds, least):
-    """The row's figures by name, the same on each of its ranks. seconds: how long to race; least:
-    the number of pairs of turns to take even if they last longer."""
+    """The row's figures by name, the same on each of its ranks. communicators: {n: {name: torch's
+    ProcessGroup of the first n ranks}}. seconds: how long to race; least: the number of pairs of
+    turns to take even if they last longer."""
+    # "peer" is the communicator of torch's side. Between turns that side sends nothing, so barriers
+    # can use it
     barrier_group = communicators[row.n]["peer"]
 
     def highest(values):

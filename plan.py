@@ -124,7 +124,7 @@ def model_of_flags(name, given):
 
 
 def described(args):
-    """(job, device, {field of Layout: value}) of the flags. The search keeps the values."""
+    """(job, device, {field of Layout: value}) of the flags. The search keeps these values."""
     given = vars(args)
     model = model_of_flags(args.model, given)
     device = named_in(given, DEVICES[args.gpu])
@@ -170,8 +170,9 @@ def require_has(args, job, cfg):
 
 def searched(args):
     """(device before own runs changed its speed, own runs, Search on the changed device, figures of
-    layouts). With --layout these are the layout of the flags, then the fastest of all layouts; else
-    the best layouts that have the flags' values."""
+    layouts). With --layout the figures are those of the flags' layout, then those of the fastest of
+    all layouts. Else they are those of the best layouts: with --calibrate of all layouts, without
+    it of those that have the flags' values."""
     job, device, fixed = described(args)
     cfg = as_config(job, fixed)
     rows = []

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from data.prepare import BYTES, PATTERN, make_encoding, prepare, require_file
-from model import ABSENT  # -1: a target that the loss leaves out, or the start of no window
+from model import ABSENT  # -1: a target that the loss leaves out; as a start: no window
 
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,

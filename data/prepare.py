@@ -208,8 +208,10 @@ def learn_bpe(text, vocab_size):
             count[left + right] += times[i]
             where[left + right].append(i)
 
-    # The most frequent pair is on top of the heap. Counts change, so an entry may be out of date. A
-    # pair's highest entry is never too low, because a pair whose count rises gets a new entry.
+    # Entries (-count, pair): the largest count is on top of the heap. An entry may be out of date:
+    # a pair that got rarer has an entry with too large a count, which is corrected when the entry
+    # reaches the top. A pair whose count rises gets a new entry. So an entry on top that is up to
+    # date has the most frequent pair.
     heap = [(-n, pair) for pair, n in count.items()]
     heapq.heapify(heap)
     ranks = dict(BYTES)

@@ -55,7 +55,7 @@ def tokenizer_json(encoding):
 
 def tokenizer_files(data, config):
     """{name: content} of the tokenizer of the folder `data`, for a model of this GPTConfig.
-    ValueError if there is no tokenizer to write."""
+    ValueError if there is no tokenizer to write, or if its size is not the model's vocabulary."""
     encoding = load_tokenizer(data)
     if encoding.name == "gpt2":
         raise ValueError(f"the tokenizer of {data} is GPT-2's own; "

@@ -60,7 +60,8 @@ def step_flops(job, recompute=False):
 def on_node(device, stride, size):
     """How many of a group's ranks are on one node. The group's `size` ranks are `stride` apart.
     Nodes of 8, tp 2, dp 16: a dp group has stride 2 and reaches over 32 ranks; on each node it has
-    gcd(8, 32) // 2 = 4 ranks. (Exact where sizes divide the node or are multiples of it.)"""
+    gcd(8, 32) // 2 = 4 ranks. (The number is exact where sizes divide the node or are multiples
+    of the node.)"""
     return max(1, math.gcd(device.node, stride * size) // stride)
 
 
@@ -178,7 +179,7 @@ def closed_form(name, P, m, v, costs):
 def in_order(schedule, P, m, v):
     """[(rank, kind, needed)] of all actions of a schedule, sorted: each comes after the actions
     whose results it needs. needed: the index in this list of the action on another rank that
-    computes the input. None: the input is this rank's own. (The actions of one rank keep the order
+    computes the input. None: no other rank computes it. (The actions of one rank keep the order
     of its list.) The sorted list serves all costs."""
     where = placement(schedule, P, v)
     queues = [deque(actions) for actions in make_schedule(schedule, P, m, v)]
@@ -265,7 +266,8 @@ SCORES = 6
 
 
 class Costs:
-    """Seconds of a job on a device. Computes a time once for all layouts that have it in common."""
+    """Seconds of a job on a device. The times of a layer, and the busiest rank, are computed once
+    for all layouts that have them in common."""
 
     def __init__(self, job, device):
         self.job = job
@@ -279,8 +281,8 @@ class Costs:
             lambda schedule, P, v: set(parts_of(job.model, schedule, P, v)))
         shape, h = shape_of(job.model), job.model.n_embd
         # Numbers per token that the kernels of a block's forward move, that is, read from memory or
-        # write to it. Matrix products are not among these kernels. Tensor ranks always split the
-        # work of the second and third row, and of the first row only under --sp:
+        # write to it. Matrix products are not among these kernels. Tensor ranks split the work of
+        # the second and the third row. They split the work of the first row only under --sp:
         #     moved_by_norms      norms and residual additions
         #     moved_inside        attention, and the MLP's activation function
         #     moved_by_routing    a router's scores; tokens to their experts and back
@@ -356,8 +358,8 @@ class Costs:
         all-gathered a second time.)"""
         model = self.job.model
         all_reduce = self.all_reduce(1, layout.tp, n * model.n_embd * self.job.width)
-        # Two all-reduces beside no compute. All of their time is exposed here; in published.py, for
-        # some programs, a share of it
+        # Two all-reduces beside no compute. Here all of their time is exposed; for some programs
+        # published.py exposes only a share of this time
         two_alone = 2 * self.exposed(all_reduce, 0.0, "tp")
         # A message beside I (or W) travels during the I (or W) of one column. A block has two
         # columns, whose share of the block's products is:
@@ -425,7 +427,7 @@ class Costs:
             products, moved=operands + 2 * moved + weights, kernels=KERNELS["I"])
         I += attention_back  # noqa: E741
         # W reads the inputs of columns and rows and the gradients of their outputs, together as
-        # large as the operands. And it adds to the weights' gradients: reads and writes them
+        # large as the operands. And W adds to the weights' gradients: it reads and writes them
         W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
         if split and n_experts:
             # Experts do not defer their weight gradients: move their seconds from W to I. The n
@@ -468,14 +470,16 @@ class Costs:
         # to which the fractions of hardware.py are fitted, have these four. (train.py writes the
         # gradient over the logits, in w bytes)
         logits = 2 * n * words * (w + 3 * max(w, 4))
-        # Bytes of the matrix: read for the logits and for grad_x, and its gradient written
+        # Bytes moved of the matrix, which is read for the logits and for grad_x, and of its
+        # gradient, which is written
         matrix = 3 * w * h * words
         products = 3 * 2 * n * h * words  # FLOPs of logits, grad_x, and the matrix's gradient
         head = self.compute(products, moved=logits + matrix, kernels=KERNELS["head"])
         # The embedding's forward reads a row per token, and writes it
         look_up = self.compute(moved=2 * n * h * w)
-        # Its backward adds to the matrix's gradient, in I, because W has only the deferred weight
-        # gradients of blocks. Per token a gradient and a row's sum are read, and the sum is written
+        # The embedding's backward adds to the matrix's gradient, in I, because W has only the
+        # deferred weight gradients of blocks. Per token a gradient and a row's sum are read, and
+        # the sum is written
         add = self.compute(moved=3 * n * h * w)
         return ((Time(look_up, reduce), Time(add), Time()),
                 (Time(head, reduce), Time(), Time()))
@@ -540,8 +544,8 @@ class Costs:
 
     def lower_bound(self, layout):
         """A lower bound of pipeline_time, in seconds. Messages between stages are assumed to take
-        no time. If closed_form() knows the bubble, the bound follows from it. Else the bound is the
-        shortest time that rank 0 can take."""
+        no time. If closed_form() knows the bubble, the bound follows from the bubble. Else the
+        bound is the shortest time that rank 0 can take."""
         seconds, _ = self.busiest_rank(layout)  # [f, i, w]
         P, m, v = layout.pp, layout.microbatches, layout.chunks
         bubble = closed_form(layout.schedule, P, m, v, (*seconds, 0.0))
@@ -644,7 +648,8 @@ class Costs:
         numel = dense + vocabulary
         owned = numel + experts  # parameters that this rank steps
         if layout.zero:
-            # A shard. Experts have E times fewer replicas, so their shards are E times larger
+            # The rank's shard. Experts have E times fewer replicas, so shards of experts are E
+            # times larger
             owned = numel / replicas + experts * layout.ep / replicas
         # Bytes per parameter. The states are a master weight and two moments, of at least 32 bits
         # each. (A weight of at least 32 bits is its own master)
@@ -667,10 +672,10 @@ class Costs:
 
     def breakdown(self, layout):
         """{part of a step: seconds}; their sum is step_time. compute: forwards and backwards of the
-        busiest rank. tp, cp, ep, pp, dp: exposed messages of that axis. optimizer: its step.
-        bubble: the seconds that the busiest rank idles."""
+        busiest rank. tp, cp, ep, pp, dp: exposed messages of that axis. optimizer: the
+        optimizer's step. bubble: the seconds that the busiest rank idles."""
         _, part = self.busiest_rank(layout)
-        busy = Time()  # of all microbatches
+        busy = Time()  # seconds of the busiest rank's actions, all microbatches together
         for number, layer in zip(part, self.layers(layout), strict=True):
             for time in layer:
                 busy = busy.plus(time, number * layout.microbatches)

@@ -70,7 +70,7 @@ class Kind(NamedTuple):
     recompute: bool
 
 
-def technique_of(layout):
+def kind_of_layout(layout):
     """The Kind of a layout."""
     return Kind(layout.tp > 1, layout.pp > 1, layout.cp > 1, layout.ep > 1, layout.zero >= 2,
                 splits_backward(layout.schedule), layout.recompute)

@@ -70,8 +70,8 @@ class Job(NamedTuple):
 
 
 def tokens_of(job, layout):
-    """Tokens of a microbatch, on one context rank. With --sp each of its T tensor ranks has 1/T of
-    them, except in attention and in the MLP."""
+    """Tokens of a microbatch that one rank computes. With --sp a rank has all of these tokens only
+    in attention and in the MLP, and 1/T of them elsewhere."""
     sequences = job.batch_size / (layout.dp * layout.microbatches)
     return sequences * job.model.block_size / layout.cp
 
@@ -206,9 +206,13 @@ def saved_by_block(job, layout, recompute):
     if model.n_experts:
         # For each chosen expert: its input, its output, and the output times the gate
         split += 3 * model.top_k * h * w
-        # The router saves the second norm's output, one h of the 4 h above, in `wide` bytes per
-        # number. Only an MLP beside the experts saves it in w bytes, too
-        whole += h * wide if shared else h * (wide - w)
+        # `whole` counts the second norm's output in w bytes per number (one h of its 4 h). If w is
+        # less than `wide`, the router saves a copy in `wide` bytes per number. Then only an MLP
+        # beside the experts saves the output in w bytes: without such an MLP take it off
+        if w < wide:
+            whole += h * wide
+            if not shared:
+                whole -= h * w
         whole += model.n_experts * wide  # the router's scores
         # For each chosen expert three indices of 8 bytes, and the gate twice
         whole += (3 * 8 + 2 * wide) * model.top_k

@@ -27,8 +27,8 @@ class Program(NamedTuple):
     zero: tuple  # the ZeRO stages that it has
     cannot: tuple  # (text, text, ...): features that train.py has and the program lacks
     # lacks(job, layout): [text], one for each thing in the layout that the program cannot do: a
-    # feature ("--sp"), or two together ("ZeRO-3 with --tp"); [] if it can run the layout. (A ZeRO
-    # stage that the program lacks altogether: lacks_stage)
+    # feature ("--sp"), or two together ("ZeRO-3 with --tp"); [] if it can run the layout.
+    # (lacks_stage tells of a ZeRO stage that the program lacks altogether)
     lacks: Callable
     # written(job, layout): the layout in the program's words
     written: Callable
@@ -153,13 +153,15 @@ MEGATRON = Program(
 
 # ---- torchtitan: a TOML file ----
 
+# (blocks, width, heads of keys): the name that torchtitan's llama3 has for a model of these sizes
 FLAVORS = {(32, 4096, 8): "8B", (80, 8192, 8): "70B", (126, 16384, 8): "405B"}
 TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
                    "gpipe": "GPipe"}
 
 
 def flavor(model):
-    """The name of these sizes in torchtitan/models/llama3/__init__.py; "" if it has none."""
+    """The name of a model's sizes in torchtitan/models/llama3/__init__.py; "" if that file has no
+    name for them."""
     if not is_llama(model) or model.n_experts:
         return ""
     return FLAVORS.get((model.n_layer, model.n_embd, model.n_kv_head), "")

@@ -45,7 +45,8 @@ class Run(NamedTuple):
     device: str
     job: Job
     layout: Layout
-    # "full", "none", or "selective": the S x S scores only, for which Layout has no value
+    # "full", "none", or "selective": attention only, so its S x S scores need not be saved. Layout
+    # has no value for "selective": there it counts as no recompute, and recomputed() adds its time
     recompute: str
     value: float  # the published speed, or seconds of a step
     unit: str  # the value's unit: s, t/s, MFU, TF or mTF; see `seconds`

@@ -12,9 +12,9 @@ from planner.search import NOT_SEARCHED, Search, as_config, departures
 from planner.table import table
 from schedules import SCHEDULES
 
-# The planner's median error on published runs to which nothing was fitted: the third set of runs
-# that was held out. (The first two sets were fitted later.) The error is printed by
-# python plan.py --published, in the line "held out third: 28 rows"
+# The planner's median error on one set of published runs to which nothing was fitted: the third set
+# that was held out. (The first two sets were fitted later. Smaller sets, held out as well, do not
+# count here.) python plan.py --published prints the error, in the line "held out third: 28 rows"
 BAND = 0.14
 # Columns of every table. Another field of Layout has a column if its value in some row is not that
 # of one process

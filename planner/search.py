@@ -1,12 +1,13 @@
 """Finds the layouts of a job on a cluster that fit: the fastest, and those worth their trouble.
 
-Candidates are all layouts that train.py takes, except those in NOT_SEARCHED (unless flags name
-them) and second names of 1F1B: other schedules on one pipeline rank, and interleaved with one
-chunk. Each candidate gets a lower bound of its time (Costs.lower_bound): messages between stages
-take no time, and the bubble is computed by the schedule's formula or, without a formula, from the
-shortest wait of rank 0. The layout with the lowest bound is refined first: by its ZeRO stage, then
-by memory, then by the simulated schedule. So no layout is overlooked, and few are simulated. A
-model whose blocks differ needs another search (Alpa, arXiv 2201.12023)."""
+Candidates are all layouts that train.py takes. Two kinds are left out, unless flags name them:
+those in NOT_SEARCHED, and second names of 1F1B (other schedules on one pipeline rank, and
+interleaved with one chunk). Each candidate gets a lower bound of its time (Costs.lower_bound):
+messages between stages take no time, and the bubble is computed by the schedule's formula or,
+without a formula, from the shortest wait of rank 0. The layout with the lowest bound is refined
+first: by its ZeRO stage, then by memory, then by the simulated schedule. So no layout is
+overlooked, and few are simulated. A model whose blocks differ needs another search (Alpa, arXiv
+2201.12023)."""
 
 import heapq
 import math
@@ -15,7 +16,7 @@ from dataclasses import asdict, fields
 from itertools import product
 
 from planner.costs import Costs
-from planner.habits import price, technique_of
+from planner.habits import kind_of_layout, price
 from planner.memory import Layout, activations, memory
 from planner.mixture import splits_experts
 from planner.programs import TRAIN_PY, lacks_stage
@@ -38,8 +39,8 @@ def as_config(job, named):
         sizes.update(arch="llama", untied=not model.tied)
     experts = model.n_experts
     # check_layout demands that ep x tp divides the number of experts, because train.py's experts
-    # are whole. If the tensor ranks split each expert, only ep has to divide the number. It does if
-    # ep x tp divides tp times the number: so pass this product
+    # are whole. If the tensor ranks split each expert, only ep has to divide the number. It does
+    # if ep x tp divides tp times the number: so pass tp times the number
     if splits_experts(model):
         experts *= named.get("tp", 1)
     return Config(**named, **sizes, batch_size=job.batch_size, experts=experts,
@@ -69,7 +70,7 @@ class Search:
         self.program = program  # only layouts that this program has
         self.costs = Costs(job, device)
         self.fastest = None  # (seconds, layout)
-        self.smallest = None  # (bytes, layout) of the smallest that does not fit
+        self.smallest = None  # (bytes, layout) of the smallest layout that does not fit
         # Layouts that best() does not return are counted; each ZeRO stage is a layout of its own
         self.misfits = 0  # those that do not fit
         self.slower = 0  # all others: pruned by a lower bound, slower, or not worth their trouble
@@ -151,7 +152,8 @@ class Search:
                         yield layout
 
     def fits(self, layout, ranks=None):
-        """Do these pipeline ranks (None: all) have enough memory? If not, adds 1 to misfits."""
+        """Do these pipeline ranks (None: all) have enough memory? If not, adds 1 to misfits and
+        keeps self.smallest up to date."""
         need = memory(self.job, layout, ranks)["total"]
         if need <= self.device.usable * 1e9:
             return True
@@ -161,8 +163,9 @@ class Search:
         return False
 
     def with_zero(self, layout):
-        """[Layout]: the layout in each ZeRO stage that the program has for it. Without replicas
-        there is nothing to shard: stage 0 only."""
+        """[Layout]: the layout in each ZeRO stage that the program has for it. If --zero is given,
+        this stage is the only one. Without --zero and without replicas stage 0 is the only one,
+        because there is nothing to shard."""
         stages = self.program.zero if layout.dp * layout.cp > 1 else [0]
         staged = [layout._replace(**zero) for zero in self.options(zero=stages)]
         return [each for each in staged
@@ -174,11 +177,11 @@ class Search:
         if not staged:
             return []
         # A layout whose rank 0 has no room for its activations does not fit, in any ZeRO stage.
-        # Whether other layouts fit, next_fit() finds out later
+        # next_fit() finds out later whether other layouts fit
         if activations(self.job, layout, 0) <= self.device.usable * 1e9:
             return staged
-        # Count the layout in all ZeRO stages. fits() counts the last of them, which mostly holds
-        # least, and records it in self.smallest if no smaller layout is there
+        # Count the layout in all ZeRO stages. fits() counts it in the last stage, which mostly
+        # holds least, and records it in self.smallest if no smaller layout is there
         self.misfits += len(staged) - 1
         self.fits(staged[-1], [0, layout.pp - 1])
         return []
@@ -203,7 +206,7 @@ class Search:
                 for staged in self.worth_trying(layout):
                     least = seconds + sum(self.costs.update_time(staged))
                     heapq.heappush(queue, entry(least, "with update", staged))
-            elif technique_of(layout) in found:
+            elif kind_of_layout(layout) in found:
                 self.slower += 1
             elif precision == "with update":
                 if self.fits(layout, [0, layout.pp - 1]):  # mostly one of these holds most
@@ -250,7 +253,7 @@ class Search:
             following = self.next_fit(queue, entry, found)
             if following is None:
                 break
-            found[technique_of(following[1])] = following
+            found[kind_of_layout(following[1])] = following
         for _, _, _, precision, layout in queue:
             self.slower += len(self.with_zero(layout)) if precision == "bound" else 1
         return list(found.values())

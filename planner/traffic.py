@@ -35,8 +35,8 @@ class Message(NamedTuple):
 
 
 # Each function *_messages returns rows with the fields of a Message. In these functions:
-#     n       tokens of a microbatch on one context rank (memory.tokens_of). With --sp each of its T
-#             tensor ranks has n/T of them, except in attention and in the MLP
+#     n       tokens of a microbatch that one rank computes (memory.tokens_of). With --sp a rank has
+#             all n tokens only in attention and in the MLP, and n/T elsewhere
 #     h       the model's width
 #     w       bytes of a weight, and of an activation
 #     T       layout.tp

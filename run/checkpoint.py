@@ -3,9 +3,9 @@
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
                       optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (SGD and LARS: .velocity);
                                              for 16-bit weights also .master
-                      manifest.json          step, flags, loss scale, a checksum for each
-                                             tensor, number: 1 for the first checkpoint that
-                                             was written to --out, 2 for the next
+                      manifest.json          step, flags, loss scale; a checksum for each
+                                             tensor; "number", which counts the checkpoints
+                                             of --out in the order of writing, from 1
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
 gather, and no extra memory but one tensor's slice on its way from a GPU. Bytes per parameter with
@@ -55,8 +55,8 @@ EMBEDDING = "transformer.wte.weight"
 
 @contextmanager
 def together(world):
-    """All ranks leave this block, or all raise the CheckpointError of the first rank that failed in
-    it. Call no collectives inside: the rank that failed would miss them."""
+    """All ranks leave this block, or all raise the CheckpointError of the lowest rank that failed
+    in the block. Call no collectives inside: the rank that failed would miss them."""
     failed = ""
     try:
         yield
@@ -186,7 +186,8 @@ def newest(out):
 
 
 def find(path):
-    """The checkpoint at `path`: that folder itself, or the newest in it. CheckpointError: none."""
+    """The checkpoint at `path`: that folder itself, or the newest in it. CheckpointError if there
+    is none."""
     folder = Path(path) if Path(path, MANIFEST).exists() else newest(path)
     if folder is None:
         raise CheckpointError(f"{path}: no complete checkpoint there")
@@ -206,8 +207,8 @@ def read_newest(path, read):
 
 
 def remove(folder):
-    """Delete a checkpoint's three files, and its folder if nothing else is in it. A link to a
-    folder stays as it is."""
+    """Delete a checkpoint's three files, and its folder if nothing else is in it. If the folder is
+    a link, delete nothing."""
     if folder.is_symlink():
         return
     # The manifest first: a checkpoint that is deleted half-way is not complete
@@ -296,8 +297,8 @@ def transfer_runs(entry, shard, start, values, saving):
     the end of `values` lie beyond the slice, so runs() leaves them out.)
 
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
-    start = 1 three values go to elements 2 7 8. They are two runs (in_full, in_values, length):
-    (2, 0, 1) and (7, 1, 2)."""
+    start = 1 three values go to elements 2 7 8, in two runs (in_full, in_values, length): (2, 0, 1)
+    and (7, 1, 2)."""
     buffer = values.cpu()  # on a CPU: `values` itself, no copy
     data = memoryview(buffer.view(torch.uint8).numpy())
     width = buffer.element_size()
@@ -414,7 +415,8 @@ def load(trainer, folder):
     """Collective: give every rank its slices of a checkpoint of any layout; returns the number of
     steps done. CheckpointError, on every rank and before any state is changed, if the checkpoint is
     damaged, past --steps or of another model, optimizer or dtype. Each rank checks its share of the
-    checksums."""
+    checksums. If a file cannot be read after this check: CheckpointError, and some states may
+    have changed."""
     world = trainer.mesh.world
     entries = {}  # tensor -> its Entry, of both files
     with together(world):

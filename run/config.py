@@ -294,8 +294,8 @@ def check_layout(cfg, world):
 def resolve(cfg, world):
     """Fill in the flags that are left to choose. Turn --scale-lr into rates, and --warmup-tokens
     into steps. For --dump replace --steps and the warm-up, even if they were given. ValueError for
-    a wrong --chunks only (chunks_of). If no choice fits (no number of microbatches does if --dp
-    does not divide the batch), refuse_wrong_layout refuses the choice made here."""
+    a wrong --chunks only (chunks_of). If --dp does not divide the batch, no number of microbatches
+    fits: resolve chooses one all the same, and refuse_wrong_layout then refuses the layout."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -358,7 +358,8 @@ PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head
     dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
     weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump watch verbose
     log_interval eval_interval eval_batches device""".split()
-# Flags that --dump does not take: it saves and resumes nothing, and drops nothing at random
+# Flags that --dump does not take: a dump saves, resumes, logs, traces and watches nothing, and
+# drops nothing at random
 NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
 
 
@@ -404,7 +405,8 @@ def refuse_wrong_sizes(cfg):
 
 
 def refuse_nothing_to_watch(cfg, ranks):
-    """ValueError unless --watch stands alone, or names a rank or an axis of several ranks."""
+    """ValueError if the run has one rank, or if --watch neither stands alone nor names a rank or an
+    axis of several ranks."""
     require(ranks > 1, f"{given(cfg, 'watch')}: one rank sends no messages; try --tp 2")
     sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
     axes = [axis for axis, size in sizes.items() if size > 1]
@@ -435,7 +437,7 @@ def refuse_wrong_model(cfg):
 
 
 def is_scaling(text):
-    """Is this FACTOR,LOW,HIGH,TOKENS?"""
+    """Is the text FACTOR,LOW,HIGH,TOKENS: finite numbers above 0, with LOW below HIGH?"""
     try:
         factor, low, high, tokens = (float(number) for number in text.split(","))
     except ValueError:
@@ -482,8 +484,9 @@ def refuse_same_files(cfg):
         # The weights may be in several files, beside one that lists them, all *.safetensors*
         for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
             inputs.append((given(cfg, "init_from"), file))
-        # checkpoint_around looks at the folders above a file. The first one above the manifest is
-        # `folder`. A checkpoint outside of --out is safe: this run changes those in --out only
+        # checkpoint_around returns the checkpoint's folder in which a file lies, at any depth, or
+        # None: here `folder` itself, or a folder above it. A checkpoint outside of --out is safe,
+        # because this run changes checkpoints in --out only
         checkpoint = checkpoint_around(folder / MANIFEST, cfg.out)
         in_out = checkpoint and is_same(checkpoint.parent, cfg.out)
         require(not in_out, f"{given(cfg, 'init_from')} is a checkpoint of {given(cfg, 'out')}, "
@@ -503,14 +506,15 @@ def check_memory(cfg, share):
     n_embd numbers per token of one microbatch. A run may pass and yet need more: without ZeRO, for
     example, every replica holds weights, gradients and optimizer states of its own."""
     model = config_of(cfg, vocab_size=0)  # the vocabulary is not known yet
-    parameters = model.block_weights()  # of one block
+    parameters = model.block_weights()  # matrix elements of one block
     if cfg.experts:  # block_weights() counts top_k of them
         parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
     width = WIDTHS[cfg.dtype]  # bytes of a number
     n_moments = len(MOMENTS[cfg.optimizer])
     # zero=0, ranks=1: bytes of a whole block, once; `share`, below, is this machine's part
     states = parameters * sum(bytes_per_parameter(zero=0, ranks=1, width=width, moments=n_moments))
-    tokens = cfg.batch_size * cfg.block_size / cfg.microbatches  # of a microbatch, all data ranks
+    # tokens of one microbatch, summed over the data ranks
+    tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
     inputs = width * tokens * cfg.n_embd  # bytes of a block's input
     need = share * cfg.n_layer * (states + inputs)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -534,8 +538,8 @@ def check_writable(name, path, mark=""):
 
 def choose_gpu_or_cpu(cfg, local, gpus, warn):
     """Fill in --device auto for `local` ranks on this machine, which has `gpus` GPUs. ValueError if
-    --device cuda asks for more than there are. warn: print notes about a fall-back to the CPU and
-    about slow choices."""
+    --device cuda asks for more GPUs than there are. warn: print notes about a fall-back to the CPU
+    and about slow choices."""
     require(cfg.device != "cuda" or gpus >= local,
             f"--device cuda: {local} processes here but {gpus} GPUs; use --device cpu")
     if cfg.device == "auto":

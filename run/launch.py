@@ -91,7 +91,9 @@ def launch(size, grace=10):
             for process in processes:
                 process.send_signal(number)
 
-        def reader_has_gone(number, frame):  # a rank sends SIGPIPE (end_without_traceback)
+        # The reader of the ranks' output has gone (| head): a rank that cannot print sends SIGPIPE
+        # to this launcher (end_without_traceback in run/signals.py)
+        def reader_has_gone(number, frame):
             sys.exit(128 + number)
 
         try:

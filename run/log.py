@@ -33,8 +33,9 @@ def is_before(line, step):
 
 def open_metrics(path, start):
     """Open the file of --metrics to append to, for a run that begins with step `start`. Cut the
-    file at the first line that this run will write again (step >= start) or that a crash has left
-    incomplete."""
+    file at the first line of a step >= start, because this run writes the lines from there on, or
+    at a line that a crash has left incomplete. (A validation after the last step of a shorter run
+    is cut, too.)"""
     if Path(path).is_file():
         refuse_foreign("--metrics", path, MARKS["metrics"])  # again: it may be another file by now
         with open(path, "r+", encoding="latin-1") as file:  # one character per byte
@@ -47,7 +48,7 @@ def peak_of_process():
     """The most bytes that this process has held at one time."""
     with suppress(OSError), open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    # not Linux. (On Linux ru_maxrss is wrong: it starts with the peak of the parent.)
+    # Another system than Linux. (On Linux ru_maxrss is wrong: it starts with the parent's peak.)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
 
@@ -98,7 +99,8 @@ class Log:
                          f"{stop - 1} of {cfg.n_layer + 2}")
 
     def say(self, text, file=None, stays=True):
-        """Print a line. A line that does not stay is for a terminal only, until the next line."""
+        """Print a line. A line that does not stay is printed on a terminal only, and the next line
+        replaces it."""
         if self.silent or not text:
             return
         file = file or sys.stdout
@@ -216,8 +218,8 @@ class Log:
                  stays=is_quarter and is_long and not sys.stdout.isatty())
 
     def validation(self, step, loss, last=False):
-        """A validation is done: nats per token and, if the data's meta.json says how long a token
-        is, bits per byte."""
+        """A validation is done: write and print nats per token and, if the data's meta.json says
+        how long a token is, bits per byte."""
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
         self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
         line = f"step {step:6d}  validation loss {loss:.4f} nats per token"

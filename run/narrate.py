@@ -270,8 +270,8 @@ def leaving(at, stack):
 
 
 def of_logits(at, stack):
-    """vocabulary_loss all-reduces the largest logits, then two sums. Between the two it sets
-    `sum_exp`."""
+    """vocabulary_loss calls all_reduce twice: for the largest logits, then for two sums at once.
+    Between the two calls it sets `sum_exp`."""
     return "sums of each token's logits" if "sum_exp" in at else "each token's largest logit"
 
 
@@ -294,8 +294,8 @@ def of_heads(at, stack):
 
 
 def of_step(at, stack):
-    """training_steps (plain.py) all-reduces the tied matrix's gradient, then the loss. Between the
-    two it sets `norm`, for the first time: --watch shows the first step only."""
+    """training_steps (plain.py) all-reduces the tied matrix's gradient, then the loss. Between
+    the two all-reduces it sets `norm`, for the first time: --watch shows the first step only."""
     return "loss" if "norm" in at else f"gradient of {short(at['tag'].name)}"
 
 
@@ -348,8 +348,9 @@ WORDS = {
     ("plain", "training_steps"): of_step, ("train", "gradients"): of_sums,
     ("engine/layerwise", "whole_norms"): "squares of each tensor, for the trust ratios"}
 
-# A whole step runs inside each of the first three. ("zero", "forward") names two functions: the one
-# in gather(), which asks for messages, and Gathered.forward, inside which a whole layer runs
+# Inside each of the first three run at least the forward and backward of all microbatches.
+# ("zero", "forward") names two functions: the one in gather(), which asks for messages, and
+# Gathered.forward, inside which a whole layer runs
 AROUND = (("pipeline", "run_pipeline"), ("plain", "training_steps"), ("train", "gradients"),
           ("zero", "forward"))
 # Endings of files' names, so that engine/group and engine/collectives are among them

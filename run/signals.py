@@ -78,7 +78,7 @@ def tell_torchrun(line):
 
 
 def end(code, line, speaks):
-    """End this process at once, whatever its threads wait for; print the line if it `speaks`."""
+    """End this process at once, whatever its threads wait for. speaks: print the line first."""
     if speaks:
         line = f"{program()}: {in_words(line)}"
         tell_torchrun(line)

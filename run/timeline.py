@@ -40,16 +40,16 @@ ACTIONS = ("F", "B", "I", "W")
 def ahead_of_rank_0(group, pings=8):
     """Collective: seconds by which this rank's clock is ahead of rank 0's.
 
-    A rank asks rank 0 for its time. It assumes that rank 0 read its clock half-way between question
-    and answer, and trusts the fastest of some pings: asked at 100.0, answered at 100.2 with 99.6:
-    this rank is ahead by 100.1 - 99.6 = 0.5."""
+    A rank asks rank 0 for the time, and assumes that rank 0 read its clock half-way between
+    question and answer. The fastest of some pings counts. A rank that asks at 100.0, and at 100.2
+    has the answer 99.6, is ahead by 100.1 - 99.6 = 0.5."""
     message = torch.zeros(1, dtype=torch.double, device=group.device)
     found = []  # (seconds that the ping took, seconds ahead)
     for peer in range(1, group.size):
         for _ in range(pings):
             if group.rank == 0:
                 group.recv(message, peer).wait()
-                group.read(message)  # on a GPU recv() does not wait for the question; this does
+                group.read(message)  # on a GPU recv() does not wait for the question, read() does
                 message.fill_(time.time())
                 group.send(message, peer).wait()
             elif group.rank == peer:
@@ -59,7 +59,7 @@ def ahead_of_rank_0(group, pings=8):
                 answer, = group.read(message)
                 answered = time.time()
                 found.append((answered - asked, (asked + answered) / 2 - answer))
-    _, ahead = min(found, default=(0.0, 0.0))  # rank 0 has none
+    _, ahead = min(found, default=(0.0, 0.0))  # rank 0 sends no pings
     return ahead
 
 
@@ -68,7 +68,8 @@ class Tracer:
 
     def __init__(self, mesh):
         self.mesh = mesh
-        self.events = []  # [name, lane, start, end, args] in seconds of rank 0's clock, by start
+        # [name, lane, start, end, args], sorted by start; start, end: seconds of rank 0's clock
+        self.events = []
         self.step = None  # the step that is being traced
         # Seconds by which this rank's clock is ahead of rank 0's
         self.ahead = ahead_of_rank_0(mesh.world)
@@ -94,7 +95,7 @@ class Tracer:
 
     @contextmanager
     def at(self, step):
-        """Record the spans inside this context; they belong to this step."""
+        """Record the spans inside this context, as spans of `step`."""
         self.step = step
         self.mesh.span = self.span  # hides the method of the class, which records nothing
         yield
@@ -239,8 +240,8 @@ def report(path, tracer, mesh, lists, where):
     # seconds of one microbatch through all stages of a rank, as simulate counts the costs
     stages_per_rank = len(where) // len(lists)
     f, b, i, w = (stages_per_rank * mean.get(kind, 0.0) for kind in ACTIONS)
-    # simulate takes costs of I and W, and B costs their sum. If the schedule has B, give it B / 2
-    # as I and B / 2 as W. The 0: in the simulated pipeline messages take no time.
+    # simulate() takes the costs of I and W; their sum is its cost of B. For a schedule with B split
+    # the measured B: half to I, half to W. The 0: in the simulated pipeline messages take no time.
     simulated = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     measured = seconds_of_pipeline(every)
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, "

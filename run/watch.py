@@ -135,8 +135,8 @@ class Watch:
                     list(send.shape), send.numel() * send.element_size())
 
     def job(self, group, stack, run):
-        """Returns (a job that calls run(), and notes before and after it; the key of the job's
-        end). stack: the calls that submit the job."""
+        """Returns (job, key). job() calls run(), and notes its beginning and its end. key: the
+        name of the end's event. stack: the calls that submit the job."""
         name = f"job {len(self.submitted)} of rank {self.mesh.rank}"
         # Asked here, because the stack of the thread that will run the job has not these calls
         about = action_of(stack), subject(stack)

@@ -87,7 +87,8 @@ def find_tensors(path, shapes, config):
     """Find the tensors of these {canonical name: shape} in a file or a folder. Returns {canonical
     name: [(Entry, is it stored as (in, out)?)]}. If there are several entries (a Llama's q, k and
     v), our tensor is their rows, one below the other. CheckpointError unless the file has these
-    tensors, and no others."""
+    tensors and no others. (refuse_more lets the head's matrix and old masks
+    pass.)"""
     entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
@@ -116,7 +117,7 @@ def find_llama(path, entries, shapes, config):
     found = {}
     wanted = {}  # {name in the file: shape}
     for name, shape in shapes.items():
-        parts = llama_names(name, config)
+        parts = llama_names(name, config)  # [(name in the file, number of rows; None: all)]
         for theirs, rows in parts:
             wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
         found[name] = [theirs for theirs, _ in parts]
@@ -163,8 +164,9 @@ def load_parts(places):
 
 def read_weights(path, shapes, config):
     """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
-    shape}, and no others, and return a function from a name to the full tensor, on CPU.
-    CheckpointError, also if a manifest or a config.json beside the file describes another model."""
+    shape} and no others (see find_tensors), and return a function from a name to the full tensor,
+    on CPU. CheckpointError, also if a manifest or a config.json beside the file describes another
+    model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     file = path / MODEL if path.is_dir() else path
@@ -194,6 +196,9 @@ def refuse_sizes(path, config):
         wanted["transformer.wpe.weight"] = (config.block_size, C)
     if config.n_experts:
         wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, C)
+        if isinstance(config, LlamaConfig):  # a GPT-2's experts: their width follows from C
+            expert = (2 * (config.n_hidden // config.top_k), C)
+            wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)
     elif isinstance(config, LlamaConfig):
         wanted["transformer.h.0.mlp.c_fc.weight"] = (2 * config.n_hidden, C)
     tensorfile.expect(path, tensorfile.read_header(path), wanted, FLOATS)

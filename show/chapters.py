@@ -136,7 +136,7 @@ def names_of(start, stop, num_layers):
 
 
 def way_svg(P=4, m=4, followed=1):
-    """The way of one microbatch through 1F1B, and the messages on it. The others are pale."""
+    """The way of one microbatch through 1F1B, and its messages. Other microbatches are pale."""
     # vocab_size 1024, block_size 128, n_layer 6, n_head 4, n_embd 128
     costs = GPTConfig(1024, 128, 6, 4, 128).layer_costs()
     times = simulate(make_schedule("1f1b", P, m), range(P)).times  # per rank [(action, start, end)]

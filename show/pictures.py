@@ -43,6 +43,7 @@ def read_metrics(path):
     try:
         lines = path.read_text().splitlines()
         records = [json.loads(line) for line in lines]
+        # Each line begins with '{"step": '. MARKS has it as the first characters of the whole file
         marked = all(line.startswith(MARKS["metrics"]) for line in lines)
         ours = marked and all(map(is_record, records))
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -56,7 +56,7 @@ def demo(mesh):
         """Print x of all ranks, on rank 0. They send their x by mesh.world, another Group of the
         same ranks, whose exchanges are not shown."""
         rows = [torch.empty_like(x) for _ in range(N)]
-        all_to_all(rows, [x.clone() for _ in range(N)], mesh.world)
+        all_to_all(rows, [x] * N, mesh.world)  # sends x to each rank, so that all ranks have all x
         phase = next(phases)
         if group.rank == 0:
             print(f"{phase:14}", *(f"  rank {r}: {in_bits(row)}" for r, row in enumerate(rows)))

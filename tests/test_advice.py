@@ -71,7 +71,7 @@ def test_the_first_row_is_what_people_run(job):
         assert first[name] in values, (name, first["command"])
     assert first["sp"] == (first["tp"] > 1) and not first["recompute"]
     assert max(row["memory_gb"]["total"] for row in rows) <= 0.93 * 80  # --reserve
-    kinds = [habits.technique_of(memory.Layout(*(row[name] for name in memory.Layout._fields)))
+    kinds = [habits.kind_of_layout(memory.Layout(*(row[name] for name in memory.Layout._fields)))
              for row in rows]
     assert len({*kinds}) == len(rows) == 6  # one row per kind
     assert all(row["trades"] for row in rows)

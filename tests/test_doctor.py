@@ -413,6 +413,16 @@ def test_16_bit_weights_that_are_not_the_masters_rounded_are_not_equal(right):
         assert says in " ".join(finding.causes) if says else not finding.causes
 
 
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**40])  # with the second one process overflows
+def test_scaled_gradients_of_float16_are_compared(right, scale):
+    mine = changed(right(dtype="float16"), "gradients-1", change=lambda name, grad: -grad)
+    mine.steps[0]["scale"] = scale
+    finding = next(finding for finding in diagnose(right(dtype="float16"), mine, deep=False)
+                   if finding.stage == "step 1 gradients")
+    assert not finding.equal
+    assert finding.causes == ["all gradients: of the wrong sign"]
+
+
 def test_a_stack_of_activations_gives_each_backward_the_newest_one():
     layout = {"schedule": "1f1b", "pp": 2, "chunks": 1, "microbatches": 3}
     assert newest_in_flight(layout) == [{0: 1, 1: 2, 2: 0}, {0: 0, 1: 1, 2: 2}]

@@ -350,22 +350,24 @@ def test_each_layer_is_in_one_stage(n_layer, stages):
     assert [sum(numbers) for numbers in zip(*parts, strict=True)] == [1, n_layer, 1]
 
 
-def test_an_mlp_beside_experts_is_counted_like_a_dense_one():
+@pytest.mark.parametrize("width,copy", [(2, 2 * 4096), (4, 0)])
+def test_an_mlp_beside_experts_is_counted_like_a_dense_one(width, copy):
     """Its parameters, and what it saves for backward: those by which a dense Llama grows with its
-    MLP; and its input, the norm's output, in 16 bits: the router alone saves that in 32 bits."""
+    MLP; and its input, the norm's output, if that has 16 bits: the router alone saves a copy in
+    32 bits."""
     llama = hardware.MODELS["llama-7b"]
     layout = memory.Layout(dp=2, tp=2, pp=2, schedule="zb-h1", microbatches=4)
     grown = []
     for first, second in ((replace(llama, n_hidden=8192), replace(llama, n_hidden=8192 + 512)),
                           (Mixture(**asdict(llama) | {"n_experts": 8}),
                            Mixture(**asdict(llama) | {"n_experts": 8}, shared_width=512))):
-        jobs = [memory.Job(model, 16) for model in (first, second)]
+        jobs = [memory.Job(model, 16, width) for model in (first, second)]
         numbers = [[memory.block_parameters(job.model, 2)[0],
                     memory.saved_by_block(job, layout, False), sum(memory.matrices(job.model))]
                    for job in jobs]
         grown.append([more - less for less, more in zip(*numbers, strict=True)])
-    assert grown[0] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2, 3 * 4096 * 512]
-    assert grown[1] == [3 * 4096 * 512 / 2, 4 * 512 * 2 / 2 + 2 * 4096, 3 * 4096 * 512]
+    assert grown[0] == [3 * 4096 * 512 / 2, 4 * 512 * width / 2, 3 * 4096 * 512]
+    assert grown[1] == [3 * 4096 * 512 / 2, 4 * 512 * width / 2 + copy, 3 * 4096 * 512]
 
 
 @pytest.mark.parametrize("schedule,v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 3),
@@ -831,7 +833,7 @@ def test_the_search_finds_the_best_of_each_kind_that_fits():
                        (0.1, search_file.Search(job, 12, device, {}).best(8, 0.1))):
         best = {}
         for seconds, layout in fit:
-            kind = habits.technique_of(layout)
+            kind = habits.kind_of_layout(layout)
             far = seconds > (1 + band) * min(fit)[0]
             key = far, seconds * habits.price(job, layout)
             best[kind] = min(best.get(kind, key), key)

@@ -18,7 +18,7 @@ from data.tokenizer import tokenizer_files
 from engine.mesh import Mesh
 from experts import kind_of
 from model import build
-from run import checkpoint, tensorfile
+from run import checkpoint, tensorfile, weights
 from run import export as export_file
 from run.weights import load_model, read_weights
 from sizes import GPTConfig
@@ -272,6 +272,21 @@ def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tm
         load_model(folder)
     assert str(error.value) == says
     assert says in one_line(sample.main, ["sample.py", "--out", folder], capsys, monkeypatch)
+
+
+def test_no_experts_of_a_llama_are_built_that_are_larger_than_their_file(
+        corpus, tmp_path, monkeypatch):
+    cfg = config(corpus, n_layer=1, microbatches=1, arch="llama", n_kv_head=2, n_hidden=38,
+                 experts=2, out=str(tmp_path))
+    folder = checkpoint.save(train.Trainer(cfg, Mesh(dp=1), VOCAB), 1)
+    assert load_model(folder).config.n_hidden == 38
+    manifest = checkpoint.read_manifest(folder)
+    manifest["model"]["n_hidden"] = 2**30
+    manifest["seal"] = checkpoint.seal(manifest)
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    monkeypatch.setattr(weights, "kind_of", lambda config: pytest.fail("builds it"))
+    with pytest.raises(tensorfile.CheckpointError, match="tensor .*experts.c_fc.weight"):
+        load_model(folder)
 
 
 # ---- sampling ----

@@ -89,17 +89,21 @@ class Computed(Examined):
         are added up without their signs, so that none cancels another."""
         # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
+        # A run divides its loss by the tokens, which step.py does not: float16 has no room for the
+        # scaled gradients of a sum. A power of two near the divisor changes no digits
+        scale = self.numbers["scale"] / 2.0 ** round(math.log2(self.terms.divisor))
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
         for seed in range(n_runs):
             terms = self.rounded(seed).run(dtype=self.dtype, grad_dtype=self.grad_dtype,
-                                           scale=self.numbers["scale"])
+                                           scale=scale)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             error = differences.abs().sum().item()
             loss_error = max(loss_error, error)
             for name, full in terms.full.items():
                 error = off(full, self.terms.full[name]) / self.terms.divisor
-                errors[name] = max(errors[name], error)
+                if math.isfinite(error):  # else one process overflows: only the floor is left
+                    errors[name] = max(errors[name], error)
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
         relative = sorted(errors[name] / size for name, size in sizes.items() if size)
         # The error of a tensor may be small by chance: take the median of all tensors at least
