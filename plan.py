@@ -190,12 +190,11 @@ def searched(args):
     search = Search(job, args.gpus, calibrated, fixed, PROGRAMS.get(args.program, TRAIN_PY))
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, calibrated) for _, layout in best]
-    if not rows:
+    if not rows and search.smallest is None:  # no candidate at all: which flag is to blame?
         config.check_layout(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
-        # search.smallest: the smallest layout that does not fit. If it is None, the search has had
-        # no candidate at all
-        config.require(search.smallest, f"no layout with these flags has --gpus {args.gpus} ranks")
+        raise ValueError(f"no layout with these flags has --gpus {args.gpus} ranks")
+    if not rows:
         raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
     return device, runs, search, rows
 

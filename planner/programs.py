@@ -153,8 +153,10 @@ MEGATRON = Program(
 
 # ---- torchtitan: a TOML file ----
 
-# (blocks, width, heads of keys): the name that torchtitan's llama3 has for a model of these sizes
-FLAVORS = {(32, 4096, 8): "8B", (80, 8192, 8): "70B", (126, 16384, 8): "405B"}
+# (blocks, width, heads, heads of keys, MLP's width): the name that torchtitan's llama3 has for a
+# model of these sizes
+FLAVORS = {(32, 4096, 32, 8, 14336): "8B", (80, 8192, 64, 8, 28672): "70B",
+           (126, 16384, 128, 8, 53248): "405B"}
 TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
                    "gpipe": "GPipe"}
 
@@ -164,7 +166,8 @@ def flavor(model):
     name for them."""
     if not is_llama(model) or model.n_experts:
         return ""
-    return FLAVORS.get((model.n_layer, model.n_embd, model.n_kv_head), "")
+    return FLAVORS.get((model.n_layer, model.n_embd, model.n_head, model.n_kv_head,
+                        model.n_hidden), "")
 
 
 def layers_per_stage(job, layout):

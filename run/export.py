@@ -2,7 +2,7 @@
 AutoTokenizer.
 
 Names and shapes: run/hugging_face.py. A tied lm_head is left out. The tokenizer is that of the
-training data. None is written if the run used GPT-2's own, which
+training data. No tokenizer is written if the run used GPT-2's own, which
 AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's characters).
 
     python -m run.export --out out --to gpt2-folder

@@ -5,7 +5,8 @@
     refuse_foreign_dump  --dump's folder is new, empty, or holds a dump and nothing else
     write_new            no file exists with other content than the new one; then writes them
 
-All raise a ValueError of one line: flag, path, fix. No torch here.
+What they refuse is a ValueError of one line: flag, path, fix. A file that cannot be read or written
+is an OSError. No torch here.
 """
 
 import os

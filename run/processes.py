@@ -79,14 +79,14 @@ def speaks_for_all(line, timeout):
     waits for rank 1. Rank 1 should print: its error names the rank that died.
 
     1. Say at the store that this rank has failed.
-    2. Wait a moment, in which the peer that this rank waited for may fail, too.
-    3. If the peer has failed, wait a moment more: the peer's error is nearer to the cause.
+    2. Wait a moment, in which the peers that this rank waited for may fail, too.
+    3. If one of them has failed, wait a moment more: its error is nearer to the cause.
     4. The first rank to add to a counter prints."""
     moment = min(1.0, timeout / 4)
     last_words.set(f"rank {place[0]} has failed", "")
     time.sleep(moment)
     peers = [f"rank {peer} has failed" for peer in PEER.findall(line)]
-    if peers and last_words.check(peers):
+    if any(last_words.check([peer]) for peer in peers):
         time.sleep(moment)
     return last_words.add("printed", 1) == 1
 
@@ -207,7 +207,8 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
         last_words = dist.PrefixStore(attempt, server.clone())
         wait_for_start(server, timeout)
     joining = f"rank {rank}: waiting for all ranks to join"
-    # If a rank is missing, torch would try to connect again and again: this timer ends the process
+    # If a rank has died since wait_for_start, torch would try to connect to it again and again:
+    # this timer ends the process
     late = threading.Timer(timeout, give_up, [f"{joining}: not within {timeout:g} s", timeout])
     late.start()
     device = torch.device(device)

@@ -240,8 +240,9 @@ def report(path, tracer, mesh, lists, where):
     # seconds of one microbatch through all stages of a rank, as simulate counts the costs
     stages_per_rank = len(where) // len(lists)
     f, b, i, w = (stages_per_rank * mean.get(kind, 0.0) for kind in ACTIONS)
-    # simulate() takes the costs of I and W; their sum is its cost of B. For a schedule with B split
-    # the measured B: half to I, half to W. The 0: in the simulated pipeline messages take no time.
+    # simulate() takes the costs of I and W, and counts their sum as the cost of B. A schedule with
+    # whole backwards has measured only B: count half of it as I, half as W. The 0: in the simulated
+    # pipeline messages take no time.
     simulated = simulate(lists, where, (f, i + b / 2, w + b / 2, 0))
     measured = seconds_of_pipeline(every)
     lines.append(f"pipeline: {1e3 * measured:.1f} ms a step measured, "

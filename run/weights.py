@@ -196,7 +196,7 @@ def refuse_sizes(path, config):
         wanted["transformer.wpe.weight"] = (config.block_size, C)
     if config.n_experts:
         wanted["transformer.h.0.mlp.router.weight"] = (config.n_experts, C)
-        if isinstance(config, LlamaConfig):  # a GPT-2's experts: their width follows from C
+        if isinstance(config, LlamaConfig):  # (a GPT-2's are at most 4 C wide)
             expert = (2 * (config.n_hidden // config.top_k), C)
             wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)
     elif isinstance(config, LlamaConfig):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -119,6 +120,13 @@ DOCUMENTED = {  # {program: {table: its options}}
         "optimizer": {"zero_stage", "accumulate_grad_in_fp32"},
         "tokens": {"sequence_length", "micro_batch_size", "batch_accumulation_per_replica"},
         "model": {"dtype", "model_config"}}}
+
+
+def test_a_torchtitan_model_has_a_name_only_if_all_its_sizes_are_those_of_the_name():
+    model = plan.MODELS["llama-70b"]
+    assert programs.flavor(model) == "70B"
+    for size in ("n_layer", "n_embd", "n_head", "n_kv_head", "n_hidden"):
+        assert programs.flavor(replace(model, **{size: 2 * getattr(model, size)})) == ""
 
 
 def read_megatron(text):

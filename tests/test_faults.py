@@ -298,14 +298,15 @@ def test_auto_is_looked_up_once_the_folder_is_ours(corpus, trained, tmp_path, mo
 RANKS = """import os, sys, time
 from pathlib import Path
 rank, folder = os.environ["RANK"], Path(sys.argv[1])
-print(os.environ["OMP_NUM_THREADS"], rank, flush=True)
+# One write for a line: under python -u print() writes a line in parts, and three ranks write here
+os.write(1, (os.environ["OMP_NUM_THREADS"] + " " + rank + "\\n").encode())
 (folder / rank).touch()
 while len([*folder.iterdir()]) < 3:
     time.sleep(0.01)
 if rank == "0":
     {first}
 time.sleep({others})
-print("went on")
+os.write(1, b"went on\\n")
 """
 
 
@@ -463,6 +464,16 @@ def _meets_and_gives_up(rank, size, port, waits, folder, limit):
 def test_one_of_all_that_give_up_says_why(tmp_path, waits):
     """... though each waits for the next one, and some are gone when others look."""
     assert sorted(Run(3, waits, tmp_path, fn=_meets_and_gives_up).wait()) == [0, 0, 1]
+
+
+def test_a_rank_waits_for_the_error_of_any_of_its_peers(monkeypatch):
+    slept = []
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
+    monkeypatch.setattr(processes, "place", (0, 4))
+    monkeypatch.setattr(processes, "last_words", torch.distributed.HashStore())
+    processes.last_words.set("rank 3 has failed", "")
+    assert processes.speaks_for_all("receive from rank 3, send to rank 1", 2)
+    assert slept == [0.5, 0.5]
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")

@@ -919,6 +919,8 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--tokens nan", "--tokens nan"), ("--vocab-size -5", "--vocab-size -5"),
     ("--f-hbm 1.5", "--f-hbm 1.5"), ("--unhidden 2", "--unhidden 2"), ("--hbm inf", "--hbm inf"),
     ("--n-layer 100000 --pp 8", "--n-layer 100000"), ("--attention naive", "--attention"),
+    # --dp 16, train.py's choice, would be to blame; no flag gave it
+    ("--model gpt3-175b --gpus 16 --batch-size 8", "no layout fits"),
     ("--model llama-7b --expert-width 768", "--expert-width is for --experts"),
     ("--model llama-7b --shared-width 512", "--shared-width is for --experts"),
     ("--model llama-7b --split-experts", "--split-experts is for --experts"),
