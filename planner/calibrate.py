@@ -1,9 +1,10 @@
 """A device as fast as your own runs: python plan.py --calibrate FILE ..., or --measured "..."
 
-One factor lengthens all compute (products and memory), such that the prediction of the run's step
-equals the measured time. Messages keep their time, so layouts may change places. With several runs
-the median of their factors counts. `python plan.py --published` prints how well a published run is
-predicted by the factor of one other run of its source, and by the median factor of all others."""
+One factor lengthens products, attention and memory traffic, such that the prediction of the run's
+step equals the measured time. Messages and launches of kernels keep their time, so layouts may
+change places. With several runs the median of their factors counts. `python plan.py --published`
+prints how well a published run is predicted by the factor of one other run of its source, and by
+the median factor of all others."""
 
 import json
 import math
@@ -27,7 +28,7 @@ class Measured(NamedTuple):
 
 
 def slower(device, factor):
-    """The device with compute that takes `factor` times as long."""
+    """The device whose products, attention and memory traffic take `factor` times as long."""
     return replace(device, f_products=device.f_products / factor,
                    f_attention=device.f_attention / factor, f_hbm=device.f_hbm / factor)
 
@@ -92,7 +93,8 @@ def chosen(job, gpus, flags):
 
 
 def seconds_in(path):
-    """The median seconds of a step in a file of train.py's --metrics. ValueError if it has none."""
+    """The median seconds of a step in a file of train.py's --metrics, without the first SKIPPED
+    steps. ValueError if no steps are left, or if the file is not one of --metrics."""
     times = []
     with open(path) as lines:
         for line in lines:

@@ -34,7 +34,8 @@ cut_once = cache(cut)  # train.py's cut into stages
 
 class Layout(NamedTuple):
     """The values of train.py's flags of these names. One difference: --dp 0, --chunks 0 and
-    --microbatches 0 let train.py choose. A Layout has the number that train.py chose."""
+    --microbatches 0 leave the number open. A Layout has the number: the search's or, in layout_of()
+    (search.py), the one that train.py chooses."""
     dp: int = 1
     tp: int = 1
     pp: int = 1

@@ -8,7 +8,8 @@ from sizes import LlamaConfig
 
 @dataclass(frozen=True)
 class Mixture(LlamaConfig):
-    """n_hidden is top_k times an expert's width, like in a LlamaConfig with experts."""
+    """n_hidden is the width inside the MLP; with experts it is top_k times an expert's, like in a
+    LlamaConfig."""
     head_width: int = 0  # width of a head of queries, keys or values; 0: n_embd / n_head
     shared_width: int = 0  # hidden units of an MLP beside the experts, for all tokens
     # Do the tensor ranks split each expert? Else each expert is whole on one of E x T ranks

@@ -192,7 +192,7 @@ def print_plan(args, device, runs, search, rows):
     print_first(args, job, search.device, rows[0])
     if args.layout and len(rows) > 1:
         slower = rows[0]["step_s"] / rows[1]["step_s"] - 1
-        word = "slower" if slower >= 0 else "faster"  # a layout that does not fit may be faster
+        word = "slower" if slower >= 0 else "faster"  # if it does not fit or is not searched
         band = "within" if abs(slower) <= BAND else "outside"
         print(f"seconds of the fastest: {listed(rows[1]['time_s'], 3)}")
         print(f"{abs(slower):.1%} {word} than the fastest that fits: {band} the band of "

@@ -1,8 +1,9 @@
 """Finds the layouts of a job on a cluster that fit: the fastest, and those worth their trouble.
 
 Candidates are all layouts that train.py takes. Two kinds are left out, unless flags name them:
-those in NOT_SEARCHED, and second names of 1F1B (other schedules on one pipeline rank, and
-interleaved with one chunk). Each candidate gets a lower bound of its time (Costs.lower_bound):
+those in NOT_SEARCHED, and second names of a layout (other schedules on one pipeline rank,
+interleaved with one chunk, --sp without tensor ranks, all-to-all without context ranks, ZeRO
+without replicas). Each candidate gets a lower bound of its time (Costs.lower_bound):
 messages between stages take no time, and the bubble is computed by the schedule's formula or,
 without a formula, from the shortest wait of rank 0. The layout with the lowest bound is refined
 first: by its ZeRO stage, then by memory, then by the simulated schedule. So no layout is

@@ -93,7 +93,8 @@ def speaks_for_all(line, timeout):
 
 def kill_stopped():
     """Kill the ranks of this machine that were stopped (SIGSTOP): torchrun would wait for them."""
-    # 0: no parent to end with (run/signals.py), so the siblings are unknown; 1: the parent has gone
+    # 0: no parent to end with (run/signals.py), so the siblings are unknown; 1: the parent had gone
+    # before this rank started, or torchrun is process 1 of a container
     if signals.parent <= 1:
         return
     for path in Path("/proc").glob("[0-9]*/stat"):
