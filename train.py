@@ -158,7 +158,7 @@ class Trainer:
         """Yields the values of these tags' slices: random, or from --init-from; zeros if a
         checkpoint is going to replace them."""
         cfg, shapes, config = self.cfg, self.shapes, self.model_config
-        # --dump adds noise to biases and gains: with biases of 0 nobody would see a bug that adds a
+        # --dump adds noise to biases and gains: with biases of 0 no dump shows a bug that adds a
         # bias T times
         draw = random_value if cfg.dump else initial_value
         given = None  # a function from a name to the full tensor

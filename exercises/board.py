@@ -1,7 +1,7 @@
 """Who waits for whom: groups that report each message to a board, a file that all ranks map.
 
 A rank writes on the board which messages it posts, and which message it waits for. So a waiting
-rank sees when all ranks have ended or wait for messages that nobody has posted: then it raises
+rank sees when all ranks have ended or wait for messages that no rank has posted: then it raises
 Stuck. Before a rank posts the messages of an exchange, it announces them, and compares their sizes
 with those that the other end has announced. One rank announces at a time. If a send and its receive
 differ in size, the rank that announces later raises OtherSize, and posts nothing.

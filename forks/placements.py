@@ -156,7 +156,7 @@ class Linear(torch.autograd.Function):
 
 
 # Four techniques, as placements of a layer
-TOKENS = Split(1)  # of x (B, S, in) and y (B, S, out)
+TOKENS = Split(1)  # cuts S of x (B, S, in) and y (B, S, out)
 DDP_PLAN = Plan(x=Split(0), used_x=Split(0), y=Split(0))
 ZERO3_PLAN = DDP_PLAN._replace(weight=Split(0))
 COLUMN = Plan(weight=Split(0), used_weight=Split(0), y=Split(2))

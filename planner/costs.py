@@ -595,7 +595,7 @@ class Costs:
         model, m, T = self.job.model, layout.microbatches, layout.tp
         # Parameters on this rank. Those of experts are added in data_messages(). Left out, because
         # they are few: positions, and the head's norm
-        dense, _ = block_parameters(model, T, layout.ep)  # of one block
+        dense, _ = block_parameters(model, T, layout.ep)  # one block's parameters
         vocabulary, _ = end_parameters(model, part, T)
         numel = part.blocks * dense + vocabulary
         wider = self.job.grad_width / self.job.width  # bytes of a gradient per byte of its weight

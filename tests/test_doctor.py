@@ -24,7 +24,7 @@ from run.doctor.weights import Steps, known_ways
 from run.doctor.words import lines
 from tests import bugs
 from tests.harness import FULL, needs_minutes
-from tests.test_dump import LLAMA, dump_of
+from tests.test_dump import LLAMA, dumps_of_one_process
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
 # says nothing, or which stage differs.
@@ -259,15 +259,7 @@ def test_most_bugs_are_named_and_none_wrongly(examine, dtype):
 
 @pytest.fixture(scope="module")
 def right(corpus, tmp_path_factory):
-    """right(**model): the Dump of one process that trains this model; each is made once."""
-    found = {}
-
-    def dump(**model):
-        if str(model) not in found:
-            found[str(model)] = dump_of(corpus, tmp_path_factory.mktemp("right"), **model)
-        return found[str(model)]
-
-    return dump
+    return dumps_of_one_process(corpus, tmp_path_factory)
 
 
 def changed(dump, *files, change):

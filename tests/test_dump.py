@@ -57,9 +57,8 @@ def dump_of(corpus, folder, *spoil, **layout):
     return read_dump(folder)
 
 
-@pytest.fixture(scope="session")
-def one(corpus, tmp_path_factory):
-    """A function from flags of a model to the Dump that one process writes of it."""
+def dumps_of_one_process(corpus, tmp_path_factory):
+    """A function from flags of a model to the Dump that one process writes of it, made once."""
     found = {}
 
     def dump_of_one_process(**model):
@@ -68,6 +67,11 @@ def one(corpus, tmp_path_factory):
         return found[str(model)]
 
     return dump_of_one_process
+
+
+@pytest.fixture(scope="session")
+def one(corpus, tmp_path_factory):
+    return dumps_of_one_process(corpus, tmp_path_factory)
 
 
 def every_tensor(dump):

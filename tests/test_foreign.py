@@ -27,7 +27,7 @@ from run.hugging_face import CONV1D
 from tests.harness import HERE, pool
 from tests.pages import BLOCKS, PAGES, masked
 from tests.runs import Run, rewrite
-from tests.test_dump import EXPERTS, LLAMA, change_json, dump_of, every_tensor
+from tests.test_dump import EXPERTS, LLAMA, change_json, dumps_of_one_process, every_tensor
 
 PAGE = "docs/check-your-own-trainer.md"
 DUMPING, *LOOPS = ("\n".join(block.lines) for block in BLOCKS
@@ -226,15 +226,7 @@ def test_a_norm_of_one_ranks_shards_is_named(folder):
 
 @pytest.fixture(scope="module")
 def small_dump(corpus, tmp_path_factory):
-    """A function from flags of a model to the Dump of one process; each is made once."""
-    found = {}
-
-    def dump(**model):
-        if str(model) not in found:
-            found[str(model)] = dump_of(corpus, tmp_path_factory.mktemp("dump"), **model)
-        return found[str(model)]
-
-    return dump
+    return dumps_of_one_process(corpus, tmp_path_factory)
 
 
 def with_layout(dump, **layout):

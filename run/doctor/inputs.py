@@ -1,8 +1,8 @@
 """What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, rates.
 
 The cause of wrong initial weights is named only if all wrong tensors are of one kind, such as
-transposed, or drawn with one seed (kinds() lists them). A wrong map of names shows here, so that
-nobody takes it for a bug of the trainer.
+transposed, or drawn with one seed (kinds() lists them). A wrong map of names shows here, and is
+not taken for a bug of the trainer.
 """
 
 import math
@@ -24,7 +24,7 @@ def looks_drawn_anew(tensor, right):
     right = right - right.mean()
     norm = norm_of(tensor)
     right_norm = norm_of(right)
-    if norm == 0 or right_norm == 0:  # a constant, which nobody has drawn
+    if norm == 0 or right_norm == 0:  # a constant: no generator has drawn it
         return False
     cosine = (tensor * right).sum().item() / (norm * right_norm)
     return abs(cosine) < 0.8 and 0.5 < norm / right_norm < 2
