@@ -20,6 +20,7 @@ After a failure give_up (run/processes.py) ends a rank. A rank's parent is the p
 the rank: our launcher (run/launch.py) or torchrun's agent.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -119,9 +120,19 @@ def end_without_traceback(kind, error, trace):
     sys.__excepthook__(kind, error, trace)
 
 
+def drop_unwritten():
+    """At exit: if stderr is full, let its unwritten lines go into nothing. Python, which fails to
+    write them, would end with exit code 120, whatever the program's own."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def prepare_output():
     """Let no printed line end this process with a traceback."""
     reopen()
+    atexit.register(drop_unwritten)
     sys.excepthook = end_without_traceback
     # Flush at each line, so that a full disk raises at once and not when Python exits. Print "?"
     # for characters that the terminal lacks, such as those of a sample of text

@@ -4,7 +4,7 @@ import sys
 
 import sizes
 from run.command import Parser
-from run.signals import end_quietly
+from run.signals import end_quietly, note
 
 
 def mesh_command():
@@ -13,7 +13,7 @@ def mesh_command():
     end_quietly()
     given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
     if len(given) != 5 or not all(size.isdecimal() and int(size) for size in given):
-        print("mesh.py: give the sizes of dp, ep, pp, cp and tp, like 2 1 2 1 2", file=sys.stderr)
+        note("mesh.py: give the sizes of dp, ep, pp, cp and tp, like 2 1 2 1 2")
         sys.exit(2)
     # Imported here, because mesh.py imports torch, and a wrong command line does without torch
     from mesh import grid, lay_out

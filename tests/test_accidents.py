@@ -87,10 +87,14 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
         assert "a\\nb" in one_line(main, argv, capsys, monkeypatch)
 
 
-def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
     with open("/dev/full", "w") as full:
-        assert subprocess.run([sys.executable, "train.py", "--bogus"], cwd=HERE, stderr=full,
-                              timeout=HANG).returncode == 2
+        for program in ("train.py", "plain.py", "plan.py", "mesh.py", "sample.py"):
+            done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
+                                  stderr=full, timeout=HANG)
+            assert done.returncode == 2, program
 
 
 def test_torchrun_gets_the_line_and_its_later_attempts_do_not_repeat_it(
