@@ -3,17 +3,19 @@
 Each row is a race of two step functions that take turns, each turn after a barrier. A turn is one
 step (ZeRO-1: 4 steps; a small tensor's collective: several calls); its time is the slowest rank's.
 ratio = the peer's time / ours in neighbouring turns, its median and quartiles: 1.2 means that we do
-1.2 steps while the peer does one. The first losses are compared (except in "scaling"), so both
-sides do the same training. A rank is a process with one thread; only the peer of "to 2 threads" and
-"growth" is one process with as many threads as we have ranks. Peak memory: how much a process grows
-while it builds one side and takes two steps (Linux; resident bytes).
+1.2 steps while the peer does one. (In "scaling" and "+ bubble" the peer's time is first multiplied
+by a limit, see against_limits: 1.0 is the best that the cores allow.) The first losses are compared
+(except in "scaling"), so both sides do the same training. A rank is a process with one thread; only
+the peer of "to 2 threads" and "growth" is one process with as many threads as we have ranks. Peak
+memory: how much a process grows while it builds one side and takes two steps (Linux; resident
+bytes).
 
     python bench.py                  every row but growth's (how long that takes: docs/measured.md)
     python bench.py --quick          does it run? small model, two turns per side, rows of up to 4
                                      ranks: its figures mean nothing
     python bench.py --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
-    python bench.py --only without   the gain from each trick of the engine: its peer is the engine
-                                     with that one trick switched off
+    python bench.py --only without   rows named "..., without": the gain from a trick of the engine.
+                                     The peer is the engine with this one trick switched off
     python bench.py --only growth    step and memory against the length of a sequence (1 to 4 ranks)
     python bench.py --json out.json  the figures for a program
     python bench.py --gpu            one GPU, bfloat16: beside two loops like nanoGPT's; and our MFU
@@ -193,7 +195,8 @@ def against_ourselves():
 
 
 def against_the_engine_without():
-    """A row, or more, for each trick of engine/: the ratio is what the trick earns."""
+    """A row, or more, for each trick of engine/ that matters on CPUs: the ratio is what the trick
+    earns."""
     def training(name, peer, layouts, sizes, **more):
         return rows_of_training(f"{name}, without", peer, layouts, sizes, **more)
 

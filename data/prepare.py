@@ -222,8 +222,8 @@ def learn_bpe(text, vocab_size):
             continue
         if count[pair] < 2:
             break
-        # setdefault: it may have a rank already. (abc merged as a+bc can come again as ab+c.)
-        ranks.setdefault(pair, len(ranks))
+        # This token is new: once a pair is merged, no two neighbours spell it again
+        ranks[pair] = len(ranks)
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
         risen = set()
         for i in set(where.pop(pair)):

@@ -140,16 +140,16 @@ class PublishedCosts(Costs):
         self.run = run
         device, traits = run.machine, run.traits
         # "4ports": the GPUs of a node share 4 ports. (Else each GPU has its own port.) A
-        # data-parallel ring uses one port for each rank that it has on the node. NCCL chooses each
-        # ring's ports by the same rule, without regard to other rings, so all rings get the same
+        # data-parallel group uses one port for each rank that it has on the node. NCCL chooses each
+        # group's ports by the same rule, without regard to other groups, so all groups get the same
         # ports, and with fewer than 4 ranks on the node the other ports are idle
         network = device.network
         if "4ports" in traits:
-            # The node has 8 GPUs and 4 ports of p GB/s, so `network` is p/2 per GPU. If a ring has
-            # r <= 4 ranks on the node, 8/r rings share r ports:
+            # The node has 8 GPUs and 4 ports of p GB/s, so `network` is p/2 per GPU. If a group has
+            # r <= 4 ranks on the node, 8/r groups share r ports:
             #
-            #     one of these rings has          r p / (8/r) = r^2 p/8 GB/s
-            #     link() gives a ring             r network
+            #     one of these groups has         r p / (8/r) = r^2 p/8 GB/s
+            #     link() gives a group            r network
             #     equal, if `network` becomes     r p/8 = (p/2) (r/4)
             ranks_on_node = on_node(device, run.layout.tp, run.layout.dp)  # r
             network *= min(1.0, ranks_on_node / 4)

@@ -111,7 +111,7 @@ class Config:
     init_from: str = flag("", "run", "weights to start from: a model.safetensors, or a folder of "
                           "Hugging Face, which also gives the sizes")
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
-    metrics: str = flag("", "run", "file for one JSON line per step")
+    metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
     dump: str = flag("", "run", "write a dump of two steps into this folder, for python -m "
                      "run.doctor, and end")

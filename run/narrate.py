@@ -3,7 +3,7 @@
     calls, the outermost first                  words
     run_pipeline, at the third of its forwards  F2: the forward of microbatch 2
       Row.forward, self is h.1.mlp.c_proj       output of h.1.mlp.c_proj
-        all_reduce, of a tensor of two chunks   all-reduce, chunk 1 of 2
+        all_reduce, of a tensor in 2 chunks     all-reduce, chunk 1 of 2 (the later of 0 and 1)
           reduce_scatter                        to add (the receiver adds what arrives)
             exchange, of this chunk
 
@@ -195,8 +195,9 @@ def is_term(stack):
 
 
 def part_of(tensor, sent, size):
-    """The part of a collective's tensor that the message `sent` is: all, one of its `size` chunks,
-    or some elements. (A collective of your own may send another tensor.)"""
+    """The part of a collective's tensor that the message `sent` is: all, one of its `size` chunks
+    (counted from 0: "chunk 1 of 2" is the later one), or some elements. (A collective of your own
+    may send another tensor.)"""
     if sent.numel() == tensor.numel():
         return "all"
     begin = (sent.data_ptr() - tensor.data_ptr()) // tensor.element_size()

@@ -147,10 +147,13 @@ def refuse_more(path, entries, wanted, harmless):
 
 def read_tensor(entry):
     """The tensor of an Entry, on CPU."""
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     with about(entry.path, entry.name), open(entry.path, "rb") as file:
         file.seek(entry.begin)
-        data = bytearray(file.read(entry.end - entry.begin))
-    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
+        had = file.readinto(tensor.flatten().view(torch.uint8).numpy())
+    if had < entry.end - entry.begin:  # the file has shrunk since its header was read
+        raise CheckpointError(f"{entry.path}, tensor {entry.name}: cut off at the end of the file")
+    return tensor
 
 
 def load_parts(places):

@@ -21,7 +21,7 @@ from model import ABSENT
 from run.doctor.finding import NOISE, norm_of, off
 from run.doctor.step import SimulatedStep, Terms, sampled
 
-FLOOR = 8  # least tolerance where noise is measured, in roundings of the dtype
+FLOOR = 8  # least tolerance, relative to the right number, in roundings of the dtype
 UNMEASURED = 8  # noise where noise is not measured, in roundings of the dtype
 
 
@@ -60,16 +60,30 @@ class Examined:
         term 3 times."""
         return NOISE * self.noise[1][name] * size
 
+    def loss_floor(self, loss):
+        """The least tolerance of a loss."""
+        wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
+        return FLOOR * torch.finfo(wide).eps * abs(loss)
+
     def loss_tolerance(self, loss):
         """How far MINE's loss may be off from this number, and still be equal to it."""
-        wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
-        floor = FLOOR * torch.finfo(wide).eps * abs(loss)
         size = max(1.0, abs(loss / self.loss))
-        return max(NOISE * self.noise[0] * size, floor)
+        return max(NOISE * self.noise[0] * size, self.loss_floor(loss))
+
+    # To measure the noise takes a run of the step. Where a number is off by less than the least
+    # tolerance, the noise need not be known
 
     def loss_is(self, mine, loss):
         """Is MINE's loss this number?"""
-        return abs(mine - loss) <= self.loss_tolerance(loss)
+        error = abs(mine - loss)
+        return error <= self.loss_floor(loss) or error <= self.loss_tolerance(loss)
+
+    def gradient_is_right(self, name, given):
+        """Is MINE's full gradient the right one?"""
+        right = self.gradients[name]
+        error = off(given, right)
+        floor = FLOOR * torch.finfo(self.dtype).eps * norm_of(right)
+        return error <= floor or error <= self.tolerance(name)
 
 
 class Computed(Examined):

@@ -244,8 +244,7 @@ def causes_of_both(examined, given, wrong, deep, known):
 def wrong_gradients(examined, given):
     """Names of MINE's gradients that differ from the right ones. (A gradient that is not finite
     differs.)"""
-    return {name for name in given
-            if not off(given[name], examined.gradients[name]) <= examined.tolerance(name)}
+    return {name for name in given if not examined.gradient_is_right(name, given[name])}
 
 
 def check_loss(examined, number, causes):

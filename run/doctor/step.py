@@ -229,8 +229,10 @@ class SimulatedStep:
     def whole_model(self, dtype):
         """The model with these weights. A tied matrix is two parameters here, so that its two
         terms are apart."""
-        model = kind_of(self.config)(self.config).to(dtype)
-        model.layers[-1].lm_head.weight = torch.nn.Parameter(model.layers[0].wte.weight.clone())
+        with torch.device("meta"):  # draws no initial values
+            model = kind_of(self.config)(self.config).to(dtype)
+            model.layers[-1].lm_head.weight = torch.nn.Parameter(model.layers[0].wte.weight.clone())
+        model.to_empty(device="cpu")
         for name, param in model.canonical_parameters():
             param.data.copy_(self.weights[self.stored(name)])
         return model
