@@ -21,6 +21,7 @@ import torch
 import collectives
 import context_parallel
 import expert_parallel
+import plan
 import schedules
 import sizes
 from engine.schedules import make_schedule, simulate, validate
@@ -202,13 +203,19 @@ def same(got, want):
     return got == want
 
 
+def results(cases, core=CORE):
+    """JavaScript's results of cases, [function, *arguments] each."""
+    out = subprocess.run(["node", "-e", core + DRIVER], text=True, capture_output=True,
+                         input=json.dumps(cases))
+    assert not out.stderr, out.stderr[-2000:]
+    return json.loads(out.stdout)
+
+
 def differences(pairs, core=CORE):
     """[(case, JavaScript's result, Python's)]. pairs: ([function, *arguments], Python's result)."""
-    out = subprocess.run(["node", "-e", core + DRIVER], text=True, capture_output=True,
-                         input=json.dumps([case for case, _ in pairs]))
-    assert not out.stderr, out.stderr[-2000:]
-    return [(case, got, want) for (case, want), got in zip(pairs, json.loads(out.stdout),
-                                                           strict=True) if not same(got, want)]
+    got = results([case for case, _ in pairs], core)
+    return [(case, result, want) for (case, want), result in zip(pairs, got, strict=True)
+            if not same(result, want)]
 
 
 def on_threads(N, run, record):
@@ -494,6 +501,23 @@ def test_the_comparison_notices(right, wrong, where):
     assert CORE.count(right) == 1
     pairs = [pair for pair in all_cases() if pair[0][0] == where]
     assert differences(pairs, CORE.replace(right, wrong))
+
+
+@needs_node
+def test_the_command_for_the_seconds_of_a_layout_plans_this_layout(capsys, monkeypatch):
+    """Of the calculator, for three layouts: plan.py shows the same layout."""
+    a, b = memory.Layout(dp=4, tp=4, pp=4, sp=True, microbatches=16), memory.Layout(dp=8, zero=3)
+    cases = [("llama-70b", 128, {}, a), ("gpt2", 64, {"n_experts": 8}, b._replace(ep=4)),
+             ("gpt3-13b", 64, {}, a._replace(schedule="interleaved", chunks=2, zero=1, cp=2))]
+    for name, batch_size, experts, layout in cases:
+        job = memory.Job(replace(MODELS[name], **experts), batch_size, grad_width=4)
+        layout = layout._replace(microbatches=layout.microbatches or 1, chunks=layout.chunks or 1)
+        asked = [{**job._asdict(), "model": asdict(job.model)}, layout._asdict(), layout.ranks]
+        [words] = results([["timed", name, "h100", *asked]])
+        monkeypatch.setattr("sys.argv", [*words.split()[1:], "--json"])
+        plan.main()
+        [row] = json.loads(capsys.readouterr().out)["layouts"]  # "best" has the fastest of all
+        assert same(row, report.figures(job, layout, DEVICES["h100"]) | {"trades": row["trades"]})
 
 
 @needs_node
