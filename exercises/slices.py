@@ -75,7 +75,7 @@ def through(form, name, x, grad, group):
         with while_trying(f"in {name}'s backward"):
             y.backward(grad)
     else:
-        result = y  # its type or shape is wrong: the caller's check_shape() says so
+        result = y  # y is of a wrong type or shape: the caller's check_shape() says so
     if not same(grad, grad_before):
         raise Wrong(f"{name}'s backward changes in place the gradient that autograd gave it: "
                     "clone it")
