@@ -148,12 +148,15 @@ def test_nccls_own_reason_is_kept():
         "3 of this machine's 8 GPUs in use; --dp 2 takes 6"]),
     ({"dtype": "bfloat16", "tp": 3}, 3, 8, True, [
         "3 of this machine's 8 GPUs in use; torchrun --nproc-per-node 6 takes 6"]),
+    ({"dtype": "bfloat16", "dp": 8, "batch_size": 40}, 4, 6, True, [  # two nodes
+        "4 of this machine's 6 GPUs in use; torchrun --nproc-per-node 6 takes all, if 12 divides "
+        "--batch-size"]),
     ({"dtype": "bfloat16", "tp": 2, "pp": 8}, 4, 8, True, [  # four nodes share one replica
         "4 of this machine's 8 GPUs in use; torchrun --nproc-per-node 8 takes all"]),
     ({"dtype": "bfloat16", "dp": 2, "tp": 2}, 4, 6, False, [
-        "4 of this machine's 6 GPUs in use; --dp 3 takes all"]),
+        "4 of this machine's 6 GPUs in use; --dp 3 takes all, if 3 divides --batch-size"]),
     ({"dtype": "bfloat16", "dp": 2, "ep": 2}, 2, 7, False, [
-        "2 of this machine's 7 GPUs in use; --dp 6 takes 6"]),
+        "2 of this machine's 7 GPUs in use; --dp 6 takes 6, if 6 divides --batch-size"]),
     ({"dtype": "bfloat16", "tp": 2}, 2, 3, False, []),
     ({"dtype": "bfloat16"}, 8, 8, False, []),
     ({"dtype": "float32"}, 8, 8, False, [
