@@ -27,7 +27,7 @@ from sizes import config_of
 from tests import first_gpu
 from tests.counts import GPT2, VOCABULARY, OneOfMany, count_step, on_meta
 from tests.harness import HERE
-from tests.pool import pool
+from tests.pool import HANG, pool
 from tests.runs import Run, _main, flags
 
 
@@ -216,7 +216,7 @@ def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
 
 
 def test_values_are_computed_three_at_a_time_and_come_in_order():
-    three = threading.Barrier(3, timeout=60)
+    three = threading.Barrier(3, timeout=HANG)
     started = []
 
     def value(x):
