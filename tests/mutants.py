@@ -546,6 +546,7 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path.insert(0, str(HERE))
+    from run.signals import end_quietly
+    end_quietly()
     main()

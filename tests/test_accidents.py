@@ -91,7 +91,8 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
 def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
     with open("/dev/full", "w") as full:
-        for program in ("train.py", "plain.py", "plan.py", "mesh.py", "sample.py"):
+        for program in ("train.py", "plain.py", "plan.py", "mesh.py", "sample.py",
+                        "collectives.py", "data/prepare.py", "tests/mutants.py"):
             done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
                                   stderr=full, timeout=HANG)
             assert done.returncode == 2, program
@@ -178,7 +179,7 @@ PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "plan.py --help", "s
           "bench.py --help", "-m run.export --help", "-m show.pictures --help",
           "-m experiments.large_batches --help", "-m experiments.eight_ranks --help",
           "schedules.py 1f1b 2 4", "sizes.py",
-          "plan.py --model gpt2 --gpus 2"]
+          "plan.py --model gpt2 --gpus 2", "plan.py --published", "collectives.py 1"]
 
 
 def test_a_reader_that_has_gone_ends_any_program_without_a_word():
