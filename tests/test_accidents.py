@@ -4,6 +4,7 @@ ours is neither overwritten nor deleted, and a command ends with one line that s
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,12 @@ def test_ranks_get_the_interpreters_flags(monkeypatch):
     launch.start_rank(0, 2, "file:///store")
     assert started[0] == sys.executable and started[-3:] == ["train.py", "--tp", "2"]
     assert "-Werror" in started[1:-3] and "utf8" in started[1:-3]
+    monkeypatch.undo()
+    done = subprocess.run([sys.executable, "-O", "-c", "from run import launch; "
+                           "launch.subprocess.Popen = lambda args, **more: print(args); "
+                           "launch.start_rank(0, 2, '')"],
+                          text=True, capture_output=True, cwd=HERE, timeout=HANG)
+    assert "'-O'" in done.stdout, done
 
 
 def test_checking_the_flags_leaves_no_file_open(corpus, tmp_path):
@@ -150,12 +157,16 @@ def _main_with_few_files(rank, *args):
     """Rank 1 may open no more files once the ranks have met."""
     digest = checkpoint.digest
 
-    def digest_if_files_are_left(*path):
+    def digest_without_files(*path):
         if rank == 1:
-            raise OSError(24, "Too many open files", str(Path(*path)))
+            signals.parent = os.getppid()  # like a rank that torchrun has started
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, most))
         return digest(*path)
 
-    checkpoint.digest = digest_if_files_are_left
+    checkpoint.digest = digest_without_files
     _main(rank, *args)
 
 
@@ -428,6 +439,10 @@ def test_export_overwrites_nothing(trained, tmp_path, capsys, monkeypatch):
     argv = ["export.py", "--out", out, "--to", out / "step-00000004"]
     assert "File exists" in one_line(export.main, argv, capsys, monkeypatch)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (tmp_path / "new.part").mkdir()
+    argv[-1] = tmp_path / "new"
+    assert one_line(export.main, argv, capsys, monkeypatch) == (
+        f"export.py: {tmp_path}/new.part is left of an export that was stopped; delete it\n")
 
 
 def test_a_users_file_in_a_checkpoints_folder_stays(trained, tmp_path):
