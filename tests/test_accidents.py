@@ -30,7 +30,7 @@ from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
 from show import draw, pictures
 from sizes import GPTConfig
-from tests.harness import HERE
+from tests.harness import HERE, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.runs import PLAIN_SCHEDULES, Run, _main, command, flags, one_line
@@ -110,6 +110,17 @@ def test_torchrun_gets_the_line_and_its_later_attempts_do_not_repeat_it(
     with as_it_was(), pytest.raises(SystemExit) as stop:
         train.main()
     assert stop.value.code == 2 and capsys.readouterr().err == ""
+
+
+@needs_minutes
+def test_torchruns_own_report_begins_and_ends_with_the_line():
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                          "--max-restarts", "1", "train.py", "--typo"], text=True, cwd=HERE,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG)
+    line = "train.py: unrecognized arguments: --typo; --help lists the flags"
+    first, *_, last, _ = run.stdout.splitlines()
+    assert run.returncode == 1 and first == line and last.endswith(f"traceback : {line}")
+    assert sum(text.startswith("train.py: ") for text in run.stdout.splitlines()) == 1
 
 
 def test_ranks_get_the_interpreters_flags(monkeypatch):
