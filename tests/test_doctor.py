@@ -231,6 +231,20 @@ def test_a_planted_bug_is_named(examine, bug):
     assert re.search(NAMED[bug.name], name_of(examine, bug, bug.layouts[0], "float32"))
 
 
+def test_two_bugs_in_different_stages_are_both_named(examine):
+    """Of step 1's norm, and of step 2's gradients."""
+    layout = "tp 3 microbatches 2"
+    two = [bug for bug in bugs.BUGS if bug.name in (
+        "what several ranks hold counts several times in the norm",
+        "gradients are not zeroed between steps")]
+    changes = two[0].changes + two[1].changes
+    findings = examine(changes, dtype="float64", **bugs.flags_of(layout))
+    causes = {finding.stage: " ".join(finding.causes) for finding in findings if finding.causes}
+    assert causes.keys() == {"step 1 norm", "step 2 gradients"}
+    for bug, stage in zip(two, ("step 2 gradients", "step 1 norm"), strict=True):
+        assert re.search(NAMED[bug.name], causes[stage]), causes
+
+
 @needs_minutes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_most_bugs_are_named_and_none_wrongly(examine, dtype):

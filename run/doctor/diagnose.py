@@ -43,7 +43,7 @@ def comparable(reference, mine):
 
 def check_step(reference, mine, number, deep, known):
     """Findings on loss and gradients of a step; [] if a file that they need is missing. known:
-    words of the causes found in step 1."""
+    words of the causes of step 1's loss and gradients."""
     if not mine.gradients(number) or not mine.weights(number - 1):
         return []
     if mine.model:
@@ -75,18 +75,20 @@ def diagnose(reference, mine, deep=True):
     for number in (1, 2):
         if mine.ids(number) is not None and reference.ids(number) is not None:
             yield check_tokens(reference, mine, number)
-    known = []  # words of the causes found in earlier steps
+    known = []  # words of the causes of step 1's loss and gradients
+    told = set()  # words of all causes of step 1
     for number in (1, 2):
         step = mine.steps[number - 1]
         findings = check_step(reference, mine, number, deep, known)
+        known = [words for finding in findings for words in finding.causes]
         # Where copies of a gradient differ, MINE's norm was computed from copies that are not in
         # the dump, so it cannot be checked
         if not step["gradients_differ"]:
             findings += judge_norm(mine, number)
         for finding in findings:
-            if not set(finding.causes) & set(known):  # else step 1 has told of the same bug
+            if not told & set(finding.causes):  # else it is the same bug again
                 yield finding
-        known += [words for finding in findings for words in finding.causes]
+        told.update(words for finding in findings for words in finding.causes)
         if step["gradients_differ"]:
             yield differing_copies(number, "gradients", first_of(step["gradients_differ"]))
         if step["weights_differ"]:
