@@ -3,15 +3,20 @@
 The table of all bugs, in both of their layouts and in bfloat16, takes half an hour: FULL=1."""
 
 import copy
+import json
+import math
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import run.doctor.__main__ as command
+from run.doctor.again import check_again
 from run.doctor.changes.by_layout import changes
 from run.doctor.changes.pipeline import newest_in_flight, scale_changes
 from run.doctor.diagnose import diagnose
@@ -22,9 +27,11 @@ from run.doctor.step import SimulatedStep
 from run.doctor.threads import World
 from run.doctor.weights import Steps, known_ways
 from run.doctor.words import lines
+from run.files import DUMP
 from tests import bugs
 from tests.harness import FULL, needs_minutes
-from tests.test_dump import LLAMA, dumps_of_one_process
+from tests.runs import rewrite
+from tests.test_dump import LLAMA, change_json, dumps_of_one_process
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
 # says nothing, or which stage differs.
@@ -455,9 +462,11 @@ def test_a_stack_for_each_stage_is_named_under_any_schedule(examine, layout):
 
 @pytest.fixture
 def doctor(capsys, monkeypatch):
-    """doctor(reference, mine): the command, in this process. Returns (exit code, what it said)."""
+    """doctor(reference, mine) or doctor(reference, mine, again): the command, in this process.
+    Returns (exit code, what it said)."""
     def run(*folders):
-        given = dict(zip(("reference", "mine"), map(str, folders), strict=True))
+        given = {"again": None}
+        given |= zip(("reference", "mine", "again"), map(str, folders), strict=False)
         monkeypatch.setattr(command, "args", SimpleNamespace(**given, deep=False), raising=False)
         monkeypatch.setattr("sys.argv", ["doctor"])
         with pytest.raises(SystemExit) as end:
@@ -465,6 +474,48 @@ def doctor(capsys, monkeypatch):
         out, err = capsys.readouterr()
         return end.value.code, out + err
     return run
+
+
+def test_two_runs_that_differ_in_bits_are_not_deterministic(right, doctor, tmp_path):
+    """AGAIN is MINE's dump; in copies of it the last bit of one number is another one."""
+    mine = right().folder
+
+    def in_tensor(tensors):
+        shape, data = tensors["transformer.h.1.ln_2.bias"]
+        tensors["transformer.h.1.ln_2.bias"] = shape, bytes([data[0] ^ 1]) + data[1:]
+
+    def in_norm(folder):
+        steps = json.loads(Path(folder, DUMP).read_text())["steps"]
+        steps[1]["norm"] = math.nextafter(steps[1]["norm"], math.inf)
+        change_json(folder, steps=steps)
+
+    def in_file(name):
+        return lambda folder: rewrite(folder / f"{name}.safetensors", in_tensor)
+
+    wait = "-> not deterministic: look for a missing wait"
+    for change, where, says in (
+            (in_file("gradients-2"), "step 2 gradients: 1 of 40 tensors; first transformer.h.1.ln",
+             wait),
+            (in_norm, "step 2 norm: ", wait),
+            (in_file("weights-0"), "initial weights: 1 of 40 tensors; first transformer.h.1.ln_2",
+             "-> other weights or tokens go into the two runs")):
+        again = Path(shutil.copytree(mine, tmp_path / "again", dirs_exist_ok=True))
+        assert doctor(mine, mine, again)[1].startswith("MINE, run again          equal\n")
+        change(again)
+        code, said = doctor(mine, mine, again)
+        first, second, *rest = said.splitlines()
+        assert code == 1 and first.startswith(f"MINE, run again          differs: {where}"), said
+        assert second.strip().startswith(says)
+        assert all(line.endswith("equal") for line in rest) and rest[-1] == "not equal"
+
+
+def test_a_run_of_other_flags_is_no_second_run(right):
+    mine = right()
+    for other, says in (({"layout": {**mine.layout, "dp": 2}}, "its layout is not that of"),
+                        ({"steps": [{**step, "lr": 1.0} for step in mine.steps]}, "its rates"),
+                        ({"tokens": {}}, "has other files or tensors than")):
+        with pytest.raises(ValueError, match=says):
+            check_again(mine, replace(mine, **other))
 
 
 def test_the_command_ends_with_0_1_or_2(dumps, doctor, tmp_path):

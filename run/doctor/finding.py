@@ -60,9 +60,9 @@ def first_difference(given, right, wrong):
     if given[name].shape != right[name].shape:
         return (f"{len(wrong)} of {len(given)} tensors; first {name}, of shape "
                 f"{list(given[name].shape)}, not {list(right[name].shape)}")
-    if not given[name].isfinite().all():
-        return f"{name} is not finite"
     error = given[name] - right[name]
+    if not error.isfinite().all():
+        return f"{name} is not finite"
     relative = norm_of(error) / max(norm_of(right[name]), 1e-300)
     rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs().flatten()
     # Rounding errors are in all rows: name rows with at least 1/1000 of the largest row's error
