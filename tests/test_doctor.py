@@ -224,7 +224,12 @@ def examine(dumps):
     return run
 
 
-RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::12]
+# Not a multiple of the number of dtypes, which follow one another in the list
+RIGHT_RUNS = bugs.RIGHT_RUNS if FULL else bugs.RIGHT_RUNS[::13]
+
+
+def test_right_runs_of_each_dtype_are_in_the_sample():
+    assert {flags["dtype"] for flags in RIGHT_RUNS} == {*bugs.DTYPES}
 
 
 @pytest.mark.parametrize("flags", RIGHT_RUNS, ids=str)
