@@ -17,6 +17,8 @@ from run.doctor.step import SimulatedStep
 
 # ---- initial weights ----
 
+WRONG_MAP = "a wrong map"  # in the words of a cause: tensors have other names or orders
+
 
 def looks_drawn_anew(tensor, right):
     """Do two tensors look like two draws from the same distribution?"""
@@ -111,11 +113,11 @@ class InitialWeights:
 
     def kinds(self):
         """{words: is a tensor of this kind?}, for this model and layout."""
-        found = {"are transposed: a wrong map of names": self.is_transposed,
+        found = {f"are transposed: {WRONG_MAP} of names": self.is_transposed,
                  self.factor_words(): self.is_times_factor}
         if not self.model:
             return found
-        found["have q, k and v of a head side by side (Megatron's order): a wrong map"] = (
+        found[f"have q, k and v of a head side by side (Megatron's order): {WRONG_MAP}"] = (
             self.is_interleaved)
         if any(map(self.is_later_matrix, self.wrong)):
             found["are the same in all blocks: all drawn with one seed"] = self.is_like_block_0
