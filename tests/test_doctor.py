@@ -470,6 +470,35 @@ def test_factors_of_axes_with_the_same_size_are_told_together():
     assert any("divided by pp" in text for text in words)
 
 
+def test_axes_of_one_size_are_told_only_where_causes_name_both(right):
+    layout = {**right().layout, "dp": 2, "tp": 2, "pp": 3}
+    advice = "dp and tp have the same size, 2: a layout in which they differ tells causes apart"
+
+    def said(*causes):
+        finding = Finding("step 2 rate", False, "0.2, not 0.1", [*causes])
+        return [line.strip() for line, _ in lines([finding], layout)]
+
+    assert said("averaged over the data ranks (dp)", "divided by the tensor ranks")[-1] == advice
+    assert said("it is 2 times REFERENCE's (dp or tp)")[-1] == advice
+    for causes in (["epsilon is 1e-12", "epsilon is 0"], ["divided by dp = 2 before the step"],
+                   ["averaged over the 2 data and tensor ranks (dp, tp)"],
+                   ["counted by each pipeline rank (pp)", "divided by the tensor ranks (tp)"]):
+        assert not any("same size" in line for line in said(*causes)), causes
+
+
+@pytest.mark.parametrize("tp,fits", [(2, 2), (3, 1)])
+def test_the_run_that_the_advice_asks_for_tells_causes_apart(right, tp, fits):
+    """Averaged over two data ranks, in a layout with two tensor ranks, and in one with three."""
+    mine = changed(right(), "gradients-1", change=lambda name, grad: grad / 2)
+    mine = replace(mine, layout={**mine.layout, "dp": 2, "tp": tp})
+    findings = [finding for finding in diagnose(right(), mine)
+                if finding.stage == "step 1 gradients"]
+    assert len(findings[0].causes) == fits
+    assert "averaged over the 2 data ranks (dp)" in findings[0].causes[0]
+    advised = any("have the same size, 2" in line for line, _ in lines(findings, mine.layout))
+    assert advised == (fits == 2)
+
+
 def test_16_bit_weights_that_are_not_the_masters_rounded_are_not_equal(right):
     reference = right(dtype="bfloat16")
     old = reference.weights(0)
