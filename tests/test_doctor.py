@@ -499,6 +499,17 @@ def test_the_run_that_the_advice_asks_for_tells_causes_apart(right, tp, fits):
     assert advised == (fits == 2)
 
 
+def test_16_bit_weights_without_masters_say_nothing_about_the_optimizer(right):
+    dump = right(dtype="bfloat16")
+    mine = changed(dump, "weights-1", change=lambda name, weight: 2 * weight)
+    without = {file: tensors for file, tensors in mine.tensors.items() if "masters" not in file}
+    findings = [finding for finding in diagnose(dump, replace(mine, tensors=without), deep=False)
+                if "weights" in finding.stage]
+    (line,) = (line for line, is_equal in lines(findings[1:], mine.layout) if is_equal)
+    assert line.split() == ("weights bfloat16 weights without masters say nothing about the "
+                            "optimizer").split()
+
+
 def test_16_bit_weights_that_are_not_the_masters_rounded_are_not_equal(right):
     reference = right(dtype="bfloat16")
     old = reference.weights(0)
@@ -548,11 +559,11 @@ def test_a_stack_for_each_stage_is_named_under_any_schedule(examine, layout):
 @pytest.fixture
 def doctor(capsys, monkeypatch):
     """doctor(reference, mine) or doctor(reference, mine, again): the command, in this process.
-    Returns (exit code, what it said)."""
-    def run(*folders):
-        given = {"again": None}
+    deep: with --deep. Returns (exit code, what it said)."""
+    def run(*folders, deep=False):
+        given = {"again": None, "deep": deep}
         given |= zip(("reference", "mine", "again"), map(str, folders), strict=False)
-        monkeypatch.setattr(command, "args", SimpleNamespace(**given, deep=False), raising=False)
+        monkeypatch.setattr(command, "args", SimpleNamespace(**given), raising=False)
         monkeypatch.setattr("sys.argv", ["doctor"])
         with pytest.raises(SystemExit) as end:
             command.main()
@@ -601,6 +612,34 @@ def test_a_run_of_other_flags_is_no_second_run(right):
                         ({"tokens": {}}, "has other files or tensors than")):
         with pytest.raises(ValueError, match=says):
             check_again(mine, replace(mine, **other))
+
+
+def test_a_large_dump_is_tried_with_all_bugs_only_under_deep(right, doctor, tmp_path, monkeypatch):
+    """Its gradients are those of a bug that no sum of the right terms gives."""
+    one = right()
+    mine = Path(shutil.copytree(one.folder, tmp_path / "mine"))
+    step = SimulatedStep(one.model, one.layout, 0.0, dict(one.weights(0)), one.ids(1),
+                         one.targets(1))
+    (bug,) = (change for change in changes(step) if "sqrt(head width)" in change.words)
+    terms = step.run(bug)
+
+    def wrong(tensors):
+        for name, (shape, _) in tensors.items():
+            tensors[name] = shape, (terms.full[name] / terms.divisor).numpy().tobytes()
+
+    rewrite(mine / "gradients-1.safetensors", wrong)
+    change_json(mine, steps=[{**one.steps[0], "loss": terms.loss()}, one.steps[1]])
+
+    def causes(**flags):
+        said = [line.strip() for line in doctor(one.folder, mine, **flags)[1].splitlines()]
+        at = next(i for i, line in enumerate(said) if line.startswith("step 1 gradients"))
+        return said[at - 1], said[at + 1]
+
+    named = f"-> {bug.words}", "-> the same"
+    assert causes() == named
+    monkeypatch.setattr(command, "SMALL", 0)  # every dump is large
+    assert causes() == ("fits nothing that was tried; --deep tries all known bugs",) * 2
+    assert causes(deep=True) == named
 
 
 def test_the_command_ends_with_0_1_or_2(dumps, doctor, tmp_path):
