@@ -33,6 +33,7 @@ from run.files import DUMP
 from tests import bugs
 from tests.harness import FULL, needs_minutes
 from tests.runs import rewrite
+from tests.test_bugs import numbers, numbers_that_differ
 from tests.test_dump import LLAMA, change_json, dumps_of_one_process
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
@@ -304,13 +305,13 @@ IN_A_WORD = ("named", "no name", "equal", "wrong name")  # columns of the table
 
 
 def print_table(title, rows):
-    """Print how often each stage's bugs have which answer, and all that are not named. rows:
-    [(stage, the bug in words, Answer)]."""
-    print(f"\n{title}\n{'stage':16}{'runs':>10}", *(f"{word:>10}" for word in IN_A_WORD), sep="")
+    """Print how many bugs of each stage, or of each file, have which answer, and below the table
+    all bugs that are not named. rows: [(stage or file, the bug in words, Answer)]."""
+    print(f"\n{title}\n{'':30}{'runs':>10}", *(f"{word:>12}" for word in IN_A_WORD), sep="")
     for stage in (*dict.fromkeys(stage for stage, *_ in rows), "all"):
         words = [answer.in_a_word for of, _, answer in rows if stage in (of, "all")]
         counts = [words.count(word) for word in IN_A_WORD]
-        print(f"{stage:16}", *(f"{n:10}" for n in (len(words), *counts)), sep="")
+        print(f"{stage:30}{len(words):10}", *(f"{n:12}" for n in counts), sep="")
     for _, bug, answer in rows:
         if answer.in_a_word != "named":
             print(f"    {answer.in_a_word}: {bug}", *(f"\n        {name}" for name in answer.wrong))
@@ -329,6 +330,32 @@ def test_most_bugs_are_named_and_none_wrongly(examine, dtype):
     counted = bugs.STAGES if dtype == "float32" else ("gradients",)
     named = [bool(answer.names) for stage, _, answer in rows if stage in counted]
     assert sum(named) >= {"float32": 0.9, "bfloat16": 0.8}[dtype] * len(named)
+
+
+def dumps_that_differ(dumps, mutant):
+    """The Dumps (reference, mine) of the mutant's first layout in which a number is wrong; None if
+    there is no such layout, because the mutant cannot be planted, fails, or changes no number."""
+    for layout in mutant.layouts:
+        flags = {**bugs.flags_of(layout), "dtype": "float64"}
+        try:
+            folders = dumps(mutant.changes, timeout=60, **flags)
+        except AssertionError:  # raised by the pool
+            continue
+        if numbers_that_differ(*map(numbers, folders)):
+            return [*map(read_dump, folders)]
+    return None
+
+
+@needs_minutes
+def test_fewer_mutants_than_most_bugs_are_named_and_none_wrongly(dumps):
+    """Each in one layout, in float64."""
+    rows = []
+    for mutant in bugs.MUTANTS:
+        pair = dumps_that_differ(dumps, mutant)
+        if pair:
+            rows.append((mutant.stage, mutant.name, judge(mutant, [*diagnose(*pair)])))
+    print_table("float64: the mutants of tests/mutants.py that change a number", rows)
+    assert not any(answer.wrong for *_, answer in rows)
 
 
 # ---- dumps of one process, changed by hand ----
