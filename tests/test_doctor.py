@@ -16,12 +16,16 @@ from run.doctor.changes.by_layout import changes
 from run.doctor.changes.pipeline import newest_in_flight, scale_changes
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
+from run.doctor.examined import Computed
 from run.doctor.groups import block_of
 from run.doctor.inputs import check_initial_weights
+from run.doctor.norm import judge_norm
 from run.doctor.step import SimulatedStep
 from run.doctor.threads import World
-from run.doctor.weights import Steps, known_ways
+from run.doctor.update import Way
+from run.doctor.weights import Steps, check_updates, known_ways
 from run.doctor.words import lines
+from run.weights import read_tensor
 from tests import bugs
 from tests.harness import FULL, needs_minutes
 from tests.test_dump import LLAMA, dumps_of_one_process
@@ -470,3 +474,91 @@ def test_the_command_ends_with_0_1_or_2(dumps, doctor, tmp_path):
         assert said.startswith("doctor: ")
         assert words in said
         assert said.count("\n") == 1
+
+
+# ---- numbers that are near those of a bug: a wrong name is worse than none ----
+
+
+def finding_of(reference, mine, stage, deep=False):
+    (finding,) = (finding for finding in diagnose(reference, mine, deep) if finding.stage == stage)
+    return finding
+
+
+def with_layout(dump, **layout):
+    return replace(dump, layout={**dump.layout, **layout})
+
+
+def lacking(dump, *files):
+    """The dump without these files; a name like "tokens" is that of both steps' file."""
+    def kept(found):
+        return {file: found[file] for file in found if not file.startswith(files)}
+
+    return replace(dump, tensors=kept(dump.tensors), tokens=kept(dump.tokens))
+
+
+def nan_in(*parts):
+    """For changed(): one element of the tensors with these names is not a number."""
+    def change(name, tensor):
+        if name.endswith(parts):
+            tensor = tensor.clone()
+            tensor.view(-1)[0] = torch.nan
+        return tensor
+    return change
+
+
+UNTIED = {**LLAMA, "untied": True}
+WTE = "transformer.wte.weight"
+
+
+def without_gradients(dump, rows=slice(0, 3)):
+    """An untied Llama in whose step 1 the first rows of the embedding have no gradient: their
+    tokens are not in the batch."""
+    def change(name, grad):
+        if name == WTE:
+            grad = grad.clone()
+            grad[rows] = 0
+        return grad
+
+    mine = changed(dump, "gradients-1", change=change)
+    after = Steps(dump, mine).after(1, WTE, Way())
+    return changed(mine, "weights-1", change=lambda name, new: after if name == WTE else new)
+
+
+def test_a_rate_of_one_tensor_whose_rows_have_no_gradient_is_not_an_epsilon(right):
+    """With an epsilon of 0 the weights of these rows would be 0/0."""
+    reference = without_gradients(right(**UNTIED))
+    old = reference.weights(0)[WTE]
+
+    def other_rate(name, new):
+        return old + 3 * (new - old) if name == WTE else new
+
+    mine = lacking(changed(reference, "weights-1", change=other_rate), "weights-2")
+    finding = finding_of(reference, mine, "step 1 weights")
+    assert not finding.equal and not finding.causes, finding
+
+
+def test_weights_after_a_gradient_that_is_not_a_number_are_not_called_equal(right):
+    mine = changed(right(), "gradients-1", change=nan_in("0.mlp.c_fc.weight"))
+    finding = finding_of(right(), mine, "step 1 weights")
+    assert not finding.equal or finding.differs.startswith("not examined"), finding
+
+
+def is_norm(name):
+    return ".ln_" in name
+
+
+def test_microbatches_of_padding_are_in_no_mean_of_means(right):
+    """The mean of such a microbatch is 0/0."""
+    class Padded(Dump):
+        def targets(self, number):
+            targets = super().targets(number)
+            targets[0, 0] = -1
+            return targets
+
+    one = changed(right(microbatches=3), "gradients-1", change=lambda name, grad: grad.flip(0))
+    mine = Padded(**vars(one))
+    finding = finding_of(one, mine, "step 1 gradients")
+    assert not finding.equal and not finding.causes, finding
+
+
+# ---- what is not examined is said, and is never equal if it is not finite ----

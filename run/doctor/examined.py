@@ -63,6 +63,12 @@ class Examined:
     def loss_floor(self, loss):
         """The least tolerance of a loss."""
         wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
+    def is_near(self, name, given, predicted, size=1.0):
+        """Is MINE's gradient the predicted one, but for rounding? All elements, or the same sample
+        of both."""
+        error = off(given, predicted)
+        return math.isfinite(error) and error <= self.tolerance(name, size)
+
         return FLOOR * torch.finfo(wide).eps * abs(loss)
 
     def loss_tolerance(self, loss):
@@ -79,12 +85,16 @@ class Examined:
         return error <= self.loss_floor(loss) or error <= self.loss_tolerance(loss)
 
     def gradient_is_right(self, name, given):
+        if not math.isfinite(error):
+            return False
         """Is MINE's full gradient the right one?"""
         right = self.gradients[name]
         error = off(given, right)
         floor = FLOOR * torch.finfo(self.dtype).eps * norm_of(right)
         return error <= floor or error <= self.tolerance(name)
 
+        if not math.isfinite(error):
+            return False
 
 class Computed(Examined):
     """One step of MINE, computed again in one process."""
@@ -113,10 +123,11 @@ class Computed(Examined):
                                            scale=scale)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             error = differences.abs().sum().item()
-            loss_error = max(loss_error, error)
+            if math.isfinite(error):  # else one process overflows: only the floor is left
+                loss_error = max(loss_error, error)
             for name, full in terms.full.items():
                 error = off(full, self.terms.full[name]) / self.terms.divisor
-                if math.isfinite(error):  # else one process overflows: only the floor is left
+                if math.isfinite(error):
                     errors[name] = max(errors[name], error)
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
         relative = sorted(errors[name] / size for name, size in sizes.items() if size)

@@ -60,8 +60,8 @@ def fitting_shares(examined, mine, wrong, known):
             continue
 
         def fits(name, share=share):
-            error = off(mine[name], gradient(examined.terms, name, share))
-            return error <= examined.tolerance(name, share.largest(name))
+            predicted = gradient(examined.terms, name, share)
+            return examined.is_near(name, mine[name], predicted, share.largest(name))
 
         if all(map(fits, wrong)) and is_resolved(examined, share, wrong):
             found[f"{group_words(wrong, mine, fits)}: {share.words}"] = share

@@ -108,6 +108,8 @@ class Steps:
 
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
+        if not math.isfinite(error):  # else a prediction of nan, whose noise is infinite, would fit
+            return False
     mine = steps.mine
     sources = {}  # rate -> the steps that have it: MINE's other step, and both of REFERENCE
     for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference)):
