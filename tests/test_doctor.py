@@ -543,6 +543,32 @@ def test_weights_after_a_gradient_that_is_not_a_number_are_not_called_equal(righ
     assert not finding.equal or finding.differs.startswith("not examined"), finding
 
 
+def test_one_weight_that_is_not_a_number_was_not_left_unsent(right):
+    mine = changed(with_layout(right(), dp=2), "weights-1", change=nan_in("0.mlp.c_fc.weight"))
+    (finding,) = check_updates(right(), mine)
+    assert not finding.equal and not finding.causes, finding
+
+
+@pytest.mark.parametrize("rows,layout,is_named", [
+    (slice(0, 3), {}, False), (slice(0, 3), {"dp": 2}, False), (slice(0, 5), {}, False),
+    (slice(0, 5), {"dp": 2}, True)], ids=str)
+def test_weights_were_not_sent_only_if_there_are_ranks_and_the_rows_have_a_gradient(
+        right, rows, layout, is_named):
+    """A sparse optimizer leaves rows without a gradient, here 0 to 2, what they are."""
+    reference = without_gradients(right(**UNTIED))
+    old = reference.weights(0)[WTE]
+
+    def keeps_old(name, new):
+        if name != WTE:
+            return new
+        return torch.cat([old[rows], new[rows.stop :]])
+
+    mine = changed(with_layout(reference, **layout), "weights-1", change=keeps_old)
+    (finding,) = check_updates(reference, mine)
+    assert not finding.equal
+    assert any("new weights were not sent" in words for words in finding.causes) == is_named
+
+
 def is_norm(name):
     return ".ln_" in name
 

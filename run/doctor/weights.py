@@ -170,11 +170,14 @@ def fitted_rate(steps, number, names):
 
 
 def keeps_old(steps, number, name):
-    """Does each element that differs still have its value from before the step?"""
+    """Does each element that differs still have its value from before the step, though some of them
+    have a gradient? (Without a gradient: a sparse optimizer leaves them what they are.)"""
     given = steps.held(number)[name]
     error = (given - steps.after(number, name, RIGHT_WAY)).abs()
-    differs = error > 1e-3 * error.max()
-    return bool((given == steps.held(number - 1)[name])[differs].all())
+    differs = ~(error <= 1e-3 * error.max())  # nan differs, too
+    is_old = given == steps.held(number - 1)[name]
+    has_gradient = steps.mine.gradients(number)[name] != 0
+    return bool(is_old[differs].all() and has_gradient[differs].any())
 
 
 def causes_of_updates(steps, number, numbers, names, wrong):
@@ -183,7 +186,8 @@ def causes_of_updates(steps, number, numbers, names, wrong):
              or fitted_rate(steps, number, names))
     if found:
         return found
-    if all(keeps_old(steps, number, name) for name in wrong):
+    n_ranks = math.prod(steps.mine.layout[axis] for axis in ("dp", "pp", "cp", "tp"))
+    if n_ranks > 1 and all(keeps_old(steps, number, name) for name in wrong):
         return [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
                 "the ranks that need them, or were not waited for"]
     return []
