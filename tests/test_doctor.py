@@ -573,6 +573,36 @@ def is_norm(name):
     return ".ln_" in name
 
 
+@pytest.mark.parametrize("spoil", [
+    lambda name, weight: weight * 0 + is_norm(name) if name.endswith("bias") or is_norm(name)
+    else weight,
+    lambda name, weight: weight.flip(0) if "wpe" in name else weight,
+    lambda name, weight: weight * 0 if name.endswith("c_proj.weight") else weight,
+    lambda name, weight: weight * 0 + is_norm(name) if name.endswith("c_proj.weight")
+    or is_norm(name) else weight], ids=["matrices only", "positions", "zeros", "zeros and ones"])
+def test_replicated_and_constant_tensors_were_not_drawn_with_one_seed(right, spoil):
+    reference = with_layout(right(), tp=2)
+    mine = changed(reference, "weights-0", change=spoil)
+    finding = check_initial_weights(reference, mine)
+    assert not finding.equal
+    assert not any("seed" in words for words in finding.causes), finding
+
+
+def test_blocks_that_are_swapped_in_a_later_stage_were_not_drawn_with_a_seed_of_their_own(right):
+    reference = with_layout(right(n_layer=6), pp=2)
+    weights = reference.weights(0)
+
+    def swapped(name, weight):
+        for one, other in ((".4.", ".5."), (".5.", ".4.")):
+            if one in name and name.endswith("c_fc.weight"):
+                return weights[name.replace(one, other)]
+        return weight
+
+    mine = changed(reference, "weights-0", change=swapped)
+    finding = check_initial_weights(reference, mine)
+    assert not finding.equal and not finding.causes, finding
+
+
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):
     """The mean of such a microbatch is 0/0."""
     class Padded(Dump):
