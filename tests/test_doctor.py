@@ -603,6 +603,20 @@ def test_blocks_that_are_swapped_in_a_later_stage_were_not_drawn_with_a_seed_of_
     assert not finding.equal and not finding.causes, finding
 
 
+@pytest.mark.parametrize("words", ["multiple of 2 count", "epsilon is 1e-12", "GELU"])
+def test_a_loss_that_is_rounded_is_no_bug_of_forward(right, words):
+    """In bfloat16 these bugs change gradients by less than its noise. Any of them would explain
+    a loss that was printed in bfloat16, because such a loss may be anything near the right one."""
+    mine = changed(right(dtype="bfloat16"), change=None)
+    step = Computed(mine, 1).step
+    (change,) = (change for change in changes(step) if words in change.words)
+    loss = step.run().loss()
+    for off_by in (step.run(change).loss() - loss, 0.0111):
+        mine.steps[0]["loss"] = loss + off_by
+        finding = finding_of(right(dtype="bfloat16"), mine, "step 1 loss", deep=True)
+        assert not finding.causes, finding
+
+
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):
     """The mean of such a microbatch is 0/0."""
     class Padded(Dump):

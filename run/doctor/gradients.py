@@ -26,6 +26,9 @@ from run.doctor.step import sampled
 # How large the tolerance may be, relative to what a cause changes, for the cause to have a name
 RESOLVED = 0.2
 # The same for a Change: twice as large, because a Change has to give the loss and the gradients of
+# How far two float64 gradients may be apart, relative to their norm, that are the same but for the
+# order of sums
+EXACT = 1e-9
 # all tensors at once, and a Share only those of a few tensors, where it fits by chance more often
 RESOLVED_CHANGE = 0.4
 
@@ -116,8 +119,20 @@ def is_loss(examined, terms, loss):
 
 def fits_change(examined, change, mine, loss, wrong):
     """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
-    to the wrong ones much larger than the tolerance?"""
+    to the wrong ones, or to the loss alone, much larger than the tolerance?"""
     step = examined.step if change.by_microbatch else examined.step.merged()
+def changes_loss_alone(examined, terms):
+    """Has the changed step the right gradients, while the tolerance is much smaller than what the
+    Change does to the loss? (A Change whose gradients are only near the right ones does not explain
+    a wrong loss of right gradients: a loss that is printed with few digits would fit, too.)"""
+    for name in examined.gradients:
+        right = gradient(examined.terms, name, RIGHT)
+        if not off(gradient(terms, name, RIGHT), right) <= EXACT * norm_of(right):
+            return False
+    loss = terms.loss()
+    return examined.loss_tolerance(loss) <= RESOLVED * abs(loss - examined.loss)
+
+
     if change.forward and not is_loss(examined, step.run(change, losses_only=True), loss):
         return False
     terms = step.run(change)
@@ -129,12 +144,13 @@ def fits_change(examined, change, mine, loss, wrong):
         predicted = gradient(terms, name, RIGHT)
         right = gradient(examined.terms, name, RIGHT)
         size = max(1.0, norm_of(predicted) / norm_of(right)) if right.any() else 1.0
-        tolerance = examined.tolerance(name, size)
-        if not off(values, predicted) <= tolerance:
+        if not examined.is_near(name, values, predicted, size):
             return False
         if name in wrong:
             changed.append(off(predicted, right))
-            tolerances.append(tolerance)
+            tolerances.append(examined.tolerance(name, size))
+    if not wrong:
+        return changes_loss_alone(examined, terms)
     return math.hypot(*tolerances) <= RESOLVED_CHANGE * math.hypot(*changed)
 
 
