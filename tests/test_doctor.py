@@ -617,6 +617,20 @@ def test_a_loss_that_is_rounded_is_no_bug_of_forward(right, words):
         assert not finding.causes, finding
 
 
+def test_a_table_of_another_form_decays_whatever_its_name_is(right):
+    """The loops of the page let every tensor of two dims decay."""
+    def renamed(tensors):
+        return Tensors({name.replace("transformer.wpe.weight", "pos_embed"): read
+                        for name, read in tensors.readers.items()})
+
+    one = right()
+    reference = replace(one, model=None, tensors={file: renamed(tensors)
+                                                  for file, tensors in one.tensors.items()})
+    findings = [*check_updates(reference, reference)]
+    assert len(findings) == 2
+    assert all(finding.equal and not finding.differs for finding in findings), findings
+
+
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):
     """The mean of such a microbatch is 0/0."""
     class Padded(Dump):

@@ -23,6 +23,14 @@ class Finding:
 
 def norm_of(tensor):
     return tensor.double().norm().item()
+def unexamined(stage, why, is_finite=True):
+    """The Finding of a stage that cannot be compared, and why. is_finite: are MINE's numbers? If
+    not, they are wrong, whatever the right ones are."""
+    if is_finite:
+        return Finding(stage, True, f"not examined: {why}")
+    return Finding(stage, False, "not finite")
+
+
 
 
 def off(mine, right):

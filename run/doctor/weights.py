@@ -16,8 +16,18 @@ from functools import partial
 
 import torch
 
-from run.doctor.finding import NOISE, Finding, first_difference, first_of, norm_of, off
+from optimizer import decays
+from run.doctor.finding import (
+    NOISE,
+    Finding,
+    first_difference,
+    first_of,
+    norm_of,
+    off,
+    unexamined,
+)
 from run.doctor.update import Replay, Way, ways
+from shard import Shard
 
 RIGHT_WAY = Way()
 PART = 1 << 17  # elements of a tensor that are compared at once
@@ -65,11 +75,16 @@ class Steps:
         return weights, grads
 
     def replay_of(self, replay, number, name, shape, way):
+    def is_matrix(self, name, shape):
+        """Does the right step decay this tensor? In a model of another form every tensor of two
+        dims, like in the loops of docs/check-your-own-trainer.md: names of matrices are unknown."""
+        return decays(Shard(name, shape)) if self.mine.model else len(shape) > 1
+
         """A function (weights, gradients) -> weights after the step, computed again. Its arguments
         are those of before(), whole or the same part of each."""
         steps = self.mine.steps[:number]
         norms = [step["norm"] for step in steps]
-        decay = replay.decay_of(name, shape, way)
+        decay = replay.decay_of(self.is_matrix(name, shape), way)
         return partial(replay.step, norms=norms, rate=steps[-1]["lr"], way=way, decay=decay)
 
     def after(self, number, name, way):
