@@ -631,6 +631,13 @@ def test_a_table_of_another_form_decays_whatever_its_name_is(right):
     assert all(finding.equal and not finding.differs for finding in findings), findings
 
 
+def test_a_factor_that_no_size_explains_is_no_weight_of_microbatches(right):
+    flags = {"microbatches": 3, "dtype": "float32"}
+    mine = changed(right(**flags), "gradients-1", change=lambda name, grad: 1.37 * grad)
+    finding = finding_of(right(**flags), mine, "step 1 gradients", deep=True)
+    assert not finding.equal and not finding.causes, finding
+
+
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):
     """The mean of such a microbatch is 0/0."""
     class Padded(Dump):

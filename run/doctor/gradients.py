@@ -76,8 +76,9 @@ def fitting_shares(examined, mine, wrong, known):
 
 def fitted_weights(examined, mine, wrong):
     """Find a weight for each of the D x m microbatches, so that the weighted terms sum up to MINE's
-    gradients. Returns {words: Share}; {} if no weights fit, or if noise alone could move the
-    weights as far from 1 as they are. mine: {name: sampled gradient}."""
+    gradients. Returns {words: Share}; {} if no weights fit, if noise alone could move the weights
+    as far from 1 as they are, or if one factor fits, which no size of the layout explains: it would
+    be a known Share. mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
@@ -93,13 +94,18 @@ def fitted_weights(examined, mine, wrong):
     for one_microbatch in torch.eye(D * m, dtype=torch.double):
         share = Share("one microbatch only", data=one_microbatch.view(D, m))
         columns.append(in_tolerances({name: gradient(terms, name, share) for name in mine}))
-    weights = torch.linalg.lstsq(torch.stack(columns, dim=1), wanted.unsqueeze(1)).solution
+    columns = torch.stack(columns, dim=1)  # (all elements, D m)
+    weights = torch.linalg.lstsq(columns, wanted.unsqueeze(1)).solution
     share = Share("fitted", data=weights.view(D, m))
-    for name in mine:
-        error = off(mine[name], gradient(terms, name, share))
-        if not error <= examined.tolerance(name, share.largest(name)):
-            return {}
-    if not is_resolved(examined, share, wrong):
+    right = columns.sum(1)
+    # The factor with the least squares: <wanted, right> / <right, right>
+    one_factor = Share("one factor", factor=(wanted @ right / (right @ right)).item())
+
+    def fits(share):
+        return all(examined.is_near(name, mine[name], gradient(terms, name, share),
+                                    share.largest(name)) for name in mine)
+
+    if not fits(share) or fits(one_factor) or not is_resolved(examined, share, wrong):
         return {}
     rows = [f"data rank {d}: {' '.join(f'{weight:.3g}' for weight in row)}"
             for d, row in enumerate(share.data.tolist())]
