@@ -652,4 +652,41 @@ def test_microbatches_of_padding_are_in_no_mean_of_means(right):
     assert not finding.equal and not finding.causes, finding
 
 
+def test_a_norm_that_torch_sums_in_32_bits_is_equal(right):
+    """It adds up squares one after the other: small ones are lost beside a large sum, like in a
+    tensor of 4e7 elements."""
+    grad = torch.full((1 << 20,), 2e-4)
+    grad[:64] = 1.0
+    norm = torch.nn.utils.get_total_norm([grad]).item()
+    exact = grad.double().norm().item()
+    assert abs(norm - exact) > 1e-4 * exact
+    read = Tensors({"one": lambda: grad})
+    mine = replace(changed(right(dtype="float32"), change=None), model=None,
+                   tensors={"weights-0": read, "gradients-1": read})
+    for given, is_equal in ((norm, True), (exact, True), (0.99 * exact, False),
+                            (1.01 * exact, False)):
+        mine.steps[0]["norm"] = given
+        (finding,) = judge_norm(mine, 1)
+        assert finding.equal == is_equal and not finding.causes, finding
+
+
+def test_a_norm_whose_noise_would_hide_a_cause_has_it_only_if_it_is_exact(right):
+    """Counting the replicated gradients twice makes the norm larger by 20 times the noise: too
+    little for a name, unless the norm is that one exactly."""
+    large = torch.full((1 << 20,), 2e-4)
+    large[:64] = 1.0
+    noise = large.double().norm().item() - torch.nn.utils.get_total_norm([large]).item()
+    exact = large.double().norm().item()
+    small = torch.tensor([(40 * noise * exact) ** 0.5])
+    read = Tensors({"h.0.mlp.c_fc.weight": lambda: large, "h.0.ln_1.weight": lambda: small})
+    mine = replace(with_layout(changed(right(dtype="float32"), change=None), tp=2), model=None,
+                   tensors={"weights-0": read, "gradients-1": read})
+    norm = (exact**2 + small.double().square().sum().item()) ** 0.5
+    twice = (exact**2 + 2 * small.double().square().sum().item()) ** 0.5
+    for given, n_causes in ((norm + 6 * noise, 0), (twice - 2 * noise, 0), (twice, 1)):
+        mine.steps[0]["norm"] = given
+        (finding,) = judge_norm(mine, 1)
+        assert not finding.equal and len(finding.causes) == n_causes, finding
+
+
 # ---- what is not examined is said, and is never equal if it is not finite ----

@@ -10,8 +10,8 @@
         weights.py       weights after the step       AdamW's, from MINE's weights, gradients, norm
 
 Each stage begins with MINE's own state, so no finding follows from an earlier one. How far equal
-numbers may be apart is measured for loss, gradients (examined.py) and weights (weights.py), and
-fixed for norm, rates and initial weights. If MINE's model has no known form, loss and gradients
+numbers may be apart is measured for loss, gradients (examined.py), norm and weights, and fixed for
+rates and initial weights. If MINE's model has no known form, loss and gradients
 are compared with REFERENCE's.
 """
 

@@ -88,6 +88,11 @@ class Dump:
         """{name: tensor} of step 1 or 2."""
         return self.tensors.get(f"gradients-{number}", Tensors({}))
 
+    def first_missing(self, *files):
+        """The first of these files, such as "weights-1", that is not there; None if all are."""
+        return next((file for file in files
+                     if not self.tensors.get(file) and file not in self.tokens), None)
+
     def ids(self, number):
         """(D, m, B, S) int64 of step 1 or 2; None if the file is not there."""
         return self.read_tokens(number, "ids", least=0)

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 
 NOISE = 5  # a difference of up to 5 times the rounding errors of one process counts as equal
+# How large the tolerance may be, relative to what a cause changes, for the cause to have a name
+RESOLVED = 0.2
 
 
 @dataclass
@@ -21,8 +23,6 @@ class Finding:
     causes: list = field(default_factory=list)  # words of the bugs that give MINE's numbers
 
 
-def norm_of(tensor):
-    return tensor.double().norm().item()
 def unexamined(stage, why, is_finite=True):
     """The Finding of a stage that cannot be compared, and why. is_finite: are MINE's numbers? If
     not, they are wrong, whatever the right ones are."""
@@ -31,6 +31,8 @@ def unexamined(stage, why, is_finite=True):
     return Finding(stage, False, "not finite")
 
 
+def norm_of(tensor):
+    return tensor.double().norm().item()
 
 
 def off(mine, right):

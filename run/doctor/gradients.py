@@ -18,19 +18,17 @@ import math
 import torch
 
 from run.doctor.changes.by_layout import changes
-from run.doctor.finding import Finding, first_difference, norm_of, off, ratio_words
+from run.doctor.finding import RESOLVED, Finding, first_difference, norm_of, off, ratio_words
 from run.doctor.groups import group_words
 from run.doctor.shares import RIGHT, Share, gradient, known_shares, loss_of
 from run.doctor.step import sampled
 
-# How large the tolerance may be, relative to what a cause changes, for the cause to have a name
-RESOLVED = 0.2
-# The same for a Change: twice as large, because a Change has to give the loss and the gradients of
+# RESOLVED for a Change: twice as large, because a Change has to give the loss and the gradients of
+# all tensors at once, and a Share only those of a few tensors, where it fits by chance more often
+RESOLVED_CHANGE = 0.4
 # How far two float64 gradients may be apart, relative to their norm, that are the same but for the
 # order of sums
 EXACT = 1e-9
-# all tensors at once, and a Share only those of a few tensors, where it fits by chance more often
-RESOLVED_CHANGE = 0.4
 
 
 def sampled_gradients(given):
@@ -123,10 +121,6 @@ def is_loss(examined, terms, loss):
     return examined.loss_is(loss, terms.loss()) or examined.loss_is(loss, of_rank_0)
 
 
-def fits_change(examined, change, mine, loss, wrong):
-    """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
-    to the wrong ones, or to the loss alone, much larger than the tolerance?"""
-    step = examined.step if change.by_microbatch else examined.step.merged()
 def changes_loss_alone(examined, terms):
     """Has the changed step the right gradients, while the tolerance is much smaller than what the
     Change does to the loss? (A Change whose gradients are only near the right ones does not explain
@@ -139,6 +133,10 @@ def changes_loss_alone(examined, terms):
     return examined.loss_tolerance(loss) <= RESOLVED * abs(loss - examined.loss)
 
 
+def fits_change(examined, change, mine, loss, wrong):
+    """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
+    to the wrong ones, or to the loss alone, much larger than the tolerance?"""
+    step = examined.step if change.by_microbatch else examined.step.merged()
     if change.forward and not is_loss(examined, step.run(change, losses_only=True), loss):
         return False
     terms = step.run(change)
@@ -226,6 +224,8 @@ def keeps_first_step(examined, given):
         return []
     errors = {name: given[name] - examined.gradients[name] for name in given}
     squares = sum(first[name].square().sum().item() for name in given)
+    if squares == 0:
+        return []
     # The multiple with the least squares: <errors, first> / <first, first>
     multiple = sum((errors[name] * first[name]).sum().item() for name in given) / squares
     noise = math.hypot(*(examined.tolerance(name) for name in given))

@@ -58,15 +58,15 @@ class Steps:
         return any(not torch.equal(weight.to(self.dtype).double(), weight)
                    for weight in self.mine.weights(1).values())
 
-    def numbers(self):
-        """The steps that can be replayed. A step needs the weights before it and after it, and its
-        gradients; step 2 needs all of step 1, too."""
-        found = []
-        for n in (1, 2):
-            if not (self.held(n - 1) and self.held(n) and self.mine.gradients(n)):
-                break
-            found.append(n)
-        return found
+    def missing(self, number):
+        """The first file that MINE lacks for a replay of this step; None if all are there. A step
+        needs the weights before it and after it, and its gradients; step 2 needs all of step 1,
+        too."""
+        kind = "masters" if self.has_masters else "weights"
+        files = [f"{kind}-0"]
+        for n in range(1, number + 1):
+            files += [f"gradients-{n}", f"{kind}-{n}"]
+        return self.mine.first_missing(*files)
 
     def before(self, number, name):
         """(weights, gradients) of a tensor that go into the steps up to this one."""
@@ -74,12 +74,12 @@ class Steps:
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
         return weights, grads
 
-    def replay_of(self, replay, number, name, shape, way):
     def is_matrix(self, name, shape):
         """Does the right step decay this tensor? In a model of another form every tensor of two
         dims, like in the loops of docs/check-your-own-trainer.md: names of matrices are unknown."""
         return decays(Shard(name, shape)) if self.mine.model else len(shape) > 1
 
+    def replay_of(self, replay, number, name, shape, way):
         """A function (weights, gradients) -> weights after the step, computed again. Its arguments
         are those of before(), whole or the same part of each."""
         steps = self.mine.steps[:number]
@@ -108,6 +108,8 @@ class Steps:
             predicted = replay(inputs[:number], inputs[number:])
             error = math.hypot(error, off(given, predicted))
             size = math.hypot(size, norm_of(predicted))
+        if not math.isfinite(error):  # else a prediction of nan, whose noise is infinite, would fit
+            return False
         if error <= NOISE * torch.finfo(self.wide).eps * size:
             return True
         # The step may round more than once: measure it
@@ -123,8 +125,6 @@ class Steps:
 
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
-        if not math.isfinite(error):  # else a prediction of nan, whose noise is infinite, would fit
-            return False
     mine = steps.mine
     sources = {}  # rate -> the steps that have it: MINE's other step, and both of REFERENCE
     for whose, dump in (("MINE's", mine), ("REFERENCE's", steps.reference)):
@@ -241,27 +241,40 @@ def check_copies_of_masters(steps, number):
 # ---- the stage ----
 
 
+def are_finite(mine, number):
+    """Are all weights after a step finite? (True if they are not there.)"""
+    return all(weight.isfinite().all() for weight in mine.weights(number).values())
+
+
 def check_updates(reference, mine):
     """Yields Findings on the weights after each step, up to the first that differs."""
     if mine.optimizer["name"] != "adamw":
-        yield Finding("weights", True, f"not examined: {mine.optimizer['name']} is not replayed")
+        why = f"{mine.optimizer['name']} is not replayed"
+        yield unexamined("weights", why, are_finite(mine, 1) and are_finite(mine, 2))
         return
     steps = Steps(reference, mine)
-    if not steps.are_wide():
+    if not steps.missing(1) and not steps.are_wide():
         yield Finding("weights", True, f"{mine.dtype} weights without masters say nothing about "
                       "the optimizer")
         return
-    numbers = steps.numbers()
+    numbers = [number for number in (1, 2) if not steps.missing(number)]
     names = [name for name in mine.gradients(1) if name in steps.held(1)]
-    for number in numbers:
+    for number in (1, 2):
         stage = f"step {number} weights"
+        if number not in numbers:
+            why = f"MINE has no {steps.missing(number)}.safetensors"
+            yield unexamined(stage, why, are_finite(mine, number))
+            continue
         if not math.isfinite(mine.steps[number - 1]["norm"]):
-            yield Finding(stage, True, "not examined: the norm is not finite")
+            yield unexamined(stage, "the norm is not finite")
             return
         wrong = {name for name in names if not steps.is_right(number, name, RIGHT_WAY)}
         if wrong:
             given = {name: steps.held(number)[name] for name in names}
             right = {name: steps.after(number, name, RIGHT_WAY) for name in names}
+            if not all(right[name].isfinite().all() for name in wrong):
+                yield unexamined(stage, "gradients or weights before the step are not finite")
+                return
             yield Finding(stage, False, first_difference(given, right, wrong),
                           causes_of_updates(steps, number, numbers, names, wrong))
             return
