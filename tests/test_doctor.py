@@ -690,3 +690,48 @@ def test_a_norm_whose_noise_would_hide_a_cause_has_it_only_if_it_is_exact(right)
 
 
 # ---- what is not examined is said, and is never equal if it is not finite ----
+
+
+def test_a_stage_whose_files_are_missing_is_not_examined(right):
+    mine = lacking(changed(right(), change=None), "tokens", "gradients", "weights-1", "weights-2")
+    mine.steps[0]["loss"] = 99.0
+    said = {line[:24].strip(): line[24:].strip()
+            for line, _ in lines(diagnose(right(), mine), mine.layout)}
+    assert said.pop("initial weights") == "equal"
+    stages = {f"step {n} {what}" for n in (1, 2)
+              for what in ("tokens", "loss", "gradients", "norm", "weights")}
+    assert said.keys() == stages
+    assert all(words.startswith("not examined: MINE has no ") for words in said.values()), said
+
+
+@pytest.mark.parametrize("missing", ["tokens", "gradients"])
+@pytest.mark.parametrize("number", ["loss", "norm"])
+def test_a_number_that_is_not_finite_is_never_equal(right, missing, number):
+    mine = lacking(changed(right(), change=None), missing)
+    mine.steps[0][number] = float("nan")
+    finding = finding_of(right(), mine, f"step 1 {number}")
+    assert not finding.equal and finding.differs == "not finite"
+
+
+def test_gradients_that_are_not_finite_are_never_equal(right):
+    mine = lacking(changed(right(), "gradients-1", change=nan_in("wte.weight")), "tokens")
+    mine.steps[0]["norm"] = float("nan")
+    finding = finding_of(right(), mine, "step 1 gradients")
+    assert not finding.equal and "not finite" in finding.differs
+    # The norm follows from them
+    assert finding_of(right(), mine, "step 1 norm").equal
+
+
+@pytest.mark.parametrize("spoil,says", [
+    (lambda mine: mine.optimizer.update(beta2=0.999), "beta2 is 0.999, not 0.95"),
+    (lambda mine: mine.optimizer.update(grad_clip=0), "grad_clip is 0, not 0.2"),
+    (lambda mine: mine.optimizer.update(name="lion"), "optimizer is lion, not adamw"),
+    (lambda mine: setattr(mine, "balance", 0.5), "balance is 0.5, not 0.0"),
+    (lambda mine: setattr(mine, "loss", "sum"), "loss is sum, not mean")])
+def test_settings_that_are_not_references_are_not_equal(right, spoil, says):
+    mine = replace(changed(right(), change=None), optimizer=dict(right().optimizer))
+    spoil(mine)
+    said = [*lines(diagnose(right(), mine, deep=False), mine.layout)]
+    at = next(i for i, (line, _) in enumerate(said) if line.startswith("settings"))
+    assert said[at] == (f"{'settings':24} differs: {says}", False)
+    assert "fits nothing" not in said[at + 1][0]

@@ -35,8 +35,11 @@ def distance_of(given, right):
     infinite if a shape differs."""
     if any(given[name].shape != right[name].shape for name in given):
         return math.inf
-    errors = [off(given[name], right[name]) for name in given]
-    return math.hypot(*errors) / math.hypot(*(norm_of(right[name]) for name in given))
+    error = math.hypot(*(off(given[name], right[name]) for name in given))
+    size = math.hypot(*(norm_of(right[name]) for name in given))
+    if size == 0:
+        return math.inf if error else 0.0
+    return error / size
 
 
 class Examined:
@@ -60,20 +63,20 @@ class Examined:
         term 3 times."""
         return NOISE * self.noise[1][name] * size
 
-    def loss_floor(self, loss):
-        """The least tolerance of a loss."""
-        wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
     def is_near(self, name, given, predicted, size=1.0):
         """Is MINE's gradient the predicted one, but for rounding? All elements, or the same sample
         of both."""
         error = off(given, predicted)
         return math.isfinite(error) and error <= self.tolerance(name, size)
 
+    def loss_floor(self, loss):
+        """The least tolerance of a loss."""
+        wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
         return FLOOR * torch.finfo(wide).eps * abs(loss)
 
     def loss_tolerance(self, loss):
         """How far MINE's loss may be off from this number, and still be equal to it."""
-        size = max(1.0, abs(loss / self.loss))
+        size = max(1.0, abs(loss / self.loss)) if self.loss else 1.0
         return max(NOISE * self.noise[0] * size, self.loss_floor(loss))
 
     # To measure the noise takes a run of the step. Where a number is off by less than the least
@@ -82,19 +85,19 @@ class Examined:
     def loss_is(self, mine, loss):
         """Is MINE's loss this number?"""
         error = abs(mine - loss)
+        if not math.isfinite(error):
+            return False
         return error <= self.loss_floor(loss) or error <= self.loss_tolerance(loss)
 
     def gradient_is_right(self, name, given):
-        if not math.isfinite(error):
-            return False
         """Is MINE's full gradient the right one?"""
         right = self.gradients[name]
         error = off(given, right)
+        if not math.isfinite(error):
+            return False
         floor = FLOOR * torch.finfo(self.dtype).eps * norm_of(right)
         return error <= floor or error <= self.tolerance(name)
 
-        if not math.isfinite(error):
-            return False
 
 class Computed(Examined):
     """One step of MINE, computed again in one process."""

@@ -1,4 +1,4 @@
-"""What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, rates.
+"""What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, settings, rates.
 
 The cause of wrong initial weights is named only if all wrong tensors are of one kind, such as
 transposed, or drawn with one seed (kinds() lists them). A wrong map of names shows here, and is
@@ -251,7 +251,23 @@ def check_tokens(reference, mine, number):
     return Finding(stage, False, differs, causes_of_tokens(reference, mine, number))
 
 
-# ---- rates ----
+# ---- settings and rates ----
+
+
+def settings_of(dump):
+    """{name: value} of what a step's numbers depend on beside weights, tokens and rate."""
+    names = ("beta1", "beta2", "eps", "weight_decay", "grad_clip")
+    return {"loss": dump.loss, "balance": dump.balance, "optimizer": dump.optimizer["name"],
+            **{name: dump.optimizer[name] for name in names}}
+
+
+def check_settings(reference, mine):
+    """A Finding: are the settings that MINE's dump gives REFERENCE's? (Whether MINE has trained
+    with them shows in the other stages.)"""
+    right = settings_of(reference)
+    wrong = [f"{name} is {value}, not {right[name]}"
+             for name, value in settings_of(mine).items() if value != right[name]]
+    return Finding("settings", not wrong, "; ".join(wrong))
 
 
 def causes_of_rate(reference, mine, number):
