@@ -735,3 +735,37 @@ def test_settings_that_are_not_references_are_not_equal(right, spoil, says):
     at = next(i for i, (line, _) in enumerate(said) if line.startswith("settings"))
     assert said[at] == (f"{'settings':24} differs: {says}", False)
     assert "fits nothing" not in said[at + 1][0]
+
+
+def test_a_batch_of_padding_only_is_refused(right, monkeypatch):
+    one = right()
+    entry = one.tokens["tokens-1"]["targets"]
+    monkeypatch.setattr("run.doctor.dump.read_tensor", lambda given, usual=read_tensor:
+                        usual(given) * 0 - 1 if given is entry else usual(given))
+    for deep in (False, True):
+        with pytest.raises(ValueError, match="tensor targets: all are padding"):
+            list(diagnose(one, one, deep))
+
+
+def test_tokens_of_step_2_are_examined_without_those_of_step_1(right):
+    class OtherIds(Dump):
+        def ids(self, number):
+            ids = super().ids(number)
+            return ids if ids is None else ids.flip(-1)
+
+    mine = OtherIds(**vars(lacking(right(), "tokens-1")))
+    finding = finding_of(right(), mine, "step 2 tokens")
+    assert not finding.equal and not finding.causes
+
+
+@pytest.mark.parametrize("spoil", ["loss", "weights", "gradients"])
+def test_zeros_of_another_form_are_compared(right, spoil):
+    reference = replace(changed(right(), change=None), model=None)
+    if spoil == "loss":
+        reference.steps[0]["loss"] = 0.0
+    else:
+        files = [file for file in reference.tensors if file.startswith(spoil)]
+        reference = changed(reference, *files[:-1], change=lambda name, tensor: 0 * tensor)
+    mine = replace(changed(right(), change=None), model=None)
+    for pair in ((reference, mine), (mine, reference)):
+        assert not all(finding.equal for finding in diagnose(*pair))

@@ -102,7 +102,7 @@ class Dump:
         return self.read_tokens(number, "targets", least=ABSENT)
 
     def read_tokens(self, number, name, least):
-        """ValueError unless all are tokens of the model."""
+        """ValueError unless all are tokens of the model, or padding, but not padding alone."""
         entries = self.tokens.get(f"tokens-{number}")
         if entries is None:
             return None
@@ -112,6 +112,8 @@ class Dump:
         if tensor.min() < least or tensor.max() > most:
             raise ValueError(f"{entry.path}, tensor {name}: {tensor.min()} to {tensor.max()}, not "
                              f"{least} to {most}")
+        if tensor.max() == ABSENT:
+            raise ValueError(f"{entry.path}, tensor {name}: all are padding")
         return tensor
 
 

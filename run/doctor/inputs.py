@@ -223,7 +223,7 @@ def causes_of_tokens(reference, mine, number):
                 which = "each sequence has"
             return [f"{which} the targets of another sequence"]
         return []
-    if number == 2 and all_rows(mine.ids(1)) == had:
+    if number == 2 and mine.ids(1) is not None and all_rows(mine.ids(1)) == had:
         return ["the second step has the first step's sequences again"]
     other = 3 - number  # the other step
     if reference.ids(2) is not None and had == all_rows(reference.ids(other)):
