@@ -769,3 +769,9 @@ def test_zeros_of_another_form_are_compared(right, spoil):
     mine = replace(changed(right(), change=None), model=None)
     for pair in ((reference, mine), (mine, reference)):
         assert not all(finding.equal for finding in diagnose(*pair))
+
+
+def test_the_command_leaves_malloc_as_it_is_where_it_is_imported(right, doctor, monkeypatch):
+    monkeypatch.setattr(command, "keep_freed_memory", lambda: pytest.fail("mallopt"))
+    folder = right().folder
+    assert doctor(folder, folder)[0] == 0

@@ -48,7 +48,6 @@ def is_small(dump):
 
 
 def main():
-    keep_freed_memory()
     try:
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
@@ -65,4 +64,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()
