@@ -22,14 +22,18 @@ from run.doctor.changes.by_layout import changes
 from run.doctor.changes.pipeline import newest_in_flight, scale_changes
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
+from run.doctor.examined import Computed
 from run.doctor.finding import Finding
 from run.doctor.groups import block_of
 from run.doctor.inputs import check_initial_weights
+from run.doctor.norm import judge_norm
 from run.doctor.step import SimulatedStep
 from run.doctor.threads import World
-from run.doctor.weights import Steps, known_ways
+from run.doctor.update import Way
+from run.doctor.weights import Steps, check_updates, known_ways
 from run.doctor.words import lines
 from run.files import DUMP
+from run.weights import read_tensor
 from tests import bugs
 from tests.harness import FULL, needs_minutes
 from tests.runs import rewrite
@@ -686,3 +690,304 @@ def test_the_command_ends_with_0_1_or_2(dumps, doctor, tmp_path):
         assert said.startswith("doctor: ")
         assert words in said
         assert said.count("\n") == 1
+
+
+# ---- numbers that are near those of a bug: a wrong name is worse than none ----
+
+
+def finding_of(reference, mine, stage, deep=False):
+    (finding,) = (finding for finding in diagnose(reference, mine, deep) if finding.stage == stage)
+    return finding
+
+
+def with_layout(dump, **layout):
+    return replace(dump, layout={**dump.layout, **layout})
+
+
+def lacking(dump, *files):
+    """The dump without these files; a name like "tokens" is that of both steps' file."""
+    def kept(found):
+        return {file: found[file] for file in found if not file.startswith(files)}
+
+    return replace(dump, tensors=kept(dump.tensors), tokens=kept(dump.tokens))
+
+
+def nan_in(*parts):
+    """For changed(): one element of the tensors with these names is not a number."""
+    def change(name, tensor):
+        if name.endswith(parts):
+            tensor = tensor.clone()
+            tensor.view(-1)[0] = torch.nan
+        return tensor
+    return change
+
+
+UNTIED = {**LLAMA, "untied": True}
+WTE = "transformer.wte.weight"
+
+
+def without_gradients(dump, rows=slice(0, 3)):
+    """An untied Llama in whose step 1 the first rows of the embedding have no gradient: their
+    tokens are not in the batch."""
+    def change(name, grad):
+        if name == WTE:
+            grad = grad.clone()
+            grad[rows] = 0
+        return grad
+
+    mine = changed(dump, "gradients-1", change=change)
+    after = Steps(dump, mine).after(1, WTE, Way())
+    return changed(mine, "weights-1", change=lambda name, new: after if name == WTE else new)
+
+
+def test_a_rate_of_one_tensor_whose_rows_have_no_gradient_is_not_an_epsilon(right):
+    """With an epsilon of 0 the weights of these rows would be 0/0."""
+    reference = without_gradients(right(**UNTIED))
+    old = reference.weights(0)[WTE]
+
+    def other_rate(name, new):
+        return old + 3 * (new - old) if name == WTE else new
+
+    mine = lacking(changed(reference, "weights-1", change=other_rate), "weights-2")
+    finding = finding_of(reference, mine, "step 1 weights")
+    assert not finding.equal and not finding.causes, finding
+
+
+def test_weights_after_a_gradient_that_is_not_a_number_are_not_called_equal(right):
+    mine = changed(right(), "gradients-1", change=nan_in("0.mlp.c_fc.weight"))
+    finding = finding_of(right(), mine, "step 1 weights")
+    assert not finding.equal or finding.differs.startswith("not examined"), finding
+
+
+def test_one_weight_that_is_not_a_number_was_not_left_unsent(right):
+    mine = changed(with_layout(right(), dp=2), "weights-1", change=nan_in("0.mlp.c_fc.weight"))
+    (finding,) = check_updates(right(), mine)
+    assert not finding.equal and not finding.causes, finding
+
+
+@pytest.mark.parametrize("rows,layout,is_named", [
+    (slice(0, 3), {}, False), (slice(0, 3), {"dp": 2}, False), (slice(0, 5), {}, False),
+    (slice(0, 5), {"dp": 2}, True)], ids=str)
+def test_weights_were_not_sent_only_if_there_are_ranks_and_the_rows_have_a_gradient(
+        right, rows, layout, is_named):
+    """A sparse optimizer leaves rows without a gradient, here 0 to 2, what they are."""
+    reference = without_gradients(right(**UNTIED))
+    old = reference.weights(0)[WTE]
+
+    def keeps_old(name, new):
+        if name != WTE:
+            return new
+        return torch.cat([old[rows], new[rows.stop :]])
+
+    mine = changed(with_layout(reference, **layout), "weights-1", change=keeps_old)
+    (finding,) = check_updates(reference, mine)
+    assert not finding.equal
+    assert any("new weights were not sent" in words for words in finding.causes) == is_named
+
+
+def is_norm(name):
+    return ".ln_" in name
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda name, weight: weight * 0 + is_norm(name) if name.endswith("bias") or is_norm(name)
+    else weight,
+    lambda name, weight: weight.flip(0) if "wpe" in name else weight,
+    lambda name, weight: weight * 0 if name.endswith("c_proj.weight") else weight,
+    lambda name, weight: weight * 0 + is_norm(name) if name.endswith("c_proj.weight")
+    or is_norm(name) else weight], ids=["matrices only", "positions", "zeros", "zeros and ones"])
+def test_replicated_and_constant_tensors_were_not_drawn_with_one_seed(right, spoil):
+    reference = with_layout(right(), tp=2)
+    mine = changed(reference, "weights-0", change=spoil)
+    finding = check_initial_weights(reference, mine)
+    assert not finding.equal
+    assert not any("seed" in words for words in finding.causes), finding
+
+
+def test_blocks_that_are_swapped_in_a_later_stage_were_not_drawn_with_a_seed_of_their_own(right):
+    reference = with_layout(right(n_layer=6), pp=2)
+    weights = reference.weights(0)
+
+    def swapped(name, weight):
+        for one, other in ((".4.", ".5."), (".5.", ".4.")):
+            if one in name and name.endswith("c_fc.weight"):
+                return weights[name.replace(one, other)]
+        return weight
+
+    mine = changed(reference, "weights-0", change=swapped)
+    finding = check_initial_weights(reference, mine)
+    assert not finding.equal and not finding.causes, finding
+
+
+@pytest.mark.parametrize("words", ["multiple of 2 count", "epsilon is 1e-12", "GELU"])
+def test_a_loss_that_is_rounded_is_no_bug_of_forward(right, words):
+    """In bfloat16 these bugs change gradients by less than its noise. Any of them would explain
+    a loss that was printed in bfloat16, because such a loss may be anything near the right one."""
+    mine = changed(right(dtype="bfloat16"), change=None)
+    step = Computed(mine, 1).step
+    (change,) = (change for change in changes(step) if words in change.words)
+    loss = step.run().loss()
+    for off_by in (step.run(change).loss() - loss, 0.0111):
+        mine.steps[0]["loss"] = loss + off_by
+        finding = finding_of(right(dtype="bfloat16"), mine, "step 1 loss", deep=True)
+        assert not finding.causes, finding
+
+
+def test_a_table_of_another_form_decays_whatever_its_name_is(right):
+    """The loops of the page let every tensor of two dims decay."""
+    def renamed(tensors):
+        return Tensors({name.replace("transformer.wpe.weight", "pos_embed"): read
+                        for name, read in tensors.readers.items()})
+
+    one = right()
+    reference = replace(one, model=None, tensors={file: renamed(tensors)
+                                                  for file, tensors in one.tensors.items()})
+    findings = [*check_updates(reference, reference)]
+    assert len(findings) == 2
+    assert all(finding.equal and not finding.differs for finding in findings), findings
+
+
+def test_a_factor_that_no_size_explains_is_no_weight_of_microbatches(right):
+    flags = {"microbatches": 3, "dtype": "float32"}
+    mine = changed(right(**flags), "gradients-1", change=lambda name, grad: 1.37 * grad)
+    finding = finding_of(right(**flags), mine, "step 1 gradients", deep=True)
+    assert not finding.equal and not finding.causes, finding
+
+
+def test_microbatches_of_padding_are_in_no_mean_of_means(right):
+    """The mean of such a microbatch is 0/0."""
+    class Padded(Dump):
+        def targets(self, number):
+            targets = super().targets(number)
+            targets[0, 0] = -1
+            return targets
+
+    one = changed(right(microbatches=3), "gradients-1", change=lambda name, grad: grad.flip(0))
+    mine = Padded(**vars(one))
+    finding = finding_of(one, mine, "step 1 gradients")
+    assert not finding.equal and not finding.causes, finding
+
+
+def test_a_norm_that_torch_sums_in_32_bits_is_equal(right):
+    """It adds up squares one after the other: small ones are lost beside a large sum, like in a
+    tensor of 4e7 elements."""
+    grad = torch.full((1 << 20,), 2e-4)
+    grad[:64] = 1.0
+    norm = torch.nn.utils.get_total_norm([grad]).item()
+    exact = grad.double().norm().item()
+    assert abs(norm - exact) > 1e-4 * exact
+    read = Tensors({"one": lambda: grad})
+    mine = replace(changed(right(dtype="float32"), change=None), model=None,
+                   tensors={"weights-0": read, "gradients-1": read})
+    for given, is_equal in ((norm, True), (exact, True), (0.99 * exact, False),
+                            (1.01 * exact, False)):
+        mine.steps[0]["norm"] = given
+        (finding,) = judge_norm(mine, 1)
+        assert finding.equal == is_equal and not finding.causes, finding
+
+
+def test_a_norm_whose_noise_would_hide_a_cause_has_it_only_if_it_is_exact(right):
+    """Counting the replicated gradients twice makes the norm larger by 20 times the noise: too
+    little for a name, unless the norm is that one exactly."""
+    large = torch.full((1 << 20,), 2e-4)
+    large[:64] = 1.0
+    noise = large.double().norm().item() - torch.nn.utils.get_total_norm([large]).item()
+    exact = large.double().norm().item()
+    small = torch.tensor([(40 * noise * exact) ** 0.5])
+    read = Tensors({"h.0.mlp.c_fc.weight": lambda: large, "h.0.ln_1.weight": lambda: small})
+    mine = replace(with_layout(changed(right(dtype="float32"), change=None), tp=2), model=None,
+                   tensors={"weights-0": read, "gradients-1": read})
+    norm = (exact**2 + small.double().square().sum().item()) ** 0.5
+    twice = (exact**2 + 2 * small.double().square().sum().item()) ** 0.5
+    for given, n_causes in ((norm + 6 * noise, 0), (twice - 2 * noise, 0), (twice, 1)):
+        mine.steps[0]["norm"] = given
+        (finding,) = judge_norm(mine, 1)
+        assert not finding.equal and len(finding.causes) == n_causes, finding
+
+
+# ---- what is not examined is said, and is never equal if it is not finite ----
+
+
+def test_a_stage_whose_files_are_missing_is_not_examined(right):
+    mine = lacking(changed(right(), change=None), "tokens", "gradients", "weights-1", "weights-2")
+    mine.steps[0]["loss"] = 99.0
+    said = {line[:24].strip(): line[24:].strip()
+            for line, _ in lines(diagnose(right(), mine), mine.layout)}
+    assert said.pop("initial weights") == "equal"
+    stages = {f"step {n} {what}" for n in (1, 2)
+              for what in ("tokens", "loss", "gradients", "norm", "weights")}
+    assert said.keys() == stages
+    assert all(words.startswith("not examined: MINE has no ") for words in said.values()), said
+
+
+@pytest.mark.parametrize("missing", ["tokens", "gradients"])
+@pytest.mark.parametrize("number", ["loss", "norm"])
+def test_a_number_that_is_not_finite_is_never_equal(right, missing, number):
+    mine = lacking(changed(right(), change=None), missing)
+    mine.steps[0][number] = float("nan")
+    finding = finding_of(right(), mine, f"step 1 {number}")
+    assert not finding.equal and finding.differs == "not finite"
+
+
+def test_gradients_that_are_not_finite_are_never_equal(right):
+    mine = lacking(changed(right(), "gradients-1", change=nan_in("wte.weight")), "tokens")
+    mine.steps[0]["norm"] = float("nan")
+    finding = finding_of(right(), mine, "step 1 gradients")
+    assert not finding.equal and "not finite" in finding.differs
+    # The norm follows from them
+    assert finding_of(right(), mine, "step 1 norm").equal
+
+
+@pytest.mark.parametrize("spoil,says", [
+    (lambda mine: mine.optimizer.update(beta2=0.999), "beta2 is 0.999, not 0.95"),
+    (lambda mine: mine.optimizer.update(grad_clip=0), "grad_clip is 0, not 0.2"),
+    (lambda mine: mine.optimizer.update(name="lion"), "optimizer is lion, not adamw"),
+    (lambda mine: setattr(mine, "balance", 0.5), "balance is 0.5, not 0.0"),
+    (lambda mine: setattr(mine, "loss", "sum"), "loss is sum, not mean")])
+def test_settings_that_are_not_references_are_not_equal(right, spoil, says):
+    mine = replace(changed(right(), change=None), optimizer=dict(right().optimizer))
+    spoil(mine)
+    said = [*lines(diagnose(right(), mine, deep=False), mine.layout)]
+    at = next(i for i, (line, _) in enumerate(said) if line.startswith("settings"))
+    assert said[at] == (f"{'settings':24} differs: {says}", False)
+    assert "fits nothing" not in said[at + 1][0]
+
+
+def test_a_batch_of_padding_only_is_refused(right, monkeypatch):
+    one = right()
+    entry = one.tokens["tokens-1"]["targets"]
+    monkeypatch.setattr("run.doctor.dump.read_tensor", lambda given, usual=read_tensor:
+                        usual(given) * 0 - 1 if given is entry else usual(given))
+    for deep in (False, True):
+        with pytest.raises(ValueError, match="tensor targets: all are padding"):
+            list(diagnose(one, one, deep))
+
+
+def test_tokens_of_step_2_are_examined_without_those_of_step_1(right):
+    class OtherIds(Dump):
+        def ids(self, number):
+            ids = super().ids(number)
+            return ids if ids is None else ids.flip(-1)
+
+    mine = OtherIds(**vars(lacking(right(), "tokens-1")))
+    finding = finding_of(right(), mine, "step 2 tokens")
+    assert not finding.equal and not finding.causes
+
+
+@pytest.mark.parametrize("spoil", ["loss", "weights", "gradients"])
+def test_zeros_of_another_form_are_compared(right, spoil):
+    reference = replace(changed(right(), change=None), model=None)
+    if spoil == "loss":
+        reference.steps[0]["loss"] = 0.0
+    else:
+        files = [file for file in reference.tensors if file.startswith(spoil)]
+        reference = changed(reference, *files[:-1], change=lambda name, tensor: 0 * tensor)
+    mine = replace(changed(right(), change=None), model=None)
+    for pair in ((reference, mine), (mine, reference)):
+        assert not all(finding.equal for finding in diagnose(*pair))
+
+
+def test_the_command_leaves_malloc_as_it_is_where_it_is_imported(right, doctor, monkeypatch):
+    monkeypatch.setattr(command, "keep_freed_memory", lambda: pytest.fail("mallopt"))
+    folder = right().folder
+    assert doctor(folder, folder)[0] == 0

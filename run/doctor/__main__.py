@@ -51,7 +51,6 @@ def is_small(dump):
 
 
 def main():
-    keep_freed_memory()
     try:
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
@@ -71,4 +70,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

@@ -35,8 +35,11 @@ def distance_of(given, right):
     infinite if a shape differs."""
     if any(given[name].shape != right[name].shape for name in given):
         return math.inf
-    errors = [off(given[name], right[name]) for name in given]
-    return math.hypot(*errors) / math.hypot(*(norm_of(right[name]) for name in given))
+    error = math.hypot(*(off(given[name], right[name]) for name in given))
+    size = math.hypot(*(norm_of(right[name]) for name in given))
+    if size == 0:
+        return math.inf if error else 0.0
+    return error / size
 
 
 class Examined:
@@ -60,6 +63,12 @@ class Examined:
         term 3 times."""
         return NOISE * self.noise[1][name] * size
 
+    def is_near(self, name, given, predicted, size=1.0):
+        """Is MINE's gradient the predicted one, but for rounding? All elements, or the same sample
+        of both."""
+        error = off(given, predicted)
+        return math.isfinite(error) and error <= self.tolerance(name, size)
+
     def loss_floor(self, loss):
         """The least tolerance of a loss."""
         wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
@@ -67,7 +76,7 @@ class Examined:
 
     def loss_tolerance(self, loss):
         """How far MINE's loss may be off from this number, and still be equal to it."""
-        size = max(1.0, abs(loss / self.loss))
+        size = max(1.0, abs(loss / self.loss)) if self.loss else 1.0
         return max(NOISE * self.noise[0] * size, self.loss_floor(loss))
 
     # To measure the noise takes a run of the step. Where a number is off by less than the least
@@ -76,12 +85,16 @@ class Examined:
     def loss_is(self, mine, loss):
         """Is MINE's loss this number?"""
         error = abs(mine - loss)
+        if not math.isfinite(error):
+            return False
         return error <= self.loss_floor(loss) or error <= self.loss_tolerance(loss)
 
     def gradient_is_right(self, name, given):
         """Is MINE's full gradient the right one?"""
         right = self.gradients[name]
         error = off(given, right)
+        if not math.isfinite(error):
+            return False
         floor = FLOOR * torch.finfo(self.dtype).eps * norm_of(right)
         return error <= floor or error <= self.tolerance(name)
 
@@ -113,10 +126,11 @@ class Computed(Examined):
                                            scale=scale)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             error = differences.abs().sum().item()
-            loss_error = max(loss_error, error)
+            if math.isfinite(error):  # else one process overflows: only the floor is left
+                loss_error = max(loss_error, error)
             for name, full in terms.full.items():
                 error = off(full, self.terms.full[name]) / self.terms.divisor
-                if math.isfinite(error):  # else one process overflows: only the floor is left
+                if math.isfinite(error):
                     errors[name] = max(errors[name], error)
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
         relative = sorted(errors[name] / size for name, size in sizes.items() if size)

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 
 NOISE = 5  # a difference of up to 5 times the rounding errors of one process counts as equal
+# How large the tolerance may be, relative to what a cause changes, for the cause to have a name
+RESOLVED = 0.2
 
 
 @dataclass
@@ -19,6 +21,14 @@ class Finding:
     equal: bool
     differs: str = ""  # where, and by how much; for an equal stage: a remark
     causes: list = field(default_factory=list)  # words of the bugs that give MINE's numbers
+
+
+def unexamined(stage, why, is_finite=True):
+    """The Finding of a stage that cannot be compared, and why. is_finite: are MINE's numbers? If
+    not, they are wrong, whatever the right ones are."""
+    if is_finite:
+        return Finding(stage, True, f"not examined: {why}")
+    return Finding(stage, False, "not finite")
 
 
 def norm_of(tensor):

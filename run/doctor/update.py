@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from optimizer import decays
-from shard import Shard
-
 
 @dataclass
 class Way:
@@ -115,11 +112,11 @@ class Replay:
             return weight - rate * change - decay * weight
         return weight - rate * (change + decay * weight)
 
-    def decay_of(self, name, shape, way):
+    def decay_of(self, is_matrix, way):
         """The weight decay of a tensor. Right: of matrices only."""
         if way.decay == "none":
             return 0.0
-        if way.decay == "all" or decays(Shard(name, shape)):
+        if way.decay == "all" or is_matrix:
             return self.optimizer["weight_decay"]
         return 0.0
 

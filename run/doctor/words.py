@@ -63,6 +63,6 @@ def lines(findings, layout, deep=True):
                         advised.add(words)
         elif runs_bugs and not deep:
             yield f"{INDENT} fits nothing that was tried; --deep tries all known bugs", False
-        elif not finding.stage.endswith("copies"):
+        elif not finding.stage.endswith(("copies", "settings")):
             yield f"{INDENT} fits nothing that is known", False
         last_causes = finding.causes
