@@ -210,6 +210,18 @@ NAMED_MUTANTS = {
     "optimizer.py: '> 1 and shard.name": "biases and norms decay, too: .*experts",
     "tensor_parallel.py: 'f, block.attn.parts)'": "are split over the tensor ranks .tp. as one",
     "tensor_parallel.py: 'lambda grad: sum_of_copy": "f is missing everywhere",
+    # With two stages the newest one is the one before
+    "pipeline.py: 'in_flight.popleft()'": "the newest microbatch in flight|: the one before",
+    "pipeline.py: 'weight.shard.sum_over": "the tied matrix lacks the head's term",
+    "engine/ddp.py: 'reduction(bucket.grad,'": "averaged over the 2 data ranks",
+    "engine/zero.py: 'grad_shard.add_('": "only the last microbatch|first microbatch is missing",
+    "engine/zero.py: '        self.lacking.remove": "zero: no gradient arrives",
+    "engine/zero.py: 'bucket.grad_shard.zero_()'": "they were not zeroed",
+    "engine/zero.py: '= all_gather(bucket.full": "keeps its old values",
+    "engine/zero.py: 'self.gathered.pop(": "keeps its old values: .* or were not waited for",
+    # All ranks have all sequences of the batch, and divide by their number once
+    "data/batches.py: 'mesh.place(": "every data rank .dp. has the same|2 times: each data rank",
+    "data/batches.py: 'default_rng(": "the first step's sequences again",
 }
 
 
