@@ -21,7 +21,7 @@ from run.doctor.dump import Dump, Tensors, read_dump
 from run.doctor.examined import Computed
 from run.doctor.finding import first_difference, ratio_words
 from run.doctor.inputs import causes_of_tokens, check_initial_weights
-from run.doctor.norm import norms_of_parts, norms_of_squares, sum_of_squares
+from run.doctor.norm import norms_of_parts, sum_of_squares, wrong_sums
 from run.doctor.weights import check_updates
 from run.doctor.words import lines
 from run.hugging_face import CONV1D
@@ -245,7 +245,7 @@ def test_experts_are_split_over_the_tensor_ranks_in_the_norm_too(small_dump):
         norm = parts[f"that of tensor rank {t}'s part only (tp)"]
         assert norm**2 == pytest.approx(square, rel=1e-10)
     squares = {name: sum_of_squares(grad) for name, grad in given.items()}
-    norms = norms_of_squares(squares, mine.layout)
+    norms = wrong_sums(squares, mine.layout)
     assert norms["replicated gradients are left out (tp)"] == sum(squares.values()) ** 0.5
 
 

@@ -7,7 +7,7 @@
 The first of the three that fits ends the search. A Change has to give MINE's loss and all its
 gradients. A Share has to give the gradients of a group that contains all wrong tensors; a wrong
 loss has this cause only if the Share gives the loss, too. And what a cause changes has to be larger
-than the noise: otherwise causes of other sizes would fit as well.
+than the noise: otherwise a bug too small to see would fit every run.
 
 In step 2 of a run whose step 1 is wrong, only the Shares and Changes found in step 1 are tried
 again, and weights are fitted anew.
@@ -55,7 +55,7 @@ def fitting_shares(examined, mine, wrong, known):
     gradient}. known: words of the causes found in step 1; if there are any, only these are
     tried."""
     found = {}
-    scale = examined.numbers["scale"]
+    scale = examined.step_numbers["scale"]
     for share in known_shares(examined.mine.layout, examined.terms, scale):
         if known and not any(words.endswith(share.words) for words in known):
             continue
@@ -201,7 +201,7 @@ def causes_of_loss(examined, loss):
     losses = terms.losses.mean(-1)  # (D, m, N)
     total = int(terms.tokens.sum())
     predicted = {}  # words -> loss
-    for factor, words in loss_factors(examined.mine.layout, total, examined.numbers["scale"]):
+    for factor, words in loss_factors(examined.mine.layout, total, examined.step_numbers["scale"]):
         predicted[f"the printed loss is {words}"] = factor * examined.loss
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
@@ -242,16 +242,17 @@ def keeps_first_step(examined, given):
 
 
 def causes_of_both(examined, given, wrong, deep, known):
-    """(words of the causes of MINE's loss, words of the causes of its gradients). given: MINE's
-    gradients; wrong: names of the wrong ones. If MINE's loss is right, ignore the first list."""
+    """(words of the causes of MINE's loss, words of the causes of its gradients); the first is
+    empty if the loss is right. given: MINE's gradients; wrong: names of the wrong ones."""
     mine = sampled_gradients(given)
-    loss = examined.numbers["loss"]
+    loss = examined.step_numbers["loss"]
+    is_right = examined.loss_is(loss, examined.loss)
     shares = (fitting_shares(examined, mine, wrong, known)
               or fitted_weights(examined, mine, wrong))
     if not shares:
         found = fitting_changes(examined, mine, loss, known, wrong) if deep else []
-        return found, found
-    if examined.loss_is(loss, examined.loss):
+        return [] if is_right else found, found
+    if is_right:
         return [], list(shares)
     of_both = [words for words, share in shares.items()
                if examined.loss_is(loss, loss_of(examined.terms, share))]
@@ -272,7 +273,7 @@ def wrong_gradients(examined, given):
 def check_loss(examined, number, causes):
     """A Finding. causes: words for a loss that differs."""
     stage = f"step {number} loss"
-    loss = examined.numbers["loss"]
+    loss = examined.step_numbers["loss"]
     if not math.isfinite(loss):
         return Finding(stage, False, "not finite")
     if examined.loss_is(loss, examined.loss):
@@ -284,7 +285,7 @@ def check_gradients(examined, number, deep, known):
     """Findings on loss and gradients of a step. deep: also try the Changes. known: words of the
     causes found in step 1."""
     given = examined.mine.gradients(number)
-    loss = examined.numbers["loss"]
+    loss = examined.step_numbers["loss"]
     wrong = wrong_gradients(examined, given)
     if wrong:
         of_loss, of_gradients = causes_of_both(examined, given, wrong, deep, known)

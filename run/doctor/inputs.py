@@ -112,8 +112,9 @@ class InitialWeights:
         return layer_number(name, self.model.n_layer) >= self.starts[0]
 
     def is_first_ranks(self, name):
-        """Is the tensor right on the first tensor rank and in pipeline stage 0 only? (All other
-        stages count as other ranks', even one that --chunks or zb-v gives to pipeline rank 0.)"""
+        """In stage 0: is only the first tensor rank's slice right? In a later stage: does the
+        tensor look drawn anew? (Each later stage counts as another rank's, even one that --chunks
+        or zb-v gives to pipeline rank 0.)"""
         if self.is_in_later_stage(name):
             return looks_drawn_anew(self.given[name], self.right[name])
         slices = zip(self.slices(name, self.given), self.slices(name, self.right), strict=True)

@@ -21,8 +21,9 @@ def sum_of_squares(tensor):
     return tensor.square().sum().item()
 
 
-def norms_of_squares(squares, layout):
-    """{words: norm} of mistakes in the sum. squares: {name: sum of the squares of the gradient}."""
+def wrong_sums(squares, layout):
+    """{words: the norm that this wrong way of adding squares gives}. squares: {name: sum of the
+    squares of the gradient}."""
     D = layout["dp"]
     T = layout["tp"]
     P = layout["pp"]
@@ -130,7 +131,7 @@ def known_norms(mine, number, given, squares, right):
     """{words: norm} of all mistakes that MINE's layout can have. right: the right norm."""
     layout = mine.layout
     step = mine.steps[number - 1]
-    found = norms_of_squares(squares, layout) | norms_of_shards(mine, given)
+    found = wrong_sums(squares, layout) | norms_of_shards(mine, given)
     if mine.model and max(layout["pp"], layout["tp"]) > 1:
         found |= norms_of_parts(mine, given)
     if number == 2 and mine.gradients(1):

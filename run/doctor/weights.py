@@ -142,25 +142,25 @@ def known_ways(steps, number):
     return ways(rates, mine.optimizer, factors, mine.steps[0]["scale"])
 
 
-def fitting_ways(steps, number, numbers, names, wrong):
-    """Words of the Ways that fit. number: the step that differs; numbers: all steps; wrong: names
-    of the tensors that differ; names: those of all tensors."""
+def are_right(steps, numbers, names, way):
+    """Are MINE's tensors of these names, after these steps, those of this way?"""
+    return all(steps.is_right(number, name, way) for number in numbers for name in names)
+
+
+def fitting_ways(steps, number, others, names, wrong):
+    """Words of the Ways that fit all tensors in both steps, or all wrong tensors while the rest is
+    right. number: the step that differs; others: [the other step], or [] if it cannot be replayed.
+    names: those of all tensors; wrong: names of the tensors that differ in step `number`."""
     found = []
+    rest = set(names) - wrong
     for way in known_ways(steps, number):
-        if not all(steps.is_right(number, name, way) for name in wrong):
-            continue
         # A wrong rate may be that of one step only, any other wrong way is that of both steps
-        others = [n for n in numbers if n != number] if way.rate is None else []
-
-        def fits(name, way=way, others=others):
-            return all(steps.is_right(n, name, way) for n in (number, *others))
-
-        def is_right_elsewhere(name, others=others):
-            return all(steps.is_right(n, name, RIGHT_WAY) for n in others)
-
-        if all(map(fits, names)):
+        numbers = [number] if way.rate is not None else [number, *others]
+        if not are_right(steps, numbers, wrong, way):
+            continue
+        if are_right(steps, numbers, rest, way):
             found.append(way.words)
-        elif all(map(fits, wrong)) and all(map(is_right_elsewhere, set(names) - wrong)):
+        elif are_right(steps, numbers, rest, RIGHT_WAY):
             found.append(f"{way.words}: {first_of(wrong)}")
     return found
 
@@ -195,9 +195,9 @@ def keeps_old(steps, number, name):
     return bool(is_old[differs].all() and has_gradient[differs].any())
 
 
-def causes_of_updates(steps, number, numbers, names, wrong):
-    """Words of the causes of wrong weights after step `number`."""
-    found = (fitting_ways(steps, number, numbers, names, wrong)
+def causes_of_updates(steps, number, others, names, wrong):
+    """Words of the causes of wrong weights after step `number`; see fitting_ways."""
+    found = (fitting_ways(steps, number, others, names, wrong)
              or fitted_rate(steps, number, names))
     if found:
         return found
@@ -276,7 +276,8 @@ def check_updates(reference, mine):
                 yield unexamined(stage, "gradients or weights before the step are not finite")
                 return
             yield Finding(stage, False, first_difference(given, right, wrong),
-                          causes_of_updates(steps, number, numbers, names, wrong))
+                          causes_of_updates(steps, number, [n for n in numbers if n != number],
+                                            names, wrong))
             return
         differing = check_copies_of_masters(steps, number) if steps.has_masters else []
         if differing:
