@@ -227,6 +227,12 @@ NAMED_MUTANTS = {
     "shard.py: '            if sum_gradients:'": "and positions: 3 times: summed over the",
     "model.py: 'self.c_fc(x), approx": "GELU is computed exactly",
     "model.py: 'k, v, is_causal=True'": "attention sees later tokens",
+    "engine/vocabulary_parallel.py: 'torch.where(": "not masked in the gradient of the logits",
+    "engine/vocabulary_parallel.py: 'masked_fill(out": "not masked in the loss",
+    "engine/vocabulary_parallel.py: 'logits[:, num_w": "the rows that pad the vocabulary",
+    "engine/context_parallel.py: 'if key_rank": "swaps earlier and later",
+    "engine/expert_parallel.py: '(cp, tp)": "balance loss counts a rank's own tokens",
+    "engine/expert_parallel.py: 'sum_over=": "",  # most experts are not written: no name is right
     # All ranks have all sequences of the batch, and divide by their number once
     "data/batches.py: 'mesh.place(": "every data rank .dp. has the same|2 times: each data rank",
     "data/batches.py: 'default_rng(": "the first step's sequences again",
