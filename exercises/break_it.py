@@ -139,7 +139,7 @@ def train_changed(corpus, flags, changes=(), value=initial_value, steps=STEPS):
         states = []
         for n in range(3):
             weights, differ = put_together(held[f"weights-{n}"] for _, held in ranks)
-            states.append({"weights": weights, "differ": differ})
+            states.append({"weights": weights, "weights_differ": differ})
         for n in (1, 2):
             loss, norm = ranks[0][0][n - 1]
             grads, _ = put_together(held[f"gradients-{n}"] for _, held in ranks)

@@ -3,6 +3,8 @@ them the doctor (run/doctor/) is judged, and the page "break it and see" is made
 
     BUGS            a row per bug: its name; the stage in which it shows first; two layouts in which
                     it changes numbers; the changes. planted.py puts them into a running process
+    MUTANTS         like BUGS: those rows of mutants.py that may change the numbers of two steps.
+                    None was written with the doctor in mind
     RIGHT_RUNS      layouts and number formats in which nothing is wrong
     dump_of(...)    trains a layout with a bug in the pool, and writes its dump
 """
@@ -10,14 +12,16 @@ them the doctor (run/doctor/) is judged, and the page "break it and see" is made
 from dataclasses import fields
 from typing import NamedTuple
 
+import plain
 import train
 from data.batches import Data
 from exercises.planted import planted
 from run.config import Config, check
-from run.doctor.record import write_run
+from run.doctor.record import write_plain, write_run
+from tests import mutants
 from tests.cover import layouts
 from tests.harness import VOCAB, config, mesh_of
-from tests.pool import pool
+from tests.pool import HANG, pool
 
 STAGES = ("data", "initial values", "loss", "gradients", "norm", "update")  # in a run's order
 
@@ -635,6 +639,40 @@ EXPERTS = [
 BUGS = [*DATA, *INITIAL_VALUES, *LOSS, *SUMS, *MICROBATCHES, *TENSOR, *VOCABULARY, *PIPELINE,
         *SEQUENCES, *NORM, *UPDATE, *EXPERTS]
 
+# ---- mutants ----
+
+# Layouts in which the lines of a file run. Left out: files whose lines change what is printed or
+# kept, not what is computed; those of GPUs; those of optimizers that the doctor does not replay
+LAYOUTS_OF_MUTANTS = {
+    "plain.py": ("pp 2 microbatches 5 plain", "dp 2 zero 1 microbatches 3 plain",
+                 "dp 2 zero 3 microbatches 3 plain"),
+    "collectives.py": ("dp 3 microbatches 2 plain",),
+    "ddp.py": ("dp 2 microbatches 5 plain",),
+    "zero.py": ("dp 3 zero 2 microbatches 2 plain", "dp 3 zero 3 microbatches 2 plain"),
+    "optimizer.py": ("dp 2 tp 3 microbatches 5 plain", "dp 2 experts 4 microbatches 3"),
+    "tensor_parallel.py": ("tp 3 microbatches 2 plain",),
+    "sequence_parallel.py": ("tp 3 sp microbatches 2",),
+    "context_parallel.py": ("cp 2 cp_attention all-to-all microbatches 3", "cp 3 microbatches 2"),
+    "expert_parallel.py": ("dp 2 ep 2 experts 4 microbatches 3",),
+    "pipeline.py": ("pp 2 microbatches 5 plain", "pp 3 microbatches 5"),
+    "engine/ddp.py": ("dp 2 microbatches 5", "pp 2 schedule zb-v chunks 2 microbatches 5"),
+    "engine/zero.py": ("dp 3 zero 2 microbatches 2", "dp 3 zero 3 microbatches 5"),
+    "engine/optimizer.py": ("dp 2 tp 3 zero 1 microbatches 5",),
+    "engine/tensor_parallel.py": ("tp 3 microbatches 2",),
+    "engine/vocabulary_parallel.py": ("tp 3 microbatches 2 pad_vocab 8",),
+    "engine/sequence_parallel.py": ("tp 3 microbatches 2", "tp 3 sp microbatches 2"),
+    "engine/context_parallel.py": ("cp 3 microbatches 2",),
+    "engine/expert_parallel.py": ("dp 2 ep 2 tp 2 sp experts 4 microbatches 3",),
+    "run/routing.py": ("tp 2 experts 4 microbatches 3",),
+    "engine/pipeline.py": ("pp 2 microbatches 5", "pp 2 schedule zb-v chunks 2 microbatches 5"),
+    "engine/mesh.py": ("dp 6 ep 2 experts 4 microbatches 5",),
+    "shard.py": ("tp 3 microbatches 2",),
+    "model.py": ("tp 3 microbatches 2", "dp 2 microbatches 5"),
+    "train.py": ("dp 2 ep 2 experts 4 microbatches 3",),
+    "data/batches.py": ("dp 2 microbatches 5", "dp 2 ep 2 experts 4 microbatches 3")}
+MUTANTS = [Bug(f"{file}: {old!r} -> {new!r}", file, places, ((file, old, new),))
+           for file, places in LAYOUTS_OF_MUTANTS.items() for old, new, _ in mutants.MUTANTS[file]]
+
 # ---- right runs ----
 
 RIGHT_LAYOUTS = layouts("""
@@ -683,14 +721,19 @@ def flags_of(layout):
 def _dump(rank, cfg, changes):
     """One rank of a run of two steps, with the changes, that writes a dump."""
     with planted(*changes):
-        write_run(train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg))
+        if cfg.plain:
+            write_plain(cfg, mesh_of(cfg), Data(cfg), plain.training_steps)
+        else:
+            write_run(train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg))
 
 
-def dump_run(corpus, folder, changes=(), **flags):
+def dump_run(corpus, folder, changes=(), timeout=HANG, **flags):
     """Write the dump of a run with these flags into the folder, which is made; return the folder.
-    changes: those of a bug, or those that the right run has, too."""
-    cfg = config(corpus, dump=str(folder), **flags)
-    pool(check(cfg, 1), _dump, cfg, changes)
+    changes: those of a bug, or those that the right run has, too. AssertionError if the run fails,
+    or takes more seconds than the timeout."""
+    # --plain has no --out
+    cfg = config(corpus, dump=str(folder), **{**flags, "out": Config.out})
+    pool(check(cfg, 1), _dump, cfg, changes, timeout=timeout)
     return folder
 
 

@@ -210,16 +210,22 @@ def assemble(per_rank):
 
 
 def first_copies(per_rank):
-    """{name: full tensor} like assemble(), but of copies that differ the first rank's."""
+    """({name: full tensor} like assemble(), but of copies that differ the first rank's; the names
+    of tensors whose copies differ)."""
     full = {}
-    for tag, local in reversed(list(itertools.chain(*per_rank))):
-        tensor = full.setdefault(tag.name, torch.zeros(tag.shape, dtype=local.dtype))
+    differ = set()
+    for tag, local in itertools.chain(*per_rank):
+        tensor = full.setdefault(tag.name, torch.full(tag.shape, math.nan, dtype=local.dtype))
         begin = 0
         for start, stop in tag.ranges:
             part = local.narrow(tag.dim, begin, stop - start)
-            tensor.narrow(tag.dim, start, stop - start).copy_(part)
+            place = tensor.narrow(tag.dim, start, stop - start)
+            if place.isnan().all():  # no rank before has it
+                place.copy_(part)
+            elif not torch.equal(place, part):
+                differ.add(tag.name)
             begin += stop - start
-    return full
+    return full, sorted(differ)
 
 
 def close(got, want, what, tolerance=TOLERANCE):
@@ -285,9 +291,12 @@ def compare(cfg, got, want, tolerance):
 def words(cfg, got, want):
     """What the doctor says of the ranks' traces (got), whose copies may differ."""
     rates = [{"lr": 0.0}] + [{"lr": train.learning_rate(cfg, step)} for step in range(STEPS)]
-    mine = [{kind: first_copies([trace[n][kind] for trace in got])
-             for kind in ("weights", "grads") if kind in got[0][n]}
-            | {name: got[0][n].get(name) for name in ("loss", "norm")} | rates[n]
-            for n in range(STEPS)]
+    mine = []
+    for n in range(STEPS):
+        state = {name: got[0][n].get(name) for name in ("loss", "norm")} | rates[n]
+        for kind, differ in (("weights", "weights_differ"), ("grads", "gradients_differ")):
+            if kind in got[0][n]:
+                state[kind], state[differ] = first_copies([trace[n][kind] for trace in got])
+        mine.append(state)
     reference = [{**step, **rate} for step, rate in zip(want, rates, strict=True)]
     return diagnosis(cfg, mine, reference, VOCAB)

@@ -290,6 +290,33 @@ def test_writing_holds_one_slice_at_a_time(corpus, tmp_path, layout):
         assert peak < own / 3
 
 
+def _peaks(rank, cfg):
+    """(the most bytes that this rank allocates at a time in a run of two steps, the same with a
+    dump). Each is measured twice, because the profiler may lose the events of a run."""
+    def train_two_steps(trainer, data):
+        for number in (0, 1):
+            norm, read = trainer.gradients(data.training(cfg, number, trainer.mesh))
+            trainer.update(norm, train.learning_rate(cfg, number))
+            read()
+
+    def peak(run):
+        return max(peak_of(lambda: run(train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)))
+                   for _ in range(2))
+
+    return peak(train_two_steps), peak(write_run)
+
+
+@pytest.mark.parametrize("layout", [
+    {"dp": 2, "tp": 2, "zero": 1, "dtype": "bfloat16"}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_dump_adds_nothing_to_the_peak_of_a_run(corpus, tmp_path, layout):
+    """Copies of a slice are fewer bytes than what a step needs beside weights and moments, even of
+    few tokens."""
+    cfg = config(corpus, n_layer=8, n_embd=96, batch_size=4, microbatches=1,
+                 dump=str(tmp_path / "dump"), **layout)
+    without, dumped = map(max, zip(*pool(check(cfg, 1), _peaks, cfg), strict=True))
+    assert dumped <= without
+
+
 # ---- the flag ----
 
 

@@ -305,12 +305,18 @@ def _patched(rank, cfg, bug):
     return train_with(rank, cfg, *patches[bug])
 
 
-@pytest.mark.parametrize("bug", [
-    "gradients averaged, not summed", "ends of the tied embedding not summed", "a wrong norm",
-    "row bias added by every rank", "replicated gradients counted T times", "nothing reduced"])
-def test_the_comparison_notices(corpus, bug):
-    with pytest.raises(AssertionError, match="off by|copies of .* differ|replicas disagree"):
+@pytest.mark.parametrize("bug,says", [
+    ("gradients averaged, not summed", "-> all gradients: averaged over the 2 data ranks (dp)"),
+    ("ends of the tied embedding not summed", "-> the gradient of the embedding: the tied matrix"),
+    ("a wrong norm", "\nstep 1 weights           differs: "),
+    ("row bias added by every rank", "-> the gradients of the rows' biases: 2 times: "),
+    ("replicated gradients counted T times", "\nstep 1 norm              differs: "),
+    ("nothing reduced", "-> all gradients: not summed over the data ranks (dp): data rank 0")])
+def test_the_comparison_notices_and_the_doctor_says(corpus, bug, says):
+    notices = "off by|copies of .* differ|replicas disagree"
+    with pytest.raises(AssertionError, match=notices) as error:
         equals_one_process(corpus, _patched, bug, dp=2, tp=2, pp=2, microbatches=3)
+    assert says in str(error.value)
 
 
 def _bytes(rank, cfg):

@@ -3,6 +3,7 @@
     python train.py --dump reference --dtype float64         one process: REFERENCE
     torchrun train.py --tp 2 --pp 2 --dump mine              any layout, fork or trainer: MINE
     python -m run.doctor reference mine
+    python -m run.doctor reference mine again        AGAIN, a second run of MINE, has the same bits?
 
 Exit code 0: equal, but for the rounding errors of MINE's dtype. 1: something differs: a line for
 each comparison says where, and below it are the known bugs that give the same numbers. 2: the two
@@ -11,6 +12,7 @@ cannot be compared.
 
 import ctypes
 import sys
+from itertools import chain
 
 from run.command import doctor_flags
 from run.signals import end_quietly
@@ -21,6 +23,7 @@ if __name__ == "__main__":
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 from run.config import fail
+from run.doctor.again import check_again
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import read_dump
 from run.doctor.words import lines
@@ -48,14 +51,16 @@ def is_small(dump):
 
 
 def main():
-    keep_freed_memory()
     try:
         reference = read_dump(args.reference)
         mine = read_dump(args.mine)
         # For a model of another form --deep tries no more (diagnose.py): do not advise it
         deep = args.deep or mine.model is None or is_small(mine)
         equal = True
-        for line, is_equal in lines(diagnose(reference, mine, deep), mine.layout, deep):
+        findings = diagnose(reference, mine, deep)
+        if args.again:
+            findings = chain([check_again(mine, read_dump(args.again))], findings)
+        for line, is_equal in lines(findings, mine.layout, deep):
             print(line, flush=True)
             equal = equal and is_equal
     except ValueError as error:
@@ -65,4 +70,5 @@ def main():
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

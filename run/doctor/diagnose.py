@@ -1,7 +1,8 @@
 """Goes through the two steps of a dump, stage by stage, and says where MINE differs and why.
 
                          MINE's                       are compared with
-    inputs.py            initial weights, tokens      REFERENCE's
+    inputs.py            initial weights, tokens,     REFERENCE's
+                         settings
     of step 1, then of step 2:
         gradients.py     loss, gradients              one process's, from MINE's weights and tokens
         norm.py          norm                         that of MINE's gradients
@@ -10,15 +11,23 @@
         weights.py       weights after the step       AdamW's, from MINE's weights, gradients, norm
 
 Each stage begins with MINE's own state, so no finding follows from an earlier one. How far equal
-numbers may be apart is measured for loss, gradients (examined.py) and weights (weights.py), and
-fixed for norm, rates and initial weights. If MINE's model has no known form, loss and gradients
+numbers may be apart is measured for loss, gradients (examined.py), norm and weights, and fixed for
+rates and initial weights. If MINE's model has no known form, loss and gradients
 are compared with REFERENCE's.
 """
 
+import math
+
 from run.doctor.examined import Computed, LikeReference
-from run.doctor.finding import Finding, first_of
+from run.doctor.finding import Finding, first_of, unexamined
 from run.doctor.gradients import check_gradients
-from run.doctor.inputs import check_initial_weights, check_rate, check_tokens
+from run.doctor.inputs import (
+    WRONG_MAP,
+    check_initial_weights,
+    check_rate,
+    check_settings,
+    check_tokens,
+)
 from run.doctor.norm import judge_norm
 from run.doctor.weights import check_updates
 
@@ -41,23 +50,44 @@ def comparable(reference, mine):
                          "form is compared with them")
 
 
+def why_unexamined(reference, mine, number):
+    """Why loss and gradients of a step cannot be compared: a file that is missing; else None."""
+    own = [f"weights-{number - 1}", f"gradients-{number}"]
+    tokens = f"tokens-{number}"
+    needed = [("MINE", mine, [*own, tokens])]
+    if not mine.model:
+        needed = [("MINE", mine, own), ("REFERENCE", reference, [*own, tokens])]
+    for whose, dump, files in needed:
+        missing = dump.first_missing(*files)
+        if missing:
+            return f"{whose} has no {missing}.safetensors"
+    return None
+
+
+def not_examined(mine, number, why):
+    """Findings on loss and gradients of a step that cannot be compared."""
+    given = mine.gradients(number)
+    loss = unexamined(f"step {number} loss", why, math.isfinite(mine.steps[number - 1]["loss"]))
+    gradients = unexamined(f"step {number} gradients", why)
+    infinite = [name for name in given if not given[name].isfinite().all()]
+    if infinite:
+        gradients = Finding(gradients.stage, False, f"{first_of(infinite)}: not finite")
+    return [loss, gradients]
+
+
 def check_step(reference, mine, number, deep, known):
-    """Findings on loss and gradients of a step; [] if a file that they need is missing. known:
-    words of the causes found in step 1."""
-    if not mine.gradients(number) or not mine.weights(number - 1):
-        return []
+    """Findings on loss and gradients of a step. known: words of the causes of step 1's loss and
+    gradients."""
+    why = why_unexamined(reference, mine, number)
+    if why:
+        return not_examined(mine, number, why)
     if mine.model:
-        if mine.ids(number) is None:
-            return []
         return check_gradients(Computed(mine, number), number, deep, known)
-    needed = reference.gradients(number), reference.weights(number - 1)
-    if not all(needed) or reference.targets(number) is None:
-        return []
     examined = LikeReference(reference, mine, number)
     if examined.distance > FAR:
-        return [Finding(f"step {number} gradients", True,
-                        "not examined: MINE's weights before the step are not REFERENCE's")]
-    return check_gradients(examined, number, False, known)  # no formulas: no Change can be run
+        return not_examined(mine, number, "MINE's weights before the step are not REFERENCE's")
+    # Not deep: a step of such a model cannot be run again with a bug
+    return check_gradients(examined, number, deep=False, known=known)
 
 
 def differing_copies(number, what, names):
@@ -71,22 +101,36 @@ def diagnose(reference, mine, deep=True):
     Loss, gradients and norm are examined up to the step after which ranks hold different weights,
     because from there on MINE has no single model."""
     comparable(reference, mine)
-    yield check_initial_weights(reference, mine)
+    initial = check_initial_weights(reference, mine)
+    yield initial
+    is_map_wrong = any(WRONG_MAP in words for words in initial.causes)
     for number in (1, 2):
-        if mine.ids(number) is not None and reference.ids(number) is not None:
+        file = f"tokens-{number}"
+        if mine.first_missing(file):
+            yield unexamined(f"step {number} tokens", f"MINE has no {file}.safetensors")
+        elif reference.first_missing(file):
+            yield unexamined(f"step {number} tokens", f"REFERENCE has no {file}.safetensors")
+        else:
             yield check_tokens(reference, mine, number)
-    known = []  # words of the causes found in earlier steps
+    finding = check_settings(reference, mine)
+    if not finding.equal:
+        yield finding
+    known = []  # words of the causes of step 1's loss and gradients
+    told = set()  # words of all causes of step 1
     for number in (1, 2):
         step = mine.steps[number - 1]
-        findings = check_step(reference, mine, number, deep, known)
+        findings = check_step(reference, mine, number, deep and not is_map_wrong, known)
+        if is_map_wrong and not all(finding.equal for finding in findings):
+            findings = not_examined(mine, number, "the map of names is wrong")
+        known = [words for finding in findings for words in finding.causes]
         # Where copies of a gradient differ, MINE's norm was computed from copies that are not in
         # the dump, so it cannot be checked
         if not step["gradients_differ"]:
             findings += judge_norm(mine, number)
         for finding in findings:
-            if not set(finding.causes) & set(known):  # else step 1 has told of the same bug
+            if not told & set(finding.causes):  # else it is the same bug again
                 yield finding
-        known += [words for finding in findings for words in finding.causes]
+        told.update(words for finding in findings for words in finding.causes)
         if step["gradients_differ"]:
             yield differing_copies(number, "gradients", first_of(step["gradients_differ"]))
         if step["weights_differ"]:

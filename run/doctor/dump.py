@@ -88,6 +88,11 @@ class Dump:
         """{name: tensor} of step 1 or 2."""
         return self.tensors.get(f"gradients-{number}", Tensors({}))
 
+    def first_missing(self, *files):
+        """The first of these files, such as "weights-1", that is not there; None if all are."""
+        return next((file for file in files
+                     if not self.tensors.get(file) and file not in self.tokens), None)
+
     def ids(self, number):
         """(D, m, B, S) int64 of step 1 or 2; None if the file is not there."""
         return self.read_tokens(number, "ids", least=0)
@@ -97,7 +102,7 @@ class Dump:
         return self.read_tokens(number, "targets", least=ABSENT)
 
     def read_tokens(self, number, name, least):
-        """ValueError unless all are tokens of the model."""
+        """ValueError unless all are tokens of the model, or padding, but not padding alone."""
         entries = self.tokens.get(f"tokens-{number}")
         if entries is None:
             return None
@@ -107,6 +112,8 @@ class Dump:
         if tensor.min() < least or tensor.max() > most:
             raise ValueError(f"{entry.path}, tensor {name}: {tensor.min()} to {tensor.max()}, not "
                              f"{least} to {most}")
+        if tensor.max() == ABSENT:
+            raise ValueError(f"{entry.path}, tensor {name}: all are padding")
         return tensor
 
 

@@ -35,21 +35,24 @@ def distance_of(given, right):
     infinite if a shape differs."""
     if any(given[name].shape != right[name].shape for name in given):
         return math.inf
-    errors = [off(given[name], right[name]) for name in given]
-    return math.hypot(*errors) / math.hypot(*(norm_of(right[name]) for name in given))
+    error = math.hypot(*(off(given[name], right[name]) for name in given))
+    size = math.hypot(*(norm_of(right[name]) for name in given))
+    if size == 0:
+        return math.inf if error else 0.0
+    return error / size
 
 
 class Examined:
     """One step of MINE. Subclasses say what is right, and give `noise`, the errors that rounding
     alone makes: (error of the loss, {name: norm of the gradient's error})."""
 
-    def __init__(self, mine, number, dump, terms, loss, gradients):
-        """dump: the one whose dtypes make the noise. terms: Terms of the right step (step.py).
-        loss: the right one. gradients: {name: the right full gradient}."""
+    def __init__(self, mine, number, dtypes_of, terms, loss, gradients):
+        """dtypes_of: the dump whose dtypes make the noise. terms: Terms of the right step
+        (step.py). loss: the right one. gradients: {name: the right full gradient}."""
         self.mine = mine
-        self.numbers = mine.steps[number - 1]  # MINE's loss, norm, lr, scale
-        self.dtype = getattr(torch, dump.dtype)
-        self.grad_dtype = getattr(torch, dump.grad_dtype)
+        self.step_numbers = mine.steps[number - 1]  # MINE's loss, norm, lr, scale
+        self.dtype = getattr(torch, dtypes_of.dtype)
+        self.grad_dtype = getattr(torch, dtypes_of.grad_dtype)
         self.terms = terms
         self.loss = loss
         self.gradients = gradients
@@ -60,6 +63,12 @@ class Examined:
         term 3 times."""
         return NOISE * self.noise[1][name] * size
 
+    def is_near(self, name, given, predicted, size=1.0):
+        """Is MINE's gradient the predicted one, but for rounding? All elements, or the same sample
+        of both."""
+        error = off(given, predicted)
+        return math.isfinite(error) and error <= self.tolerance(name, size)
+
     def loss_floor(self, loss):
         """The least tolerance of a loss."""
         wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
@@ -67,7 +76,7 @@ class Examined:
 
     def loss_tolerance(self, loss):
         """How far MINE's loss may be off from this number, and still be equal to it."""
-        size = max(1.0, abs(loss / self.loss))
+        size = max(1.0, abs(loss / self.loss)) if self.loss else 1.0
         return max(NOISE * self.noise[0] * size, self.loss_floor(loss))
 
     # To measure the noise takes a run of the step. Where a number is off by less than the least
@@ -76,12 +85,16 @@ class Examined:
     def loss_is(self, mine, loss):
         """Is MINE's loss this number?"""
         error = abs(mine - loss)
+        if not math.isfinite(error):
+            return False
         return error <= self.loss_floor(loss) or error <= self.loss_tolerance(loss)
 
     def gradient_is_right(self, name, given):
         """Is MINE's full gradient the right one?"""
         right = self.gradients[name]
         error = off(given, right)
+        if not math.isfinite(error):
+            return False
         floor = FLOOR * torch.finfo(self.dtype).eps * norm_of(right)
         return error <= floor or error <= self.tolerance(name)
 
@@ -99,33 +112,42 @@ class Computed(Examined):
 
     @cached_property
     def noise(self):
-        """How far one process in MINE's dtype is from float64. For the loss the errors of all terms
-        are added up without their signs, so that none cancels another."""
+        loss_error, errors = self.measured()
+        return loss_error, self.floored(errors)
+
+    def measured(self):
+        """How far one process in MINE's dtype is from float64: (error of the loss, {name: norm of
+        the gradient's error}). For the loss the errors of all terms are added up without their
+        signs, so that none cancels another."""
         # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
         # A run divides its loss by the tokens, which step.py does not: float16 has no room for the
         # scaled gradients of a sum. A power of two near the divisor changes no digits
-        scale = self.numbers["scale"] / 2.0 ** round(math.log2(self.terms.divisor))
+        scale = self.step_numbers["scale"] / 2.0 ** round(math.log2(self.terms.divisor))
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
         for seed in range(n_runs):
             terms = self.rounded(seed).run(dtype=self.dtype, grad_dtype=self.grad_dtype,
                                            scale=scale)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
-            error = differences.abs().sum().item()
-            loss_error = max(loss_error, error)
+            sum_of_errors = differences.abs().sum().item()
+            if math.isfinite(sum_of_errors):  # else one process overflows: only the floor is left
+                loss_error = max(loss_error, sum_of_errors)
             for name, full in terms.full.items():
                 error = off(full, self.terms.full[name]) / self.terms.divisor
-                if math.isfinite(error):  # else one process overflows: only the floor is left
+                if math.isfinite(error):
                     errors[name] = max(errors[name], error)
+        return loss_error / self.terms.divisor, errors
+
+    def floored(self, errors):
+        """Errors of gradients, with a least one for each tensor."""
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
         relative = sorted(errors[name] / size for name, size in sizes.items() if size)
         # The error of a tensor may be small by chance: take the median of all tensors at least
         median = relative[len(relative) // 2]
         # The tolerance, NOISE times the noise, is to be FLOOR roundings at least
         least = max(median, FLOOR * torch.finfo(self.dtype).eps / NOISE)
-        return (loss_error / self.terms.divisor,
-                {name: max(error, least * sizes[name]) for name, error in errors.items()})
+        return {name: max(error, least * sizes[name]) for name, error in errors.items()}
 
     def rounded(self, seed):
         """The same step from weights that are off by about a rounding each; for seed 0 from the

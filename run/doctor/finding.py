@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 
 NOISE = 5  # a difference of up to 5 times the rounding errors of one process counts as equal
+# How large the tolerance may be, relative to what a cause changes, for the cause to have a name
+RESOLVED = 0.2
 
 
 @dataclass
@@ -19,6 +21,14 @@ class Finding:
     equal: bool
     differs: str = ""  # where, and by how much; for an equal stage: a remark
     causes: list = field(default_factory=list)  # words of the bugs that give MINE's numbers
+
+
+def unexamined(stage, why, is_finite=True):
+    """The Finding of a stage that cannot be compared, and why. is_finite: are MINE's numbers? If
+    not, they are wrong, whatever the right ones are."""
+    if is_finite:
+        return Finding(stage, True, f"not examined: {why}")
+    return Finding(stage, False, "not finite")
 
 
 def norm_of(tensor):
@@ -60,9 +70,9 @@ def first_difference(given, right, wrong):
     if given[name].shape != right[name].shape:
         return (f"{len(wrong)} of {len(given)} tensors; first {name}, of shape "
                 f"{list(given[name].shape)}, not {list(right[name].shape)}")
-    if not given[name].isfinite().all():
-        return f"{name} is not finite"
     error = given[name] - right[name]
+    if not error.isfinite().all():
+        return f"{name} is not finite"
     relative = norm_of(error) / max(norm_of(right[name]), 1e-300)
     rows = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs().flatten()
     # Rounding errors are in all rows: name rows with at least 1/1000 of the largest row's error

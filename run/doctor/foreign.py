@@ -54,7 +54,8 @@ def megatron_name(name):
 
 
 def unfused(name):
-    """Megatron's name for the same tensor where norms are not fused."""
+    """A norm's name, such as decoder.layers.0.input_layernorm.weight, in place of its fused one;
+    other names unchanged."""
     for apart, fused in FUSED.items():
         name = name.replace(fused, apart)
     return name

@@ -7,7 +7,7 @@
 The first of the three that fits ends the search. A Change has to give MINE's loss and all its
 gradients. A Share has to give the gradients of a group that contains all wrong tensors; a wrong
 loss has this cause only if the Share gives the loss, too. And what a cause changes has to be larger
-than the noise: otherwise causes of other sizes would fit as well.
+than the noise: otherwise a bug too small to see would fit every run.
 
 In step 2 of a run whose step 1 is wrong, only the Shares and Changes found in step 1 are tried
 again, and weights are fitted anew.
@@ -18,16 +18,17 @@ import math
 import torch
 
 from run.doctor.changes.by_layout import changes
-from run.doctor.finding import Finding, first_difference, norm_of, off, ratio_words
+from run.doctor.finding import RESOLVED, Finding, first_difference, norm_of, off, ratio_words
 from run.doctor.groups import group_words
 from run.doctor.shares import RIGHT, Share, gradient, known_shares, loss_of
 from run.doctor.step import sampled
 
-# How large the tolerance may be, relative to what a cause changes, for the cause to have a name
-RESOLVED = 0.2
-# The same for a Change: twice as large, because a Change has to give the loss and the gradients of
+# RESOLVED for a Change: twice as large, because a Change has to give the loss and the gradients of
 # all tensors at once, and a Share only those of a few tensors, where it fits by chance more often
 RESOLVED_CHANGE = 0.4
+# How far two float64 gradients may be apart, relative to their norm, that are the same but for the
+# order of sums
+EXACT = 1e-9
 
 
 def sampled_gradients(given):
@@ -54,14 +55,14 @@ def fitting_shares(examined, mine, wrong, known):
     gradient}. known: words of the causes found in step 1; if there are any, only these are
     tried."""
     found = {}
-    scale = examined.numbers["scale"]
+    scale = examined.step_numbers["scale"]
     for share in known_shares(examined.mine.layout, examined.terms, scale):
         if known and not any(words.endswith(share.words) for words in known):
             continue
 
         def fits(name, share=share):
-            error = off(mine[name], gradient(examined.terms, name, share))
-            return error <= examined.tolerance(name, share.largest(name))
+            predicted = gradient(examined.terms, name, share)
+            return examined.is_near(name, mine[name], predicted, share.largest(name))
 
         if all(map(fits, wrong)) and is_resolved(examined, share, wrong):
             found[f"{group_words(wrong, mine, fits)}: {share.words}"] = share
@@ -73,8 +74,9 @@ def fitting_shares(examined, mine, wrong, known):
 
 def fitted_weights(examined, mine, wrong):
     """Find a weight for each of the D x m microbatches, so that the weighted terms sum up to MINE's
-    gradients. Returns {words: Share}; {} if no weights fit, or if noise alone could move the
-    weights as far from 1 as they are. mine: {name: sampled gradient}."""
+    gradients. Returns {words: Share}; {} if no weights fit, if noise alone could move the weights
+    as far from 1 as they are, or if one factor fits, which no size of the layout explains: it would
+    be a known Share. mine: {name: sampled gradient}."""
     terms = examined.terms
     D, m = terms.tokens.shape
     if D * m == 1:
@@ -90,13 +92,18 @@ def fitted_weights(examined, mine, wrong):
     for one_microbatch in torch.eye(D * m, dtype=torch.double):
         share = Share("one microbatch only", data=one_microbatch.view(D, m))
         columns.append(in_tolerances({name: gradient(terms, name, share) for name in mine}))
-    weights = torch.linalg.lstsq(torch.stack(columns, dim=1), wanted.unsqueeze(1)).solution
+    columns = torch.stack(columns, dim=1)  # (all elements, D m)
+    weights = torch.linalg.lstsq(columns, wanted.unsqueeze(1)).solution
     share = Share("fitted", data=weights.view(D, m))
-    for name in mine:
-        error = off(mine[name], gradient(terms, name, share))
-        if not error <= examined.tolerance(name, share.largest(name)):
-            return {}
-    if not is_resolved(examined, share, wrong):
+    right = columns.sum(1)
+    # The factor with the least squares: <wanted, right> / <right, right>
+    one_factor = Share("one factor", factor=(wanted @ right / (right @ right)).item())
+
+    def fits(share):
+        return all(examined.is_near(name, mine[name], gradient(terms, name, share),
+                                    share.largest(name)) for name in mine)
+
+    if not fits(share) or fits(one_factor) or not is_resolved(examined, share, wrong):
         return {}
     rows = [f"data rank {d}: {' '.join(f'{weight:.3g}' for weight in row)}"
             for d, row in enumerate(share.data.tolist())]
@@ -114,9 +121,21 @@ def is_loss(examined, terms, loss):
     return examined.loss_is(loss, terms.loss()) or examined.loss_is(loss, of_rank_0)
 
 
+def changes_loss_alone(examined, terms):
+    """Has the changed step the right gradients, while the tolerance is much smaller than what the
+    Change does to the loss? (A Change whose gradients are only near the right ones does not explain
+    a wrong loss of right gradients: a loss that is printed with few digits would fit, too.)"""
+    for name in examined.gradients:
+        right = gradient(examined.terms, name, RIGHT)
+        if not off(gradient(terms, name, RIGHT), right) <= EXACT * norm_of(right):
+            return False
+    loss = terms.loss()
+    return examined.loss_tolerance(loss) <= RESOLVED * abs(loss - examined.loss)
+
+
 def fits_change(examined, change, mine, loss, wrong):
     """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
-    to the wrong ones much larger than the tolerance?"""
+    to the wrong ones, or to the loss alone, much larger than the tolerance?"""
     step = examined.step if change.by_microbatch else examined.step.merged()
     if change.forward and not is_loss(examined, step.run(change, losses_only=True), loss):
         return False
@@ -129,12 +148,13 @@ def fits_change(examined, change, mine, loss, wrong):
         predicted = gradient(terms, name, RIGHT)
         right = gradient(examined.terms, name, RIGHT)
         size = max(1.0, norm_of(predicted) / norm_of(right)) if right.any() else 1.0
-        tolerance = examined.tolerance(name, size)
-        if not off(values, predicted) <= tolerance:
+        if not examined.is_near(name, values, predicted, size):
             return False
         if name in wrong:
             changed.append(off(predicted, right))
-            tolerances.append(tolerance)
+            tolerances.append(examined.tolerance(name, size))
+    if not wrong:
+        return changes_loss_alone(examined, terms)
     return math.hypot(*tolerances) <= RESOLVED_CHANGE * math.hypot(*changed)
 
 
@@ -181,7 +201,7 @@ def causes_of_loss(examined, loss):
     losses = terms.losses.mean(-1)  # (D, m, N)
     total = int(terms.tokens.sum())
     predicted = {}  # words -> loss
-    for factor, words in loss_factors(examined.mine.layout, total, examined.numbers["scale"]):
+    for factor, words in loss_factors(examined.mine.layout, total, examined.step_numbers["scale"]):
         predicted[f"the printed loss is {words}"] = factor * examined.loss
     for axis, parts in (("data rank", losses.sum((1, 2))),
                         ("microbatch", losses.sum((0, 2))),
@@ -204,6 +224,8 @@ def keeps_first_step(examined, given):
         return []
     errors = {name: given[name] - examined.gradients[name] for name in given}
     squares = sum(first[name].square().sum().item() for name in given)
+    if squares == 0:
+        return []
     # The multiple with the least squares: <errors, first> / <first, first>
     multiple = sum((errors[name] * first[name]).sum().item() for name in given) / squares
     noise = math.hypot(*(examined.tolerance(name) for name in given))
@@ -220,16 +242,17 @@ def keeps_first_step(examined, given):
 
 
 def causes_of_both(examined, given, wrong, deep, known):
-    """(words of the causes of MINE's loss, words of the causes of its gradients). given: MINE's
-    gradients; wrong: names of the wrong ones. If MINE's loss is right, ignore the first list."""
+    """(words of the causes of MINE's loss, words of the causes of its gradients); the first is
+    empty if the loss is right. given: MINE's gradients; wrong: names of the wrong ones."""
     mine = sampled_gradients(given)
-    loss = examined.numbers["loss"]
+    loss = examined.step_numbers["loss"]
+    is_right = examined.loss_is(loss, examined.loss)
     shares = (fitting_shares(examined, mine, wrong, known)
               or fitted_weights(examined, mine, wrong))
     if not shares:
         found = fitting_changes(examined, mine, loss, known, wrong) if deep else []
-        return found, found
-    if examined.loss_is(loss, examined.loss):
+        return [] if is_right else found, found
+    if is_right:
         return [], list(shares)
     of_both = [words for words, share in shares.items()
                if examined.loss_is(loss, loss_of(examined.terms, share))]
@@ -250,7 +273,7 @@ def wrong_gradients(examined, given):
 def check_loss(examined, number, causes):
     """A Finding. causes: words for a loss that differs."""
     stage = f"step {number} loss"
-    loss = examined.numbers["loss"]
+    loss = examined.step_numbers["loss"]
     if not math.isfinite(loss):
         return Finding(stage, False, "not finite")
     if examined.loss_is(loss, examined.loss):
@@ -262,7 +285,7 @@ def check_gradients(examined, number, deep, known):
     """Findings on loss and gradients of a step. deep: also try the Changes. known: words of the
     causes found in step 1."""
     given = examined.mine.gradients(number)
-    loss = examined.numbers["loss"]
+    loss = examined.step_numbers["loss"]
     wrong = wrong_gradients(examined, given)
     if wrong:
         of_loss, of_gradients = causes_of_both(examined, given, wrong, deep, known)

@@ -1,4 +1,4 @@
-"""What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, rates.
+"""What goes into MINE's steps, compared with REFERENCE's: initial weights, tokens, settings, rates.
 
 The cause of wrong initial weights is named only if all wrong tensors are of one kind, such as
 transposed, or drawn with one seed (kinds() lists them). A wrong map of names shows here, and is
@@ -12,10 +12,17 @@ import torch
 from run.doctor.examined import eps_of
 from run.doctor.finding import Finding, first_difference, first_of, norm_of, off
 from run.doctor.foreign import q_k_v
-from run.doctor.groups import block_of, cut_by_layout, layer_number
+from run.doctor.groups import block_of, cut_by_layout, is_replicated, layer_number
 from run.doctor.step import SimulatedStep
 
 # ---- initial weights ----
+
+WRONG_MAP = "a wrong map"  # in the words of a cause: tensors have other names or orders
+
+
+def is_constant(tensor):
+    """Are all elements the same? No generator has drawn them."""
+    return bool((tensor == tensor.flatten()[0]).all())
 
 
 def looks_drawn_anew(tensor, right):
@@ -24,7 +31,7 @@ def looks_drawn_anew(tensor, right):
     right = right - right.mean()
     norm = norm_of(tensor)
     right_norm = norm_of(right)
-    if norm == 0 or right_norm == 0:  # a constant: no generator has drawn it
+    if norm == 0 or right_norm == 0:  # a constant
         return False
     cosine = (tensor * right).sum().item() / (norm * right_norm)
     return abs(cosine) < 0.8 and 0.5 < norm / right_norm < 2
@@ -83,20 +90,32 @@ class InitialWeights:
         and head have no twin in block 0, and most trainers do not draw biases and gains.)"""
         if not self.is_later_matrix(name):
             return True
+        if is_constant(self.given[name]):
+            return False
         twin = name.replace(f".h.{block_of(name)}.", ".h.0.")
         given = self.given[name]
         return off(given, self.given[twin]) <= 1e-6 * norm_of(given)
 
     def repeats(self, name):
-        """Do the slices of the first two tensor ranks begin with the same values?"""
+        """Do the slices of the first two tensor ranks begin with the same values? (Replicated and
+        constant tensors say nothing: False.)"""
+        if is_replicated(name) or is_constant(self.given[name]):
+            return False
         first, second = self.slices(name, self.given)[:2]
         n = min(len(first), len(second))
         return torch.equal(first[:n], second[:n])
 
+    def is_in_later_stage(self, name):
+        """Is the tensor in a pipeline stage after stage 0?"""
+        if not self.starts:
+            return False
+        return layer_number(name, self.model.n_layer) >= self.starts[0]
+
     def is_first_ranks(self, name):
-        """Is the tensor right on the first tensor rank and in pipeline stage 0 only? (All other
-        stages count as other ranks', even one that --chunks or zb-v gives to pipeline rank 0.)"""
-        if self.starts and layer_number(name, self.model.n_layer) >= self.starts[0]:
+        """In stage 0: is only the first tensor rank's slice right? In a later stage: does the
+        tensor look drawn anew? (Each later stage counts as another rank's, even one that --chunks
+        or zb-v gives to pipeline rank 0.)"""
+        if self.is_in_later_stage(name):
             return looks_drawn_anew(self.given[name], self.right[name])
         slices = zip(self.slices(name, self.given), self.slices(name, self.right), strict=True)
         is_right = [self.is_close(given, right) for given, right in slices]
@@ -111,18 +130,22 @@ class InitialWeights:
 
     def kinds(self):
         """{words: is a tensor of this kind?}, for this model and layout."""
-        found = {"are transposed: a wrong map of names": self.is_transposed,
+        found = {f"are transposed: {WRONG_MAP} of names": self.is_transposed,
                  self.factor_words(): self.is_times_factor}
         if not self.model:
             return found
-        found["have q, k and v of a head side by side (Megatron's order): a wrong map"] = (
+        found[f"have q, k and v of a head side by side (Megatron's order): {WRONG_MAP}"] = (
             self.is_interleaved)
         if any(map(self.is_later_matrix, self.wrong)):
-            found["are the same in all blocks: all drawn with one seed"] = self.is_like_block_0
+            found["are the same in all blocks: all drawn with one seed, or all are block 0's"] = (
+                self.is_like_block_0)
         if len(self.tags) > 1:
             found["are the same in each tensor rank's slice (tp): each draws its slice, with one "
-                  "seed"] = self.repeats
-        if len(self.tags) > 1 or self.starts:
+                  "seed, or all have the first rank's"] = self.repeats
+        # With a seed of its own a rank draws no tensor right (a constant is not drawn)
+        later = {name for name in self.given
+                 if self.is_in_later_stage(name) and not is_constant(self.right[name])}
+        if (len(self.tags) > 1 or self.starts) and later <= self.wrong:
             found["are REFERENCE's on the first rank only: each rank draws with a seed of its own"
                   ] = self.is_first_ranks
         return found
@@ -203,7 +226,7 @@ def causes_of_tokens(reference, mine, number):
                 which = "each sequence has"
             return [f"{which} the targets of another sequence"]
         return []
-    if number == 2 and all_rows(mine.ids(1)) == had:
+    if number == 2 and mine.ids(1) is not None and all_rows(mine.ids(1)) == had:
         return ["the second step has the first step's sequences again"]
     other = 3 - number  # the other step
     if reference.ids(2) is not None and had == all_rows(reference.ids(other)):
@@ -231,7 +254,23 @@ def check_tokens(reference, mine, number):
     return Finding(stage, False, differs, causes_of_tokens(reference, mine, number))
 
 
-# ---- rates ----
+# ---- settings and rates ----
+
+
+def settings_of(dump):
+    """{name: value} of what a step's numbers depend on beside weights, tokens and rate."""
+    names = ("beta1", "beta2", "eps", "weight_decay", "grad_clip")
+    return {"loss": dump.loss, "balance": dump.balance, "optimizer": dump.optimizer["name"],
+            **{name: dump.optimizer[name] for name in names}}
+
+
+def check_settings(reference, mine):
+    """A Finding: are the settings that MINE's dump gives REFERENCE's? (Whether MINE has trained
+    with them shows in the other stages.)"""
+    right = settings_of(reference)
+    wrong = [f"{name} is {value}, not {right[name]}"
+             for name, value in settings_of(mine).items() if value != right[name]]
+    return Finding("settings", not wrong, "; ".join(wrong))
 
 
 def causes_of_rate(reference, mine, number):

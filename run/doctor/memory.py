@@ -48,16 +48,16 @@ def tokens_of_step(cfg, step):
 def in_memory(cfg: Config, states, vocab_size):
     """A Dump of a run's first two steps. states: a dict before step 1, {"weights"}, and one after
     each step, {"loss", "norm", "lr", "grads", "weights"}, with full tensors; exercises/break_it.py
-    and tests/harness.py make such lists. A state may have "differ", too: names of weights whose
-    copies differ after the step."""
+    and tests/harness.py make such lists. A state may have "gradients_differ" and "weights_differ",
+    too: names of tensors whose copies differ between ranks."""
     tensors = {f"weights-{n}": states[n]["weights"] for n in (0, 1, 2)}
     tensors |= {f"gradients-{n}": states[n]["grads"] for n in (1, 2)}
     tokens = {f"tokens-{n}": tokens_of_step(cfg, n - 1) for n in (1, 2)}
     steps = []
     for n in (1, 2):
         numbers = {name: states[n][name] for name in ("loss", "norm", "lr")}
-        steps.append({**numbers, "scale": 1.0, "gradients_differ": [],
-                      "weights_differ": states[n].get("differ", [])})
+        differ = {name: states[n].get(name, []) for name in ("gradients_differ", "weights_differ")}
+        steps.append({**numbers, "scale": 1.0, **differ})
     layout = {name: getattr(cfg, name) for name in LAYOUT}
     layout["chunks"] = chunks_of(cfg.schedule, cfg.chunks)  # 0: the flag was left to be chosen
     optimizer = {"name": cfg.optimizer, "beta1": cfg.beta1, "beta2": cfg.beta2, "eps": 1e-8,

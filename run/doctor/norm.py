@@ -11,7 +11,7 @@ import math
 import torch
 
 from model import UNTIED
-from run.doctor.finding import Finding, ratio_words
+from run.doctor.finding import NOISE, RESOLVED, Finding, norm_of, ratio_words, unexamined
 from run.doctor.groups import cut_by_layout, is_replicated, layer_number
 from run.doctor.step import EMBEDDING, SimulatedStep, served
 from schedules import placement
@@ -21,8 +21,9 @@ def sum_of_squares(tensor):
     return tensor.square().sum().item()
 
 
-def norms_of_squares(squares, layout):
-    """{words: norm} of mistakes in the sum. squares: {name: sum of the squares of the gradient}."""
+def wrong_sums(squares, layout):
+    """{words: the norm that this wrong way of adding squares gives}. squares: {name: sum of the
+    squares of the gradient}."""
     D = layout["dp"]
     T = layout["tp"]
     P = layout["pp"]
@@ -130,7 +131,7 @@ def known_norms(mine, number, given, squares, right):
     """{words: norm} of all mistakes that MINE's layout can have. right: the right norm."""
     layout = mine.layout
     step = mine.steps[number - 1]
-    found = norms_of_squares(squares, layout) | norms_of_shards(mine, given)
+    found = wrong_sums(squares, layout) | norms_of_shards(mine, given)
     if mine.model and max(layout["pp"], layout["tp"]) > 1:
         found |= norms_of_parts(mine, given)
     if number == 2 and mine.gradients(1):
@@ -142,28 +143,55 @@ def known_norms(mine, number, given, squares, right):
     return found
 
 
+def noise_of_norm(given, grad_dtype):
+    """How far the norm of one process may be off that adds up squares in 32 bits (or grad_dtype, if
+    that is wider): in a large tensor small squares are lost beside the sum so far. The tensors'
+    errors are added up without their signs, so that none cancels another."""
+    wide = torch.promote_types(grad_dtype, torch.float)
+    error = 0.0  # of half the sum of squares
+    square = 0.0
+    for grad in given.values():
+        right = norm_of(grad)
+        rounded = torch.linalg.vector_norm(grad.to(wide)).item()
+        if math.isfinite(rounded):
+            error += right * abs(rounded - right)
+        square += right**2
+    return error / math.sqrt(square) if square else 0.0
+
+
 def judge_norm(mine, number):
-    """[a Finding]: is MINE's norm that of MINE's gradients? [] if the dump lacks gradients."""
+    """[a Finding]: is MINE's norm that of MINE's gradients?"""
     given = mine.gradients(number)
-    if not given or len(given) < len(mine.weights(0)):
-        return []
     stage = f"step {number} norm"
     norm = mine.steps[number - 1]["norm"]
+    if not given:
+        why = f"MINE has no gradients-{number}.safetensors"
+        return [unexamined(stage, why, math.isfinite(norm))]
     squares = {name: sum_of_squares(grad) for name, grad in given.items()}
     right = math.sqrt(sum(squares.values()))
     if not math.isfinite(norm) or not math.isfinite(right):
         neither_is_finite = math.isfinite(norm) == math.isfinite(right)
         return [Finding(stage, neither_is_finite, "not finite")]
 
-    def is_near(value, eps):
-        return abs(norm - value) <= eps * abs(value)
+    def is_near(value, limit):
+        return math.isfinite(value) and abs(norm - value) <= limit
 
-    eps = 1e-10 if mine.grad_dtype == "float64" else 1e-5
-    if is_near(right, eps):
+    least = 1e-10 if mine.grad_dtype == "float64" else 1e-5  # relative
+    if is_near(right, least * right):
         return [Finding(stage, True)]
+    grad_dtype = getattr(torch, mine.grad_dtype)
+    tolerance = max(least * right, NOISE * noise_of_norm(given, grad_dtype))
+    if is_near(right, tolerance):
+        return [Finding(stage, True)]
+
+    def fits(value):
+        """Is MINE's norm this one, exactly? Or with noise, which is small beside the mistake?"""
+        is_resolved = tolerance <= RESOLVED * abs(value - right)
+        return is_near(value, least * value) or (is_resolved and is_near(value, tolerance))
+
     known = known_norms(mine, number, given, squares, right)
-    causes = [f"the norm: {words}" for words, value in known.items() if is_near(value, eps)]
-    rounding = torch.finfo(getattr(torch, mine.grad_dtype)).eps
-    if not causes and is_near(right, rounding):  # the trainer computes norms in 16 bits
+    causes = [f"the norm: {words}" for words, value in known.items() if fits(value)]
+    rounding = torch.finfo(grad_dtype).eps
+    if not causes and is_near(right, rounding * right):  # the trainer computes norms in 16 bits
         return [Finding(stage, True)]
     return [Finding(stage, False, ratio_words(norm, right), causes)]

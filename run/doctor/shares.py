@@ -198,10 +198,11 @@ def means_of_means(tokens):
     D, m = tokens.shape
     total = tokens.sum()
     of_rank = tokens.sum(1, keepdim=True).expand(D, m)  # tokens of the data rank, m times
-    return [Share("a mean of the microbatches' means, which have different numbers of tokens",
-                  data=total / (D * m * tokens)),
-            Share("a mean of the data ranks' means, which have different numbers of tokens",
-                  data=total / (D * of_rank))]
+    means = [Share("a mean of the microbatches' means, which have different numbers of tokens",
+                   data=total / (D * m * tokens)),
+             Share("a mean of the data ranks' means, which have different numbers of tokens",
+                   data=total / (D * of_rank))]
+    return [share for share in means if share.data.isfinite().all()]  # 0 tokens have no mean
 
 
 TIED = [Share("the tied matrix lacks the head's term: only the embedding's", tied=(1, 0)),

@@ -3,7 +3,7 @@
     grad = clipped(grad)                                     clip, grad_factor, norm_factor
     mean = beta1 mean + (1 - beta1) grad                     betas, keeps_moments
     square = beta2 square + (1 - beta2) grad^2
-    mean / (1 - beta1^n), square / (1 - beta2^n)             corrected, late_count, counts
+    mean / (1 - beta1^n), square / (1 - beta2^n)             corrected, count_offset, count_advances
     change = mean / (sqrt(square) + eps)                     eps, eps_inside
     weight = weight - rate (change + decay weight)           rate, decay, moves
 """
@@ -11,9 +11,6 @@
 from dataclasses import dataclass
 
 import torch
-
-from optimizer import decays
-from shard import Shard
 
 
 @dataclass
@@ -26,8 +23,8 @@ class Way:
     eps: float | None = None
     eps_inside: bool = False  # sqrt(square + eps)
     corrected: tuple = (True, True)  # mean and square, for their start at 0
-    late_count: int = 0  # added to the step's number in the corrections
-    counts: bool = True  # False: the corrections stay at the first step's
+    count_offset: int = 0  # added to the step's number in the corrections
+    count_advances: bool = True  # False: the corrections stay at the first step's
     betas: tuple | None = None
     keeps_moments: bool = True  # False: they start at 0 in each step
     grad_factor: float = 1.0  # what gradients are multiplied by before the step
@@ -53,8 +50,8 @@ def ways(rates, optimizer, factors, scale):
         Way("the bias of the moments is not corrected", corrected=(False, False)),
         Way("the bias of the first moment is not corrected", corrected=(False, True)),
         Way("the bias of the second moment is not corrected", corrected=(True, False)),
-        Way("the corrections count one step too many", late_count=1),
-        Way("the corrections stay at the first step's", counts=False),
+        Way("the corrections count one step too many", count_offset=1),
+        Way("the corrections stay at the first step's", count_advances=False),
         Way("beta1 and beta2 are swapped", betas=(beta2, beta1)),
         Way("moments are not kept from step to step", keeps_moments=False),
         Way("the weights are not updated", moves=False)]
@@ -83,8 +80,9 @@ class Replay:
         self.dtype = dtype
 
     def step(self, weights, grads, norms, rate, way, decay):
-        """The elements of a tensor after the last of the steps. weights: before each step from the
-        first one; grads, norms: of each step; rate: of the last step; decay: see decay_of."""
+        """(n,): n elements of a tensor after the last of the steps. weights: [(n,)], before each
+        step from the first one; grads: [(n,)] and norms: [float], of each step; rate: of the last
+        step; decay: see decay_of."""
         beta1, beta2 = way.betas or (self.optimizer["beta1"], self.optimizer["beta2"])
         eps = self.optimizer["eps"] if way.eps is None else way.eps
         rate = rate if way.rate is None else way.rate
@@ -100,7 +98,7 @@ class Replay:
                 grad = grad + decay * before.to(self.dtype)
             mean = beta1 * mean + (1 - beta1) * grad
             square = beta2 * square + (1 - beta2) * grad.square()
-        n = (len(weights) if way.counts else 1) + way.late_count
+        n = (len(weights) if way.count_advances else 1) + way.count_offset
         if way.corrected[0]:
             mean = mean / (1 - beta1**n)
         if way.corrected[1]:
@@ -115,11 +113,11 @@ class Replay:
             return weight - rate * change - decay * weight
         return weight - rate * (change + decay * weight)
 
-    def decay_of(self, name, shape, way):
+    def decay_of(self, is_matrix, way):
         """The weight decay of a tensor. Right: of matrices only."""
         if way.decay == "none":
             return 0.0
-        if way.decay == "all" or decays(Shard(name, shape)):
+        if way.decay == "all" or is_matrix:
             return self.optimizer["weight_decay"]
         return 0.0
 

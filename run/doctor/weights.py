@@ -16,8 +16,18 @@ from functools import partial
 
 import torch
 
-from run.doctor.finding import NOISE, Finding, first_difference, first_of, norm_of, off
+from optimizer import decays
+from run.doctor.finding import (
+    NOISE,
+    Finding,
+    first_difference,
+    first_of,
+    norm_of,
+    off,
+    unexamined,
+)
 from run.doctor.update import Replay, Way, ways
+from shard import Shard
 
 RIGHT_WAY = Way()
 PART = 1 << 17  # elements of a tensor that are compared at once
@@ -48,15 +58,15 @@ class Steps:
         return any(not torch.equal(weight.to(self.dtype).double(), weight)
                    for weight in self.mine.weights(1).values())
 
-    def numbers(self):
-        """The steps that can be replayed. A step needs the weights before it and after it, and its
-        gradients; step 2 needs all of step 1, too."""
-        found = []
-        for n in (1, 2):
-            if not (self.held(n - 1) and self.held(n) and self.mine.gradients(n)):
-                break
-            found.append(n)
-        return found
+    def missing(self, number):
+        """The first file that MINE lacks for a replay of this step; None if all are there. A step
+        needs the weights before it and after it, and its gradients; step 2 needs all of step 1,
+        too."""
+        kind = "masters" if self.has_masters else "weights"
+        files = [f"{kind}-0"]
+        for n in range(1, number + 1):
+            files += [f"gradients-{n}", f"{kind}-{n}"]
+        return self.mine.first_missing(*files)
 
     def before(self, number, name):
         """(weights, gradients) of a tensor that go into the steps up to this one."""
@@ -64,12 +74,17 @@ class Steps:
         grads = [self.mine.gradients(n)[name] for n in range(1, number + 1)]
         return weights, grads
 
+    def is_matrix(self, name, shape):
+        """Does the right step decay this tensor? In a model of another form every tensor of two
+        dims, like in the loops of docs/check-your-own-trainer.md: names of matrices are unknown."""
+        return decays(Shard(name, shape)) if self.mine.model else len(shape) > 1
+
     def replay_of(self, replay, number, name, shape, way):
         """A function (weights, gradients) -> weights after the step, computed again. Its arguments
         are those of before(), whole or the same part of each."""
         steps = self.mine.steps[:number]
         norms = [step["norm"] for step in steps]
-        decay = replay.decay_of(name, shape, way)
+        decay = replay.decay_of(self.is_matrix(name, shape), way)
         return partial(replay.step, norms=norms, rate=steps[-1]["lr"], way=way, decay=decay)
 
     def after(self, number, name, way):
@@ -93,6 +108,8 @@ class Steps:
             predicted = replay(inputs[:number], inputs[number:])
             error = math.hypot(error, off(given, predicted))
             size = math.hypot(size, norm_of(predicted))
+        if not math.isfinite(error):  # else a prediction of nan, whose noise is infinite, would fit
+            return False
         if error <= NOISE * torch.finfo(self.wide).eps * size:
             return True
         # The step may round more than once: measure it
@@ -125,25 +142,25 @@ def known_ways(steps, number):
     return ways(rates, mine.optimizer, factors, mine.steps[0]["scale"])
 
 
-def fitting_ways(steps, number, numbers, names, wrong):
-    """Words of the Ways that fit. number: the step that differs; numbers: all steps; wrong: names
-    of the tensors that differ; names: those of all tensors."""
+def are_right(steps, numbers, names, way):
+    """Are MINE's tensors of these names, after these steps, those of this way?"""
+    return all(steps.is_right(number, name, way) for number in numbers for name in names)
+
+
+def fitting_ways(steps, number, others, names, wrong):
+    """Words of the Ways that fit all tensors in both steps, or all wrong tensors while the rest is
+    right. number: the step that differs; others: [the other step], or [] if it cannot be replayed.
+    names: those of all tensors; wrong: names of the tensors that differ in step `number`."""
     found = []
+    rest = set(names) - wrong
     for way in known_ways(steps, number):
-        if not all(steps.is_right(number, name, way) for name in wrong):
-            continue
         # A wrong rate may be that of one step only, any other wrong way is that of both steps
-        others = [n for n in numbers if n != number] if way.rate is None else []
-
-        def fits(name, way=way, others=others):
-            return all(steps.is_right(n, name, way) for n in (number, *others))
-
-        def is_right_elsewhere(name, others=others):
-            return all(steps.is_right(n, name, RIGHT_WAY) for n in others)
-
-        if all(map(fits, names)):
+        numbers = [number] if way.rate is not None else [number, *others]
+        if not are_right(steps, numbers, wrong, way):
+            continue
+        if are_right(steps, numbers, rest, way):
             found.append(way.words)
-        elif all(map(fits, wrong)) and all(map(is_right_elsewhere, set(names) - wrong)):
+        elif are_right(steps, numbers, rest, RIGHT_WAY):
             found.append(f"{way.words}: {first_of(wrong)}")
     return found
 
@@ -168,20 +185,24 @@ def fitted_rate(steps, number, names):
 
 
 def keeps_old(steps, number, name):
-    """Does each element that differs still have its value from before the step?"""
+    """Does each element that differs still have its value from before the step, though some of them
+    have a gradient? (Without a gradient: a sparse optimizer leaves them what they are.)"""
     given = steps.held(number)[name]
     error = (given - steps.after(number, name, RIGHT_WAY)).abs()
-    differs = error > 1e-3 * error.max()
-    return bool((given == steps.held(number - 1)[name])[differs].all())
+    differs = ~(error <= 1e-3 * error.max())  # nan differs, too
+    is_old = given == steps.held(number - 1)[name]
+    has_gradient = steps.mine.gradients(number)[name] != 0
+    return bool(is_old[differs].all() and has_gradient[differs].any())
 
 
-def causes_of_updates(steps, number, numbers, names, wrong):
-    """Words of the causes of wrong weights after step `number`."""
-    found = (fitting_ways(steps, number, numbers, names, wrong)
+def causes_of_updates(steps, number, others, names, wrong):
+    """Words of the causes of wrong weights after step `number`; see fitting_ways."""
+    found = (fitting_ways(steps, number, others, names, wrong)
              or fitted_rate(steps, number, names))
     if found:
         return found
-    if all(keeps_old(steps, number, name) for name in wrong):
+    n_ranks = math.prod(steps.mine.layout[axis] for axis in ("dp", "pp", "cp", "tp"))
+    if n_ranks > 1 and all(keeps_old(steps, number, name) for name in wrong):
         return [f"a part of {first_of(wrong)} keeps its old values: new weights were not sent to "
                 "the ranks that need them, or were not waited for"]
     return []
@@ -220,29 +241,43 @@ def check_copies_of_masters(steps, number):
 # ---- the stage ----
 
 
+def are_finite(mine, number):
+    """Are all weights after a step finite? (True if they are not there.)"""
+    return all(weight.isfinite().all() for weight in mine.weights(number).values())
+
+
 def check_updates(reference, mine):
     """Yields Findings on the weights after each step, up to the first that differs."""
     if mine.optimizer["name"] != "adamw":
-        yield Finding("weights", True, f"not examined: {mine.optimizer['name']} is not replayed")
+        why = f"{mine.optimizer['name']} is not replayed"
+        yield unexamined("weights", why, are_finite(mine, 1) and are_finite(mine, 2))
         return
     steps = Steps(reference, mine)
-    if not steps.are_wide():
+    if not steps.missing(1) and not steps.are_wide():
         yield Finding("weights", True, f"{mine.dtype} weights without masters say nothing about "
                       "the optimizer")
         return
-    numbers = steps.numbers()
+    numbers = [number for number in (1, 2) if not steps.missing(number)]
     names = [name for name in mine.gradients(1) if name in steps.held(1)]
-    for number in numbers:
+    for number in (1, 2):
         stage = f"step {number} weights"
+        if number not in numbers:
+            why = f"MINE has no {steps.missing(number)}.safetensors"
+            yield unexamined(stage, why, are_finite(mine, number))
+            continue
         if not math.isfinite(mine.steps[number - 1]["norm"]):
-            yield Finding(stage, True, "not examined: the norm is not finite")
+            yield unexamined(stage, "the norm is not finite")
             return
         wrong = {name for name in names if not steps.is_right(number, name, RIGHT_WAY)}
         if wrong:
             given = {name: steps.held(number)[name] for name in names}
             right = {name: steps.after(number, name, RIGHT_WAY) for name in names}
+            if not all(right[name].isfinite().all() for name in wrong):
+                yield unexamined(stage, "gradients or weights before the step are not finite")
+                return
             yield Finding(stage, False, first_difference(given, right, wrong),
-                          causes_of_updates(steps, number, numbers, names, wrong))
+                          causes_of_updates(steps, number, [n for n in numbers if n != number],
+                                            names, wrong))
             return
         differing = check_copies_of_masters(steps, number) if steps.has_masters else []
         if differing:

@@ -11,16 +11,23 @@ MINE is the dump that is examined, REFERENCE that of one process (__main__.py).
                              -> the same                            the causes of the line above
 """
 
+import re
+
 from run.doctor.finding import axes_by_size
 
 INDENT = " " * 24
-AXES = ("dp", "ep", "cp", "tp", "pp", "microbatches")
+# {axis of the layout: the word for its ranks in a cause that does not name the axis}
+AXES = {"dp": "data rank", "ep": "expert rank", "cp": "context rank", "tp": "tensor rank",
+        "pp": "pipeline rank", "microbatches": "microbatch"}
 
 
-def same_sizes(layout):
-    """["dp and tp have the same size, 2: ..."]: axes whose bugs make the same numbers."""
+def same_sizes(layout, causes):
+    """["dp and tp have the same size, 2: ..."]: axes of one size that the causes name, whose bugs
+    make the same numbers."""
+    text = " ".join(causes)
+    named = [axis for axis, word in AXES.items() if re.search(rf"\b({axis}\b|{word})", text)]
     found = []
-    for size, axes in axes_by_size(layout, AXES).items():
+    for size, axes in axes_by_size(layout, named).items():
         if len(axes) > 1:
             found.append(f"{' and '.join(axes)} have the same size, {size}: a layout in which they "
                          "differ tells causes apart")
@@ -32,7 +39,7 @@ def lines(findings, layout, deep=True):
     result of one comparison, such as "step 1 gradients", which is called its stage (no stage of a
     pipeline). layout: MINE's. deep: have all known bugs been tried?"""
     last_causes = []  # causes of the last finding that differs
-    advised = False
+    advised = set()  # lines on axes of the same size
     for finding in findings:
         if finding.equal:
             yield f"{finding.stage:24} {finding.differs or 'equal'}", True
@@ -48,12 +55,14 @@ def lines(findings, layout, deep=True):
             yield f"{INDENT} -> {first}", False
             for words in others:
                 yield f"{INDENT} or {words}", False
-            if others and not advised:
-                for words in same_sizes(layout):
-                    yield f"{INDENT} {words}", False
-                    advised = True
+            # One cause may name two axes, too: "2 times REFERENCE's (dp or tp)"
+            if others or any(f"{axis} or " in first for axis in AXES):
+                for words in same_sizes(layout, finding.causes):
+                    if words not in advised:
+                        yield f"{INDENT} {words}", False
+                        advised.add(words)
         elif runs_bugs and not deep:
             yield f"{INDENT} fits nothing that was tried; --deep tries all known bugs", False
-        elif not finding.stage.endswith("copies"):
+        elif not finding.stage.endswith(("copies", "settings")):
             yield f"{INDENT} fits nothing that is known", False
         last_causes = finding.causes

@@ -28,11 +28,12 @@ def context_positions_from(make):
     """make(own, mesh): the positions (S/N,) that take the place of a context rank's own; make reads
     only how many there are. Where --sp cuts the right positions, these are cut, too."""
     def after(model, mesh):
-        own_of_context_rank = torch.arange(model.config.block_size // mesh.group("cp").size)
+        # As many positions as a context rank has: make reads only their number
+        as_many = torch.arange(model.config.block_size // mesh.group("cp").size)
 
         def part(own, mesh):
-            n_parts = len(own_of_context_rank) // len(own)  # T where --sp cuts, else 1
-            whole = make(own_of_context_rank, mesh)
+            n_parts = len(as_many) // len(own)  # T where --sp cuts, else 1
+            whole = make(as_many, mesh)
             return whole.chunk(n_parts)[mesh.group("tp").rank % n_parts]
 
         positions_from(part)(model, mesh)

@@ -79,16 +79,14 @@ def targets_of(order):
 
 
 class Crossing:
-    """All activations and gradients that cross a boundary in a step, which is run once."""
+    """All activations and gradients that cross a boundary in a step (record_crossing)."""
 
-    def __init__(self, step, i, changed=()):
-        """i: the boundary lies before layer i. changed: what is done to other boundaries in this
-        step, each an `after` of a Change; (): the right step."""
+    def __init__(self, i, m):
+        """i: the boundary lies before layer i. m: number of microbatches."""
         self.i = i
-        self.m = step.layout["microbatches"]
+        self.m = m
         self.activations = {}  # (rank, n): what enters layer i
         self.gradients = {}  # (rank, n): its gradient
-        step.run(Change("recorded", after=all_of([at_boundary(i, self.record), *changed])))
 
     def record(self, x, rank, n):
         self.activations[rank, n] = x.detach()
@@ -125,6 +123,14 @@ class Crossing:
         return found
 
 
+def record_crossing(step, i, changed=()):
+    """The Crossing of the boundary before layer i: runs the step once. changed: what is done to
+    other boundaries in this step, each an `after` of a Change; (): the right step."""
+    crossing = Crossing(i, step.layout["microbatches"])
+    step.run(Change("recorded", after=all_of([at_boundary(i, crossing.record), *changed])))
+    return crossing
+
+
 # ---- activations taken from a stack ----
 
 
@@ -151,17 +157,16 @@ def newest_in_flight(layout):
 def stack_change(step, boundaries):
     """The Change of a pipeline in which each stage has a stack of its own for its activations.
 
-    A stage sends, as the gradient of microbatch k, that of the activation which its backward met:
-    met[s + 1][k]. The stage before adds it to the activation met[s][k]. In the example above stage
-    0's backward of microbatch 0 meets the activation of 1, so microbatch 1 gets the gradient of 0;
-    2 gets that of 1, and 0 that of 2. The last boundary comes first, because its gradients are part
-    of those at the boundaries before it."""
+    In the backward of microbatch k stage s + 1 sends the gradient of microbatch met[s + 1][k], and
+    stage s uses it for microbatch met[s][k]. In the example above stage 0 uses the gradient of
+    microbatch 0 for 1, that of 1 for 2, and that of 2 for 0. The last boundary comes first, because
+    its gradients are part of those at the boundaries before it."""
     met = newest_in_flight(step.layout)
     changed = []
     for s in reversed(range(len(boundaries))):  # the boundary between stages s and s + 1
-        gives = {met[s][k]: met[s + 1][k] for k in met[s]}
-        crossing = Crossing(step, boundaries[s], changed)
-        changed.append(crossing.other_gradient(gives.get))
+        gradient_used = {met[s][k]: met[s + 1][k] for k in met[s]}  # microbatch: whose gradient
+        crossing = record_crossing(step, boundaries[s], changed)
+        changed.append(crossing.other_gradient(gradient_used.get))
     return Change("each backward meets the activation of the newest microbatch in flight, not of "
                   "its own (pp)", after=all_of(changed), forward=False, by_microbatch=True)
 
@@ -175,7 +180,7 @@ def pipeline_changes(step):
         found.append(Change(f"no gradient goes back over the boundary before layer {i}",
                             after=scaled([i], 1, 0), forward=False))
         if m > 1:
-            found += Crossing(step, i).changes()
+            found += record_crossing(step, i).changes()
     if m > 1:
         found.append(stack_change(step, boundaries))
         for whose, order in orders(m).items():
