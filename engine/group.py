@@ -196,8 +196,7 @@ class Group(group.Group):
         return self.last
 
     def is_running_job(self):
-        """Is the caller a job on this group's thread? (False on a CudaGroup, which has no thread:
-        there an inner collective comes next on the side stream.)"""
+        """Is the caller a job on this group's thread? (CudaGroup: on its side stream?)"""
         return threading.get_ident() == self.worker
 
 
