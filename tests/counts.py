@@ -132,6 +132,11 @@ def on_meta():
         yield
 
 
+def positions_on_a_cpu(x, weight, rows):
+    """positions_of_chunk, for x on a CPU."""
+    return max(1, max(x.size(-1), 256) // rows)
+
+
 def fused_log_likelihood(head, logits, *args):
     """What --compile makes of ChunkedHead.log_likelihood, for counting: one kernel reads the
     logits, for the sum of their exponentials; another reads them and writes the gradient."""
@@ -147,10 +152,10 @@ def count_step(cpu_chunks=False, fused_loss=False, **flags):
     cfg = Config(**{**GPT2, **flags})
     check_layout(cfg, 1)
     mesh = OneOfMany(dp=cfg.dp, ep=1, pp=1, cp=1, tp=cfg.tp)
-    chunk = 0 if cpu_chunks else vocabulary_parallel.CHUNK
+    positions = positions_on_a_cpu if cpu_chunks else vocabulary_parallel.positions_of_chunk
     head = vocabulary_parallel.ChunkedHead
     log_likelihood = fused_log_likelihood if fused_loss else head.log_likelihood
-    with (on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk),
+    with (on_meta(), patch.object(vocabulary_parallel, "positions_of_chunk", positions),
           patch.object(head, "log_likelihood", log_likelihood)):
         trainer = train.Trainer(cfg, mesh, VOCABULARY)
         ids = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.long, device="meta")
