@@ -47,6 +47,7 @@ class CudaGroup(InOrderGroup):
     only after all computation that was posted before."""
 
     is_shared = True  # the host posts all messages, on every rank in one order
+    runs_on_streams = True
     gathers_in_place = True
 
     def __init__(self, *args):
