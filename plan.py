@@ -203,13 +203,13 @@ def main():
     gc.disable()  # a plan makes many objects but no reference cycles: collecting only takes time
     parser = flags()
     args = parser.parse_args()
+    if args.published:
+        from planner.published import main as published_runs
+        return published_runs()
+    if args.measure:
+        from planner.measure import main as measure
+        return measure()
     try:
-        if args.published:
-            from planner.published import main as published_runs
-            return published_runs()
-        if args.measure:
-            from planner.measure import main as measure
-            return measure()
         device, runs, search, rows = searched(args)
     except (ValueError, OSError) as error:
         parser.error(error)

@@ -22,7 +22,6 @@ import json
 import os
 import random
 import re
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -370,14 +369,15 @@ def main():
     parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends this process
     args = parser.parse_args()
     try:
         prepare(**vars(args))
-    except (ValueError, OSError) as error:
-        text = getattr(error, "strerror", None) or str(error)  # an OSError without its number
-        parser.exit(2, "prepare.py: " + text.replace("\n", "\\n") + "\n")
+    except ValueError as error:
+        parser.exit(2, "prepare.py: " + str(error).replace("\n", "\\n") + "\n")
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # where run/ is
+    from run.signals import end_quietly
+    end_quietly()
     main()

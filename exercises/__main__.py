@@ -82,12 +82,15 @@ def test(number, exercise, progress):
     return 0
 
 
+def check_picture(svg):
+    """Fail now, and not after the trainings. ValueError: the file holds something else than a
+    picture. OSError: it cannot be written."""
+    refuse_foreign("--svg", svg, "<svg ")  # a file that begins otherwise is not overwritten
+    Path(svg).touch()
+
+
 def break_all_lines(svg):
-    """Print the table of the wrong lines. If a file is given, svg, write the picture into it.
-    ValueError: the file holds something else than a picture. OSError: it cannot be written."""
-    if svg:
-        refuse_foreign("--svg", svg, "<svg ")  # a file that begins otherwise is not overwritten
-        Path(svg).touch()  # fail now, and not after the trainings, if the file cannot be written
+    """Print the table of the wrong lines. If a file is given, svg, write the picture into it."""
     from exercises.break_it import SEEDS, STEPS, break_all, diffs, outcome_table
     from exercises.panels import panels_svg
     from exercises.wrong_lines import WRONG_LINES
@@ -116,10 +119,12 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints no warnings
     if args.which == "break" and not args.hint:
-        try:
-            break_all_lines(args.svg)
-        except (ValueError, OSError) as error:
-            parser.error(error)
+        if args.svg:
+            try:
+                check_picture(args.svg)
+            except (ValueError, OSError) as error:
+                parser.error(error)
+        break_all_lines(args.svg)
         return
     from exercises.catalogue import EXERCISES
     progress = read_progress(FOLDER)

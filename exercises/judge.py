@@ -248,7 +248,7 @@ def trains(make_mesh, places, sizes, **flags):
     with placed(places):
         got = steps_of(cfg, mesh)
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    for number, (mine, alone) in enumerate(zip(got, want, strict=True)):
+    for number, (mine, alone) in enumerate(zip(got, want, strict=True), start=1):
         full = {tag.name: grad for grad, tag in zip(alone.grads, alone.tags, strict=True)}
         for grad, tag in zip(mine.grads, mine.tags, strict=True):
             part = tag.slice(full[tag.name])

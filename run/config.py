@@ -561,10 +561,12 @@ def note_slow_choices(cfg, local, gpus):
     fits = gpus // per_node * per_node
     if local < fits:
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        replicas = fits // (cfg.tp * cfg.pp * cfg.cp)
+        replicas = nodes * fits // (cfg.tp * cfg.pp * cfg.cp)
         more = f"torchrun --nproc-per-node {fits}" if by_torchrun else f"--dp {replicas}"
+        divides = cfg.batch_size % replicas == 0
         note(f"{local} of this machine's {gpus} GPUs in use; {more} takes "
-             f"{'all' if fits == gpus else fits}")
+             f"{'all' if fits == gpus else fits}"
+             + ("" if divides else f", if {replicas} divides --batch-size"))
     if cfg.dtype == "float32":
         note("--dtype float32: activations and messages take twice the memory of --dtype bfloat16, "
              "and products at least twice the time")

@@ -69,6 +69,8 @@ def export(folder, to):
     if FOLDER.fullmatch(to.name):  # a run would prune it as unfinished
         raise ValueError(f"--to {to} has a checkpoint's name; name another folder")
     part = Path(f"{to}.part")  # renamed once all files are in it
+    if part.exists():
+        raise ValueError(f"{part} is left of an export that was stopped; delete it")
     part.mkdir(parents=True)
     write_weights(part / "model.safetensors", model)
     tokenizer = {}

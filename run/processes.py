@@ -97,7 +97,11 @@ def kill_stopped():
     # before this rank started, or torchrun is process 1 of a container
     if signals.parent <= 1:
         return
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    try:
+        stats = [*Path("/proc").glob("[0-9]*/stat")]
+    except OSError:  # this process may open no more files
+        return
+    for path in stats:
         with suppress(OSError, ValueError):  # the process has gone
             # "PID (NAME) STATE PARENT ...": NAME may have spaces and brackets in it
             state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]

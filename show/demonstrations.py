@@ -25,7 +25,8 @@ def ranks_asked(default):
     """The number of ranks on the command line, or the default."""
     given = sys.argv[1:] or [str(default)]
     if len(given) > 1 or not given[0].isdecimal() or not 0 < int(given[0]) <= 64:
-        print(f"{sys.argv[0]}: say how many ranks, 1 to 64", file=sys.stderr)
+        signals.end_quietly()
+        signals.note(f"{signals.program()}: say how many ranks, 1 to 64")
         sys.exit(2)
     return int(given[0])
 

@@ -384,6 +384,8 @@ MUTANTS = {
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
         ("if part not in WRAPPERS", "", "foreign:wrappers"),
+        ('wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)', "pass",
+         "weights:larger_than_their_file"),
         ("if not param.isfinite().all():", "if False:", "weights:not_finite")],
     "run/timeline.py": [
         ("actions[-1].end - actions[0].start",
@@ -460,7 +462,8 @@ MUTANTS = {
         ("under_nohup = number == signal.SIGHUP and", "under_nohup = False and",
          "faults:second_signal"),
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
-         "faults:second_signal")],
+         "faults:second_signal"),
+        ("    atexit.register(drop_unwritten)\n", "", "accidents:where_stderr_is_full")],
     "data/prepare.py": [
         ("list(dict.fromkeys(text for _, text in sorted(docs)))",
          "[text for _, text in sorted(docs)]", "commands:share_no_text"),
@@ -552,6 +555,7 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path.insert(0, str(HERE))
+    from run.signals import end_quietly
+    end_quietly()
     main()

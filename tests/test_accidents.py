@@ -4,6 +4,7 @@ ours is neither overwritten nor deleted, and a command ends with one line that s
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
 from show import draw, pictures
 from sizes import GPTConfig
-from tests.harness import HERE
+from tests.harness import HERE, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.runs import PLAIN_SCHEDULES, Run, _main, command, flags, one_line
@@ -92,7 +93,8 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
 def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
     with open("/dev/full", "w") as full:
-        for program in ("train.py", "plain.py", "plan.py", "mesh.py", "sample.py"):
+        for program in ("train.py", "plain.py", "plan.py", "mesh.py", "sample.py",
+                        "collectives.py", "data/prepare.py", "tests/mutants.py"):
             done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
                                   stderr=full, timeout=HANG)
             assert done.returncode == 2, program
@@ -111,6 +113,17 @@ def test_torchrun_gets_the_line_and_its_later_attempts_do_not_repeat_it(
     assert stop.value.code == 2 and capsys.readouterr().err == ""
 
 
+@needs_minutes
+def test_torchruns_own_report_begins_and_ends_with_the_line():
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                          "--max-restarts", "1", "train.py", "--typo"], text=True, cwd=HERE,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG)
+    line = "train.py: unrecognized arguments: --typo; --help lists the flags"
+    first, *_, last, _ = run.stdout.splitlines()
+    assert run.returncode == 1 and first == line and last.endswith(f"traceback : {line}")
+    assert sum(text.startswith("train.py: ") for text in run.stdout.splitlines()) == 1
+
+
 def test_ranks_get_the_interpreters_flags(monkeypatch):
     started = []
     monkeypatch.setattr(launch.subprocess, "Popen", lambda args, **more: started.extend(args))
@@ -120,6 +133,12 @@ def test_ranks_get_the_interpreters_flags(monkeypatch):
     launch.start_rank(0, 2, "file:///store")
     assert started[0] == sys.executable and started[-3:] == ["train.py", "--tp", "2"]
     assert "-Werror" in started[1:-3] and "utf8" in started[1:-3]
+    monkeypatch.undo()
+    done = subprocess.run([sys.executable, "-O", "-c", "from run import launch; "
+                           "launch.subprocess.Popen = lambda args, **more: print(args); "
+                           "launch.start_rank(0, 2, '')"],
+                          text=True, capture_output=True, cwd=HERE, timeout=HANG)
+    assert "'-O'" in done.stdout, done
 
 
 def test_checking_the_flags_leaves_no_file_open(corpus, tmp_path):
@@ -150,12 +169,16 @@ def _main_with_few_files(rank, *args):
     """Rank 1 may open no more files once the ranks have met."""
     digest = checkpoint.digest
 
-    def digest_if_files_are_left(*path):
+    def digest_without_files(*path):
         if rank == 1:
-            raise OSError(24, "Too many open files", str(Path(*path)))
+            signals.parent = os.getppid()  # like a rank that torchrun has started
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, most))
         return digest(*path)
 
-    checkpoint.digest = digest_if_files_are_left
+    checkpoint.digest = digest_without_files
     _main(rank, *args)
 
 
@@ -179,7 +202,7 @@ PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "plan.py --help", "s
           "bench.py --help", "-m run.export --help", "-m show.pictures --help",
           "-m experiments.large_batches --help", "-m experiments.eight_ranks --help",
           "schedules.py 1f1b 2 4", "sizes.py",
-          "plan.py --model gpt2 --gpus 2"]
+          "plan.py --model gpt2 --gpus 2", "plan.py --published", "collectives.py 1"]
 
 
 def test_a_reader_that_has_gone_ends_any_program_without_a_word():
@@ -428,6 +451,10 @@ def test_export_overwrites_nothing(trained, tmp_path, capsys, monkeypatch):
     argv = ["export.py", "--out", out, "--to", out / "step-00000004"]
     assert "File exists" in one_line(export.main, argv, capsys, monkeypatch)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (tmp_path / "new.part").mkdir()
+    argv[-1] = tmp_path / "new"
+    assert one_line(export.main, argv, capsys, monkeypatch) == (
+        f"export.py: {tmp_path}/new.part is left of an export that was stopped; delete it\n")
 
 
 def test_a_users_file_in_a_checkpoints_folder_stays(trained, tmp_path):

@@ -208,7 +208,7 @@ def _nested(rank, world):
 
 def test_a_collective_of_collectives_sums_in_the_background_too():
     """It waited for itself once: its caller went on with a tensor that was not summed."""
-    assert pool(2, _nested, 2, timeout=30) == [[[2.0]] * 3] * 2
+    assert pool(2, _nested, 2) == [[[2.0]] * 3] * 2
 
 
 def test_a_work_holds_every_thread_that_waits_for_it():

@@ -42,7 +42,7 @@ from tests.counts import (
     on_meta,
 )
 from tests.harness import HERE
-from tests.pool import pool
+from tests.pool import HANG, pool
 from tests.runs import Run, _main, flags
 
 
@@ -163,12 +163,15 @@ def test_nccls_own_reason_is_kept():
         "3 of this machine's 8 GPUs in use; --dp 2 takes 6"]),
     ({"dtype": "bfloat16", "tp": 3}, 3, 8, True, [
         "3 of this machine's 8 GPUs in use; torchrun --nproc-per-node 6 takes 6"]),
+    ({"dtype": "bfloat16", "dp": 8, "batch_size": 40}, 4, 6, True, [  # two nodes
+        "4 of this machine's 6 GPUs in use; torchrun --nproc-per-node 6 takes all, if 12 divides "
+        "--batch-size"]),
     ({"dtype": "bfloat16", "tp": 2, "pp": 8}, 4, 8, True, [  # four nodes share one replica
         "4 of this machine's 8 GPUs in use; torchrun --nproc-per-node 8 takes all"]),
     ({"dtype": "bfloat16", "dp": 2, "tp": 2}, 4, 6, False, [
-        "4 of this machine's 6 GPUs in use; --dp 3 takes all"]),
+        "4 of this machine's 6 GPUs in use; --dp 3 takes all, if 3 divides --batch-size"]),
     ({"dtype": "bfloat16", "dp": 2, "ep": 2}, 2, 7, False, [
-        "2 of this machine's 7 GPUs in use; --dp 6 takes 6"]),
+        "2 of this machine's 7 GPUs in use; --dp 6 takes 6, if 6 divides --batch-size"]),
     ({"dtype": "bfloat16", "tp": 2}, 2, 3, False, []),
     ({"dtype": "bfloat16"}, 8, 8, False, []),
     ({"dtype": "float32"}, 8, 8, False, [
@@ -228,7 +231,7 @@ def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
 
 
 def test_values_are_computed_three_at_a_time_and_come_in_order():
-    three = threading.Barrier(3, timeout=60)
+    three = threading.Barrier(3, timeout=HANG)
     started = []
 
     def value(x):

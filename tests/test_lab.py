@@ -152,13 +152,18 @@ const lights = all("#grid-table td:nth-child(4)").slice(-1).map((cell) => {
   $("grid-table").dispatchEvent(new PointerEvent("pointerleave"));
   return [cell.textContent.slice(0, 2), on, lit];
 });
+// The address may ask for one figure
+const figures_asked = ["#only=ring", "#only=typo", "#"].map((address) => {
+  from_address(address);
+  return all("section:not([hidden])").length;
+});
 for (const setting of SETTINGS) {
   from_address("#" + setting);
   numbers.push(Object.fromEntries(all("[id]").map((e) => [e.id, e.innerText])));
 }
 AUDIT
 const report = {errors, numbers, audits: audit(), mute: mute.length, tries, trace_lines, pipe,
-                touches, race, lights, moved: inputs.length + presets.length,
+                touches, race, lights, figures_asked, moved: inputs.length + presets.length,
                 requests: performance.getEntriesByType("resource").length};
 document.body.append(make("pre", {id: "report", textContent: JSON.stringify(report)}));
 </script></body>"""
@@ -655,6 +660,8 @@ def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
         "Rank 0, chunk 1: the terms of rank 0"]
     assert report["race"] == ["120 ms", "3 of 6 messages", "3 of 6 messages"]
     assert report["lights"] == [["dp", "dp", None]]
+    ring, *every = report["figures_asked"]  # a name that no figure has asks for none: all stay
+    assert ring == 1 and every == [PAGE.count("<section")] * 2
     for shown, parts in zip(report["numbers"], want, strict=True):
         more = parts["total"] / 80e9
         verdict = "Too large" if more > 1 else "Fits barely" if more > 0.93 else "Fits, and"

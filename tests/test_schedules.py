@@ -6,6 +6,8 @@ import math
 import sys
 import time
 import weakref
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -196,14 +198,30 @@ def test_a_weight_used_twice_gets_both_gradients_when_they_are_deferred():
     close(w.grad, want, "gradient of x @ w @ w")
 
 
-def _traced(rank, cfg):
+class TellsItsWait(timeline.Tracer):
+    """Makes a file once rank 1 has begun to wait for rank 0's data in step 1."""
+
+    told: Path
+
+    @contextmanager
+    def span(self, name, **args):
+        with super().span(name, **args):
+            if self.mesh.rank == 1 and self.step == 1 and "sender" in args:
+                self.told.touch()
+            yield
+
+
+def _traced(rank, cfg, told):
     mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
-    tracer = timeline.Tracer(mesh)
+    tracer = TellsItsWait(mesh)
+    tracer.told = told
     for step in range(2):
         with tracer.at(step):
+            while rank == 0 and step == 1 and not told.exists():
+                time.sleep(0.01)
             if rank == 0 and step == 1:
-                time.sleep(0.5)  # rank 1 is there before, and has a bubble: also if it comes late
+                time.sleep(0.5)  # rank 1 has a bubble of about 0.5 s, however late it comes
             norm, read = trainer.gradients(data.training(cfg, step, mesh))
             trainer.update(norm, 1e-3)
     every = [json.loads(text) for text in all_gather_text(json.dumps(tracer.events), mesh.world)]
@@ -212,7 +230,7 @@ def _traced(rank, cfg):
 
 def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, tmp_path):
     cfg = config(corpus, pp=2, schedule="zb-h1", microbatches=4)
-    (every, (rows, mean)), _ = pool(2, _traced, cfg)
+    (every, (rows, mean)), _ = pool(2, _traced, cfg, tmp_path / "told")
     for events, row in zip(every, rows, strict=True):
         for kind in "FIW":
             done = sorted((e[4]["step"], e[4]["microbatch"]) for e in events if e[0] == kind)

@@ -155,8 +155,8 @@ def _overlap(rank, cfg):
         launched.append(tracer.now())
         launch(bucket)
         # A lane starts when the machine lets it, perhaps after backward. That it can start during
-        # backward is the claim, so backward waits for the first one; 10 s: it can't
-        deadline = time.monotonic() + 10
+        # backward is the claim, so backward waits for the first one; two minutes: it can't
+        deadline = time.monotonic() + 120
         while not reductions_beside_main(tracer.events) and time.monotonic() < deadline:
             time.sleep(0.001)
 
