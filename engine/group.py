@@ -96,6 +96,8 @@ class Group(group.Group):
     # May several names have one group, if their ranks are the same? Here no: a thread of the group
     # posts what was submitted, and the caller's messages must not get between these
     is_shared = False
+    # Do submitted collectives run beside compute, without a thread and without the host waiting?
+    runs_on_streams = False
     gathers_in_place = False  # gloo's all-gather wants input and output apart
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
@@ -196,8 +198,7 @@ class Group(group.Group):
         return self.last
 
     def is_running_job(self):
-        """Is the caller a job on this group's thread? (False on a CudaGroup, which has no thread:
-        there an inner collective comes next on the side stream.)"""
+        """Is the caller a job on this group's thread? (CudaGroup: on its side stream?)"""
         return threading.get_ident() == self.worker
 
 

@@ -60,10 +60,13 @@ def log_share(logits, log_probs, group):
 def gradient_of_logits(log_probs, of_target, local, outside, out):
     """softmax - onehot(target), written into `out` (c, V/T), which may have 16 bits. log_probs
     (c, V/T); of_target (c, 1): log-probability at `local`, the target's column on this rank."""
-    grad = torch.exp(log_probs, out=out)  # the probability p of every word
     # At the target p - 1, from 32 bits: a p of 16 bits may have been rounded to 1 already.
     # If another rank has the target, `local` is 0, and p of word 0 is written over itself.
     of_target = torch.where(outside, of_target.exp(), of_target.expm1())
+    if torch.compiler.is_compiling():  # the compiler would copy all of `grad` to scatter into it
+        words = torch.arange(out.size(-1), device=out.device)
+        return out.copy_(torch.where(words == local, of_target, log_probs.exp()))
+    grad = torch.exp(log_probs, out=out)  # the probability p of every word
     return grad.scatter_(-1, local, of_target.to(grad.dtype))
 
 
@@ -98,6 +101,21 @@ def tokens_of_chunk(x, weight):
     return max(tokens, CHUNK // (weight.size(0) * x.element_size()))
 
 
+def positions_of_chunk(x, weight, rows):
+    """How many of x's positions ChunkedLoss takes at a time, of `rows` sequences together. On a GPU
+    all chunks are equally long if some number in the upper half of what is allowed divides the
+    length: --compile compiles for one shape, and products have whole tiles. If none does (a prime
+    length), the chunks are as even as they can be. GPT-2, 16 sequences of 1024 tokens: 8 chunks of
+    128 positions, where 6 of 166 and one of 28 would do."""
+    most = max(1, tokens_of_chunk(x, weight) // rows)
+    if x.device.type == "cpu":
+        return most
+    length = x.size(1)
+    even = [n for n in range(most // 2 + 1, most + 1) if length % n == 0]
+    num_chunks = -(-length // most)
+    return even[-1] if even else -(-length // num_chunks)
+
+
 class ChunkedLoss(torch.autograd.Function):
     """Product with lm_head and cross-entropy, over chunks of tokens: for each chunk its logits,
     then at once their loss and gradient. Forward saves the gradients of x and weight. Backward only
@@ -122,7 +140,7 @@ class ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if weight_trained else None
         # A chunk: n positions of each part, in the order in which region.enter() gathers them:
         # c = parts * B * n tokens
-        n = max(1, tokens_of_chunk(x, weight) // (B * parts))
+        n = positions_of_chunk(x, weight, B * parts)
         for i in range(0, length, n):
             wanted = targets[:, :, i : i + n].flatten()  # (c,)
             # padding tokens: no word of any rank, so no loss; zero inputs, so no gradient

@@ -1,7 +1,7 @@
 """ZeRO as train.py runs it: three differences to the DDP of engine/ddp.py, each a class.
 
     ZeRO1    new weights are all-gathered while the next forward begins
-    ZeRO2    one full gradient at a time: a layer's is reduced while backward goes on
+    ZeRO2    one full gradient at a time (on GPUs two): a layer's is reduced while backward goes on
     ZeRO3    a layer's weights are gathered while the layer before it computes
 
 A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
@@ -70,9 +70,10 @@ class ZeRO1(DDP):
 
 class ZeRO2(ZeRO1):
     """Shards gradients too: reduce-scatters each microbatch's, layer by layer, and adds this rank's
-    shard of the sum to grad_shard. At most one layer's full gradient exists at a time. Exceptions:
-    the tied embedding's, from its first use in backward to its second; and, under zero bubble,
-    those that wait in param.grad (see collect)."""
+    shard of the sum to grad_shard. At most one layer's full gradient exists at a time, on a GPU
+    two: one is reduced while the next fills. Exceptions: the tied embedding's, from its first use
+    in backward to its second; and, under zero bubble, those that wait in param.grad (see collect).
+    """
 
     zero = 2
     every_microbatch = True
@@ -109,10 +110,12 @@ class ZeRO2(ZeRO1):
         """The bucket's full gradient, for move() to copy into. It lives until it is reduced.
 
         The bucket may have none, or only that of an earlier microbatch, which is still being
-        reduced. Then keep_shard() ends the pending reduction, of any bucket, and frees the gradient
-        that was reduced; and a new gradient is made, without values."""
+        reduced. Then a new gradient is made, without values. Before that keep_shard() ends the
+        pending reduction, of any bucket, and frees the gradient that was reduced. (On a GPU the
+        reduction of another bucket goes on until launch().)"""
         if bucket.grad is None or bucket is self.reducing:
-            self.keep_shard()
+            if bucket is self.reducing or not bucket.group.runs_on_streams:
+                self.keep_shard()
             bucket.grad = bucket.grad_shard.new_empty(bucket.numel)
             self.lacking.update(bucket.params)
         return bucket.grad

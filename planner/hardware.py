@@ -3,7 +3,7 @@ fractions of a data sheet's figures. The fractions are fitted to published runs,
 `python plan.py --published` prints.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sizes import GPTConfig, LlamaConfig
 
@@ -49,16 +49,33 @@ DEVICES = {
 }
 
 
+# (words in the name that CUDA gives, name of the device, what differs): the first row counts whose
+# words are all there. What differs is from the data sheets of cards that are slower than SXM
+CARDS = (
+    (("h200", "nvl"), "h200", {"tflops": 835}),
+    (("h200",), "h200", {}),
+    (("h100", "nvl"), "h100", {"tflops": 835, "gb": 94, "hbm": 3900}),
+    (("h100", "pcie"), "h100", {"tflops": 756, "hbm": 2000}),
+    (("h100",), "h100", {}),
+    (("a100", "80gb", "pcie"), "a100-80", {"hbm": 1935}),
+    (("a100", "80gb"), "a100-80", {}),
+    (("a100",), "a100-40", {}),
+    (("v100", "pcie"), "v100", {"tflops": 112}),
+    (("v100",), "v100", {}))
+
+
+def card(gpu):
+    """(name in DEVICES, Device) of a GPU by the name that CUDA gives; ("", None) if unknown."""
+    for words, name, different in CARDS:
+        if all(word in gpu.lower() for word in words):
+            return name, replace(DEVICES[name], **different)
+    return "", None
+
+
 def peak_flops(gpu):
     """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
-    # Cards that are slower than SXM, with tflops from their own data sheets. They come first,
-    # because "NVIDIA H100 PCIe" has "h100" in it, too
-    known = {"h100 pcie": 756, "nvl": 835, "v100-pcie": 112}
-    known.update((name.split("-")[0], device.tflops) for name, device in DEVICES.items())
-    for name, tflops in known.items():
-        if name in gpu.lower():
-            return 1e12 * tflops
-    return 0.0
+    _, device = card(gpu)
+    return 1e12 * device.tflops if device else 0.0
 
 
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):

@@ -334,7 +334,7 @@ def work_buffers(job, layout, part):
     # An activation and a gradient that arrive, and one of each that leaves
     messages = 4 * n * h * w / (T if layout.sp else 1) if layout.pp > 1 else 0
     # engine/zero.py holds one layer's whole gradient at a time; a test measures that on a CPU. On a
-    # GPU, where the host does not wait, count two. ZeRO-3: two layers' whole weights, too
+    # GPU two, because one is reduced while the next fills. ZeRO-3: two layers' whole weights, too
     per_parameter = {0: 0, 1: 0, 2: 2 * gw, 3: 2 * gw + 2 * w}[layout.zero]
     whole_layers = per_parameter * largest_layer(job, layout, part)
     return max(logits, gradients) + messages + whole_layers

@@ -1,10 +1,10 @@
 """Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
-(data/prepare.py, tests/mutants.py and tests/first_gpu.py make parsers of their own.)
+(data/prepare.py and tests/mutants.py make parsers of their own.)
 
-Here too: the flags of sample.py, run/export.py, run/doctor, bench.py and experiments/. These
-programs read their flags before they import torch, so that --help and a wrong flag do not wait for
-torch. This file can be imported without torch; the files with their main() functions cannot. The
-flags of train.py and plain.py: run/config.py.
+Here too: the flags of sample.py, run/export.py, run/doctor, bench.py, tests/first_gpu.py and
+experiments/. These programs read their flags before they import torch, so that --help and a wrong
+flag do not wait for torch. This file can be imported without torch; the files with their main()
+functions cannot. The flags of train.py and plain.py: run/config.py.
 """
 
 import argparse
@@ -58,6 +58,12 @@ def bench_flags(description):
     parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--gpu", action="store_true", help="only the rows for one GPU")
+    return parser
+
+
+def first_gpu_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
     return parser
 
 

@@ -2,6 +2,7 @@
 tensors have shapes and no memory.
 
     counts = count_step(n_layer=12, batch_size=16)      {operation: (kernels, bytes)}
+    python -m tests.counts                              changes of the engine, before and after
 
 An operation of torch that computes is a kernel here. It reads each of its arguments once, and
 writes its results once: what it changes in place is read and written. On a GPU a few operations are
@@ -10,7 +11,7 @@ two or three kernels, and --compile puts several into one.
 
 import math
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from engine import vocabulary_parallel
 from engine.dropout import Dropout
 from engine.group import Group, Work
 from engine.mesh import Mesh
+from engine.zero import ZeRO2
 from run.config import Config, check_layout
 
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
@@ -132,6 +134,11 @@ def on_meta():
         yield
 
 
+def positions_on_a_cpu(x, weight, rows):
+    """positions_of_chunk, for x on a CPU."""
+    return max(1, max(x.size(-1), 256) // rows)
+
+
 def fused_log_likelihood(head, logits, *args):
     """What --compile makes of ChunkedHead.log_likelihood, for counting: one kernel reads the
     logits, for the sum of their exponentials; another reads them and writes the gradient."""
@@ -141,20 +148,88 @@ def fused_log_likelihood(head, logits, *args):
 
 
 @cache
-def count_step(cpu_chunks=False, fused_loss=False, **flags):
+def count_step(cpu_chunks=False, fused_loss=False, in_place=False, **flags):
     """The Counting of one step of rank 0: gradients and update. cpu_chunks: the loss takes as
-    many tokens at a time as on a CPU. fused_loss: by fused_log_likelihood."""
+    many tokens at a time as on a CPU. fused_loss: by fused_log_likelihood. in_place: collectives
+    gather in place, like NCCL's."""
     cfg = Config(**{**GPT2, **flags})
     check_layout(cfg, 1)
     mesh = OneOfMany(dp=cfg.dp, ep=1, pp=1, cp=1, tp=cfg.tp)
-    chunk = 0 if cpu_chunks else vocabulary_parallel.CHUNK
+    positions = positions_on_a_cpu if cpu_chunks else vocabulary_parallel.positions_of_chunk
     head = vocabulary_parallel.ChunkedHead
     log_likelihood = fused_log_likelihood if fused_loss else head.log_likelihood
-    with (on_meta(), patch.object(vocabulary_parallel, "CHUNK", chunk),
+    with (on_meta(), patch.object(Group, "gathers_in_place", in_place),
+          patch.object(vocabulary_parallel, "positions_of_chunk", positions),
           patch.object(head, "log_likelihood", log_likelihood)):
         trainer = train.Trainer(cfg, mesh, VOCABULARY)
-        ids = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.long, device="meta")
+        local = cfg.batch_size // cfg.dp
+        ids = torch.empty(local, cfg.block_size, dtype=torch.long, device="meta")
         with Counting() as counting:
             norm, _ = trainer.gradients([(ids, ids, 0)])
             trainer.update(norm, cfg.lr)
     return counting
+
+
+# ---- changes of the engine, before and after ----
+
+
+def add_in_three(grad_weight, grad, inputs):
+    """add_weight_gradient as a CPU does it in 16 bits."""
+    power = 2.0 ** len(inputs).bit_length()
+    grad_weight.add_(grad.t() @ (inputs / power), alpha=power)
+
+
+def norms_one_by_one(tensors, order, dtype=None):
+    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
+
+
+def full_of_zeros(reducer, bucket, full_gradient=ZeRO2.full_gradient):
+    given = bucket.grad
+    grad = full_gradient(reducer, bucket)
+    return grad if grad is given else grad.zero_()
+
+
+def add_to_zeros(reducer, param, bucket):
+    into = bucket.view(reducer.full_gradient(bucket), param)
+    reducer.lacking.remove(param)
+    into.add_(param.grad)
+    param.grad = None
+
+
+CHANGES = {  # name: (flags, how it was before: flags, or a context)
+    "the loss in chunks of 256 MB": ({}, {"cpu_chunks": True}),
+    "gradient of the matrix summed in 32 bits by one product": (
+        {}, patch.object(vocabulary_parallel, "add_weight_gradient", add_in_three)),
+    "--compile: the loss in two kernels": ({"fused_loss": True}, {"fused_loss": False}),
+    "LAMB: norms of a bucket in one kernel": (
+        {"optimizer": "lamb"}, patch.object(torch, "_foreach_norm", norms_one_by_one)),
+    "ZeRO-2: first gradients copied, not added to zeros": (
+        {"zero": 2}, patch.multiple(ZeRO2, full_gradient=full_of_zeros, move=add_to_zeros)),
+    "ZeRO-1, 8 ranks: weights gathered in place": (
+        {"zero": 1, "dp": 8, "batch_size": 128, "in_place": True}, {"in_place": False})}
+
+
+def count_change(name):
+    """(the Counting before, the Counting after) of one of CHANGES."""
+    flags, before = CHANGES[name]
+    context = nullcontext()
+    if isinstance(before, dict):
+        flags_before = {**flags, **before}
+    else:
+        context, flags_before = before, flags
+    with context:
+        # not from the cache, which knows no contexts
+        counted_before = count_step.__wrapped__(**flags_before)
+    return counted_before, count_step(**flags)
+
+
+def main():
+    print(f"{'kernels before':>14}{'after':>7}{'GB before':>11}{'after':>7}   change")
+    for name in CHANGES:
+        before, after = count_change(name)
+        print(f"{before.num_kernels:14,}{after.num_kernels:7,}{before.gigabytes():11.2f}"
+              f"{after.gigabytes():7.2f}   {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

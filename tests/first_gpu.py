@@ -5,22 +5,31 @@
 
 In order: what GPT-2 should reach, by arithmetic; the GPU's tests; GPT-2 trained by train.py, with
 and without --compile; one step's kernels beside those counted on meta tensors; memory of dp 2 tp 2
-pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next part runs.
+pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next part runs; the exit
+code is then 1.
 """
 
-import argparse
+from run.command import first_gpu_flags
+from run.signals import end_quietly
+
+if __name__ == "__main__":
+    end_quietly()
+    first_gpu_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
 
 import train
-from planner.hardware import DEVICES, peak_flops
+from planner.hardware import DEVICES, card, peak_flops
 from planner.published import ATTENTION as ATTENTION_SPEED
 from run.config import Config, check_layout
 from sizes import GPTConfig
@@ -33,18 +42,25 @@ SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size"
 MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "microbatches", "dtype")
 N_PARAMETERS = 124_439_808  # those of GPT-2, without rows that pad the vocabulary
 GAP = 1.5e-6  # seconds from the end of a kernel to the full speed of the next kernel; assumed
-KINDS = {  # part of a kernel's name -> kind of the kernel; the first part that fits counts
-    "flash": "attention", "fmha": "attention", "sdpa": "attention", "gemm": "products",
-    "nvjet": "products", "cutlass": "products", "sm90": "products", "mm": "products",
-    "nccl": "messages", "Memcpy": "copies", "Memset": "copies", "adam": "AdamW",
-    "layer_norm": "LayerNorm", "softmax": "loss", "triton": "compiled"}
+# Part of a kernel's name, in lower case -> kind of the kernel; the first part that fits counts
+KINDS = {
+    "triton": "compiled", "nccl": "messages", "memcpy": "copies", "memset": "copies",
+    "flash": "attention", "fmha": "attention", "sdpa": "attention", "adam": "AdamW",
+    "gamma": "LayerNorm", "layer_norm": "LayerNorm", "softmax": "loss", "gemm": "products",
+    "nvjet": "products", "cutlass": "products", "sm90": "products", "splitk": "products",
+    "mm": "products"}
+
+
+FAILED = "failed, exit code"  # how a line begins, below the output of a command
 
 
 def run(*words):
-    """The lines that a command of this repository prints, to stdout and stderr."""
+    """The lines that a command of this repository prints, to stdout and stderr; and a last line, if
+    it fails."""
     done = subprocess.run([sys.executable, *map(str, words)], cwd=HERE, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return done.stdout.splitlines()
+    failed = [f"{FAILED} {done.returncode}"] if done.returncode else []
+    return done.stdout.splitlines() + failed
 
 
 def indented(lines):
@@ -54,10 +70,9 @@ def indented(lines):
 # ---- what GPT-2 should reach ----
 
 
-def expectation(name):
+def expectation(name, device):
     """[(part, milliseconds without --compile, milliseconds with it, their arithmetic)] of a step of
-    GPT-2 on a device of the planner."""
-    device = DEVICES[name]
+    GPT-2 on a Device of the planner. name: the device's in DEVICES."""
     # Of what --compile saves only the loss is counted. --compile also joins residual sums with
     # LayerNorms, which is not counted: so it should save more than this
     plain, compiled = count_step(), count_step(fused_loss=True)
@@ -91,20 +106,22 @@ def expectation(name):
 def expected(gpu):
     """The lines of the arithmetic, for the card of this name or, if the planner does not know it,
     for an H200."""
-    known = next((key for key in DEVICES if key.split("-")[0] in gpu.lower()), "h200")
+    name, device = card(gpu)
+    if not device:
+        name, device = "h200", DEVICES["h200"]
     tokens = GPT2["batch_size"] * GPT2["block_size"]
-    parts = expectation(known)
+    parts = expectation(name, device)
     plain = sum(ms for _, ms, _, _ in parts)
     compiled = sum(ms for _, _, ms, _ in parts)
     flops = GPTConfig().flops_per_token(N_PARAMETERS) * tokens
-    least = 1e3 * flops / (DEVICES[known].tflops * 1e12)
+    least = 1e3 * flops / (device.tflops * 1e12)
     rates = f"{tokens / plain * 1e3:,.0f} and {tokens / compiled * 1e3:,.0f} tokens/s"
     rows = [*parts, ("together", plain, compiled, rates),
             ("at the peak", least, least,
              f"{flops / 1e12:.1f} TFLOP: 6 Psi + 12 L C S per token, the count of train.py's MFU")]
     lines = [f"{'ms':12}{'without':>8}{'--compile':>11}"]
     lines += [f"{what:12}{ms:8.1f}{with_it:11.1f}   {how}" for what, ms, with_it, how in rows]
-    lines += [f"{'so MFU':12}{least / plain:8.0%}{least / compiled:11.0%}   on {known}, if no "
+    lines += [f"{'so MFU':12}{least / plain:8.0%}{least / compiled:11.0%}   on {name}, if no "
               "kernel waits for the host"]
     return lines
 
@@ -157,15 +174,38 @@ def training(dry):
     return indented(lines)
 
 
+@contextmanager
+def started(ranks):
+    """A Pool of ranks, which ends with all of its memory."""
+    pool = Pool()
+    pool.start(ranks)
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
 def kind_of_kernel(name):
-    return next((kind for part, kind in KINDS.items() if part in name), "elementwise and others")
+    return next((kind for part, kind in KINDS.items() if part in name.lower()),
+                "elementwise and others")
 
 
-def kernels(dry):
-    """One step's kernels by kind, from torch's profiler."""
-    cuda = torch.cuda.is_available()
-    cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu"})
-    check_layout(cfg, world=1)
+def table_of_kernels(events, device):
+    """{kind: (kernels, milliseconds)} of the profiler's events that ran on the device. (On a GPU
+    there are events of the host, too: cudaLaunchKernel.)"""
+    table = {}
+    for event in events:
+        if event.device_type == device:
+            kind = kind_of_kernel(event.key)
+            count, ms = table.get(kind, (0, 0.0))
+            spent = (event.self_cpu_time_total if device == DeviceType.CPU else
+                     event.self_device_time_total)
+            table[kind] = count + event.count, ms + spent / 1e3
+    return table
+
+
+def kernels_of_a_step(rank, cfg, warm_up):
+    """table_of_kernels of one step, after warm_up steps."""
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCABULARY)
     ids = torch.randint(VOCABULARY, (cfg.batch_size, cfg.block_size), device=cfg.device)
 
@@ -174,17 +214,23 @@ def kernels(dry):
         trainer.update(norm, cfg.lr)
         read()
 
-    for _ in range(1 if dry else 5):
+    for _ in range(warm_up):
         step()
+    cuda = cfg.device == "cuda"
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
         step()
-    table = {}
-    for event in profiler.key_averages():
-        kind = kind_of_kernel(event.key)
-        count, ms = table.get(kind, (0, 0.0))
-        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
-        table[kind] = count + event.count, ms + spent / 1e3
+    return table_of_kernels(profiler.key_averages(), DeviceType.CUDA if cuda else DeviceType.CPU)
+
+
+def kernels(dry):
+    """One step's kernels by kind, from torch's profiler, in a process of their own: its allocator
+    keeps memory, which memory() would count."""
+    cuda = torch.cuda.is_available()
+    cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu"})
+    check_layout(cfg, world=1)
+    with started(1) as pool:
+        table, = pool(1, kernels_of_a_step, cfg, 1 if dry else 5)
     lines = [f"{'':24}{'kernels':>8}{'ms':>8}"]
     for kind, (count, ms) in sorted(table.items(), key=lambda row: -row[1][1]):
         lines.append(f"{kind:24}{count:8}{ms:8.1f}")
@@ -193,6 +239,14 @@ def kernels(dry):
                  f"{counting.gigabytes():.0f} GB, {counting.gigabytes(but=PRODUCTS):.0f} without "
                  "the products")
     return indented(lines)
+
+
+def bytes_in_use():
+    """Bytes of the card that are in use, by any process; 0 without a card."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def memory_of_a_rank(rank, cfg):
@@ -204,30 +258,26 @@ def memory_of_a_rank(rank, cfg):
         norm, read = trainer.gradients([(ids, ids, 0)] * cfg.microbatches)
         trainer.update(norm, cfg.lr)
         read()
-    if not torch.cuda.is_available():
-        return 0, 0
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_reserved(), total - free
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+    return reserved, bytes_in_use()
 
 
 def memory(dry):
-    """Eight ranks on one card: bytes that torch's allocators hold, and bytes in use on the card.
-    The difference is CUDA's own and NCCL's."""
+    """Eight ranks on one card: bytes that torch's allocators hold, and bytes in use on the card,
+    without those in use before. The difference is CUDA's own and NCCL's."""
     cuda = torch.cuda.is_available()
     cfg = Config(**{**GPT2, **(SMALL if dry else {}), "device": "cuda" if cuda else "cpu", "dp": 2,
                     "tp": 2, "pp": 1 if dry else 2, "microbatches": 2})
     cfg.collectives = "native" if cuda else "ring"
     ranks = check_layout(cfg, world=1)  # from one process, which starts the ranks itself
-    pool = Pool()
-    pool.start(ranks)
-    try:
+    before = bytes_in_use()  # this process's own, and maybe another program's
+    with started(ranks) as pool:
         held = pool(ranks, memory_of_a_rank, cfg)
-    finally:
-        pool.stop()
     reserved = sum(bytes_ for bytes_, _ in held) / 1e9
-    used = max(bytes_ for _, bytes_ in held) / 1e9
+    used = (max(bytes_ for _, bytes_ in held) - before) / 1e9
     return indented([f"{ranks} ranks: torch {reserved:.2f} GB, the card {used:.2f} GB, so "
-                     f"{(used - reserved) / ranks:.2f} GB of CUDA and NCCL per rank"])
+                     f"{(used - reserved) / ranks:.2f} GB of CUDA and NCCL per rank",
+                     "(ranks of one card talk over sockets: over NVLink NCCL's buffers differ)"])
 
 
 def bench(dry):
@@ -242,23 +292,26 @@ PARTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
+    parser = first_gpu_flags(__doc__)
     args = parser.parse_args()
     if not (args.dry or torch.cuda.is_available()):
-        parser.exit(2, "first_gpu.py: there is no GPU here; --dry runs without\n")
+        parser.error("there is no GPU here; --dry runs without")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     pretence = " A dry run: its figures mean nothing." if args.dry else ""
     print(f"## On a GPU\n\n`python -m tests.first_gpu` on {name}, torch {torch.__version__}."
           f"{pretence}\n\nExpected of GPT-2 with 16 x 1024 tokens in bfloat16, by arithmetic:")
     print("\n".join(indented(expected(name))))
+    failed = False
     for title, part in PARTS.items():
         print(f"### {title}", flush=True)
         try:
-            print("\n".join(part(args.dry)), flush=True)
+            lines = part(args.dry)
+            print("\n".join(lines), flush=True)
+            failed |= any(line.strip().startswith(FAILED) for line in lines)
         except Exception as error:
             print(f"\nFailed: {type(error).__name__}: {error}\n", flush=True)
+            failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
 
 PROGRAMS = ["sample.py", "bench.py", "mesh.py", "plan.py", "schedules.py", "sizes.py",
             "-m run.export", "-m show.pictures", "-m experiments.large_batches",
-            "-m experiments.eight_ranks", "data/prepare.py", "tests/mutants.py"]
+            "-m experiments.eight_ranks", "-m tests.first_gpu", "data/prepare.py",
+            "tests/mutants.py"]
 
 
 def run_all(commands, **more):

@@ -94,7 +94,7 @@ def _near_float64(corpus, dtype, tolerance, **flags):
 @pytest.mark.parametrize("dtype,tolerance", [
     ("float32", 1e-6), ("bfloat16", 0.015), ("float16", 0.002)])
 @pytest.mark.parametrize("flags", [
-    {}, {"cp": 2}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 4, "recompute": True},
+    {}, {"cp": 2}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 4, "recompute": True, "block_size": 16},
     {"cp": 2, "cp_attention": "all-to-all"}, {"cp": 2, "collectives": "native"},
     {"dp": 2, "zero": 3, "grad_dtype": "float32"}, {"pp": 2, "microbatches": 3}], ids=str)
 def test_cuda_in_32_and_16_bits_is_near_float64(corpus, dtype, tolerance, flags):

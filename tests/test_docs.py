@@ -75,6 +75,7 @@ LONG = {  # {command: what is compared}
     "python train.py": "600 steps: with FULL=1; else what its last line says of the corpus",
     "python -m experiments.large_batches --out large-batches --svg large-batches":
         "19 trainings: what the program prints, given the results on the page",
+    "python -m tests.counts": "test_each_change_is_counted_as_the_page_says: four of its rows",
     "python plan.py --measure": "figures of the machine: which flags are printed",
     "python -m exercises break --svg pictures/wrong-lines.svg":
         "test_wrong_lines.py runs two steps of each row; with FULL=1 all, and the picture",
@@ -83,9 +84,12 @@ LONG = {  # {command: what is compared}
     "--warmup-tokens 500000 | grep rate": "large batches: the lines before the first step"}
 OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which test has it}}
     "README.md": {"row                        n": "test_readme_has_rows_of_the_bench"},
-    "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM"},
+    "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM",
+                               "    --master-addr": "its end, for another model"},
     "docs/long-sequences.md": {"without --sp   row -> all-reduce": "a picture"},
-    "docs/measured.md": {"     S                N = 1": "times, rearranged by hand"},
+    "docs/measured.md": {
+        "     S                N = 1": "times, rearranged by hand",
+        "ms           without": "test_what_gpt2_should_reach_is_the_pages_arithmetic"},
     "docs/pipelines.md": {"bubble = (P-1) / (m + P-1)": "a formula"},
     "docs/runs-that-survive.md": {
         "out/step-00000600/model": "test_a_checkpoint_has_the_files_that_are_listed",

@@ -2,9 +2,12 @@
 that are printed."""
 
 import gc
+import io
+import math
 import os
 import re
 import threading
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,20 +15,32 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 
+import bench
 import train
 from engine.collectives import all_gather
-from engine.group import CommunicationError, Group, naming
+from engine.group import CommunicationError, Group, Work, naming
 from engine.mesh import Mesh, connection_options
 from engine.nccl_group import CudaGroup
-from engine.vocabulary_parallel import add_weight_gradient
+from engine.vocabulary_parallel import ChunkedHead, add_weight_gradient, positions_of_chunk
+from engine.zero import ZeRO2
+from planner.hardware import peak_flops
 from races import gpu
 from run import launch, processes
 from run.ahead import compute_ahead, threads_per_rank
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of
 from tests import first_gpu
-from tests.counts import GPT2, VOCABULARY, OneOfMany, count_step, on_meta
+from tests.counts import (
+    CHANGES,
+    GPT2,
+    PRODUCTS,
+    VOCABULARY,
+    OneOfMany,
+    count_step,
+    on_meta,
+)
 from tests.harness import HERE
 from tests.pool import HANG, pool
 from tests.runs import Run, _main, flags
@@ -277,10 +292,10 @@ def test_a_run_that_resumes_draws_no_values(resume, draws):
 
 
 def test_the_loss_of_gpt2_takes_a_fifth_of_the_kernels_and_fewer_bytes_in_large_chunks():
-    """16 x 1024 tokens: 7 chunks of 256 MB of logits, where a CPU takes 22 of 768 tokens."""
+    """16 x 1024 tokens: 8 chunks of 2048 tokens, where a CPU takes 22 of 768."""
     large, small = count_step(), count_step(cpu_chunks=True)
-    assert (large.num_kernels, small.num_kernels) == (772, 1177)
-    assert 68 < large.gigabytes() < 68.1 and 74.9 < small.gigabytes() < 75.1
+    assert (large.num_kernels, small.num_kernels) == (799, 1177)
+    assert 68.4 < large.gigabytes() < 68.6 and 74.9 < small.gigabytes() < 75.1
 
 
 def _gradient_of_the_matrix(rank, narrow):
@@ -311,9 +326,9 @@ def test_a_gpu_sums_the_gradient_of_the_matrix_in_32_bits(narrow):
 
 
 def test_a_chunks_gradient_of_the_matrix_is_one_kernel():
-    """A product of 16 bits that adds to 32. In three (inputs / power, product, sum) GPT-2's 7
-    chunks took 14 kernels and 1.1 GB more."""
-    assert count_step().kernels["addmm"] == 4 * 12 + 7
+    """A product of 16 bits that adds to 32. In three (inputs / power, product, sum) GPT-2's 8
+    chunks would take 16 kernels and 1.3 GB more."""
+    assert count_step().kernels["addmm"] == 4 * 12 + 8
 
 
 def test_uncompiled_the_loss_passes_over_its_logits_ten_times_where_three_would_do():
@@ -321,6 +336,111 @@ def test_uncompiled_the_loss_passes_over_its_logits_ten_times_where_three_would_
     saved = count_step().gigabytes() - count_step(fused_loss=True).gigabytes()
     logits = 2 * 16 * 1024 * 50304 / 1e9
     assert 6.9 * logits < saved < 7.1 * logits
+
+
+def test_the_chunks_of_a_gpu_have_one_shape_where_the_length_allows_it():
+    """Else --compile would compile the loss twice. On a CPU as many positions as tokens allow."""
+    weight = torch.empty(50304, 768, dtype=torch.bfloat16, device="meta")
+
+    def positions(sequences, length, device="meta"):
+        x = torch.empty(sequences, length, 1, device=device).to(torch.bfloat16)
+        return positions_of_chunk(x.expand(-1, -1, 768), weight, sequences)
+
+    assert positions(16, 1024) == 128  # 8 chunks: 166 would do
+    assert positions(1, 1024) == 1024 and positions(2, 5000) == 1250  # at most 2668, 1334
+    assert positions(16, 1021) == 146  # a prime: 6 chunks of 146 and one of 145
+    assert positions(4000, 7) == 1
+    assert positions(16, 1024, "cpu") == 48
+
+
+class Enough(Exception):
+    """Ends a compilation before the C++ compiler, which would take long."""
+
+
+def _passes_of_the_compiled_loss(rank):
+    """How often torch's compiler reads or writes all logits in ChunkedHead.log_likelihood, as it
+    plans its kernels for a CPU."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+    codegen, moved = GraphLowering.codegen, []
+
+    def plan(graph):
+        codegen(graph)
+        moved.append(graph.count_bytes()[0])
+        raise Enough
+
+    head = ChunkedHead(SimpleNamespace(ln_f=None, lm_head=None),
+                       SimpleNamespace(group=SimpleNamespace(size=1)))
+    logits = torch.randn(4, 50304).bfloat16()
+    local = torch.zeros(4, 1, dtype=torch.long)
+    with (patch.object(GraphLowering, "codegen", plan), pytest.raises(Exception, match="Enough"),
+          config.patch(fx_graph_cache=False)):
+        torch.compile(head.log_likelihood)(logits, local, local.bool(), VOCABULARY, True)
+    return moved[0] / logits.nbytes
+
+
+def test_compiled_the_loss_reads_its_logits_for_two_sums_and_writes_them_once():
+    """Two passes for the logsumexp (one on a GPU, where the compiler finds largest and sum
+    together), and one that reads the logits and writes their gradient. With scatter_, which the
+    compiler turns into a copy of all, it was 8 passes."""
+    passes, = pool(1, _passes_of_the_compiled_loss)
+    assert 4 <= passes < 4.01
+
+
+def test_on_a_gpu_zero_2_reduces_a_layers_gradient_while_the_next_one_fills():
+    """On a CPU, where the host would have to be there to end it, one full gradient exists."""
+    for on_streams, left in ((False, 0), (True, 1)):
+        reducer = object.__new__(ZeRO2)
+        shard = torch.zeros(2)
+        reduced, filling = (SimpleNamespace(
+            grad=grad, grad_shard=shard, own=slice(2), numel=4, params=["w"],
+            group=SimpleNamespace(runs_on_streams=on_streams)) for grad in (torch.ones(4), None))
+        reducer.reducing, reducer.works, reducer.lacking = reduced, [Work()], set()
+        assert reducer.full_gradient(filling).numel() == 4 and reducer.lacking == {"w"}
+        assert len(reducer.works) == left and shard.tolist() == [1.0 - left] * 2
+        assert (reduced.grad is None) == (not on_streams)
+        reducer.reducing, reducer.works = filling, [Work()]
+        reducer.full_gradient(filling)  # of the next microbatch: its own reduction must end
+        assert reducer.works == []
+
+
+def page_of_counts():
+    """The lines that docs/measured.md has below `python -m tests.counts`."""
+    page = (HERE / "docs/measured.md").read_text()
+    return page.partition("    python -m tests.counts\n\n")[2].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("name", [
+    "the loss in chunks of 256 MB", "--compile: the loss in two kernels",
+    "LAMB: norms of a bucket in one kernel", "ZeRO-2: first gradients copied, not added to zeros"])
+def test_each_change_is_counted_as_the_page_says(name):
+    """Of some changes only the state after them, which other tests count, too."""
+    flags, before = CHANGES[name]
+    after = count_step(**flags)
+    line, = (line.split() for line in page_of_counts().splitlines() if line.endswith(name))
+    assert line[1] == f"{after.num_kernels:,}" and line[3] == f"{after.gigabytes():.2f}"
+    if isinstance(before, dict):
+        before = count_step(**{**flags, **before})
+        assert line[0] == f"{before.num_kernels:,}" and line[2] == f"{before.gigabytes():.2f}"
+    assert int(line[0].replace(",", "")) > int(line[1].replace(",", ""))
+    assert float(line[2]) > float(line[3]) - 0.005
+
+
+def test_what_gpt2_should_reach_is_the_pages_arithmetic():
+    """Without this repository's formulas: 989 TFLOP/s, 4800 GB/s, 124,439,808 parameters."""
+    lines = first_gpu.expected("NVIDIA H200")
+    assert "\n".join(f"    {line}" for line in lines) in (HERE / "docs/measured.md").read_text()
+    tokens, (plain, compiled) = 16 * 1024, (count_step(), count_step(fused_loss=True))
+    products = 1e3 * 6 * 124_439_808 * tokens / (0.78 * 989e12)
+    attention = 1e3 * 6 * 12 * 768 * 1024 * tokens / (0.38 * 989e12)
+    peak = 1e3 * (6 * 124_439_808 + 12 * 12 * 768 * 1024) * tokens / 989e12
+    for column, counting in ((1, plain), (2, compiled)):
+        moved = counting.gigabytes(but=(*PRODUCTS, *first_gpu.ATTENTION)) / (0.66 * 4.8)
+        want = [products, attention, moved, 1.5e-3 * counting.num_kernels]
+        rows = [re.split(r" {2,}", line) for line in lines[1:]]
+        got = [float(row[column]) for row in rows[:6]]
+        assert got == pytest.approx([*want, sum(want), peak], abs=0.15), rows
+        assert rows[6][column] == f"{peak / sum(want):.0%}", rows
 
 
 def test_sequence_parallelism_reorders_only_what_attention_needs():
@@ -355,28 +475,30 @@ def test_recompute_keeps_no_state_of_random_generators(monkeypatch):
 
 
 def lines_of_the_page():
-    """[(processes, words behind train.py)] of each command on the page that trains."""
+    """[(processes, by SLURM?, words behind train.py)] of each command on the page that trains."""
     page = (HERE / "docs/gpus-and-nodes.md").read_text().replace("\\\n", " ")
     nodes, = re.findall(r"#SBATCH --nodes (\d+)", page)
-    page = page.replace("$SLURM_NNODES", nodes)
+    in_script, = re.findall(r"--nnodes \$SLURM_NNODES .*--nproc-per-node (\d+)", page)
     for before, after in re.findall(r"^ +(.*)\btrain\.py ([^'#\n]*)", page, re.MULTILINE):
-        nodes = re.search(r"--nnodes (\d+)", before)
-        ranks = re.search(r"--nproc-per-node (\d+)", before)
-        yield int(nodes[1]) * int(ranks[1]) if nodes else 1, after.split()
+        slurm = '"$head"' in before  # the script, or its other end
+        world = re.search(r"--nnodes (\d+) .*--nproc-per-node (\d+)", before)
+        nodes_and_ranks = (nodes, in_script) if slurm else world.groups() if world else (1, 1)
+        yield math.prod(map(int, nodes_and_ranks)), slurm, after.split()
 
 
 def test_the_lines_for_gpus_are_layouts_that_can_be():
     """For one GPU, a node of eight, two nodes and SLURM, GPT-2 and 1.3 billion parameters."""
     found = set()
-    for world, words in lines_of_the_page():
+    for world, slurm, words in lines_of_the_page():
         cfg = parse(words)
         ranks = check_layout(cfg, world)
         assert cfg.dtype == "bfloat16", words
         if cfg.block_size > 128:
             assert cfg.compile and cfg.data != "stdlib", words
             parameters = config_of(cfg, 50257).block_weights() * cfg.n_layer
-            found.add((ranks, "1.3B" if parameters > 1e9 else "124M"))
-    assert found == {(ranks, model) for ranks in (1, 8, 16) for model in ("124M", "1.3B")}
+            found.add((ranks, slurm, "1.3B" if parameters > 1e9 else "124M"))
+    assert found == {(ranks, slurm, model) for model in ("124M", "1.3B")
+                     for ranks, slurm in ((1, False), (8, False), (16, False), (16, True))}
 
 
 def test_the_line_for_slurm_gives_each_rank_its_cores():
@@ -410,15 +532,97 @@ def test_the_peers_of_a_gpu_train_alike_and_their_losses_fall():
     assert all(values[-1] < 0.9 * values[0] for values in losses.values()), losses
 
 
+def _rows_of_the_bench(rank):
+    """What `bench.py --gpu --quick` prints, for two of its rows."""
+    rows = [*gpu.rows_on_gpu()][3::2]
+    printed, precision = io.StringIO(), torch.get_float32_matmul_precision()
+    with (patch.object(gpu, "rows_on_gpu", lambda: rows), redirect_stdout(printed),
+          patch("sys.argv", ["bench.py", "--gpu", "--quick"])):
+        bench.main()
+    torch.set_float32_matmul_precision(precision)
+    return [row[0] for row in rows], printed.getvalue().splitlines()
+
+
+def test_bench_gpu_prints_a_row_for_each_peer_with_and_without_compile():
+    """In pretence, on a CPU. Each peer, one microbatch and several; memory and MFU are a GPU's."""
+    (names, (about, header, *lines)), = pool(1, _rows_of_the_bench)
+    assert names == ["gpt2", "gpt2-xl"] and "cpu, bfloat16" in about
+    for line, (name, compiled, at_once, peer) in zip(lines, [
+            ("gpt2", "no", 2, "autocast"), ("gpt2", "yes", 2, "autocast"),
+            ("gpt2-xl", "no", 4, "masters"), ("gpt2-xl", "yes", 4, "masters")], strict=True):
+        words = line.replace(" - ", "-").split()
+        assert words[:6:2] == [name, "4", peer] and words[1:4:2] == [compiled, str(at_once)], line
+        assert len(words) == 15 and len(line) == len(header), line
+        ours, rate, peers = (float(words[i].replace(",", "")) for i in (6, 7, 9))
+        assert ours > 0 and peers > 0 and abs(rate * ours / 1e3 / (4 * 32) - 1) < 0.1, line
+        assert words[8] == "nan%" and words[-2:] == ["nan", "nan"], line
+
+
 # ---- the page of the first ten minutes ----
 
 
-def _kernels(rank):
-    return first_gpu.kernels(dry=True)
+def on_a_gpu(key, count, microseconds, device=DeviceType.CUDA):
+    """An event of torch's profiler, as key_averages() has it."""
+    return SimpleNamespace(key=key, count=count, device_type=device, self_cpu_time_total=0.0,
+                           self_device_time_total=microseconds)
+
+
+AT = "void at::native::(anonymous namespace)::"
+
+
+def test_the_table_counts_what_ran_on_the_gpu_by_its_kind():
+    """Names as CUDA's libraries and torch give them; the host's calls are no kernels."""
+    events = [
+        on_a_gpu("cudaLaunchKernel", 700, 0.0, DeviceType.CPU),
+        on_a_gpu("aten::mm", 150, 0.0, DeviceType.CPU),
+        on_a_gpu("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", 100, 9000.0),
+        on_a_gpu("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", 40, 1000.0),
+        on_a_gpu("void cublasLt::splitKreduce_kernel<32, 16, int, float>", 10, 500.0),
+        on_a_gpu("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", 12, 2000.0),
+        on_a_gpu("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<>", 12, 3000.0),
+        on_a_gpu(AT + "vectorized_layer_norm_kernel<c10::BFloat16, float>", 25, 300.0),
+        on_a_gpu(AT + "GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float>", 25, 700.0),
+        on_a_gpu(AT + "multi_tensor_apply_kernel<TensorListMetadata<4>, "
+                 "FusedAdamMathFunctor<float, 4>>", 5, 1500.0),
+        on_a_gpu(AT + "cunn_SoftMaxForward<4, c10::BFloat16, float, float>", 8, 800.0),
+        on_a_gpu("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage)", 3, 100.0),
+        on_a_gpu("Memcpy DtoD (Device -> Device)", 2, 50.0),
+        on_a_gpu("triton_poi_fused_addmm_gelu_3", 12, 600.0),
+        on_a_gpu("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", 60, 400.0)]
+    assert first_gpu.table_of_kernels(events, DeviceType.CUDA) == {
+        "products": (150, 10.5), "attention": (24, 5.0), "LayerNorm": (50, 1.0), "AdamW": (5, 1.5),
+        "loss": (8, 0.8), "messages": (3, 0.1), "copies": (2, 0.05), "compiled": (12, 0.6),
+        "elementwise and others": (60, 0.4)}
+
+
+def test_memory_in_use_before_the_ranks_start_is_not_theirs(monkeypatch):
+    """This process's own, and what its allocator keeps."""
+    @contextmanager
+    def started(ranks):
+        yield lambda world, function, cfg: [(1e9, 17e9), (1e9, 18e9)] * (world // 2)
+
+    monkeypatch.setattr(first_gpu, "started", started)
+    monkeypatch.setattr(first_gpu, "bytes_in_use", lambda: 6e9)
+    assert "    4 ranks: torch 4.00 GB, the card 12.00 GB, so 2.00 GB of CUDA and NCCL per rank" \
+        in first_gpu.memory(dry=True)
+
+
+@pytest.mark.parametrize("gpu,name,hbm", [
+    ("NVIDIA A100-SXM4-80GB", "a100-80", 2039), ("NVIDIA A100 80GB PCIe", "a100-80", 1935),
+    ("NVIDIA A100-SXM4-40GB", "a100-40", 1555), ("NVIDIA H100 PCIe", "h100", 2000),
+    ("NVIDIA H100 NVL", "h100", 3900), ("NVIDIA H100 80GB HBM3", "h100", 3350),
+    ("NVIDIA H200", "h200", 4800), ("Quadro P400", "h200", 4800)])
+def test_each_card_is_expected_to_read_at_its_own_bandwidth(gpu, name, hbm):
+    lines = first_gpu.expected(gpu)
+    assert any(f"of {hbm} GB/s" in line for line in lines), lines
+    assert f"on {name}, if no kernel" in lines[-1]
+    peak = peak_flops(gpu) or 989e12
+    assert any(f"of {peak / 1e12:.0f} TFLOP/s" in line for line in lines), lines
 
 
 def test_the_first_ten_minutes_print_their_page(monkeypatch, capsys, tmp_path):
-    """In pretence: every part runs but the two commands that have tests of their own."""
+    """In pretence: every part runs but two commands. One is pytest, and of bench.py --gpu there is
+    a test above. (.ci/run runs the whole page.)"""
     def run(file, *words):
         if file != "train.py":
             return [f"{file} {' '.join(words)}"]
@@ -438,13 +642,13 @@ def test_the_first_ten_minutes_print_their_page(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(first_gpu, "run", run)
     monkeypatch.setattr(first_gpu, "Pool", UsualPool)
-    monkeypatch.setitem(first_gpu.PARTS, "The kernels of one step",
-                        lambda dry: pool(1, _kernels)[0])
     monkeypatch.setattr("sys.argv", ["first_gpu.py", "--dry"])
-    first_gpu.main()
+    with pytest.raises(SystemExit) as ended:
+        first_gpu.main()
+    assert not ended.value.code
     page = capsys.readouterr().out
     assert "Failed" not in page and "no step" not in page, page
-    for words in (r"so MFU +\d\d% +\d\d% +on h200", r"    test_all\.py -n 0", r"--compile +[\d.]+",
+    for words in (r"so MFU +44% +50% +on h200", r"    test_all\.py -n 0", r"--compile +[\d.]+",
                   r"without +[\d.]+ +[\d,]+ +-", r"products +\d+ +[\d.]+", "4 ranks: torch 0.00 GB",
                   r"    bench\.py --gpu --quick", r"counted on meta tensors: [\d,]+ kernels"):
         assert re.search(words, page), (words, page)
@@ -454,8 +658,15 @@ def test_a_part_that_fails_does_not_end_the_page(monkeypatch, capsys):
     def broken(dry):
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(first_gpu, "PARTS", {"One": broken, "Two": lambda dry: ["    it runs"]})
+    def a_command(dry):
+        return first_gpu.indented(first_gpu.run("-c", "raise SystemExit('no card')"))
+
     monkeypatch.setattr("sys.argv", ["first_gpu.py", "--dry"])
-    first_gpu.main()
-    assert "Failed: RuntimeError: CUDA error" in (page := capsys.readouterr().out)
-    assert "    it runs" in page
+    for failing, says in ((broken, "\nFailed: RuntimeError: CUDA error"),
+                          (a_command, "\n    no card\n    failed, exit code 1")):
+        monkeypatch.setattr(first_gpu, "PARTS", {"One": failing, "Two": lambda dry: ["it runs"]})
+        with pytest.raises(SystemExit) as ended:
+            first_gpu.main()
+        assert ended.value.code == 1
+        page = capsys.readouterr().out
+        assert says in page and "it runs" in page

@@ -249,6 +249,24 @@ def test_compiled_layers_give_the_same(corpus, flags):
     equals_one_process(corpus, _compiled, compile=True, **flags)
 
 
+def _compiled_once(rank, cfg):
+    """Two steps. RuntimeError if torch compiles a layer's code twice."""
+    torch._dynamo.reset()  # what earlier tests have compiled
+    with (patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+          torch._dynamo.config.patch(error_on_recompile=True)):
+        losses = _losses(rank, cfg)
+    torch._dynamo.reset()
+    return losses
+
+
+def test_all_blocks_of_a_deep_model_share_what_is_compiled_once(corpus):
+    """After 8 recompilations of a function torch goes on without --compile, and says so in a log
+    only: a model of 12 layers must not compile them one by one."""
+    cfg = config(corpus, compile=True, n_layer=12, batch_size=4, tp=2, steps=2)
+    losses = pool(check(cfg, 1), _compiled_once, cfg)
+    assert losses[0] == losses[1]
+
+
 def _losses(rank, cfg):
     mesh = mesh_of(cfg)
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -243,7 +244,10 @@ class OnAStream(QueueGroup, CudaGroup):
     """A wait holds the stream: this thread goes on, and polls in read()."""
 
     def record_event(self):
-        return SimpleNamespace(synchronize=lambda: None)
+        """Done once the operations are that this rank has posted until now."""
+        before = [*self.mesh.pending]
+        return SimpleNamespace(query=lambda: all(
+            part.is_completed() for _, posted in before for part in posted))
 
     def post(self, ends):
         return [SimpleNamespace(wait=lambda: None, is_completed=work.is_completed)
@@ -278,7 +282,7 @@ def on_a_stream():
     """A group of one rank that has CudaGroup's reads, and no device."""
     mesh = Mesh(dp=1, timeout=HANG)
     group = CudaGroup(mesh, "solo", [0], 0)
-    group.record_event = lambda: SimpleNamespace(synchronize=lambda: None)
+    group.record_event = lambda: SimpleNamespace(query=lambda: True)
     return group
 
 
@@ -289,6 +293,7 @@ def test_a_native_collective_that_hangs_is_named_where_the_host_reads():
     group.mesh.timeout = 0.3
     done = set()
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: "past" in done))
+    group.record_event = stream.record_event  # that of the copy, too
     with (patch.dict(engine.group.LIBRARY, all_reduce=lambda tensor, op, group: None),
           patch.object(torch.cuda, "current_stream", lambda: stream)):
         group.run_native("all_reduce", torch.zeros(2), None)
@@ -308,12 +313,15 @@ def operation(what, is_completed):
 def test_a_read_returns_what_the_device_has_copied_and_not_what_it_is_about_to():
     """The copy to the host is posted; its numbers are there once the event has come."""
     group, posted, copy = on_a_stream(), [], torch.Tensor.copy_
+    asked = []
 
     def arrive():
-        for host, tensor in posted:
-            copy(host, tensor)
+        asked.append("has the event come?")
+        if len(asked) == 3:
+            copy(*posted[0])
+        return len(asked) >= 3
 
-    group.record_event = lambda: SimpleNamespace(synchronize=arrive)
+    group.record_event = lambda: SimpleNamespace(query=arrive)
     with patch("torch.Tensor.copy_", lambda host, tensor, non_blocking: posted.append(
             (host, tensor))):
         read = group.start_read(torch.tensor([3.0, 4.0]))
@@ -334,22 +342,111 @@ def test_operations_are_forgotten_in_order_and_only_once_they_are_done():
     assert [work.what for work, _ in pending] == ["third", "fourth"]
 
 
-def test_a_read_waits_for_what_was_posted_before_it_and_for_nothing_later():
-    group, asked = on_a_stream(), []
+def test_a_read_waits_for_its_copy_and_for_no_operation_of_another_stream():
+    """With experts each layer reads its counts: the gather of the next layer's weights and the
+    reduction of gradients go on."""
+    group = on_a_stream()
+    group.mesh.timeout = 0.3
+    group.track(*operation("a gather on the side stream", lambda: False))
+    assert group.read(torch.tensor([7])) == [7]
 
-    def completed(name, answer):
-        asked.append(name)
-        return answer
 
-    group.track(*operation("before", lambda: completed("before", len(asked) > 2)))
+def late(group, times):
+    """The copy of the next read comes after it was asked for so many times."""
+    asked = []
+
+    def query():
+        asked.append("is it there?")
+        return len(asked) > times
+
+    group.record_event = lambda: SimpleNamespace(query=query)
+
+
+def test_a_read_that_is_late_names_none_of_what_was_posted_after_it():
+    group = on_a_stream()
+    late(group, 3)
+    group.track(*operation("before", lambda: True))
     read = group.start_read(torch.tensor([7]))
-    group.track(*operation("after", lambda: pytest.fail("asks for what was posted later")))
-    asked.clear()
-    assert read() == [7] and asked == ["before"] * 4
+    group.mesh.pending.append(operation(
+        "after", lambda: pytest.fail("asks for what was posted later")))
+    assert read() == [7]
+
+
+def test_a_step_that_waits_for_no_message_may_take_any_time(monkeypatch):
+    """--timeout is for messages."""
+    group = on_a_stream()
+    group.mesh.timeout = 0.0
+    group.track(*operation("done", lambda: True))
+    late(group, 3)
+    assert group.read(torch.tensor([7])) == [7]
+
+
+def test_a_read_asks_at_once_again_for_a_millisecond(monkeypatch):
+    """With experts the device has nothing to do until the host has the counts."""
+    group, now, slept = on_a_stream(), [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(now[0]))
+
+    def query():
+        now[0] += 0.0004
+        return now[0] > 0.0022
+
+    group.record_event = lambda: SimpleNamespace(query=query)
+    assert group.read(torch.tensor([7])) == [7]
+    assert slept == pytest.approx([0.0012, 0.0016, 0.0020])
+
+
+def test_a_collective_inside_a_job_leaves_the_last_work_to_its_owner(monkeypatch):
+    """On the side stream it comes next. A wait there would mark the Work as complete, and the
+    compute stream would not wait."""
+    class Stream:
+        def __init__(self):
+            self.waited = []
+
+        def wait_stream(self, other):
+            pass
+
+        def record_event(self):
+            return self
+
+        def wait_event(self, event):
+            self.waited.append(event)
+
+    compute, current = Stream(), []
+    current.append(compute)
+
+    @contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **more: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    group = CudaGroup(Mesh(dp=1), "pair", [0, 1], 0)
+    ran = []
+
+    @engine.group.queued
+    def inner(tensor, group):
+        ran.append(current[-1])
+
+    @engine.group.queued
+    def outer(tensor, group):
+        inner(tensor, group)
+        inner(tensor, group, async_op=True)
+
+    first = inner(torch.zeros(1), group, async_op=True)
+    second = outer(torch.zeros(1), group, async_op=True)
+    assert ran == [group.side_stream] * 3
+    first.wait()
+    second.wait()
+    assert compute.waited == [group.side_stream] * 2 and group.side_stream.waited == []
 
 
 def test_an_operation_that_failed_is_named_where_the_host_reads():
     group = on_a_stream()
+    late(group, 3)
 
     def failed():
         raise RuntimeError("NCCL error: remote process exited. Check the log of another rank")

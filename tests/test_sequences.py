@@ -219,6 +219,20 @@ def test_the_ring_hands_a_gpus_kernels_what_they_take(narrow, torchs_choice, nam
         assert all(a < 1.5 * b for a, b in zip(ring, alone, strict=True)), (ring, alone)
 
 
+def test_the_kernel_of_the_ring_takes_what_each_hop_gives_it(monkeypatch):
+    """A rank with 2 tokens gives single ones in the hops of others' keys: cuDNN takes none of
+    length 1, though it would take the rank's own 2."""
+    def choice(q, k, v, **more):
+        refused = 1 in (q.size(2), k.size(2), v.size(2))
+        return (SDPBackend.FLASH_ATTENTION if refused else SDPBackend.CUDNN_ATTENTION).value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for tokens, kernel in ((2, "FLASH_ATTENTION"), (4, "CUDNN_ATTENTION")):
+        q, k = (torch.empty(1, heads, tokens, 8, dtype=torch.bfloat16) for heads in (4, 2))
+        assert context_parallel.choose_kernel(q, k, k).name == kernel
+
+
 def test_torch_chooses_a_kernel_from_these_arguments():
     """The real _fused_sdp_choice, on CPU tensors: what it returns is an SDPBackend."""
     q, k = (torch.randn(1, heads, 4, 8) for heads in (4, 2))

@@ -47,10 +47,9 @@ class Stream:
         return Stream(self.behind)
 
     def query(self):
+        if Stream.polled:
+            Stream.host.wait_stream(self)
         return Stream.polled
-
-    def synchronize(self):
-        Stream.host.wait_stream(self)
 
 
 def tensors(values):
