@@ -73,7 +73,7 @@ WIDTH = "120"  # columns of a terminal: pages quote what is printed without one,
 
 LONG = {  # {command: what is compared}
     "python train.py": "600 steps: with FULL=1; else what its last line says of the corpus",
-    "python -m experiments.large_batches --out large-batches --svg pictures":
+    "python -m experiments.large_batches --out large-batches --svg large-batches":
         "19 trainings: what the program prints, given the results on the page",
     "python -m tests.counts": "test_each_change_is_counted_as_the_page_says: four of its rows",
     "python plan.py --measure": "figures of the machine: which flags are printed",
