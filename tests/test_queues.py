@@ -293,7 +293,7 @@ def test_a_native_collective_that_hangs_is_named_where_the_host_reads():
     group.mesh.timeout = 0.3
     done = set()
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: "past" in done))
-    group.record_event = stream.record_event  # that of the copy, too
+    late(group, 10_000)  # the copy waits for it
     with (patch.dict(engine.group.LIBRARY, all_reduce=lambda tensor, op, group: None),
           patch.object(torch.cuda, "current_stream", lambda: stream)):
         group.run_native("all_reduce", torch.zeros(2), None)
@@ -301,6 +301,7 @@ def test_a_native_collective_that_hangs_is_named_where_the_host_reads():
                                                  "all_reduce: not done within 0.3 s$"):
         group.read(torch.zeros(1))
     done.add("past")
+    late(group, 3)
     assert group.read(torch.zeros(1)) == [0]
 
 
