@@ -41,7 +41,7 @@ from tests import bugs
 from tests.harness import FULL, needs_minutes
 from tests.runs import rewrite
 from tests.test_bugs import numbers, numbers_that_differ
-from tests.test_dump import LLAMA, change_json, dumps_of_one_process
+from tests.test_dump import EXPERTS, LLAMA, change_json, dumps_of_one_process
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
 # says nothing, or which stage differs.
@@ -234,6 +234,8 @@ NAMED_MUTANTS = {
     "engine/vocabulary_parallel.py: 'torch.where(": "not masked in the gradient of the logits",
     "engine/vocabulary_parallel.py: 'masked_fill(out": "not masked in the loss",
     "engine/vocabulary_parallel.py: 'logits[:, num_w": "the rows that pad the vocabulary",
+    # A sum that nobody waits for comes too late, or just in time
+    "engine/sequence_parallel.py: 'work.wait()": "f is missing everywhere",
     "engine/context_parallel.py: 'if key_rank": "swaps earlier and later",
     "engine/expert_parallel.py: '(cp, tp)": "balance loss counts a rank's own tokens",
     "engine/expert_parallel.py: 'sum_over=": "",  # most experts are not written: no name is right
@@ -866,6 +868,15 @@ def test_replicated_and_constant_tensors_were_not_drawn_with_one_seed(right, spo
     finding = check_initial_weights(reference, mine)
     assert not finding.equal
     assert not any("seed" in words for words in finding.causes), finding
+
+
+def test_experts_were_not_drawn_slice_by_slice(right):
+    """No tensor rank has a slice of an expert."""
+    reference = with_layout(right(**EXPERTS), tp=2)
+    mine = changed(reference, "weights-0", change=lambda name, weight:
+                   weight.flip(0) if ".experts." in name else weight)
+    finding = check_initial_weights(reference, mine)
+    assert not finding.equal and not finding.causes, finding
 
 
 def test_blocks_that_are_swapped_in_a_later_stage_were_not_drawn_with_a_seed_of_their_own(right):

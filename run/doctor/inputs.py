@@ -12,7 +12,7 @@ import torch
 from run.doctor.examined import eps_of
 from run.doctor.finding import Finding, first_difference, first_of, norm_of, off
 from run.doctor.foreign import q_k_v
-from run.doctor.groups import block_of, cut_by_layout, is_replicated, layer_number
+from run.doctor.groups import block_of, cut_by_layout, layer_number
 from run.doctor.step import SimulatedStep
 
 # ---- initial weights ----
@@ -97,11 +97,11 @@ class InitialWeights:
         return off(given, self.given[twin]) <= 1e-6 * norm_of(given)
 
     def repeats(self, name):
-        """Do the slices of the first two tensor ranks begin with the same values? (Replicated and
-        constant tensors say nothing: False.)"""
-        if is_replicated(name) or is_constant(self.given[name]):
-            return False
+        """Do the slices of the first two tensor ranks begin with the same values? (A constant, or a
+        tensor of which each of these ranks has the whole, says nothing: False.)"""
         first, second = self.slices(name, self.given)[:2]
+        if is_constant(self.given[name]) or len(first) == self.given[name].numel():
+            return False
         n = min(len(first), len(second))
         return torch.equal(first[:n], second[:n])
 
