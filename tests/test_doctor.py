@@ -27,6 +27,7 @@ from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
 from run.doctor.examined import Computed
 from run.doctor.finding import Finding
+from run.doctor.gradients import CLIPPED
 from run.doctor.groups import block_of
 from run.doctor.inputs import check_initial_weights
 from run.doctor.norm import judge_norm
@@ -927,6 +928,19 @@ def test_a_factor_that_no_size_explains_is_no_weight_of_microbatches(right):
     mine = changed(right(**flags), "gradients-1", change=lambda name, grad: 1.37 * grad)
     finding = finding_of(right(**flags), mine, "step 1 gradients", deep=True)
     assert not finding.equal and not finding.causes, finding
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_gradients_that_are_dumped_after_clipping_are_told_and_nothing_follows(right, dtype):
+    """Else the weights, which are right, would be those of a step without clipping."""
+    mine = reference = right(microbatches=3, dtype=dtype, grad_clip=0.1)
+    for n in (1, 2):
+        factor = 0.1 / (mine.steps[n - 1]["norm"] + 1e-6)
+        assert factor < 0.9
+        mine = changed(mine, f"gradients-{n}", change=lambda name, grad, by=factor: by * grad)
+    findings = [finding for finding in diagnose(reference, mine) if not finding.equal]
+    assert [(finding.stage, finding.causes) for finding in findings] == [
+        ("step 1 gradients", [CLIPPED])]
 
 
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):

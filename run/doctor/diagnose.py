@@ -20,7 +20,7 @@ import math
 
 from run.doctor.examined import Computed, LikeReference
 from run.doctor.finding import Finding, first_of, unexamined
-from run.doctor.gradients import check_gradients
+from run.doctor.gradients import CLIPPED, check_gradients
 from run.doctor.inputs import (
     WRONG_MAP,
     check_initial_weights,
@@ -34,6 +34,7 @@ from run.doctor.weights import check_updates
 # How far weights of a model of another form may be from REFERENCE's, relative to their norm, for
 # REFERENCE's gradients to be the right ones
 FAR = 1e-2
+WITHOUT_GRADIENTS = "the dump has clipped gradients, not those from which this follows"
 
 
 def comparable(reference, mine):
@@ -90,6 +91,13 @@ def check_step(reference, mine, number, deep, known):
     return check_gradients(examined, number, deep=False, known=known)
 
 
+def check_new_weights(reference, mine, told):
+    """Findings on the weights after each step. told: words of the causes found in gradients."""
+    if CLIPPED in told:
+        return [unexamined("weights", WITHOUT_GRADIENTS)]
+    return check_updates(reference, mine)
+
+
 def differing_copies(number, what, names):
     return Finding(f"step {number} copies", False, f"ranks hold different {what} of {names}")
 
@@ -125,7 +133,9 @@ def diagnose(reference, mine, deep=True):
         known = [words for finding in findings for words in finding.causes]
         # Where copies of a gradient differ, MINE's norm was computed from copies that are not in
         # the dump, so it cannot be checked
-        if not step["gradients_differ"]:
+        if CLIPPED in known:
+            findings.append(unexamined(f"step {number} norm", WITHOUT_GRADIENTS))
+        elif not step["gradients_differ"]:
             findings += judge_norm(mine, number)
         for finding in findings:
             if not told & set(finding.causes):  # else it is the same bug again
@@ -137,7 +147,7 @@ def diagnose(reference, mine, deep=True):
             # Copies of weights differ though those of gradients are the same: check_updates may
             # find the cause, such as new weights that were not sent
             if not step["gradients_differ"]:
-                yield from check_updates(reference, mine)
+                yield from check_new_weights(reference, mine, told)
             names = first_of(step["weights_differ"])
             yield differing_copies(number, "weights", f"{names}; the rest is not examined")
             return
@@ -145,4 +155,4 @@ def diagnose(reference, mine, deep=True):
         finding = check_rate(reference, mine, number)
         if not finding.equal:
             yield finding
-    yield from check_updates(reference, mine)
+    yield from check_new_weights(reference, mine, told)

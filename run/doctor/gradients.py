@@ -238,6 +238,24 @@ def keeps_first_step(examined, given):
     return [f"{multiple:.3g} of the first step's gradients is still in them: they were not zeroed"]
 
 
+CLIPPED = "all gradients: clipped already; dump them before clipping"
+
+
+def are_clipped(examined, given):
+    """Are MINE's gradients the right ones, clipped by MINE's norm?"""
+    limit = examined.mine.optimizer["grad_clip"]
+    norm = examined.step_numbers["norm"]
+    if not limit or not limit < norm < math.inf:
+        return False
+    factor = limit / (norm + 1e-6)  # like torch's clip_grad_norm_
+    tolerance = math.hypot(*(examined.tolerance(name) for name in given))
+    size = math.hypot(*(norm_of(examined.gradients[name]) for name in given))
+    if tolerance > RESOLVED * (1 - factor) * size:
+        return False
+    return all(examined.is_near(name, given[name], factor * examined.gradients[name])
+               for name in given)
+
+
 # ---- causes of both ----
 
 
@@ -287,6 +305,10 @@ def check_gradients(examined, number, deep, known):
     given = examined.mine.gradients(number)
     loss = examined.step_numbers["loss"]
     wrong = wrong_gradients(examined, given)
+    if wrong and are_clipped(examined, given):
+        finding = Finding(f"step {number} gradients", False,
+                          first_difference(given, examined.gradients, wrong), [CLIPPED])
+        return [check_loss(examined, number, causes_of_loss(examined, loss)), finding]
     if wrong:
         of_loss, of_gradients = causes_of_both(examined, given, wrong, deep, known)
         if number == 2 and not known and not of_gradients:
