@@ -178,7 +178,7 @@ NAMED = {
     "there is no warm-up": "that of step 2",
     "the rate stays at the first step's": "that of step 1",
     "the rate is times D in the optimizer": "the rate is 0.01|moved with a rate of 0.015",
-    "under ZeRO the new weights are not gathered": "keeps its old values",
+    "under ZeRO the new weights are not gathered": "not sent to the ranks that need them",
     "the gates are left out": "not multiplied by their gates",
     "the gates are not normalized over the chosen experts": "softmax over all",
     "the gates are in another order than the outputs": "gates are in the order of the tokens",
@@ -941,6 +941,17 @@ def test_gradients_that_are_dumped_after_clipping_are_told_and_nothing_follows(r
     findings = [finding for finding in diagnose(reference, mine) if not finding.equal]
     assert [(finding.stage, finding.causes) for finding in findings] == [
         ("step 1 gradients", [CLIPPED])]
+
+
+def test_gradients_that_are_averaged_twice_are_not_told_as_clipped(right):
+    """The limit is half of MINE's norm, so clipping would halve the gradients, too."""
+    reference = right(dp=2, dtype="bfloat16")
+    halved = changed(reference, "gradients-1", change=lambda name, grad: grad / 2)
+    norm = halved.steps[0]["norm"] / 2
+    halved.steps[0]["norm"] = norm
+    mine = replace(halved, optimizer={**halved.optimizer, "grad_clip": norm / 2})
+    (cause,) = finding_of(reference, mine, "step 1 gradients").causes
+    assert "averaged over the 2 data ranks" in cause, cause
 
 
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):

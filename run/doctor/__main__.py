@@ -11,6 +11,7 @@ cannot be compared.
 """
 
 import ctypes
+import os
 import sys
 from itertools import chain
 
@@ -20,6 +21,9 @@ from run.signals import end_quietly
 if __name__ == "__main__":
     end_quietly()
     sys.argv[0] = "doctor"  # the word with which error lines begin
+    # torch's threads sleep while they wait for one another. By default they spin, which on a busy
+    # machine took seven times as long; read when torch is loaded
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
 from run.config import fail
