@@ -8,8 +8,11 @@ In each run a sample is tried. The table of all bugs, in both of their layouts, 
 import copy
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -952,6 +955,20 @@ def test_gradients_that_are_averaged_twice_are_not_told_as_clipped(right):
     mine = replace(halved, optimizer={**halved.optimizer, "grad_clip": norm / 2})
     (cause,) = finding_of(reference, mine, "step 1 gradients").causes
     assert "averaged over the 2 data ranks" in cause, cause
+
+
+@pytest.mark.parametrize("given, used", [(None, "PASSIVE"), ("active", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(tmp_path, given, used):
+    """OpenMP prints its settings when torch loads it."""
+    env = {**os.environ, "OMP_DISPLAY_ENV": "true"}
+    env.pop("OMP_WAIT_POLICY", None)
+    if given:
+        env["OMP_WAIT_POLICY"] = given
+    missing = str(tmp_path / "missing")
+    run = subprocess.run([sys.executable, "-m", "run.doctor", missing, missing], env=env,
+                         cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert run.returncode == 2, run.stderr
+    assert f"OMP_WAIT_POLICY = '{used}'" in run.stderr
 
 
 def test_microbatches_of_padding_are_in_no_mean_of_means(right):

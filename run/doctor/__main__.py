@@ -21,8 +21,8 @@ from run.signals import end_quietly
 if __name__ == "__main__":
     end_quietly()
     sys.argv[0] = "doctor"  # the word with which error lines begin
-    # torch's threads sleep while they wait for one another. By default they spin, which on a busy
-    # machine took seven times as long; read when torch is loaded
+    # Let torch's threads sleep while they wait for one another. By default they spin, which on a
+    # busy machine takes most of the time. torch reads the variable when it is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
