@@ -26,7 +26,7 @@ from mesh import Mesh
 from model import build
 from optimizer import AdamW, global_norm
 from pipeline import run_pipeline, tie_ends
-from run.config import read_command_line
+from run.config import fail, read_command_line
 from run.launch import launch
 from run.processes import init, shutdown
 from run.signals import before_training, local_rank
@@ -121,7 +121,10 @@ def main():
         init()
     mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
     # The process with local rank 0 prepares the corpus of its machine; the others wait
-    data = Data(cfg, local_rank())
+    try:
+        data = Data(cfg, local_rank())
+    except ValueError as error:
+        fail(error)  # one line, exit code 2
     steps = training_steps(cfg, mesh, data)
     if cfg.watch:  # print every message of the first step
         from run.watch import watch_first

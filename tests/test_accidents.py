@@ -75,7 +75,8 @@ def test_an_unknown_or_wrong_flag_of_plain_is_one_line(capsys, monkeypatch):
                        ("--dp 0 --tp 0", "--tp 0 must be from 1 to 1,000,000"),
                        ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
                        ("--dtype int7", "invalid choice: 'int7'"), ("--lr nan", "--lr nan must be"),
-                       ("--schedule zb-h1", f"try {PLAIN_SCHEDULES}")):
+                       ("--schedule zb-h1", f"try {PLAIN_SCHEDULES}"),
+                       ("--data nowhere", "--data nowhere: train.bin is missing; python data/")):
         line = one_line(plain.main, ["plain.py", *argv.split()], capsys, monkeypatch)
         assert line.startswith("plain.py: ") and says in line
 
