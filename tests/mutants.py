@@ -368,12 +368,14 @@ MUTANTS = {
     "run/doctor/examined.py": [
         ("torch.finfo(self.dtype).eps + self.distance", "torch.finfo(self.dtype).eps",
          "foreign:another_form_is"),
-        ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic")],
+        ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic"),
+        ("FLOOR * (1 - 1 / NOISE)", "FLOOR", "doctor:equal_in_float64")],
     "run/doctor/gradients.py": [
         ("[check_loss(examined, number, of_loss), finding]",
          "[check_loss(examined, number, []), finding]", "foreign:shifted_twice"),
         ("if of_both:\n        return of_both, of_both\n    return causes_of_loss(examined, loss),",
-         "return list(shares),", "doctor:cause_explains")],
+         "return list(shares),", "doctor:cause_explains"),
+        ("wrong, known) if known else {}", "wrong, known)", "doctor:cause_is_unknown")],
     "run/doctor/inputs.py": [
         ("torch.cat([dump.ids(number), dump.targets(number)], dim=-1)", "dump.ids(number)",
          "doctor:other_sequences"),

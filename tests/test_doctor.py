@@ -28,8 +28,8 @@ from run.doctor.changes.by_layout import changes
 from run.doctor.changes.pipeline import newest_in_flight, scale_changes
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
-from run.doctor.examined import Computed
-from run.doctor.finding import Finding
+from run.doctor.examined import Computed, InOwnDtype
+from run.doctor.finding import Finding, norm_of
 from run.doctor.gradients import CLIPPED
 from run.doctor.groups import block_of
 from run.doctor.inputs import check_initial_weights
@@ -726,7 +726,7 @@ def test_a_large_dump_is_tried_with_all_bugs_only_under_deep(right, doctor, tmp_
 
     def wrong(tensors):
         for name, (shape, _) in tensors.items():
-            tensors[name] = shape, (terms.full[name] / terms.divisor).numpy().tobytes()
+            tensors[name] = shape, terms.full[name].numpy().tobytes()
 
     rewrite(mine / "gradients-1.safetensors", wrong)
     change_json(mine, steps=[{**one.steps[0], "loss": terms.loss()}, one.steps[1]])
@@ -903,7 +903,7 @@ def test_a_loss_that_is_rounded_is_no_bug_of_forward(right, words):
     """In bfloat16 these bugs change gradients by less than its noise. Any of them would explain
     a loss that was printed in bfloat16, because such a loss may be anything near the right one."""
     mine = changed(right(dtype="bfloat16"), change=None)
-    step = Computed(mine, 1).step
+    step = InOwnDtype(mine, 1).step
     (change,) = (change for change in changes(step) if words in change.words)
     loss = step.run().loss()
     for off_by in (step.run(change).loss() - loss, 0.0111):
@@ -955,6 +955,51 @@ def test_gradients_that_are_averaged_twice_are_not_told_as_clipped(right):
     mine = replace(halved, optimizer={**halved.optimizer, "grad_clip": norm / 2})
     (cause,) = finding_of(reference, mine, "step 1 gradients").causes
     assert "averaged over the 2 data ranks" in cause, cause
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_equal_in_mines_dtype_is_equal_in_float64(right, dtype):
+    """Also a number at the very limit, on the side away from float64's."""
+    mine = right(dtype=dtype, microbatches=2)
+    own = InOwnDtype(mine, 1)
+    exact = Computed(mine, 1, own)
+    for name, grad in own.gradients.items():
+        error = grad.double() - exact.gradients[name]
+        further = own.tolerance(name) * error / norm_of(error)
+        assert own.gradient_is_right(name, grad + 0.999 * further)
+        assert exact.gradient_is_right(name, grad + 0.999 * further), name
+        assert not own.gradient_is_right(name, grad + 1.001 * further)
+    further = math.copysign(own.loss_floor(own.loss), own.loss - exact.loss)
+    assert own.loss_is(own.loss + 0.999 * further, own.loss)
+    assert exact.loss_is(own.loss + 0.999 * further, exact.loss)
+    assert not own.loss_is(own.loss + 1.001 * further, own.loss)
+
+
+@pytest.mark.parametrize("factors, dtypes", [
+    ((1, 1), ["float32", "float32"]),
+    ((0.5, 0.5), ["float32", "float64", "float32"]),  # step 2 has the cause of step 1
+    ((1, 0.5), ["float32", "float32", "float64"]),
+    ((0.5, 1), ["float32", "float64", "float32"]),
+    ((0.5, 0.37), ["float32", "float64", "float32", "float64"])])
+def test_a_step_is_run_in_float64_only_where_its_cause_is_unknown(right, monkeypatch, factors,
+                                                                dtypes):
+    mine = reference = right(dp=2, dtype="float32")
+    for n, factor in zip((1, 2), factors, strict=True):
+        mine = changed(mine, f"gradients-{n}", change=lambda name, grad, by=factor: by * grad)
+        mine.steps[n - 1]["norm"] *= factor
+    run = SimulatedStep.run
+    ran = []
+
+    def noting(step, *args, dtype=torch.double, **more):
+        ran.append(str(dtype).removeprefix("torch."))
+        return run(step, *args, dtype=dtype, **more)
+
+    monkeypatch.setattr(SimulatedStep, "run", noting)
+    findings = [*diagnose(reference, mine, deep=False)]
+    assert ran == dtypes
+    causes = [words for finding in findings if "gradients" in finding.stage
+              for words in finding.causes]
+    assert len(causes) == (0.5 in factors) and all("averaged" in words for words in causes)
 
 
 @pytest.mark.parametrize("given", [None, "active"])

@@ -32,8 +32,8 @@ from run.doctor.diagnose import diagnose
 from run.doctor.dump import read_dump
 from run.doctor.words import lines
 
-# Parameters x tokens of a step, below which all known bugs are tried without --deep. (Each bug
-# takes a step in float64 on the CPU.)
+# Weights of matrices x tokens of a step, below which all known bugs are tried without --deep. (Each
+# bug takes a step in float64 on the CPU.)
 SMALL = 1 << 34
 
 
@@ -50,8 +50,9 @@ def keep_freed_memory():
 
 def is_small(dump):
     tokens = dump.ids(1)  # None: no step can be computed, so none takes long
-    n_params = sum(weight.numel() for weight in dump.weights(0).values())
-    return tokens is None or n_params * tokens.numel() < SMALL
+    model = dump.model
+    n_weights = model.n_layer * model.block_weights() + model.vocab_size * model.n_embd
+    return tokens is None or n_weights * tokens.numel() < SMALL
 
 
 def main():

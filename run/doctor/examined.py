@@ -1,7 +1,9 @@
 """What is right in one step of MINE, and how far rounding errors may be from it.
 
-    Computed         a model that step.py can compute: one process in float64, from MINE's weights
-                     and tokens; the noise is measured, in another run of MINE's dtype
+    InOwnDtype       a model that step.py can compute: one process in MINE's dtype, from MINE's
+                     weights and tokens; the tolerance is so small that the noise need not be known
+    Computed         the same in float64, which takes about twice as long; the noise is measured: it
+                     is how far InOwnDtype is off
     LikeReference    a model of another form: REFERENCE's loss and gradients; the noise follows from
                      the dtype
 
@@ -46,6 +48,8 @@ class Examined:
     """One step of MINE. Subclasses say what is right, and give `noise`, the errors that rounding
     alone makes: (error of the loss, {name: norm of the gradient's error})."""
 
+    floor = FLOOR  # least tolerance, relative to the right number, in roundings of the dtype
+
     def __init__(self, mine, number, dtypes_of, terms, loss, gradients):
         """dtypes_of: the dump whose dtypes make the noise. terms: Terms of the right step
         (step.py). loss: the right one. gradients: {name: the right full gradient}."""
@@ -72,7 +76,7 @@ class Examined:
     def loss_floor(self, loss):
         """The least tolerance of a loss."""
         wide = torch.promote_types(self.dtype, torch.float)  # a loss is a sum in 32 bits at least
-        return FLOOR * torch.finfo(wide).eps * abs(loss)
+        return self.floor * torch.finfo(wide).eps * abs(loss)
 
     def loss_tolerance(self, loss):
         """How far MINE's loss may be off from this number, and still be equal to it."""
@@ -95,20 +99,58 @@ class Examined:
         error = off(given, right)
         if not math.isfinite(error):
             return False
-        floor = FLOOR * torch.finfo(self.dtype).eps * norm_of(right)
+        floor = self.floor * torch.finfo(self.dtype).eps * norm_of(right)
         return error <= floor or error <= self.tolerance(name)
 
 
-class Computed(Examined):
-    """One step of MINE, computed again in one process."""
+def run_in_own_dtype(step, mine, number):
+    """The Terms of a step, computed and summed in the dtypes of MINE's step `number`."""
+    # A run divides its loss by the tokens, which step.py does not: float16 has no room for the
+    # scaled gradients of a sum. A power of two near the divisor changes no digits
+    scale = mine.steps[number - 1]["scale"] / 2.0 ** round(math.log2(step.divisor()))
+    return step.run(dtype=getattr(torch, mine.dtype), grad_dtype=getattr(torch, mine.grad_dtype),
+                    scale=scale)
+
+
+class InOwnDtype(Examined):
+    """One step of MINE, computed again by one process in MINE's dtype.
+
+    What is within this tolerance is within Computed's, too. For let d be MINE's distance from this
+    process, e this process's from float64, which is a part of Computed's noise, and r the least
+    tolerance of Computed. MINE is at most d + e from float64, and its tolerance there is r or
+    NOISE e, the larger one. Here d <= (1 - 1/NOISE) r, so
+
+        for e <= r / NOISE    d + e <= r
+        for e >  r / NOISE    d <= (NOISE - 1) e, so d + e <= NOISE e
+    """
+
+    floor = FLOOR * (1 - 1 / NOISE)
 
     def __init__(self, mine, number):
         self.step = SimulatedStep(mine.model, mine.layout, mine.balance,
                                   dict(mine.weights(number - 1)), mine.ids(number),
                                   mine.targets(number), mine.loss == "mean")
-        terms = self.step.run()
-        gradients = {name: full / terms.divisor for name, full in terms.full.items()}
-        super().__init__(mine, number, mine, terms, terms.loss(), gradients)
+        terms = run_in_own_dtype(self.step, mine, number)
+        super().__init__(mine, number, mine, terms, terms.loss(), terms.full)
+
+    @cached_property
+    def noise(self):
+        """As much as makes the tolerance `floor` roundings."""
+        share = self.floor * torch.finfo(self.dtype).eps / NOISE
+        return 0.0, {name: share * norm_of(grad) for name, grad in self.gradients.items()}
+
+
+class Computed(Examined):
+    """One step of MINE, computed again by one process in float64."""
+
+    def __init__(self, mine, number, own):
+        """own: the InOwnDtype of the same step."""
+        self.step = own.step
+        self.number = number
+        self.own = own.terms
+        is_exact = own.dtype == own.grad_dtype == torch.double
+        terms = own.terms if is_exact else self.step.run()
+        super().__init__(mine, number, mine, terms, terms.loss(), terms.full)
 
     @cached_property
     def noise(self):
@@ -121,20 +163,18 @@ class Computed(Examined):
         signs, so that none cancels another."""
         # Rounding may make a token choose other experts: try several roundings of the weights
         n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
-        # A run divides its loss by the tokens, which step.py does not: float16 has no room for the
-        # scaled gradients of a sum. A power of two near the divisor changes no digits
-        scale = self.step_numbers["scale"] / 2.0 ** round(math.log2(self.terms.divisor))
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
         for seed in range(n_runs):
-            terms = self.rounded(seed).run(dtype=self.dtype, grad_dtype=self.grad_dtype,
-                                           scale=scale)
+            terms = self.own
+            if seed > 0:
+                terms = run_in_own_dtype(self.rounded(seed), self.mine, self.number)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             sum_of_errors = differences.abs().sum().item()
             if math.isfinite(sum_of_errors):  # else one process overflows: only the floor is left
                 loss_error = max(loss_error, sum_of_errors)
             for name, full in terms.full.items():
-                error = off(full, self.terms.full[name]) / self.terms.divisor
+                error = off(full, self.terms.full[name])
                 if math.isfinite(error):
                     errors[name] = max(errors[name], error)
         return loss_error / self.terms.divisor, errors
@@ -150,10 +190,7 @@ class Computed(Examined):
         return {name: max(error, least * sizes[name]) for name, error in errors.items()}
 
     def rounded(self, seed):
-        """The same step from weights that are off by about a rounding each; for seed 0 from the
-        weights themselves."""
-        if seed == 0:
-            return self.step
+        """The same step from weights that are off by about a rounding each."""
         generator = torch.Generator().manual_seed(seed)
         eps = torch.finfo(self.dtype).eps
         weights = {}

@@ -300,6 +300,28 @@ def check_loss(examined, number, causes):
     return Finding(stage, False, ratio_words(loss, examined.loss), causes)
 
 
+def check_in_own_dtype(examined, number, known):
+    """Findings on loss and gradients of a step if all is equal, or has a cause that was found in
+    step 1. Else None: only float64 can tell how far rounding errors may be. examined: an
+    InOwnDtype; known: words of the causes found in step 1."""
+    given = examined.mine.gradients(number)
+    loss = examined.step_numbers["loss"]
+    is_loss_right = examined.loss_is(loss, examined.loss)
+    wrong = wrong_gradients(examined, given)
+    if not wrong:
+        if not is_loss_right:
+            return None
+        return [Finding(f"step {number} loss", True), Finding(f"step {number} gradients", True)]
+    shares = fitting_shares(examined, sampled_gradients(given), wrong, known) if known else {}
+    causes = [words for words, share in shares.items()
+              if is_loss_right or examined.loss_is(loss, loss_of(examined.terms, share))]
+    if not causes:
+        return None
+    finding = Finding(f"step {number} gradients", False,
+                      first_difference(given, examined.gradients, wrong), causes)
+    return [check_loss(examined, number, causes), finding]
+
+
 def check_gradients(examined, number, deep, known):
     """Findings on loss and gradients of a step. deep: also try the Changes. known: words of the
     causes found in step 1."""

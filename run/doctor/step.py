@@ -52,14 +52,14 @@ def sampled(tensor):
 
 @dataclass
 class Terms:
-    """What a step computes, before any sum over ranks and microbatches.
+    """What a step computes; all but `full` before any sum over ranks and microbatches.
 
     losses     (D, m, N, T): sum of the losses of a context rank's tokens of a microbatch. The T
                tensor ranks have the same, unless a Change makes them differ
     gradients  {name: (D, m, N, R, n)}: gradients of those sums, n sampled elements of the full
                tensor. R is T, or 1 for a tensor that is split over the tensor ranks
     is_summed  {name: are the R gradients terms of a sum? If not, they are copies of one term}
-    full       {name: full gradient}: the sum of all terms, not divided
+    full       {name: full gradient}: the sum of all terms, divided by the divisor
     tokens     (D, m): number of tokens that count: all but padding
     n_tokens   number of all tokens, padding too
     divisor    loss and gradients are divided by it: the number of all tokens that count or, if the
@@ -155,12 +155,14 @@ class Boards:
         c_fc.weight (4, 3)      R = 1: rank 0 writes board[0, 0, :2], rank 1 board[0, 0, 2:]
     """
 
-    def __init__(self, N, T, dtype, stored):
-        """dtype: gradients are summed in it. stored(name): the name under which the sum is kept,
-        the same for both ends of a tied matrix."""
+    def __init__(self, N, T, dtype, grad_dtype, stored):
+        """dtype: that of the gradients. grad_dtype: gradients are summed in it. stored(name): the
+        name under which the sum is kept, the same for both ends of a tied matrix."""
         self.N = N
         self.T = T
-        self.dtype = dtype
+        # dtype of the boards and of the tensors that hold the sums, 32 bits at least
+        self.wide = torch.promote_types(torch.promote_types(dtype, grad_dtype), torch.float)
+        self.grad_dtype = grad_dtype
         self.stored = stored
         self.boards = {}  # name -> (N, R, full shape)
         self.is_summed = {}  # like Terms.is_summed
@@ -168,11 +170,12 @@ class Boards:
         self.full = {}  # stored name -> full gradient, summed so far
 
     def make(self, model):
-        """Called by rank 0: boards of zeros, for the parameters of its part of the model."""
+        """Called by rank 0: boards for the parameters of its part of the model."""
         for param in model.parameters():
             tag = param.shard
             R = self.T if param.shape == tag.shape else 1
-            self.boards[tag.name] = torch.zeros(self.N, R, *tag.shape, dtype=torch.double)
+            # Not filled with zeros: the ranks fill each board, all of it
+            self.boards[tag.name] = torch.empty(self.N, R, *tag.shape, dtype=self.wide)
             # The first group of sum_over is the context ranks, always; a second one is the tensor
             # ranks, whose gradients are then terms of a sum
             self.is_summed[tag.name] = len(tag.sum_over) > 1
@@ -183,9 +186,9 @@ class Boards:
             tag = param.shard
             board = self.boards[tag.name][c]  # (R, full shape)
             if param.grad is None:  # an expert that got no tokens has no gradient
-                grad = torch.zeros(param.shape, dtype=torch.double)
+                grad = torch.zeros(param.shape, dtype=self.wide)
             else:
-                grad = param.grad.double().div_(scale)
+                grad = param.grad.to(self.wide).div_(scale)
             if param.shape == tag.shape:
                 board[t].copy_(grad)
             else:
@@ -197,16 +200,20 @@ class Boards:
         for name, board in self.boards.items():
             samples = torch.stack([sampled(term) for term in board.flatten(0, 1)])  # (N R, n)
             samples = samples.unflatten(0, board.shape[:2])  # (N, R, n)
-            self.sampled.setdefault(name, []).append(samples)
-            if self.stored(name) not in self.full:
-                self.full[self.stored(name)] = torch.zeros_like(board[0, 0])
-            full = self.full[self.stored(name)]
+            self.sampled.setdefault(name, []).append(samples.double())
             for ranks in board:  # (R, full shape)
                 terms = ranks if self.is_summed[name] else ranks[:1]  # else they are copies
                 for term in terms:
-                    full.add_(term)
-                    if self.dtype != torch.double:
-                        full.copy_(full.to(self.dtype))  # rounded like a run's sum
+                    self.add_term(self.stored(name), term)
+
+    def add_term(self, name, term):
+        """Add a term to a sum, which is rounded like a run's."""
+        if name in self.full:
+            self.full[name].add_(term)
+        else:
+            self.full[name] = term.clone()
+        if self.grad_dtype != self.wide:
+            self.full[name].copy_(self.full[name].to(self.grad_dtype))
 
 
 class SimulatedStep:
@@ -272,6 +279,10 @@ class SimulatedStep:
             return {param.shard.name: param.shard for param in model.parameters()}
         return World({"cp": 1, "tp": self.layout["tp"]}).run(rank)
 
+    def divisor(self):
+        """See Terms."""
+        return (self.targets != ABSENT).sum().item() if self.is_mean else 1
+
     def merged(self):
         """The same step with all sequences in one microbatch of one data rank, which is faster."""
         ids = self.ids.flatten(0, 2)[None, None]  # (1, 1, D m B, S)
@@ -304,7 +315,7 @@ class SimulatedStep:
         T = self.sizes["tp"]
         world = World(self.sizes)
         losses = torch.zeros(D, m, N, T, dtype=torch.double)
-        boards = Boards(N, T, grad_dtype, self.stored)
+        boards = Boards(N, T, dtype, grad_dtype, self.stored)
 
         def rank(mesh):
             torch.set_grad_enabled(not losses_only)  # torch keeps this switch for each thread
@@ -331,7 +342,8 @@ class SimulatedStep:
         world.run(rank)
         gradients = {name: torch.stack(terms).unflatten(0, (D, m))
                      for name, terms in boards.sampled.items()}
+        for full in boards.full.values():
+            full.div_(self.divisor())
         tokens = (self.targets != ABSENT).sum((-1, -2))  # (D, m)
-        divisor = tokens.sum().item() if self.is_mean else 1
         return Terms(losses, gradients, boards.is_summed, boards.full, tokens,
-                     self.targets.numel(), divisor, tied=UNTIED not in self.weights)
+                     self.targets.numel(), self.divisor(), tied=UNTIED not in self.weights)
