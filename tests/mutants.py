@@ -233,7 +233,7 @@ MUTANTS = {
         ("gathers_in_place = True", "gathers_in_place = False", "first_gpu:from_its_place"),
         ("self.side_stream.wait_stream(torch.cuda.current_stream())", "pass", "streams:zb_v"),
         ("torch.cuda.current_stream().wait_event(event)", "pass", "streams:zb_v"),
-        ("            return job\n", "", "streams:ring"),
+        ("            return job\n", "", "streams:job_holds"),
         ("[work.wait, use]", "[work.wait]", "streams:zb_v"),
         ("[work.wait, use]", "[use]", "streams:zb_v"),
         ("        work.wait()\n    return", "        [part.wait() for part in posted]\n    return",

@@ -9,6 +9,8 @@ stream, or one told by record_stream, must be behind every use. tests/mutants.py
 import time
 import traceback
 from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 from weakref import finalize
@@ -22,7 +24,7 @@ import engine.collectives as collectives
 import engine.group as group
 import engine.mesh as mesh
 from engine.nccl_group import CudaGroup
-from tests.harness import _train, equals_one_process, local_tensors, mesh_of
+from tests.harness import _train, config, equals_one_process, local_tensors, mesh_of, pool
 
 LIBRARY = {**group.LIBRARY}  # gloo's
 
@@ -169,7 +171,9 @@ class Device(TorchDispatchMode):
             return local_tensors(trainer, kind)
 
 
-def _on_streams(rank, cfg):
+@contextmanager
+def stand_ins():
+    """CUDA's streams and NCCL are a Device. At the end: was everything in order?"""
     device = Device()
     with (patch.multiple(torch.cuda, Stream=lambda *args, **kwargs: Stream(),
                          current_stream=lambda: device.current,
@@ -182,9 +186,13 @@ def _on_streams(rank, cfg):
           patch.object(mesh, "InOrderGroup", CudaGroup),
           patch.dict(group.LIBRARY, {name: device.native(real) for name, real in LIBRARY.items()}),
           patch("tests.harness.local_tensors", device.look), device):
-        trace = _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
+        yield
     assert not device.errors, "\n".join(device.errors[:3])
-    return trace
+
+
+def _on_streams(rank, cfg):
+    with stand_ins():
+        return _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
 
 
 LAYOUTS = {  # of four ranks
@@ -204,3 +212,14 @@ LAYOUTS = {  # of four ranks
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_cuda_manner_equals_one_process(corpus, name):
     equals_one_process(corpus, _on_streams, **LAYOUTS[name])
+
+
+def _sum_what_nothing_else_holds(rank, cfg):
+    with stand_ins():
+        group = mesh_of(cfg, in_order=True).world
+        work = group.submit(partial(collectives.all_reduce, torch.ones(1000), group), "a sum")
+        work.wait()
+
+
+def test_a_job_holds_its_tensors_until_it_has_been_waited_for(corpus):
+    pool(2, _sum_what_nothing_else_holds, config(corpus, dp=2))
