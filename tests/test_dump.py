@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from optimizer import decays
 from run import files
 from run.checkpoint import EMBEDDING
 from run.config import Config, check
+from run.doctor import record
 from run.doctor.dump import read_dump
 from run.doctor.record import Writer, write_plain, write_run
 from run.hugging_face import CONV1D
@@ -38,9 +40,8 @@ def _dump(rank, cfg, spoil=None):
     if cfg.plain:
         return write_plain(cfg, mesh, Data(cfg), plain.training_steps)
     trainer = train.Trainer(cfg, mesh, VOCAB)
-    if spoil:
-        spoil_gradient(trainer, *spoil)
-    write_run(trainer, Data(cfg))
+    with spoil_gradient(trainer, *spoil) if spoil else nullcontext():
+        write_run(trainer, Data(cfg))
 
 
 def dump_config(corpus, folder, **layout):
@@ -200,8 +201,14 @@ def test_in_16_bits_gradients_are_unscaled_and_weights_are_rounded_masters(corpu
 
 
 def spoil_gradient(trainer, rank, name):
-    """From now on this rank adds 1 to the first element of its copy of a gradient."""
+    """From now on this rank adds 1 to the first element of its copy of a gradient. It must not
+    write the copy: if two ranks did, the file would have that of the later one."""
     usual = trainer.gradients
+    write = record.transfer_runs
+
+    def written(entry, *args, **more):
+        assert trainer.mesh.rank != rank or entry.name != name, "a second rank writes the tensor"
+        return write(entry, *args, **more)
 
     def gradients(batches):
         result = usual(batches)
@@ -212,6 +219,7 @@ def spoil_gradient(trainer, rank, name):
         return result
 
     trainer.gradients = gradients
+    return patch.object(record, "transfer_runs", written)
 
 
 @pytest.mark.parametrize("name,layout", [
