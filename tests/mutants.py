@@ -367,7 +367,7 @@ MUTANTS = {
         ("if examined.distance > FAR:", "if False:", "foreign:from_other_weights")],
     "run/doctor/examined.py": [
         ("torch.finfo(self.dtype).eps + self.distance", "torch.finfo(self.dtype).eps",
-         "foreign:another_form_is"),
+         "foreign:as_much_as_the_weights"),
         ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic"),
         ("FLOOR * (1 - 1 / NOISE)", "FLOOR", "doctor:equal_in_float64")],
     "run/doctor/gradients.py": [
