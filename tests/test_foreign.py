@@ -18,7 +18,7 @@ import torch
 from run.config import check_layout, parse
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
-from run.doctor.examined import Computed, InOwnDtype
+from run.doctor.examined import Computed, InOwnDtype, step_of
 from run.doctor.finding import first_difference, ratio_words
 from run.doctor.inputs import causes_of_tokens, check_initial_weights
 from run.doctor.norm import norms_of_parts, sum_of_squares, wrong_sums
@@ -281,8 +281,9 @@ def test_the_losss_tolerance_does_not_grow_with_the_tensor_ranks(small_dump):
     """Each of the T ranks has the same loss, with the same error."""
     for T in (1, 3):
         mine = with_layout(small_dump(), tp=T)
-        examined = Computed(mine, 1, InOwnDtype(mine, 1))
-        examined.own = replace(examined.own, losses=examined.own.losses + 0.5)
+        terms = InOwnDtype(mine, 1, step_of(mine, 1)).terms
+        examined = Computed(mine, 1, step_of(mine, 1), terms)
+        examined.rounded_terms = replace(terms, losses=terms.losses + 0.5)
         assert examined.noise[0] == pytest.approx(0.5 / examined.terms.divisor, rel=1e-10)
 
 

@@ -32,8 +32,8 @@ from run.doctor.diagnose import diagnose
 from run.doctor.dump import read_dump
 from run.doctor.words import lines
 
-# Weights of matrices x tokens of a step, below which all known bugs are tried without --deep. (Each
-# bug takes a step in float64 on the CPU.)
+# Weights of the matrices that a token runs through x tokens of a step, below which all known bugs
+# are tried without --deep. (Each bug takes a step in float64 on the CPU.)
 SMALL = 1 << 34
 
 
@@ -49,6 +49,7 @@ def keep_freed_memory():
 
 
 def is_small(dump):
+    """Does a step take little time? dump.model is not None."""
     tokens = dump.ids(1)  # None: no step can be computed, so none takes long
     model = dump.model
     n_weights = model.n_layer * model.block_weights() + model.vocab_size * model.n_embd

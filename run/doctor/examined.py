@@ -2,12 +2,13 @@
 
     InOwnDtype       a model that step.py can compute: one process in MINE's dtype, from MINE's
                      weights and tokens; the tolerance is so small that the noise need not be known
-    Computed         the same in float64, which takes about twice as long; the noise is measured: it
-                     is how far InOwnDtype is off
+    Computed         the same in float64; the noise is measured: how far one process in MINE's dtype
+                     is off
     LikeReference    a model of another form: REFERENCE's loss and gradients; the noise follows from
                      the dtype
 
-A number of MINE is equal to the right one if it is off by at most NOISE times the noise.
+A number of MINE is equal to the right one if it is off by at most NOISE times the noise, or by at
+most `floor` roundings.
 
 A gradient is known as its terms (step.py), a tensor (D, m, N, R, n): n sampled elements for each
 data rank, microbatch and context rank, and for each of R tensor ranks (R is T, or 1 for a tensor
@@ -46,7 +47,7 @@ def distance_of(given, right):
 
 class Examined:
     """One step of MINE. Subclasses say what is right, and give `noise`, the errors that rounding
-    alone makes: (error of the loss, {name: norm of the gradient's error})."""
+    alone makes (InOwnDtype: less): (error of the loss, {name: norm of the gradient's error})."""
 
     floor = FLOOR  # least tolerance, relative to the right number, in roundings of the dtype
 
@@ -103,6 +104,12 @@ class Examined:
         return error <= floor or error <= self.tolerance(name)
 
 
+def step_of(mine, number):
+    """The SimulatedStep of MINE's step `number`."""
+    return SimulatedStep(mine.model, mine.layout, mine.balance, dict(mine.weights(number - 1)),
+                         mine.ids(number), mine.targets(number), mine.loss == "mean")
+
+
 def run_in_own_dtype(step, mine, number):
     """The Terms of a step, computed and summed in the dtypes of MINE's step `number`."""
     # A run divides its loss by the tokens, which step.py does not: float16 has no room for the
@@ -115,41 +122,44 @@ def run_in_own_dtype(step, mine, number):
 class InOwnDtype(Examined):
     """One step of MINE, computed again by one process in MINE's dtype.
 
-    What is within this tolerance is within Computed's, too. For let d be MINE's distance from this
-    process, e this process's from float64, which is a part of Computed's noise, and r the least
-    tolerance of Computed. MINE is at most d + e from float64, and its tolerance there is r or
-    NOISE e, the larger one. Here d <= (1 - 1/NOISE) r, so
+    Its tolerance is `floor` roundings, and what is within it is within Computed's, too. For let d
+    be MINE's distance from this process, e this process's from float64, which is a part of
+    Computed's noise, and r Computed's floor. MINE is at most d + e from float64, and its tolerance
+    there is r or NOISE e, the larger one. Here d <= (1 - 1/NOISE) r, so
 
         for e <= r / NOISE    d + e <= r
         for e >  r / NOISE    d <= (NOISE - 1) e, so d + e <= NOISE e
+
+    (But for e roundings: here the floor is relative to this process's numbers.)
     """
 
     floor = FLOOR * (1 - 1 / NOISE)
 
-    def __init__(self, mine, number):
-        self.step = SimulatedStep(mine.model, mine.layout, mine.balance,
-                                  dict(mine.weights(number - 1)), mine.ids(number),
-                                  mine.targets(number), mine.loss == "mean")
-        terms = run_in_own_dtype(self.step, mine, number)
+    def __init__(self, mine, number, step):
+        """step: the SimulatedStep of MINE's step `number`."""
+        terms = run_in_own_dtype(step, mine, number)
         super().__init__(mine, number, mine, terms, terms.loss(), terms.full)
 
     @cached_property
     def noise(self):
         """As much as makes the tolerance `floor` roundings."""
         share = self.floor * torch.finfo(self.dtype).eps / NOISE
-        return 0.0, {name: share * norm_of(grad) for name, grad in self.gradients.items()}
+        sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
+        return 0.0, {name: share * size if math.isfinite(size) else 0.0
+                     for name, size in sizes.items()}
 
 
 class Computed(Examined):
     """One step of MINE, computed again by one process in float64."""
 
-    def __init__(self, mine, number, own):
-        """own: the InOwnDtype of the same step."""
-        self.step = own.step
+    def __init__(self, mine, number, step, rounded_terms=None):
+        """step: the SimulatedStep of MINE's step `number`. rounded_terms: its Terms in MINE's
+        dtype; None: they are computed when they are asked for."""
+        self.step = step
         self.number = number
-        self.own = own.terms
-        is_exact = own.dtype == own.grad_dtype == torch.double
-        terms = own.terms if is_exact else self.step.run()
+        self.rounded_terms = rounded_terms
+        is_exact = rounded_terms and mine.dtype == mine.grad_dtype == "float64"
+        terms = rounded_terms if is_exact else step.run()
         super().__init__(mine, number, mine, terms, terms.loss(), terms.full)
 
     @cached_property
@@ -166,8 +176,8 @@ class Computed(Examined):
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
         for seed in range(n_runs):
-            terms = self.own
-            if seed > 0:
+            terms = self.rounded_terms
+            if seed > 0 or terms is None:
                 terms = run_in_own_dtype(self.rounded(seed), self.mine, self.number)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             sum_of_errors = differences.abs().sum().item()
@@ -190,7 +200,10 @@ class Computed(Examined):
         return {name: max(error, least * sizes[name]) for name, error in errors.items()}
 
     def rounded(self, seed):
-        """The same step from weights that are off by about a rounding each."""
+        """The same step from weights that are off by about a rounding each; for seed 0 from the
+        weights themselves."""
+        if seed == 0:
+            return self.step
         generator = torch.Generator().manual_seed(seed)
         eps = torch.finfo(self.dtype).eps
         weights = {}

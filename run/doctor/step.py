@@ -52,7 +52,8 @@ def sampled(tensor):
 
 @dataclass
 class Terms:
-    """What a step computes; all but `full` before any sum over ranks and microbatches.
+    """What a step computes. `full` is the gradient of the whole batch; the rest is before any sum
+    over ranks and microbatches.
 
     losses     (D, m, N, T): sum of the losses of a context rank's tokens of a microbatch. The T
                tensor ranks have the same, unless a Change makes them differ
@@ -62,8 +63,8 @@ class Terms:
     full       {name: full gradient}: the sum of all terms, divided by the divisor
     tokens     (D, m): number of tokens that count: all but padding
     n_tokens   number of all tokens, padding too
-    divisor    loss and gradients are divided by it: the number of all tokens that count or, if the
-               run's loss is a sum, 1
+    divisor    the sums of losses and gradients are divided by it (full is already): the number of
+               all tokens that count or, if the run's loss is a sum, 1
     tied       are embedding and head one matrix? Gradients has the terms of both ends apart
 
     For D = 2, m = 3, N = 1, T = 2 a LayerNorm's gradients[name][1, 2, 0] are two rows: data rank

@@ -1,6 +1,6 @@
 """AdamW's step on one whole tensor, with known mistakes: a Way says how the step is taken.
 
-    grad = clipped(grad)                                     clip, grad_factor, norm_factor
+    grad = clipping(norm) grad                               clip, grad_factor, norm_factor
     mean = beta1 mean + (1 - beta1) grad                     betas, keeps_moments
     square = beta2 square + (1 - beta2) grad^2
     mean / (1 - beta1^n), square / (1 - beta2^n)             corrected, count_offset, count_advances
@@ -93,11 +93,11 @@ class Replay:
             if not way.keeps_moments:
                 mean = torch.zeros_like(weight)
                 square = torch.zeros_like(weight)
-            grad = self.clipped(grad.to(self.dtype) * way.grad_factor, norm, way)
+            grad = grad.to(self.dtype) * (way.grad_factor * self.clipping(norm, way))
             if way.decay == "coupled":
                 grad = grad + decay * before.to(self.dtype)
-            mean = beta1 * mean + (1 - beta1) * grad
-            square = beta2 * square + (1 - beta2) * grad.square()
+            mean = mean.lerp(grad, 1 - beta1)  # beta1 mean + (1 - beta1) grad
+            square = square.lerp(grad.square(), 1 - beta2)
         n = (len(weights) if way.count_advances else 1) + way.count_offset
         if way.corrected[0]:
             mean = mean / (1 - beta1**n)
@@ -121,13 +121,13 @@ class Replay:
             return self.optimizer["weight_decay"]
         return 0.0
 
-    def clipped(self, grad, norm, way):
-        """The gradient, clipped in this way. Right: times min(1, limit / (norm + 1e-6)), like
+    def clipping(self, norm, way):
+        """The factor by which gradients are clipped. Right: min(1, limit / (norm + 1e-6)), like
         torch's clip_grad_norm_."""
         limit = self.optimizer["grad_clip"]
         if not limit or way.clip == "none":
-            return grad
+            return 1.0
         coefficient = limit / (norm * way.norm_factor + 1e-6)
         if way.clip != "always":
             coefficient = min(1.0, coefficient)
-        return grad * (coefficient**2 if way.clip == "twice" else coefficient)
+        return coefficient**2 if way.clip == "twice" else coefficient

@@ -31,7 +31,7 @@ def changes(step):
     sp = layout["sp"] and T > 1
     found = []
     if T > 1:
-        found += tensor_changes(config, sp)
+        found += tensor_changes(config, T, sp)
         found += vocabulary_changes()
     if sp:
         found += sequence_changes()

@@ -159,13 +159,15 @@ def row_changes():
     return found
 
 
-def tensor_changes(config, sp):
+def tensor_changes(config, T, sp):
     """sp: is it a run with --sp? Then all-gather and reduce-scatter take the place of f and g:
     see sequence.py."""
     found = [] if sp else [*column_changes(), *row_changes()]
     found.append(Change("q, k and v are split over the tensor ranks (tp) as one matrix",
                         before=in_one_part("attn")))
-    if isinstance(config, LlamaConfig) and not config.n_experts:
+    # Uneven slices of one matrix would not fit those of the next, which fails in any trainer
+    fits = isinstance(config, LlamaConfig) and config.n_hidden % T == 0
+    if fits and not config.n_experts:
         found.append(Change("gate and up are split over the tensor ranks (tp) as one matrix",
                             before=in_one_part("mlp")))
     return found
