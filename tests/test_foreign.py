@@ -4,6 +4,7 @@ names and orders of Megatron-core; wrong maps; models of another form; dumps tha
 The page's code, commands and tables are taken from the page."""
 
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -19,9 +20,9 @@ from run.config import check_layout, parse
 from run.doctor.diagnose import diagnose
 from run.doctor.dump import Dump, Tensors, read_dump
 from run.doctor.examined import Computed, InOwnDtype, step_of
-from run.doctor.finding import first_difference, ratio_words
+from run.doctor.finding import first_difference, norm_of, ratio_words
 from run.doctor.inputs import causes_of_tokens, check_initial_weights
-from run.doctor.norm import norms_of_parts, sum_of_squares, wrong_sums
+from run.doctor.norm import judge_norm, norms_of_parts, sum_of_squares, wrong_sums
 from run.doctor.weights import check_updates
 from run.doctor.words import lines
 from run.hugging_face import CONV1D
@@ -257,6 +258,15 @@ def test_experts_are_split_over_the_tensor_ranks_in_the_norm_too(small_dump):
     squares = {name: sum_of_squares(grad) for name, grad in given.items()}
     norms = wrong_sums(squares, mine.layout)
     assert norms["replicated gradients are left out (tp)"] == sum(squares.values()) ** 0.5
+
+
+def test_the_norm_may_count_all_but_experts_once_for_each_expert_rank(small_dump):
+    mine = with_layout(small_dump(**EXPERTS), dp=4, ep=2)
+    mine.steps[0]["norm"] = math.hypot(*(
+        norm_of(grad) * (1 if ".experts." in name else math.sqrt(2))
+        for name, grad in mine.gradients(1).items()))
+    (finding,) = judge_norm(mine, 1)
+    assert finding.causes == ["the norm: the gradients of all but experts count 2 times (ep)"]
 
 
 def test_the_norm_of_a_pipeline_rank_is_over_all_its_stages(small_dump):

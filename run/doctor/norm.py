@@ -27,6 +27,7 @@ def wrong_sums(squares, layout):
     D = layout["dp"]
     T = layout["tp"]
     P = layout["pp"]
+    E = layout["ep"]
     whole = sum(squares.values())
     # Squares of gradients that all T ranks hold, and of gradients that are split over the T ranks
     copies = sum(square for name, square in squares.items() if is_replicated(name))
@@ -44,6 +45,12 @@ def wrong_sums(squares, layout):
             "replicated gradients are left out (tp)": math.sqrt(parts),
             f"split gradients count as 1/{T} (tp)": math.sqrt(parts / T + copies),
             f"replicated gradients count as 1/{T} (tp)": math.sqrt(parts + copies / T)}
+    if E > 1:
+        experts = sum(square for name, square in squares.items() if ".experts." in name)
+        found[f"the gradients of all but experts count {E} times (ep)"] = math.sqrt(
+            experts + E * (whole - experts))
+        found[f"the gradients of experts count as 1/{E} (ep)"] = math.sqrt(
+            experts / E + (whole - experts))
     for name, size in (("data", D), ("tensor", T), ("pipeline", P)):
         if size > 1:
             found |= {
