@@ -10,10 +10,11 @@
     of step 1, then of step 2:
         weights.py       weights after the step       AdamW's, from MINE's weights, gradients, norm
 
-Each stage begins with MINE's own state, so no finding follows from an earlier one. How far equal
-numbers may be apart is measured for loss, gradients (examined.py), norm and weights, and fixed for
-rates and initial weights. If MINE's model has no known form, loss and gradients
-are compared with REFERENCE's.
+Each stage begins with MINE's own state, so no finding follows from an earlier one. (A bug that acts
+in both steps is printed once.) How far equal numbers may be apart is measured for loss, gradients
+(examined.py), norm and weights, and fixed for rates and initial weights. For a model of another
+form, which step.py cannot compute, loss and gradients are compared with REFERENCE's: there other
+tokens or weights make them differ, too.
 """
 
 import math
@@ -79,10 +80,10 @@ def not_examined(mine, number, why):
 def check_computed(mine, number, deep, known):
     """Like check_step, for a step that step.py can compute."""
     step = step_of(mine, number)
+    # A step in float32 takes half as long as in float64, so it comes first. (For a run in float64
+    # both are one step.) A step in 16 bits may take longer on a CPU, and its loss is too inexact
     if mine.dtype not in ("float32", "float64"):
         return check_gradients(Computed(mine, number, step), number, deep, known)
-    # In MINE's dtype first: a step in float64 takes about twice as long as in float32. (In 16 bits
-    # it may take less, and the loss of one process in 16 bits decides little)
     own = InOwnDtype(mine, number, step)
     findings = check_in_own_dtype(own, number, known)
     if findings:
@@ -91,8 +92,8 @@ def check_computed(mine, number, deep, known):
 
 
 def check_step(reference, mine, number, deep, known):
-    """Findings on loss and gradients of a step. known: words of the causes of step 1's loss and
-    gradients."""
+    """Findings on loss and gradients of a step. known: words of the causes of the loss and
+    gradients of the step before; none for step 1."""
     why = why_unexamined(reference, mine, number)
     if why:
         return not_examined(mine, number, why)
@@ -106,7 +107,7 @@ def check_step(reference, mine, number, deep, known):
 
 
 def check_new_weights(reference, mine, told):
-    """Findings on the weights after each step. told: words of the causes found in gradients."""
+    """Findings on the weights after each step. told: words of the causes found so far."""
     if CLIPPED in told:
         return [unexamined("weights", WITHOUT_GRADIENTS)]
     return check_updates(reference, mine)
@@ -137,8 +138,8 @@ def diagnose(reference, mine, deep=True):
     finding = check_settings(reference, mine)
     if not finding.equal:
         yield finding
-    known = []  # words of the causes of step 1's loss and gradients
-    told = set()  # words of all causes of step 1
+    known = []  # words of the causes of the loss and gradients of the latest step
+    told = set()  # words of the causes of loss, gradients and norm of all steps so far
     for number in (1, 2):
         step = mine.steps[number - 1]
         findings = check_step(reference, mine, number, deep and not is_map_wrong, known)

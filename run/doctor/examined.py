@@ -130,7 +130,8 @@ class InOwnDtype(Examined):
         for e <= r / NOISE    d + e <= r
         for e >  r / NOISE    d <= (NOISE - 1) e, so d + e <= NOISE e
 
-    (But for e roundings: here the floor is relative to this process's numbers.)
+    (Nearly: here r is relative to this process's numbers, in Computed to those of float64. They
+    differ by about a rounding of r.)
     """
 
     floor = FLOOR * (1 - 1 / NOISE)
@@ -143,23 +144,24 @@ class InOwnDtype(Examined):
     @cached_property
     def noise(self):
         """As much as makes the tolerance `floor` roundings."""
-        share = self.floor * torch.finfo(self.dtype).eps / NOISE
+        relative = self.floor * torch.finfo(self.dtype).eps / NOISE
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
-        return 0.0, {name: share * size if math.isfinite(size) else 0.0
+        return 0.0, {name: relative * size if math.isfinite(size) else 0.0
                      for name, size in sizes.items()}
 
 
 class Computed(Examined):
     """One step of MINE, computed again by one process in float64."""
 
-    def __init__(self, mine, number, step, rounded_terms=None):
-        """step: the SimulatedStep of MINE's step `number`. rounded_terms: its Terms in MINE's
+    def __init__(self, mine, number, step, terms_in_own_dtype=None):
+        """step: the SimulatedStep of MINE's step `number`. terms_in_own_dtype: its Terms in MINE's
         dtype; None: they are computed when they are asked for."""
         self.step = step
         self.number = number
-        self.rounded_terms = rounded_terms
-        is_exact = rounded_terms and mine.dtype == mine.grad_dtype == "float64"
-        terms = rounded_terms if is_exact else step.run()
+        self.terms_in_own_dtype = terms_in_own_dtype
+        # MINE's dtype may be float64: then both are one, and the noise is 0 but for the floor
+        is_exact = terms_in_own_dtype and mine.dtype == mine.grad_dtype == "float64"
+        terms = terms_in_own_dtype if is_exact else step.run()
         super().__init__(mine, number, mine, terms, terms.loss(), terms.full)
 
     @cached_property
@@ -176,9 +178,9 @@ class Computed(Examined):
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
         for seed in range(n_runs):
-            terms = self.rounded_terms
+            terms = self.terms_in_own_dtype
             if seed > 0 or terms is None:
-                terms = run_in_own_dtype(self.rounded(seed), self.mine, self.number)
+                terms = run_in_own_dtype(self.perturbed(seed), self.mine, self.number)
             differences = (terms.losses - self.terms.losses).mean(-1)  # (D, m, N): mean of T copies
             sum_of_errors = differences.abs().sum().item()
             if math.isfinite(sum_of_errors):  # else one process overflows: only the floor is left
@@ -199,7 +201,7 @@ class Computed(Examined):
         least = max(median, FLOOR * torch.finfo(self.dtype).eps / NOISE)
         return {name: max(error, least * sizes[name]) for name, error in errors.items()}
 
-    def rounded(self, seed):
+    def perturbed(self, seed):
         """The same step from weights that are off by about a rounding each; for seed 0 from the
         weights themselves."""
         if seed == 0:
@@ -237,7 +239,7 @@ class LikeReference(Examined):
     @cached_property
     def noise(self):
         """UNMEASURED roundings plus the distance of the weights. Rounding errors of step 1 move the
-        weights, and weights that are off by a share move loss and gradients by about this share."""
+        weights, and weights that are off by 1% move loss and gradients by about 1%."""
         relative = UNMEASURED * torch.finfo(self.dtype).eps + self.distance
         sizes = {name: norm_of(grad) for name, grad in self.gradients.items()}
         # A gradient that is 0 in exact arithmetic, such as that of a key's bias, has errors as

@@ -301,9 +301,9 @@ def check_loss(examined, number, causes):
 
 
 def check_in_own_dtype(examined, number, known):
-    """Findings on loss and gradients of a step if all is equal, or has a cause that was found in
-    step 1. Else None: only float64 can tell how far rounding errors may be. examined: an
-    InOwnDtype; known: words of the causes found in step 1."""
+    """Findings, if loss and gradients of a step are equal, or if a Share that was found in step 1
+    explains the wrong ones. Else None: the caller computes the step in float64, to measure how far
+    rounding errors may be. examined: an InOwnDtype; known: words of the causes found in step 1."""
     given = examined.mine.gradients(number)
     loss = examined.step_numbers["loss"]
     is_loss_right = examined.loss_is(loss, examined.loss)
@@ -334,7 +334,7 @@ def check_gradients(examined, number, deep, known):
         return [check_loss(examined, number, causes_of_loss(examined, loss)), finding]
     if wrong:
         of_loss, of_gradients = causes_of_both(examined, given, wrong, deep, known)
-        if number == 2 and not known and not of_gradients:
+        if number == 2 and not known and not of_gradients:  # a bug that begins in step 2
             of_gradients = keeps_first_step(examined, given)
         finding = Finding(f"step {number} gradients", False,
                           first_difference(given, examined.gradients, wrong), of_gradients)

@@ -52,13 +52,15 @@ def sampled(tensor):
 
 @dataclass
 class Terms:
-    """What a step computes. `full` is the gradient of the whole batch; the rest is before any sum
-    over ranks and microbatches.
+    """What a step computes. `full` is the gradient of the whole batch; losses and gradients are not
+    summed over ranks and microbatches.
 
     losses     (D, m, N, T): sum of the losses of a context rank's tokens of a microbatch. The T
                tensor ranks have the same, unless a Change makes them differ
-    gradients  {name: (D, m, N, R, n)}: gradients of those sums, n sampled elements of the full
-               tensor. R is T, or 1 for a tensor that is split over the tensor ranks
+    gradients  {name: (D, m, N, R, n)}: what each context and tensor rank has after the backward of
+               a microbatch's loss, with the experts' balance loss; n sampled elements of the
+               full tensor. R is T, or 1 for a tensor that is split over the tensor ranks. A tied
+               matrix has a name for each end (in full only one)
     is_summed  {name: are the R gradients terms of a sum? If not, they are copies of one term}
     full       {name: full gradient}: the sum of all terms, divided by the divisor
     tokens     (D, m): number of tokens that count: all but padding

@@ -40,7 +40,7 @@ def ways(rates, optimizer, factors, scale):
     beta2 = optimizer["beta2"]
     found = [
         Way("gradients are not clipped", clip="none"),
-        Way("gradients are clipped twice", clip="twice"),
+        Way("gradients are multiplied by the clipping factor twice", clip="twice"),
         Way("gradients below the limit are scaled up to it", clip="always"),
         Way("biases and norms decay, too", decay="all"),
         Way("nothing decays", decay="none"),
@@ -80,8 +80,8 @@ class Replay:
         self.dtype = dtype
 
     def step(self, weights, grads, norms, rate, way, decay):
-        """(n,): n elements of a tensor after the last of the steps. weights: [(n,)], before each
-        step from the first one; grads: [(n,)] and norms: [float], of each step; rate: of the last
+        """A tensor, or a part of it, after the last of the steps. weights: [tensor], before each
+        step from the first one; grads: [tensor] and norms: [float], of each step; rate: of the last
         step; decay: see decay_of."""
         beta1, beta2 = way.betas or (self.optimizer["beta1"], self.optimizer["beta2"])
         eps = self.optimizer["eps"] if way.eps is None else way.eps

@@ -7,8 +7,9 @@ ends the search, because the moments after it are unknown.
 
 Where there are masters, the 16-bit weights after a step have to be the masters, rounded.
 
-A known way of stepping wrongly (update.py) is named if it explains both steps of all tensors, or of
-all wrong ones while the others are right.
+A known way of stepping wrongly (update.py) is named if it explains the steps that can be replayed
+(a wrong rate: the step that differs) of all tensors, or of all wrong ones while the others are
+right.
 """
 
 import math
@@ -31,10 +32,11 @@ from run.doctor.update import Replay, Way, ways
 from shard import Shard
 
 RIGHT_WAY = Way()
-# Elements of a tensor that are compared at once: more would be shared among torch's threads, which
-# for so few costs more time than it saves
+# Elements of a tensor that one operation takes. torch shares longer operations among its threads,
+# which here costs more time than it saves, and to allocate the temporaries of a large tensor would
+# take longer than its arithmetic
 PART = 1 << 15
-TENSORS = 4  # so many tensors are compared at once, at most: each takes memory, as float64
+TENSORS = 4  # at most so many tensors are compared side by side: each takes memory, in float64
 
 
 class Steps:
@@ -97,9 +99,8 @@ class Steps:
         replay = self.replay_of(self.replay, number, name, weights[0].shape, way)
         return replay(weights, grads)
 
-    def is_right(self, number, name, way):
-        """Is MINE's tensor after a step that of this way? Compared part by part: to allocate the
-        temporaries of a large tensor would take longer than its arithmetic."""
+    def fits(self, number, name, way):
+        """Is MINE's tensor after a step that of this way? Compared part by part."""
         weights, grads = self.before(number, name)
         shape = weights[0].shape
         replay = self.replay_of(self.replay, number, name, shape, way)
@@ -146,9 +147,9 @@ def known_ways(steps, number):
     return ways(rates, mine.optimizer, factors, mine.steps[0]["scale"])
 
 
-def are_right(steps, numbers, names, way):
+def all_fit(steps, numbers, names, way):
     """Are MINE's tensors of these names, after these steps, those of this way?"""
-    return all(steps.is_right(number, name, way) for number in numbers for name in names)
+    return all(steps.fits(number, name, way) for number in numbers for name in names)
 
 
 def fitting_ways(steps, number, others, names, wrong):
@@ -160,11 +161,11 @@ def fitting_ways(steps, number, others, names, wrong):
     for way in known_ways(steps, number):
         # A wrong rate may be that of one step only, any other wrong way is that of both steps
         numbers = [number] if way.rate is not None else [number, *others]
-        if not are_right(steps, numbers, wrong, way):
+        if not all_fit(steps, numbers, wrong, way):
             continue
-        if are_right(steps, numbers, rest, way):
+        if all_fit(steps, numbers, rest, way):
             found.append(way.words)
-        elif are_right(steps, numbers, rest, RIGHT_WAY):
+        elif all_fit(steps, numbers, rest, RIGHT_WAY):
             found.append(f"{way.words}: {first_of(wrong)}")
     return found
 
@@ -183,7 +184,7 @@ def fitted_rate(steps, number, names):
         return []
     said = steps.mine.steps[number - 1]["lr"]
     rate = said * moved / predicted
-    if rate <= 0 or not all(steps.is_right(number, name, Way(rate=rate)) for name in names):
+    if rate <= 0 or not all(steps.fits(number, name, Way(rate=rate)) for name in names):
         return []
     return [f"the weights moved with a rate of {rate:.6g}, the dump says {said:.6g}"]
 
@@ -251,11 +252,11 @@ def are_finite(mine, number):
 
 
 def wrong_weights(steps, number, names):
-    """Names of the tensors that differ from the right ones after a step. A thread for each tensor,
-    on as many cores as torch has."""
+    """Names of the tensors that differ from the right ones after a step. Up to TENSORS threads, no
+    more than torch uses, take the tensors in turn."""
     with ThreadPoolExecutor(min(TENSORS, torch.get_num_threads())) as threads:
-        are_right = threads.map(lambda name: steps.is_right(number, name, RIGHT_WAY), names)
-        return {name for name, is_right in zip(names, are_right, strict=True) if not is_right}
+        fits = threads.map(lambda name: steps.fits(number, name, RIGHT_WAY), names)
+        return {name for name, is_right in zip(names, fits, strict=True) if not is_right}
 
 
 def check_updates(reference, mine):
