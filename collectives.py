@@ -96,10 +96,6 @@ class WithBackward(torch.autograd.Function):
         return ctx.backward_of_x(grad), None, None
 
 
-# plain.py trains with these; train.py with engine/collectives.py: chunks are sent in pieces,
-# receives are posted ahead, and small tensors take fewer hops. What that gains: docs/measured.md.
-
-
 if __name__ == "__main__":
     from show.demonstrations import demonstrate, ranks_asked
     from show.ring import demo

@@ -138,26 +138,24 @@ def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
     return WithBackward.apply(y, back, there)
 
 
-def split_sequences(model, group, attention=ring_attention):
-    """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
-    is also the length of all sequences, is a multiple of 2 N. After: its attention is over the
-    tokens of all ranks, and it knows this rank's positions, which are returned: feed the model
-    ids[:, positions].
+KINDS = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 
-    The ranks see other tokens, like replicas: tag_whole(model, data=mesh.group("dp", "cp"))."""
+
+def split_sequences(model, group, kind="ring", kinds=KINDS):
+    """Prepare a model for this rank's tokens of each sequence. In: a model; its block_size, which
+    is also the length of all sequences, is a multiple of 2 N; one of KINDS. After: its attention is
+    over the tokens of all ranks, and it knows this rank's positions, which are returned: feed the
+    model ids[:, positions]. kinds: engine/context_parallel.py gives its own.
+
+    Like replicas, the ranks see different tokens: tag_whole(model, mesh.group("dp", "ep", "cp"))
+    has their gradients summed."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     for module in model.positioned():
         module.positions = lambda x: positions
     if group.size > 1:
         for block in model.layers[1:-1]:
-            block.attn.attend = partial(attention, group=group)
+            block.attn.attend = partial(kinds[kind], group=group)
     return positions
-
-
-# plain.py leaves this technique out. train.py --cp trains with engine/context_parallel.py: torch's
-# fused kernel computes each hop, the next keys travel meanwhile, and keys that the mask hides are
-# skipped. It takes less than a quarter of this ring's memory; how much faster it is,
-# docs/measured.md says.
 
 
 def demo(mesh):

@@ -8,58 +8,97 @@ backward, so the sum of the ranks' gradients is the gradient of the whole batch.
 Distributed, arXiv 2006.15704.
 
     python ddp.py                  a small GPT on 4 ranks
-    torchrun plain.py --dp 2       plain.py on 2 ranks
+    torchrun train.py --dp 2       train.py on 2 ranks
 """
+
+import torch
 
 from collectives import all_reduce
 
 
-def parameters_of(layers):
-    """The parameters of some layers, each once: two layers may share one (the tied embedding)."""
-    return list(dict.fromkeys(param for layer in layers for param in layer.parameters()))
+def parameters_of(stages):
+    """The parameters of some stages, {stage: [layers]}, each once: two layers may share one (the
+    tied embedding)."""
+    return list(dict.fromkeys(param for layers in stages.values() for layer in layers
+                              for param in layer.parameters()))
+
+
+def give_values(param, values):
+    """Turn a parameter of the meta device, which has a shape and a tag only, into one that has
+    these values. The layers keep the same Parameter object."""
+    real = torch.nn.Parameter(values, param.requires_grad)
+    real.shard = param.shard
+    torch.utils.swap_tensors(param, real)
+
+
+def take_gradient(param):
+    """The gradient of a parameter, which is cleared for the next step; zeros if no layer has used
+    the parameter, because another replica may have used it."""
+    grad, param.grad = param.grad, None
+    return torch.zeros_like(param) if grad is None else grad
 
 
 class DDP:
     """Sums gradients over the replicas.
 
-    In: a list of layers whose parameters are tagged (shard.py); replicas hold the same weights.
+    In: this rank's pipeline stages, {stage: [layers]}, whose parameters are tagged (shard.py).
+    value(tag): this rank's slice of the initial value of the parameter with this tag. None: the
+    parameters have their values already, the same on all replicas.
     ZeRO (zero.py) shards what is replicated here. All four classes have the same members:
 
-        params         a tagged tensor for each parameter of the layers: the parameter itself; in
-                       ZeRO-3 this rank's chunk of it
-        weights        the tensors that this rank's optimizer steps, in place, in the order of
-                       params. Here: whole parameters
+        weights        the tensors that this rank's optimizer steps, in place. Here: whole parameters
+        tags           the tag of each of `weights`
+        expect()       before each backward; the stage's gradients come. `last`: for the last time in
+                       this step. (What engine/ddp.py does then: send gradients during backward)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
-                       over the replicas. Clears the gradients for the next step
+                       over the ranks that the tag names. Clears the gradients for the next step
         publish()      after the optimizer's step: every rank has the new weights
     """
 
-    def __init__(self, layers):
-        self.params = parameters_of(layers)
+    def __init__(self, stages, value=None):
+        every = parameters_of(stages)
+        if value:
+            for param in every:
+                give_values(param, value(param.shard))
+        self.params = [param for param in every if param.requires_grad]
         self.weights = [param.data for param in self.params]
+        self.tags = [param.shard for param in self.params]
+        # For checkpoints: where each of `weights` starts in the slice that its tag describes; and
+        # (weights, tag, start) of parameters that are not trained
+        self.starts = [0] * len(self.params)
+        self.frozen = [(param.data, param.shard, 0) for param in every if not param.requires_grad]
+
+    def expect(self, stage, last):
+        """Nothing to prepare: gradients stay in param.grad until the last backward is over."""
 
     def gradients(self):
-        summed = []
-        for param in self.params:
-            replicas = param.shard.sum_over[0]
-            summed.append(all_reduce(param.grad, replicas))
-            param.grad = None
-        return summed
+        grads = [take_gradient(param) for param in self.params]
+        for grad, tag in zip(grads, self.tags, strict=True):
+            for group in tag.sum_over:  # the replicas, then other ranks that have terms of the sum
+                all_reduce(grad, group)
+        return grads
 
     def publish(self):
         """Nothing to send: every rank has stepped every weight, with the same gradients."""
 
+    # For checkpoints, tests and the final comparison of the replicas
 
-# plain.py trains with this DDP; train.py with engine/ddp.py: gradients lie side by side in buckets,
-# and a bucket travels while backward goes on. What that gains: docs/measured.md.
+    sharded = False  # do the replicas' optimizers step different parts of the weights?
+
+    def whole(self):
+        """Yields (tag, this rank's whole slice) of every parameter. Collective in ZeRO3."""
+        for param in self.params:
+            yield param.shard, param.data
+        for weights, tag, _ in self.frozen:
+            yield tag, weights
 
 
 def demo(mesh):
     """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
     from show.demonstrations import show_difference, small_gpt
     model, mine = small_gpt(mesh)
+    ddp = DDP({0: model.layers})
     model(mine, mine).backward()
-    ddp = DDP(model.layers)
     for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
         param.grad = grad
     show_difference("DDP", mesh, model, summed=True)

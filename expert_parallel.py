@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from collectives import WithBackward, all_to_all
+from collectives import WithBackward, all_reduce, all_to_all
 from shard import take_slice
 
 
@@ -73,27 +73,36 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
     return y.view_as(x)
 
 
-def spread_experts(model, group, same_experts):
-    """Give each rank its experts: the ranks of the group share those of each block.
+def spread_experts(model, mesh, sp=False):
+    """Give each rank its experts: the E ranks of the axis ep share those of each block.
 
-    In: a whole MixtureGPT, tagged by tag_whole(model, mesh.group("dp", "ep")): all D data ranks
-    see other tokens. same_experts: mesh.group("dp"), the D/E ranks that hold the same experts.
+    In: a MixtureGPT or MixtureLlama, tagged by tag_whole(model, mesh.group("dp", "ep", "cp")), and
+    maybe split by tensor_parallel or (sp) by sequence_parallel, which leave experts whole.
     After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
-    to be summed over same_experts. E must divide n_experts."""
+    to be summed over the ranks that hold the same experts. E must divide n_experts.
+
+    Each of T tensor ranks runs all tokens that it holds: under sp 1/T of them, else all, so T ranks
+    repeat the same work. (engine/expert_parallel.py spreads the experts over them, too.)"""
+    group = mesh.group("ep")
+    same_experts = mesh.group("dp", "cp")
+    share_sequences = [mesh.group("cp"), *([mesh.group("tp")] if sp else [])]
+
+    def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
+        for ranks in share_sequences:
+            all_reduce(counts, ranks)
+        return counts
+
     for block in model.layers[1:-1]:
         layer = block.mlp
         n = layer.n_experts // group.size
         own = (group.rank * n, (group.rank + 1) * n)
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                tag = replace(full.shard, ranges=(own,), sum_over=(same_experts,))
+                _, *others = full.shard.sum_over  # others: under sp the tensor ranks
+                tag = replace(full.shard, ranges=(own,), sum_over=(same_experts, *others))
                 setattr(stack, name, take_slice(full, tag))
         layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
-
-
-# plain.py leaves experts out. train.py --experts 8 --ep 2 runs engine/expert_parallel.py, where
-# tensor ranks share the experts too: all T hold the same tokens, and each sends those for 1/T of
-# the experts.
+        layer.sum_counts = sum_counts
 
 
 def demo(mesh):
@@ -101,7 +110,7 @@ def demo(mesh):
     from show.demonstrations import show_difference, show_routes, small_gpt
     group = mesh.group("ep")
     model, mine = small_gpt(mesh, n_experts=8, top_k=2)
-    spread_experts(model, group, same_experts=mesh.group("dp"))
+    spread_experts(model, mesh)
     model(mine, mine).backward()
     show_routes(model.layers[1].mlp.load, group)
     show_difference("spread", mesh, model)

@@ -88,6 +88,9 @@ class MixtureOfExperts(nn.Module):
         # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437)
         self.balance = None
         self.load = None  # (n_experts,): how many tokens of the last forward chose each expert
+        # (1 + n_experts,): sums of `balance` and of `load`. run/routing.py replaces it by a row of
+        # its table
+        self.statistics = torch.zeros(1 + config.n_experts, dtype=torch.double, device="cpu")
 
     def run_experts(self, x, gates, chosen):
         """x (B, S, C); gates, chosen (B, S, k): weight and index of each token's experts.
@@ -128,9 +131,13 @@ class MixtureOfExperts(nn.Module):
 
 def balance_loss(layers):
     """The load-balance loss of these layers' experts in the last forward, summed over tokens; None
-    if no layer has experts."""
-    routed = [layer.mlp for layer in layers if isinstance(getattr(layer, "mlp", None),
-                                                          MixtureOfExperts)]
+    if no layer has experts. Also adds to the statistics of the experts, for the log: call it once
+    after each forward."""
+    routed = [module for layer in layers for module in layer.modules()
+              if isinstance(module, MixtureOfExperts)]
+    for mlp in routed:
+        mlp.statistics[0] += mlp.balance.detach()
+        mlp.statistics[1:] += mlp.load
     return sum(mlp.balance_weight * mlp.balance for mlp in routed) if routed else None
 
 

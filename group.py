@@ -67,8 +67,3 @@ class Group:
 
     def recv(self, tensor, src):
         return self.exchange(recv=tensor, src=src)
-
-
-# plain.py trains with this Group. train.py runs engine/group.py: the same method, with a thread for
-# what goes on in the background, times for --trace, and errors that name rank and peer; and
-# engine/nccl_group.py on GPUs.

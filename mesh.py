@@ -110,6 +110,3 @@ def grid(sizes):
         numbers = " ".join(f"{rank:2d}" for rank in ranks)
         rows.append(f"  {' '.join(place)}  ranks {numbers}")
     return "\n".join(rows)
-
-
-# plain.py trains with this Mesh; train.py with engine/mesh.py, which knows GPUs and --trace.

@@ -1,15 +1,13 @@
-"""AdamW (arXiv 1711.05101), the global gradient norm, and the learning rate of a step.
+"""AdamW (arXiv 1711.05101), clipping by the global gradient norm, and the learning rate of a step.
 
 Held for each weight that this rank steps: two moments (exponential means of the gradients and of
-their squares) and, if weights have 16 bits, a master copy of 32 bits. All-reduced: one number per
-step, this rank's part of the squared norm.
+their squares) and, if weights have 16 bits, a master copy of 32 bits. Sent by train.py: one number
+per step, this rank's part of the squared norm.
 """
 
 import math
 
 import torch
-
-from collectives import all_reduce
 
 
 def learning_rate(cfg, step):
@@ -33,20 +31,6 @@ def clip_coefficient(norm, grad_clip):
     return (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
 
 
-def global_norm(grads, tags, group):
-    """The norm of all gradients of the model, a float64 tensor, the same on every rank.
-
-    group: the ranks that together hold every gradient. Without ZeRO, one replica: the other
-    replicas hold the same. Under ZeRO all ranks: each data rank holds other chunks.
-    Some gradients are on several ranks of a replica: a LayerNorm weight's on all T tensor ranks,
-    the tied matrix's on two stages. Each must count once: so each of the `copies` ranks that hold
-    the gradient adds 1/copies of the gradient's square."""
-    square = torch.zeros((), dtype=torch.double)
-    for grad, tag in zip(grads, tags, strict=True):
-        square += grad.double().square().sum() / tag.copies
-    return all_reduce(square, group).sqrt()
-
-
 class AdamWState:
     """AdamW of one tensor: a parameter, or this rank's chunk of one."""
 
@@ -68,23 +52,47 @@ class AdamWState:
 
 
 class AdamW:
-    """Steps a list of tensors in place. tags[i]: the tag of the parameter of weights[i]."""
+    """Steps the weights of a reducer, DDP or ZeRO (ddp.py), in place."""
 
-    def __init__(self, cfg, weights, tags):
+    def __init__(self, cfg, reducer):
         self.cfg = cfg
-        self.num_steps = 0
-        self.states = [AdamWState(weight, cfg.weight_decay if decays(tag) else 0.0)
-                       for weight, tag in zip(weights, tags, strict=True)]
+        self.num_steps = torch.zeros((), dtype=torch.double)  # without skipped ones
+        self.states = [AdamWState(weights, cfg.weight_decay if decays(tag) else 0.0)
+                       for weights, tag in zip(reducer.weights, reducer.tags, strict=True)]
+        self.holders = [tag.holders(reducer.sharded) for tag in reducer.tags]
 
-    def step(self, grads, norm):
-        """One step, with the gradients clipped to a norm of cfg.grad_clip."""
-        lr = learning_rate(self.cfg, self.num_steps)
+    def square(self, grads):
+        """This rank's part of the squared global norm, to be summed over all ranks.
+
+        Several ranks may hold the same gradient: all replicas without ZeRO; all T tensor ranks that
+        of a LayerNorm; two stages that of the tied matrix. Each gradient must count once: so each
+        of its n holders adds 1/n of its square."""
+        square = torch.zeros((), dtype=torch.double)
+        for grad, n in zip(grads, self.holders, strict=True):
+            square += grad.double().square().sum() / n
+        return square
+
+    def step(self, grads, norm, lr):
+        """One step at the learning rate lr, with the gradients clipped to a norm of cfg.grad_clip.
+        norm: their global norm, a tensor, the same on every rank. No step if it is not finite."""
+        if not norm.isfinite():
+            return
         coefficient = clip_coefficient(norm, self.cfg.grad_clip)
         self.num_steps += 1
         for state, grad in zip(self.states, grads, strict=True):
             clipped = grad.to(state.master.dtype) * coefficient
             state.step(clipped, lr, self.cfg.beta1, self.cfg.beta2, self.num_steps)
 
+    # For checkpoints
 
-# plain.py trains with this AdamW; train.py with engine/optimizer.py: torch's fused kernel, and the
-# host does not wait for the GPU. engine/layerwise.py has SGD, LARS and LAMB.
+    def named_states(self):
+        """{name in a checkpoint: a tensor for each of the reducer's weights}."""
+        states = {"exp_avg": [state.mean for state in self.states],
+                  "exp_avg_sq": [state.square for state in self.states]}
+        if any(state.master is not state.weights for state in self.states):  # weights of 16 bits
+            states["master"] = [state.master for state in self.states]
+        return states
+
+    def numbers(self):
+        """{name in a checkpoint: a tensor of one number}."""
+        return {"updates": self.num_steps}

@@ -17,73 +17,100 @@ from collections import deque
 
 import torch
 
-from group import wait_all
+from experts import balance_loss
+from group import Work, wait_all
 from schedules import SCHEDULES, cut
 
 
-def run_layers(layers, x, *targets):
-    """One layer after the other. The last one of the model, the head, takes the targets too."""
-    *before, last = layers
-    for layer in before:
-        x = layer(x)
-    return last(x, *targets)
+class Pipeline:
+    """Runs this rank's stage, {number: [layers]}, on the microbatches of a step.
 
-
-def run_pipeline(layers, group, order, batches, shape, tokens, dtype):
-    """Forward and backward of all microbatches of a step.
-
-    In: this rank's layers (a stage); order, a schedule's list for this rank (schedules.py): "F0"
-    for each forward, "B0" for each backward; batches, the (ids, targets, number of the first
-    sequence, which dropout would need) of each microbatch of this replica, the same on all ranks of
-    the group; shape of an activation, (B, S, C), and its dtype; tokens, the number of tokens in the
-    batch of all replicas.
-    Out: this rank's parameters have their gradients. Returns this replica's part of the loss per
-    token on the last rank, 0 on all others.
+    group: the ranks of the pipeline, one for each stage. cfg gives the schedule, the number of
+    microbatches and that of the tokens in the batch of all replicas. shape, dtype: those of an
+    activation, (B, S, C).
 
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward. GPipe runs
     F0 F1 F2 F3 F4 F5, then B0 B1 B2 B3 B4 B5. 1F1B: warm up F0 F1, steady state F2 B0 F3 B1 F4 B2
     F5 B3, cool down B4 B5.
     """
-    rank = group.rank
-    last = group.size - 1
-    to_forward = deque(batches)
-    in_flight = deque()  # (input, output, send) of microbatches whose backward has not run
-    # Pending sends of gradients, waited for after the last receive. A pending send keeps its tensor
-    # alive, so these gradients take memory until the step ends
-    grad_sends = []
-    total_loss = 0.0
 
-    def receive(src):
-        tensor = torch.empty(shape, dtype=dtype, device=group.device)
-        group.recv(tensor, src).wait()
+    def __init__(self, stages, group, cfg, shape, dtype):
+        ((self.stage, self.layers),) = stages.items()
+        self.group = group
+        self.is_first = group.rank == 0
+        self.is_last = group.rank == group.size - 1
+        self.shape = shape
+        self.dtype = dtype
+        self.tokens = cfg.batch_size * cfg.block_size
+        # "F0" for each forward, "B0" for each backward; the 0 is this rank's only stage
+        self.order = SCHEDULES[cfg.schedule].actions(group.size, cfg.microbatches, 1, group.rank)
+
+    def receive(self, source):
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.group.device)
+        self.group.recv(tensor, source).wait()
         return tensor
 
-    for action in order:
-        if action == "F0":
-            ids, targets, _ = to_forward.popleft()
-            # (B, S) token ids on the first rank; else (B, S, C), and backward computes its gradient
-            x = ids if rank == 0 else receive(rank - 1).requires_grad_()
-            if rank < last:
-                output = run_layers(layers, x)  # (B, S, C)
-                send = group.send(output.detach().contiguous(), rank + 1)
-            else:
-                output = run_layers(layers, x, targets) / tokens
-                send = None
-                total_loss += output.item()
-            in_flight.append((x, output, send))
-        else:
-            x, output, send = in_flight.popleft()  # the oldest microbatch in flight
-            if rank < last:
-                output.backward(receive(rank + 1))
-                send.wait()  # returns at once: the output has arrived, for its gradient came back
-            else:
-                output.backward()
-            if rank > 0:
-                grad_sends.append(group.send(x.grad, rank - 1))
-    # A send of gloo completes only when its receive is posted. If each rank waited for each send at
-    # once, two ranks that send to each other would deadlock: wait here, after all receives.
-    wait_all(grad_sends)
-    return total_loss
+    def forward(self, ids, targets):
+        """Returns (input, outputs for backward, pending send) of a microbatch."""
+        # (B, S) token ids on the first rank; else (B, S, C), and backward computes its gradient
+        x = ids if self.is_first else self.receive(self.group.rank - 1).requires_grad_()
+        y = x
+        for layer in self.layers[:-1]:
+            y = layer(y)
+        head = self.layers[-1]
+        y = head(y, targets) / self.tokens if self.is_last else head(y)
+        outputs = [y]  # the loss per token; on any other rank (B, S, C)
+        balance = balance_loss(self.layers)  # that of this stage's experts
+        if balance is not None:
+            outputs.append(balance / self.tokens)
+        if self.is_last:
+            return x, outputs, Work()
+        return x, outputs, self.group.send(y.detach().contiguous(), self.group.rank + 1)
+
+    def backward(self, x, outputs, send):
+        """Backward of a microbatch, given what forward() returned. Returns x, with its gradient."""
+        grads = [None] * len(outputs)  # None: of a loss, whose gradient is 1
+        if not self.is_last:
+            grads[0] = self.receive(self.group.rank + 1)  # (B, S, C)
+            send.wait()  # returns at once: the output has arrived, for its gradient came back
+        if outputs[0].requires_grad:  # else nothing up to here is trained
+            torch.autograd.backward(outputs, grads)
+        return x
+
+    def run(self, batches, reducer=None):
+        """Forward and backward of all microbatches of a step; without a reducer forward only.
+
+        In: the (ids, targets, number of the first sequence) of each microbatch of this replica, the
+        same on all ranks of the group; the reducer of this rank's gradients (ddp.py), which is told
+        of each backward before it runs.
+        Out: the reducer can give the gradients. Returns this replica's part of the loss per token
+        on the last rank, 0 on all others: a float64 tensor.
+        """
+        to_forward = deque(batches)
+        in_flight = deque()  # what forward() returned for microbatches without a backward yet
+        # Pending sends of gradients. A send of gloo completes only when its receive is posted: if
+        # each rank waited for each send at once, two ranks that send to each other would deadlock.
+        # A pending send keeps its tensor alive, so these take memory until the step ends
+        grad_sends = []
+        loss = torch.zeros((), dtype=torch.double, device=self.group.device)
+        num_backwards = 0
+        with torch.set_grad_enabled(reducer is not None):
+            for action in self.order:
+                if action == "F0":
+                    ids, targets, _ = to_forward.popleft()
+                    in_flight.append(self.forward(ids, targets))
+                    if self.is_last:
+                        _, (part, *_), _ = in_flight[-1]  # the first output is the loss
+                        loss += part.detach()
+                elif reducer is not None:
+                    num_backwards += 1
+                    reducer.expect(self.stage, last=num_backwards == len(batches))
+                    x = self.backward(*in_flight.popleft())  # the oldest microbatch in flight
+                    if not self.is_first:
+                        grad_sends.append(self.group.send(x.grad, self.group.rank - 1))
+        wait_all([send for _, _, send in in_flight])  # without backwards
+        wait_all(grad_sends)
+        return loss
 
 
 def tie_ends(all_layers, group):
@@ -98,24 +125,24 @@ def tie_ends(all_layers, group):
         weight.shard.sum_over += (group,)
 
 
-# plain.py trains with this (--pp 4 --schedule gpipe); train.py with engine/pipeline.py, which runs
-# every schedule of schedules.py: interleaved, zero bubble. 1F1B takes as long there as here.
-
-
 def demo(mesh):
     """Gradients of both schedules, compared with one process's."""
-    from show.demonstrations import show_difference, small_gpt
+    from ddp import DDP
+    from show.demonstrations import flags, show_difference, small_gpt
     group = mesh.group("pp")
     for name in ("gpipe", "1f1b"):
         model, ids = small_gpt(mesh, n_layer=6)
         tie_ends(model.layers, mesh.ends("pp"))
         start, stop = cut(model.config.layer_costs(), group.size)[group.rank]
+        stages = {group.rank: list(model.layers[start:stop])}
         batches = [(row, row, None) for row in ids.split(1)]
-        order = SCHEDULES[name].actions(group.size, len(batches), 1, group.rank)
         shape = (1, 8, 16)  # (B, S, C) of small_gpt
-        tokens = 1  # no division: the loss of one process, too, is a sum here
-        run_pipeline(model.layers[start:stop], group, order, batches, shape, tokens, torch.double)
-        show_difference(name, mesh, model)
+        pipeline = Pipeline(stages, group, flags(name, len(batches)), shape, torch.double)
+        ddp = DDP(stages)
+        pipeline.run(batches, ddp)
+        for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
+            param.grad = grad
+        show_difference(name, mesh, model, summed=True)
 
 
 if __name__ == "__main__":

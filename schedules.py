@@ -275,10 +275,6 @@ def cut(costs, n):
     return best[layers][1]
 
 
-# pipeline.py runs GPipe and 1F1B straight from these lists, in plain.py and in its demonstration.
-# engine/schedules.py turns the lists of all schedules into timed, validated lists that carry their
-# messages; train.py trains with those.
-
 if __name__ == "__main__":
     from show.draw import schedules_command
     schedules_command()

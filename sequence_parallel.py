@@ -70,10 +70,6 @@ def positions_of_own_tokens(model, group):
         embedding.positions = lambda idx: own_chunk(positions(idx), group)
 
 
-# plain.py leaves this technique out. train.py --sp runs engine/sequence_parallel.py and
-# engine/tensor_parallel.py, which saves only 1/T of a column's input for backward.
-
-
 def demo(mesh):
     """Gradients of a small GPT under tensor and under sequence parallelism, compared with one
     process's; and the bytes that each of the two sends."""

@@ -34,6 +34,11 @@ class Shard:
         """How many ranks of one replica hold this slice."""
         return math.prod(group.size for group in self.shared_by)
 
+    def holders(self, sharded):
+        """How many ranks of the world hold the gradient of this slice. sharded: ZeRO shards it over
+        the replicas, so each of them holds another part (zero.py)."""
+        return self.copies * (1 if sharded else self.sum_over[0].size)
+
     @property
     def first(self):
         """Is this rank the first of the ranks in its replica that hold this slice? (Asked by

@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from collectives import WithBackward, all_reduce
+from experts import MixtureOfExperts
 from model import ABSENT
 from shard import split, tag_replicated
 
@@ -140,8 +141,9 @@ def split_layers(model, group, f, g):
     for block in blocks:
         block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts)  # q, k, v
         block.attn.c_proj = Row(block.attn.c_proj, group, g)
-        block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts)
-        block.mlp.c_proj = Row(block.mlp.c_proj, group, g)
+        if not isinstance(block.mlp, MixtureOfExperts):  # experts: expert_parallel.py
+            block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts)
+            block.mlp.c_proj = Row(block.mlp.c_proj, group, g)
     head.lm_head = Column(head.lm_head, group, f)  # a tied weight: the embedding's slice
     head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
 
@@ -151,10 +153,6 @@ def tensor_parallel(model, group):
     tagged as held by all ranks of the group."""
     split_layers(model, group, f=copy_to_ranks, g=sum_over_ranks)
     tag_replicated(model, group, sum_gradients=False)
-
-
-# plain.py trains with these (--tp 2); train.py with engine/tensor_parallel.py (the all-reduce of
-# grad_x overlaps with computing grad_W; gain: docs/measured.md) and engine/vocabulary_parallel.py.
 
 
 def demo(mesh):

@@ -22,27 +22,39 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
-from ddp import DDP, parameters_of
+from collectives import WithBackward, all_gather, all_reduce, own_chunk, reduce_scatter
+from ddp import DDP, parameters_of, take_gradient
+from shard import bounds
 
 
-class ZeRO1:
+def sum_over_others(chunks, tags):
+    """Sum the chunks over the groups of their tags that are not the replicas: those have been
+    summed over already, when the chunks were made."""
+    for chunk, tag in zip(chunks, tags, strict=True):
+        for group in tag.sum_over[1:]:  # sum_over[0] is the replicas
+            all_reduce(chunk, group)
+    return chunks
+
+
+class ZeRO1(DDP):
     """Shards the optimizer states. The all-reduce of data parallelism is cut into its two halves,
     and the optimizer steps between them. So a rank sends no more than before."""
 
-    def __init__(self, layers):
-        self.params = parameters_of(layers)
+    sharded = True
+
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         # Views: to step a chunk in place changes the parameter
         self.weights = [own_chunk(param.data, param.shard.sum_over[0]) for param in self.params]
+        self.starts = [bounds(param.numel(), param.shard.sum_over[0])[0] for param in self.params]
 
     def gradients(self):
         chunks = []
         for param in self.params:
             replicas = param.shard.sum_over[0]
-            reduce_scatter(param.grad, replicas)  # the other chunks now hold partial sums
-            chunks.append(own_chunk(param.grad, replicas))
-            param.grad = None
-        return chunks
+            grad = reduce_scatter(take_gradient(param), replicas)  # other chunks: partial sums
+            chunks.append(own_chunk(grad, replicas))
+        return sum_over_others(chunks, self.tags)
 
     def publish(self):
         for param in self.params:
@@ -53,8 +65,8 @@ class ZeRO2(ZeRO1):
     """Shards gradients too. As soon as a backward has computed a parameter's gradient, the gradient
     is reduce-scattered, this rank's chunk is added to the sum, and the rest is freed."""
 
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         self.sums = {}  # parameter -> this rank's chunk of its gradient, summed over microbatches
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.keep_own_chunk)
@@ -68,7 +80,7 @@ class ZeRO2(ZeRO1):
         param.grad = None
 
     def gradients(self):
-        return [self.sums.pop(param) for param in self.params]
+        return sum_over_others([self.sums.pop(param) for param in self.params], self.tags)
 
 
 def gather(chunk, shape, replicas):
@@ -99,7 +111,7 @@ class Gathered(torch.nn.Module):
         self.chunks = chunks
 
     def forward(self, *inputs):
-        return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.run, *inputs, use_reentrant=False)
 
     def run(self, *inputs):
         whole = {name: gather(chunk, shape, chunk.shard.sum_over[0])
@@ -107,42 +119,52 @@ class Gathered(torch.nn.Module):
         return functional_call(self.layer, whole, inputs)  # the layer, with these weights
 
 
-class ZeRO3:
-    """Shards weights too: at most one layer's whole weights exist at a time.
+class ZeRO3(DDP):
+    """Shards weights too: in training at most one layer's whole weights exist at a time.
 
-    Replaces each entry of the list `layers`, in place, by a Gathered one. Sends 3 m Psi (D-1)/D:
-    two gathers and one reduce-scatter for each microbatch. (A weight that two layers of the list
-    share, the tied matrix, is sent for each of them.)"""
+    Replaces each layer of the stages, in place, by a Gathered one. Sends 3 m Psi (D-1)/D: two
+    gathers and one reduce-scatter for each microbatch. (A weight that two layers share, the tied
+    matrix, is sent for each of them.)"""
 
-    def __init__(self, layers):
-        chunk_of = {}  # whole parameter -> this rank's chunk
-        for param in parameters_of(layers):
-            chunk = torch.nn.Parameter(own_chunk(param.data, param.shard.sum_over[0]).clone())
+    sharded = True
+
+    def __init__(self, stages, value=None):
+        chunk_of = {}  # whole parameter -> (this rank's chunk, shape of the whole)
+        for param in parameters_of(stages):
+            replicas = param.shard.sum_over[0]
+            whole = value(param.shard) if value else param.data
+            chunk = torch.nn.Parameter(own_chunk(whole, replicas).clone(), param.requires_grad)
             chunk.shard = param.shard
-            chunk_of[param] = chunk
-        for i, layer in enumerate(layers):
-            layers[i] = Gathered(layer, {name: (chunk_of[param], param.shape)
-                                         for name, param in layer.named_parameters()})
-        for param in chunk_of:
-            param.data = param.data.new_empty(0)  # free the whole weights
-        self.params = list(chunk_of.values())
+            chunk_of[param] = chunk, param.shape
+        for layers in stages.values():
+            for i, layer in enumerate(layers):
+                layers[i] = Gathered(layer, {name: chunk_of[param]
+                                             for name, param in layer.named_parameters()})
+        if not value:  # else the layers are on the meta device, where weights have no memory
+            for param in chunk_of:
+                param.data = param.data.new_empty(0)
+        self.every = list(chunk_of.values())
+        self.params = [chunk for chunk, _ in self.every if chunk.requires_grad]
         self.weights = [chunk.data for chunk in self.params]
+        self.tags = [chunk.shard for chunk in self.params]
+        start = {chunk: bounds(shape.numel(), chunk.shard.sum_over[0])[0]
+                 for chunk, shape in self.every}
+        self.starts = [start[chunk] for chunk in self.params]
+        self.frozen = [(chunk.data, chunk.shard, start[chunk]) for chunk in start
+                       if not chunk.requires_grad]
 
     def gradients(self):
-        chunks = [chunk.grad for chunk in self.params]
-        for chunk in self.params:
-            chunk.grad = None
-        return chunks
+        return sum_over_others([take_gradient(chunk) for chunk in self.params], self.tags)
 
     def publish(self):
         """Nothing to send: the next forward gathers the new weights."""
 
+    def whole(self):
+        for chunk, shape in self.every:
+            yield chunk.shard, gather(chunk.data, shape, chunk.shard.sum_over[0])
+
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
-
-
-# plain.py trains with these (--zero 3); train.py with engine/zero.py, which gathers a layer while
-# the layer before computes, and for backward only the weights that backward reads.
 
 
 def demo(mesh):

@@ -27,9 +27,9 @@ class Bucket:
     padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
-    memory, a view into `full`, and its value: the next one of the iterator `values`.
+    memory, a view into `full`, and its value, value(tag).
 
-    Where the gradients are (finish() completes their sums):
+    Where the gradients are (gradients() completes their sums):
                                           grad              views    grad_shard
       ZeRO-2, 3                           until reduced     {}       a buffer of its own
       DDP, ZeRO-1:
@@ -39,7 +39,7 @@ class Bucket:
     With views, param.grad is a view of `grad`. Without views but with `grad`, param.grad is added
     to it (DDP, ZeRO-1) or copied into it (ZeRO-2, 3), and dropped."""
 
-    def __init__(self, params, split, dtype, device, values, grad_dtype=None):
+    def __init__(self, params, split, value, dtype, device, grad_dtype=None):
         self.params = params
         self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.grad_dtype = grad_dtype or dtype
@@ -60,19 +60,16 @@ class Bucket:
         self.views = {}  # parameter -> its view into `grad`
         self.grad_shard = None  # gradients of weight_shard
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
-        # Optimizer (engine/optimizer.py) fills these in where the bucket is trained
-        self.master = self.weight_shard  # for 16-bit weights: a copy of 32 bits
-        self.moments = {}  # name -> a tensor like master
         self.missing = 0  # gradients that the current backward has yet to add
         for param in params:
-            self.allocate(param, next(values))
+            self.allocate(param, value(param.shard))
 
-    def allocate(self, param, value):
-        """Turn a parameter of the meta device into a view of the buffer that holds this value; rows
-        beyond the value (--pad-vocab) stay zero. The layers keep the same Parameter object."""
+    def allocate(self, param, values):
+        """Turn a parameter of the meta device into a view of the buffer that holds these values;
+        rows beyond them (--pad-vocab) stay zero. The layers keep the same Parameter object."""
         view = self.view(self.full, param)
         dim = param.shard.dim
-        view.narrow(dim, 0, value.size(dim)).copy_(value)
+        view.narrow(dim, 0, values.size(dim)).copy_(values)
         # .data: a tensor with a version counter of its own, so that ZeRO-3 may refill the buffer
         # between forward and backward without an error of autograd
         real = torch.nn.Parameter(view.data, param.requires_grad)
@@ -83,6 +80,11 @@ class Bucket:
     def view(self, flat, param):
         """The part of a buffer, arranged like `full`, that belongs to the parameter."""
         return flat.narrow(0, self.starts[param], param.numel()).view(param.shape)
+
+    def start_of_piece(self, param):
+        """Index of this rank's piece of a parameter in the parameter: 0, or later if the shard cuts
+        it. Parameter 100 to 159 of the bucket, shard 120 to 239: 20."""
+        return max(0, self.offset - self.starts[param])
 
     def pieces(self, shard):
         """(parameter, view) for each parameter of which this rank's shard holds a piece."""
@@ -95,12 +97,10 @@ class Bucket:
     def whole(self, own_pieces, dtype):
         """Put the shards of all replicas together: [(parameter, whole tensor)] of all parameters.
         own_pieces: the (parameter, piece) pairs of this rank's shard, such as those of
-        self.pieces(self.master). All replicas call this together (forks/muon.py)."""
+        self.pieces(self.weight_shard). All replicas call this together (forks/muon.py)."""
         flat = self.full.new_zeros(self.numel, dtype=dtype)
         for param, piece in own_pieces:
-            # The piece begins where the parameter begins or, if the shard cuts it, where the shard
-            # begins. Parameter 100 to 159 of the bucket, shard 120 to 239: piece 120 to 159
-            start = max(self.starts[param], self.offset)
+            start = self.starts[param] + self.start_of_piece(param)
             flat[start : start + piece.numel()] = piece
         if self.num_shards > 1:
             all_gather(flat, self.group)
@@ -110,29 +110,30 @@ class Bucket:
 class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
-    stages: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in
-    order of use; the parameters are tagged, and are allocated here, with the values that
-    initial_values(tags) yields one after the other.
-    Around each backward that completes a stage's gradients the pipeline calls expect() before and
-    flush() after; then Trainer.gradients calls finish(). After that grad_pieces() yields each
-    parameter's summed gradient, for the weights in weight_shard, which this rank's optimizer steps.
-    Frozen parameters lie in buckets of their own: `frozen`; `buckets` are the trained ones.
+    In: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in order
+    of use. The parameters are tagged, and are allocated here; value(tag) is called for one after
+    the other. The members are those of the root's DDP (ddp.py), and for pipelines that split the
+    backward (engine/pipeline.py) flush() and grad_added().
+    Frozen parameters lie in buckets of their own: `frozen_buckets`; `buckets` are the trained ones,
+    in the order in which forward uses them.
     Here gradients and weights are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
     """
 
     zero = 0  # ZeRO stage
+    sharded = False
     # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
     every_microbatch = False
     # Names a state that differs from data rank to data rank, such as "rounding errors of --int8"
     # (forks/int8.py). A checkpoint leaves it out, so --resume is refused. "": there is none
     unsaved = ""
 
-    def __init__(self, stages, dtype, device, initial_values, bucket_bytes=25 << 20,
-                 grad_dtype=None):
+    def __init__(self, stages, value, dtype, device, bucket_bytes=25 << 20, grad_dtype=None):
         self.bucket_numel = bucket_bytes // dtype.itemsize
+        self.layers = [layer for layers in stages.values() for layer in layers]
         self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
-        self.frozen = []  # buckets of parameters without gradients
+        self.frozen_buckets = []  # buckets of parameters without gradients
         self.home = {}  # parameter -> its bucket
+        self.is_new_step = True  # the gradients in the buckets are those of the step before
         self.filling = []  # buckets that the current backward has yet to launch, in order
         self.works = []  # pending reductions
         users = {}  # parameter -> [(stage, index)] of the layers that use it, in order of use
@@ -143,19 +144,32 @@ class DDP:
         # The hook hangs on a parameter that self holds. A strong reference to self would be a cycle
         # through C++, which the gc cannot see
         hook = WeakMethod(self.grad_added)
-        partition = self.partition(users)
-        values = iter(initial_values([param.shard for _, params in partition for param in params]))
-        for stage, params in partition:
-            bucket = Bucket(params, self.zero > 0, dtype, device, values, grad_dtype)
+        for stage, params in self.partition(users):
+            split = self.is_split(params[0].requires_grad)
+            bucket = Bucket(params, split, value, dtype, device, grad_dtype)
             self.allocate_shards(bucket)
             self.home.update(dict.fromkeys(params, bucket))
             if not bucket.trained:
-                self.frozen.append(bucket)
+                self.frozen_buckets.append(bucket)
                 continue
             self.stages[stage].append(bucket)
             for param in params:
                 param.register_post_accumulate_grad_hook(lambda param: hook()(param))
-        self.buckets = [bucket for stage in self.stages.values() for bucket in stage]
+        self.buckets = [bucket for stage in self.stages.values() for bucket in reversed(stage)]
+        held = self.held(self.buckets)
+        self.weights = [weights for weights, _, _ in held]
+        self.tags = [tag for _, tag, _ in held]
+        self.starts = [start for _, _, start in held]
+        self.frozen = self.held(self.frozen_buckets)
+
+    def is_split(self, trained):
+        """Are the buckets of trained, or of frozen, parameters cut into shards?"""
+        return False
+
+    def held(self, buckets):
+        """[(piece of a parameter that this rank holds, the parameter's tag, start of the piece)]"""
+        return [(weights, param.shard, bucket.start_of_piece(param)) for bucket in buckets
+                for param, weights in bucket.pieces(bucket.weight_shard)]
 
     def partition(self, users):
         """Cut the parameters into buckets: [(stage, parameters)], in reverse order of use. A bucket
@@ -193,21 +207,23 @@ class DDP:
             if bucket.grad is not None and not bucket.views:
                 bucket.grad.zero_()
 
-    def expect(self, stage, params=None):
-        """Call before the backward that completes this stage's gradients. params: the parameters
-        whose gradients come; None: all of the stage. (A split backward, zero bubble in
+    def expect(self, stage, last, params=None):
+        """Call before a backward of this stage. last: the stage's last one in a step. params: the
+        parameters whose gradients come; None: all of the stage. (A split backward, zero bubble in
         engine/pipeline.py, brings those of matrices later than the rest.) A bucket that waits for
         no gradient is launched at once."""
-        self.filling = list(self.stages[stage])
-        for bucket in self.filling:
-            bucket.missing = sum(params is None or param in params for param in bucket.params)
-        self.launch_full()
+        self.flush()
+        if last or self.every_microbatch:
+            self.filling = list(self.stages[stage])
+            for bucket in self.filling:
+                bucket.missing = sum(params is None or param in params for param in bucket.params)
+            self.launch_full()
 
     def grad_added(self, param):
         """A hook: autograd is done with this parameter. (If a split backward has deferred the
         gradient, param.grad is None or the sum so far; the pipeline calls grad_added again once
-        the gradient is computed.) Without expect() (every microbatch but the last; the I of a split
-        backward) the hook only collects: `filling` is empty, and the next expect() sets the counts
+        the gradient is computed.) In every microbatch but the last, and in the I of a split
+        backward, the hook only collects: `filling` is empty, and the next expect() sets the counts
         again."""
         bucket = self.home[param]
         if param.grad is not None:
@@ -231,10 +247,13 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """Backward is over: launch the buckets that are left, in which a parameter got no gradient.
-        """
+        """The backward before is over: launch the buckets that are left, in which a parameter got
+        no gradient. Before the first backward of a step: drop the gradients of the step before."""
         while self.filling:
             self.launch(self.filling.pop(0))
+        if self.is_new_step:
+            self.is_new_step = False
+            self.zero_grad()
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""
@@ -253,6 +272,14 @@ class DDP:
             for group in bucket.sum_at_end:
                 all_reduce(bucket.grad_shard, group)
 
+    def gradients(self):
+        """After the last backward of a step: the gradient of each of `weights`, summed over the
+        ranks that the tag names. They stay as they are until the next expect()."""
+        self.flush()
+        self.finish()
+        self.is_new_step = True
+        return [grad for bucket in self.buckets for _, grad in self.grad_pieces(bucket)]
+
     def grad_pieces(self, bucket):
         """(parameter, this rank's piece of its summed gradient) for a bucket, after finish()."""
         if bucket.grad_shard is not None:
@@ -260,34 +287,39 @@ class DDP:
         return [(param, torch.zeros_like(piece) if param.grad is None else param.grad.flatten())
                 for param, piece in bucket.pieces(bucket.full)]
 
-    # For ZeRO, where a rank does not hold all weights all the time. Here it does.
+    def publish(self):
+        """Start to send this rank's new weights to the other replicas. Here every rank has stepped
+        every weight."""
+
+    def whole(self):
+        """Yields (tag, this rank's whole slice) of each weight, as forward uses it. Collective under
+        ZeRO."""
+        seen = set()  # two layers may share a weight
+        for layer in self.layers:
+            self.gather_weights([layer])
+            for param in layer.parameters():
+                if param not in seen:
+                    seen.add(param)
+                    # A copy: callers make a numpy array of it, and torch cannot resize a storage
+                    # that numpy shares; but ZeRO-3 resizes this one, to free the weights
+                    yield param.shard, param.detach().clone()
+        self.gather_weights([])
 
     def gather_weights(self, layers):
         """Return when the weights of `layers` are whole: ZeRO1 waits for those on their way, ZeRO3
-        gathers them and frees all others. Called before a layer runs, by ZeRO's hooks, and by
-        Trainer.whole_weights."""
-
-    def release_weights(self):
-        """Free all gathered weights. The pipeline calls it after each forward and backward."""
-        self.gather_weights([])
-
-    def publish(self, bucket):
-        """Start to send this rank's new weight_shard to the other replicas. ZeRO1 overrides it;
-        Optimizer.step and checkpoint.load call it."""
+        gathers them and frees all others. Called before a layer runs, by ZeRO's hooks."""
 
 
 def demo(mesh):
     """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
     from show.demonstrations import show_difference, small_gpt
     model, mine = small_gpt(mesh)
-    values = dict(model.canonical_parameters())
-    ddp = DDP({0: model.layers}, torch.double, "cpu",
-              lambda tags: [values[tag.name].data for tag in tags], 20_000)
-    ddp.expect(0)
+    values = {name: param.data for name, param in model.canonical_parameters()}
+    ddp = DDP({0: model.layers}, lambda tag: values[tag.name], torch.double, "cpu", 20_000)
+    ddp.expect(0, last=True)
     model(mine, mine).backward()
     launched = len(ddp.works)
-    ddp.flush()
-    ddp.finish()
+    ddp.gradients()
     show_difference("buckets", mesh, model, summed=True)
     print(f"rank {mesh.rank}: {launched} of {len(ddp.buckets)} buckets were on their way when "
           "backward ended")

@@ -11,11 +11,9 @@ The papers scale each layer. A layer is one tensor here: c_attn (q, k, v) has on
 LayerNorm gains have no decay and no ratio. A ratio is 1 where |w| or the gradient (LAMB: u) is 0.
 
 The square of a whole matrix's norm is the sum of the squares of its pieces, over all ranks that
-hold one, each divided by the number of ranks that hold the same piece (holders() in
-engine/optimizer.py): one all-reduce of two numbers per tensor.
+hold one, each divided by the number of ranks that hold the same piece (Optimizer.holders): one
+all-reduce of two numbers per tensor.
 """
-
-from functools import partial
 
 import torch
 
@@ -26,85 +24,72 @@ from shard import Shard
 
 
 class Layerwise(Optimizer):
-    """Steps tensor by tensor:  w = w - step,  where step comes from a direction (a flat tensor per
-    bucket), times lr, times a trust ratio per tensor.
+    """Steps tensor by tensor:  w = w - step,  where step comes from a direction (a tensor for each
+    of the weights), times lr, times a trust ratio per tensor.
 
     To skip a step every change is multiplied by `go`, 0 or 1, a tensor: the host does not wait."""
 
-    def __init__(self, reducer, norm_group, cfg, shapes):
-        super().__init__(reducer, norm_group, cfg, shapes)
+    def __init__(self, cfg, reducer, scale, shapes, world):
+        """shapes: {name: full shape} of all tensors of the model, in one order on all ranks. world:
+        the group of all ranks."""
+        super().__init__(cfg, reducer, scale)
+        self.world = world
         self.ratios = None  # trust ratio of each tensor in the last step
         self.index_of = {name: i for i, name in enumerate(shapes)}
-        # For each piece of a parameter on this rank: index_of its tensor
-        self.indices = torch.tensor([self.index_of[param.shard.name] for bucket in reducer.buckets
-                                     for param, _ in bucket.pieces(bucket.master)],
+        # For each of the weights: index_of its tensor
+        self.indices = torch.tensor([self.index_of[tag.name] for tag in self.tags],
                                     dtype=torch.long, device=self.device)
         self.is_matrix = torch.tensor([decays(Shard(name, shape))
                                        for name, shape in shapes.items()], device=self.device)
 
-    def step(self, lr, factor, finite):
-        self.updates += finite
+    def update(self, grads, factor, finite, lr):
         go = finite.double()
-        # A function, not a list: LARS needs each bucket's gradient twice, and a list would hold a
-        # copy of all gradients in between
-        gradient = partial(self.gradient, factor.to(self.wide).view(1), finite)
+
+        # A function, not a list: LARS needs each gradient twice, and a list would hold a copy of
+        # all gradients in between
+        def gradient(i):
+            """Gradient i times factor, a new tensor of the masters' dtype; zeros if not finite."""
+            return (grads[i] * factor.view(1)).masked_fill_(~finite, 0.0)
+
         self.update_moments(gradient, go)
         self.ratios = self.trust_ratios(gradient)
         rates = lr * go * self.ratios  # go: a skipped step adds nothing to the velocity
-        for bucket in self.in_order_of_use:
-            change = self.direction(bucket, gradient)
-            for param, piece in bucket.pieces(change):
-                _, rate = self.settings(param.shard)
-                piece.mul_(rate * rates[self.index_of[param.shard.name]])
-            change = self.with_momentum(bucket, change, go)
+        for i, tag in enumerate(self.tags):
+            _, rate = self.settings(tag)
+            change = self.direction(i, gradient)
+            change = self.with_momentum(i, change * (rate * rates[self.index_of[tag.name]]), go)
             # Times go: a skipped step must not move the weights by the old velocity, either
-            bucket.master.addcmul_(change, go, value=-1)
-            self.publish(bucket)
-
-    def gradient(self, factor, finite, bucket):
-        """A bucket's gradient times factor, a new flat tensor; zeros if not finite."""
-        grad = bucket.grad_shard
-        if grad is None:
-            grad = torch.cat([piece for _, piece in self.reducer.grad_pieces(bucket)])
-        return (grad * factor).masked_fill_(~finite, 0.0)
+            self.masters[i].addcmul_(change, go.to(change.dtype), value=-1)
 
     def update_moments(self, gradient, go):
         """Update moments that the direction depends on."""
 
-    def direction(self, bucket, gradient):
-        """What to subtract at a rate of 1, a new flat tensor."""
+    def direction(self, i, gradient):
+        """What to subtract from weights i at a rate of 1, a new tensor of the masters' dtype."""
         raise NotImplementedError
 
     def trust_ratios(self, gradient):
         """A factor for each tensor, the same bits on all ranks."""
         raise NotImplementedError
 
-    def with_momentum(self, bucket, change, go):
+    def with_momentum(self, i, change, go):
         return change
 
-    def add_decay(self, bucket, change):
-        weights = dict(bucket.pieces(bucket.master))
-        for param, piece in bucket.pieces(change):
-            decay, _ = self.settings(param.shard)
-            piece.add_(weights[param], alpha=decay)
-        return change
+    def with_decay(self, i, change):
+        decay, _ = self.settings(self.tags[i])
+        return change.add_(self.masters[i].view_as(change), alpha=decay)
 
-    def whole_norms(self, flat_of):
-        """(norms of the weights, norms of flat_of(bucket)) of all whole tensors, wherever they lie.
-        Each rank adds the squares of its pieces, divided by the number of ranks that hold them."""
+    def whole_norms(self, other_of):
+        """(norms of the weights, norms of other_of(i) for weights i) of all whole tensors, wherever
+        they lie. Each rank adds the squares of its pieces, divided by the number of ranks that hold
+        them."""
         squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.device)
-        weight_norms = []  # for each bucket the norms of its pieces on this rank
-        other_norms = []
-        for bucket in self.reducer.buckets:
-            weights = [piece for _, piece in bucket.pieces(bucket.master)]
-            others = [piece for _, piece in bucket.pieces(flat_of(bucket))]
-            if weights:
-                weight_norms.append(exact_norms(weights, self.wide))
-                other_norms.append(exact_norms(others, self.wide))
-        if weight_norms:  # else there are fewer parameters than ranks
-            norms = torch.stack([torch.cat(weight_norms), torch.cat(other_norms)])
-            squares.index_add_(1, self.indices, norms.square() / self.copies)
-        return all_reduce(squares, self.norm_group).sqrt()
+        if self.masters:  # else there are fewer parameters than ranks
+            others = torch.cat([exact_norms([other_of(i)], self.wide)
+                                for i in range(len(self.masters))])
+            norms = torch.stack([exact_norms(self.masters, self.wide), others])
+            squares.index_add_(1, self.indices, norms.square() / self.holders)
+        return all_reduce(squares, self.world).sqrt()
 
     def ratio_of(self, numerator, denominator, given):
         """numerator / denominator for each matrix; 1 for other tensors, and where the weights'
@@ -114,43 +99,43 @@ class Layerwise(Optimizer):
 
 
 class SGD(Layerwise):
-    def direction(self, bucket, gradient):
-        return self.add_decay(bucket, gradient(bucket))
+    def direction(self, i, gradient):
+        return self.with_decay(i, gradient(i))
 
     def trust_ratios(self, gradient):
         return torch.ones(len(self.is_matrix), dtype=torch.double, device=self.device)
 
-    def with_momentum(self, bucket, change, go):
+    def with_momentum(self, i, change, go):
         """v = m v + change; to skip the step, v stays."""
-        momentum = 1 - (1 - self.beta1) * go
-        return bucket.moments["velocity"].mul_(momentum).add_(change)
+        momentum = 1 - (1 - self.cfg.beta1) * go
+        return self.moments["velocity"][i].mul_(momentum).add_(change)
 
 
 class LARS(SGD):
     def trust_ratios(self, gradient):
         weight, grad = self.whole_norms(gradient)
-        return self.ratio_of(weight, grad + self.weight_decay * weight, grad)
+        return self.ratio_of(weight, grad + self.cfg.weight_decay * weight, grad)
 
 
 class LAMB(Layerwise):
     def update_moments(self, gradient, go):
-        for bucket in self.reducer.buckets:
-            grad = gradient(bucket)
+        for i in range(len(self.weights)):
+            grad = gradient(i)
             # how far each mean moves toward the new term: 0 if the step is skipped
-            toward_mean = ((1 - self.beta1) * go).to(grad.dtype)
-            toward_square = ((1 - self.beta2) * go).to(grad.dtype)
-            bucket.moments["exp_avg"].lerp_(grad, toward_mean)
-            bucket.moments["exp_avg_sq"].lerp_(grad.square_(), toward_square)
+            toward_mean = ((1 - self.cfg.beta1) * go).to(grad.dtype)
+            toward_square = ((1 - self.cfg.beta2) * go).to(grad.dtype)
+            self.moments["exp_avg"][i].lerp_(grad, toward_mean)
+            self.moments["exp_avg_sq"][i].lerp_(grad.square_(), toward_square)
 
-    def direction(self, bucket, gradient):
+    def direction(self, i, gradient):
         # at least 1: `updates` is still 0 if the first step is skipped
         steps = self.updates.double().clamp(min=1)
-        mean = bucket.moments["exp_avg"] / (1 - self.beta1**steps)
-        square = bucket.moments["exp_avg_sq"] / (1 - self.beta2**steps)
-        return self.add_decay(bucket, mean.div_(square.sqrt_().add_(1e-6)))
+        mean = self.moments["exp_avg"][i] / (1 - self.cfg.beta1**steps)
+        square = self.moments["exp_avg_sq"][i] / (1 - self.cfg.beta2**steps)
+        return self.with_decay(i, mean.div_(square.sqrt_().add_(1e-6)))
 
     def trust_ratios(self, gradient):
-        weight, change = self.whole_norms(lambda bucket: self.direction(bucket, gradient))
+        weight, change = self.whole_norms(lambda i: self.direction(i, gradient))
         return self.ratio_of(weight, change, change)
 
 

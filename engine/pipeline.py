@@ -1,6 +1,6 @@
 """The pipeline as train.py runs it: executes one rank's list of actions, of any schedule.
 
-    any schedule      engine/schedules.py makes the list: F, B, I, W, and the messages between them
+    any schedule      schedules.py makes the list: F, B, I, W, and the messages between them
     zero bubble       a backward in two parts, I now and W later
     early receives    on gloo a send completes only when its receive is posted, so receives are
                       posted one ahead of the list
@@ -21,33 +21,28 @@ import torch
 
 from engine.dropout import Dropout
 from engine.group import Work
-from engine.schedules import DIRECTION, lower, make_schedule
-from engine.vocabulary_parallel import ChunkedHead
+from engine.optimizer import LossScale
 from experts import balance_loss
-from model import Head
 from pipeline import tie_ends
-from schedules import cut, placement
+from schedules import DIRECTION, cut, lower, make_schedule, placement, validate
 
 
-class Stage(torch.nn.Module):
-    """Consecutive layers. stage(x, targets) returns (activation, loss): the activation is None on
-    the last stage; the loss is None on all others, unless their experts have a balance loss to
-    add."""
+class Stage:
+    """Consecutive layers. stage(x, targets) returns (activation, loss, extra). The last stage of the
+    model has a loss, any other an activation; the one that it has not is None. extra: what else the
+    stage adds to the objective, the balance loss of its experts; None if it has none."""
 
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
+    def __init__(self, layers, is_last):
+        self.layers = layers
+        self.is_last = is_last
 
-    def forward(self, x, targets):  # x: token ids (B, S) on the first stage, else (B, S, C)
-        for layer in self.layers:
-            x = layer(x, targets) if isinstance(layer, (Head, ChunkedHead)) else layer(x)
-        extra = balance_loss(self.layers)
-        if not isinstance(self.layers[-1], (Head, ChunkedHead)):
-            return x, extra
-        loss = x  # the head returns the loss
-        if extra is not None:
-            loss = loss + extra
-        return None, loss
+    def __call__(self, x, targets):  # x: token ids (B, S) on the first stage, else (B, S, C)
+        *before, last = self.layers
+        for layer in before:
+            x = layer(x)
+        if self.is_last:
+            return None, last(x, targets), balance_loss(self.layers)
+        return last(x), None, balance_loss(self.layers)
 
 
 # ---- zero bubble: the backward in two parts ----
@@ -118,33 +113,45 @@ def receive_early(actions):
 
 
 class Pipeline:
-    """Executes one rank's list of actions. Everywhere below, s is a stage, k a microbatch, and data
-    "F", an activation, or "B", a gradient."""
+    """Executes this rank's list of actions, of any schedule. Everywhere below, s is a stage, k a
+    microbatch, and data "F", an activation, or "B", a gradient."""
 
-    def __init__(self, stages, where, group, shape, dtype, reducer, deferred, dropout):
-        self.stages = stages  # {s: Stage} of this rank
-        self.where = where  # where[s]: the pipeline rank of stage s
+    def __init__(self, stages, group, cfg, shape, dtype, deferred=None, dropout=None, scale=None):
+        """The first five like those of the root's Pipeline (pipeline.py). deferred: where linear
+        layers queue weight gradients while I runs (Deferred); dropout: is told which sequences run
+        forward (engine/dropout.py); scale: the factor of the loss (LossScale in
+        engine/optimizer.py)."""
+        # where[s]: the pipeline rank of stage s; lists: the actions of all ranks, without messages
+        self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches, cfg.chunks)
+        self.where = placement(cfg.schedule, group.size, cfg.chunks)
+        validate(self.lists, self.where)
+        forwards = [[a for a in actions if a.kind == "F"] for actions in self.lists]
+        # This rank's actions, with the messages: in training, and forwards only
+        self.actions = lower(self.lists, self.where)[group.rank]
+        self.forwards = lower(forwards, self.where)[group.rank]
+        # {stage: the action that completes its gradients, the last B or W}
+        self.last = {action.stage: action for action in self.actions if action.kind in ("B", "W")}
+        self.stages = {s: Stage(layers, is_last=s == len(self.where) - 1)
+                       for s, layers in stages.items()}
         self.group = group  # the ranks of the pipeline
         self.shape, self.dtype = shape, dtype  # shape of an activation, (B, S, C); its dtype
-        self.reducer = reducer  # DDP or ZeRO: sums gradients over the replicas
-        self.deferred = deferred  # where linear layers queue weight gradients while I runs
-        self.dropout = dropout  # is told which sequences run forward
+        self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
+        self.deferred = deferred or Deferred()
+        self.dropout = dropout or Dropout()
+        self.scale = scale or LossScale(dtype, group.device)
         # (data, s, k) -> the tensor that another stage sends to s, and the Work of its receive
         self.arriving = {}
         self.leaving = {}  # (data, s, k) -> the tensor that s is to send
-        self.in_flight = {}  # (s, k) -> (input, output, loss), from F to B or I
+        self.in_flight = {}  # (s, k) -> (input, output, losses), from F to B or I
         self.weight_work = {}  # (s, k) -> the queue of deferred weight gradients, from I to W
         self.sends = deque()  # pending sends: (Work, tensor)
 
-    def execute(self, actions, batches, tokens, scale=1.0):
-        """Execute the actions (engine/schedules.py) in order; on gloo receives are posted one
-        ahead. Without autograd if no backward is among them. batches: the (ids, targets, first) of
-        each microbatch (data/batches.py). The loss is divided by `tokens`, the global number of
-        tokens; its gradient is multiplied by `scale` (float16). Returns this rank's part of the
-        loss."""
-        training = any(action.kind in ("B", "I") for action in actions)
-        # {stage: the action that completes its gradients, the last B or W}
-        last = {action.stage: action for action in actions if action.kind in ("B", "W")}
+    def run(self, batches, reducer=None):
+        """Like the root's: forward and backward of all microbatches of a step or, without a reducer,
+        forward only. The gradient of the loss is multiplied by the scale. Returns this rank's part
+        of the loss."""
+        training = reducer is not None
+        actions = self.actions if training else self.forwards
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
         for action in actions if self.group.in_order else receive_early(actions):
             kind, s, k = action
@@ -153,44 +160,41 @@ class Pipeline:
             elif kind in ("SF", "SB"):
                 self.send(kind[1], s, k)
             else:
-                with (self.reducing(action, last),
-                      self.group.span(kind, stage=s, microbatch=k),
+                if training:
+                    self.expect(action, reducer)
+                with (self.group.span(kind, stage=s, microbatch=k),
                       torch.set_grad_enabled(training and kind != "W")):
                     if kind == "F":
-                        loss += self.forward(s, k, *batches[k], tokens, training)
+                        loss += self.forward(s, k, *batches[k], training)
                     elif kind == "B":
-                        self.backward(s, k, scale)
+                        self.backward(s, k)
                     elif kind == "I":
-                        self.input_backward(s, k, scale)
+                        self.input_backward(s, k)
                     else:
-                        self.weight_backward(s, k)
-                self.reducer.release_weights()
+                        self.weight_backward(s, k, reducer)
         while self.sends:
             self.finish_send()
         return loss
 
-    @contextmanager
-    def reducing(self, action, last):
-        """A context around each action. If the action completes gradients of its stage, the reducer
-        sums them over the replicas meanwhile: DDP and ZeRO-1 in the last microbatch, ZeRO-2 and 3
-        in each."""
+    def expect(self, action, reducer):
+        """Tell the reducer which gradients come next."""
         kind, s, k = action
-        completes = kind in ("B", "W") and (self.reducer.every_microbatch or action == last[s])
-        if completes:
+        if kind == "B":
+            reducer.expect(s, last=action == self.last[s])
+        elif kind == "I":  # its gradients are completed by W
+            reducer.flush()
+        elif kind == "W":
             # W brings what its I deferred: matrices, and the biases of columns. I has brought the
-            # rest: LayerNorm, biases of rows, embedding, head, experts. B brings all (None).
-            params = uses_in(self.weight_work[s, k]) if kind == "W" else None
-            self.reducer.expect(s, params)
-        yield
-        if completes:
-            self.reducer.flush()
+            # rest: LayerNorm, biases of rows, embedding, head, experts
+            reducer.expect(s, action == self.last[s], params=uses_in(self.weight_work[s, k]))
 
-    def forward(self, s, k, ids, targets, first, tokens, training):
+    def forward(self, s, k, ids, targets, first, training):
+        """Returns the loss per token, 0 on any but the last stage."""
         self.dropout.first = first
         x = ids  # (B, S)
         if s > 0:
             x = self.take("F", s, k).requires_grad_(training)  # (B, S, C)
-        y, loss = self.stages[s](x, targets)
+        y, loss, extra = self.stages[s](x, targets)
         if y is not None:
             y = y.contiguous()  # (B, S, C)
             if self.where[s + 1] == self.group.rank:  # no message between stages of one rank
@@ -198,41 +202,38 @@ class Pipeline:
             else:
                 # finish_send() frees what was sent. Send a copy if this stage has a loss, whose
                 # backward may need y's values. (The balance loss does not; one that you add may.)
-                self.leaving["F", s, k] = y.detach() if loss is None else y.detach().clone()
-        if loss is not None:
-            loss = loss / tokens
+                self.leaving["F", s, k] = y.detach() if extra is None else y.detach().clone()
+        losses = [part / self.tokens for part in (loss, extra) if part is not None]
         if training:
-            self.in_flight[s, k] = x, y, loss
-        return 0.0 if loss is None else loss.detach()
+            self.in_flight[s, k] = x, y, losses
+        return 0.0 if loss is None else losses[0].detach()
 
-    def backward(self, s, k, scale):
-        x, y, loss = self.in_flight.pop((s, k))
-        outputs, grads = [], []
+    def backward(self, s, k):
+        x, y, losses = self.in_flight.pop((s, k))
+        outputs = [sum(losses) * self.scale.value] if losses else []
+        # None stands for 1. Given a tensor, backward() would import torch.fx's symbolic shapes,
+        # which takes long: None saves the import where the loss is the only output
+        grads = [None] * len(outputs)
         if y is not None:
             outputs.append(y)
             grads.append(self.take("B", s, k))  # (B, S, C)
-        if loss is not None:
-            outputs.append(loss * scale)
-            # None stands for 1. Given a tensor, backward() would import torch.fx's symbolic shapes,
-            # which takes long: None saves the import where the loss is the only output
-            grads.append(None)
-        if outputs[0].requires_grad:  # else nothing up to here is trained
+        if outputs[-1].requires_grad:  # else nothing up to here is trained
             torch.autograd.backward(outputs, grads)
         if s > 0 and self.where[s - 1] == self.group.rank:
             self.arriving["B", s - 1, k] = x.grad, Work()
         elif s > 0:
             self.leaving["B", s, k] = x.grad  # (B, S, C)
 
-    def input_backward(self, s, k, scale):
+    def input_backward(self, s, k):
         """I: backward, with the weight gradients of linear layers left in a queue."""
         with self.deferred.collect() as queue:
-            self.backward(s, k, scale)
+            self.backward(s, k)
         self.weight_work[s, k] = queue
 
-    def weight_backward(self, s, k):
+    def weight_backward(self, s, k, reducer):
         """W: compute the weight gradients that I has left."""
         for param in finish_weights(self.weight_work.pop((s, k))):
-            self.reducer.grad_added(param)
+            reducer.grad_added(param)
 
     def post_receive(self, data, s, k):
         """Post a receive into a new buffer."""
@@ -266,7 +267,8 @@ class Pipeline:
 
 def demo(mesh):
     """Gradients of three schedules, compared with one process's."""
-    from show.demonstrations import NoReducer, show_difference, small_gpt
+    from ddp import DDP
+    from show.demonstrations import flags, show_difference, small_gpt
     group = mesh.group("pp")
     P = group.size
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
@@ -275,13 +277,14 @@ def demo(mesh):
         batches = [(row, row, None) for row in ids.split(1)]
         where = placement(name, P, v)
         cuts = cut(model.config.layer_costs(), P * v)
-        stages = {s: Stage(model.layers[start:stop]) for s, (start, stop) in enumerate(cuts)
+        stages = {s: list(model.layers[start:stop]) for s, (start, stop) in enumerate(cuts)
                   if where[s] == group.rank}
-        actions = lower(make_schedule(name, P, len(batches), v), where)[group.rank]
-        pipeline = Pipeline(stages, where, group, (1, 8, 16), torch.double, NoReducer(), Deferred(),
-                            Dropout())
-        pipeline.execute(actions, batches, tokens=1)
-        show_difference(name, mesh, model)
+        cfg = flags(name, len(batches), v)
+        ddp = DDP(stages)
+        Pipeline(stages, group, cfg, (1, 8, 16), torch.double).run(batches, ddp)
+        for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
+            param.grad = grad
+        show_difference(name, mesh, model, summed=True)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,16 @@ class ZeRO1(DDP):
     next forward begins."""
 
     zero = 1
+    sharded = True
 
-    def __init__(self, stages, *args):
+    def __init__(self, stages, *args, **options):
         # bucket -> Work of its all_gather, until waited for; under ZeRO-3 until freed
         self.gathered = {}
-        super().__init__(stages, *args)
+        super().__init__(stages, *args, **options)
         self.watch(stages)
+
+    def is_split(self, trained):
+        return trained
 
     def watch(self, stages):
         """Have each layer wait for its new weights, which travel while the layers before it run."""
@@ -59,8 +63,10 @@ class ZeRO1(DDP):
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)
 
-    def publish(self, bucket):
-        self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
+    def publish(self):
+        """In the order in which the next forward uses the weights."""
+        for bucket in self.buckets:
+            self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
 
     def gather_weights(self, layers):
         for layer in layers:
@@ -78,10 +84,10 @@ class ZeRO2(ZeRO1):
     zero = 2
     every_microbatch = True
 
-    def __init__(self, *args):
+    def __init__(self, *args, **options):
         self.reducing = None  # the bucket whose reduction is pending
         self.lacking = set()  # parameters whose part of a full gradient has no values yet
-        super().__init__(*args)
+        super().__init__(*args, **options)
 
     def allocate_shards(self, bucket):
         if bucket.trained:
@@ -156,12 +162,15 @@ class ZeRO3(ZeRO2):
 
     zero = 3
 
-    def __init__(self, stages, *args):
+    def __init__(self, stages, *args, **options):
         # Parameters that backward reads: they share no bucket with those that it does not
         self.for_backward = {param for layers in stages.values() for layer in layers
                              for module in self.read_in_backward(layer)
                              for param in module.parameters()}
-        super().__init__(stages, *args)
+        super().__init__(stages, *args, **options)
+
+    def is_split(self, trained):
+        return True
 
     def common(self, param, where):
         return *super().common(param, where), param in self.for_backward
@@ -169,7 +178,7 @@ class ZeRO3(ZeRO2):
     def allocate_shards(self, bucket):
         """The bucket has its values: keep this rank's shard of the weights too, free the rest."""
         super().allocate_shards(bucket)
-        bucket.weight_shard = bucket.master = bucket.weight_shard.clone()
+        bucket.weight_shard = bucket.weight_shard.clone()
         bucket.full.untyped_storage().resize_(0)
 
     def watch(self, stages):
@@ -198,6 +207,8 @@ class ZeRO3(ZeRO2):
             self.gather_weights([layer], next_layers)
 
         def after_forward(module, args, out):
+            if not next_layers:  # the stage's last layer
+                self.gather_weights([])
             if out.requires_grad and needed:
                 out.register_hook(before_backward)
 
@@ -226,7 +237,13 @@ class ZeRO3(ZeRO2):
         for bucket in needed:
             self.gathered[bucket].wait()
 
-    def publish(self, bucket):
+    def finish(self):
+        """Also free the weights that the last backward has gathered: the optimizer steps the
+        shards, and the next forward gathers the new weights."""
+        super().finish()
+        self.gather_weights([])
+
+    def publish(self):
         """Nothing to send: gather_weights gathers the new weights."""
 
 

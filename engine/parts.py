@@ -1,0 +1,110 @@
+"""The engine's parts, under the names by which train.py knows the root's.
+
+    mesh        Mesh, all_reduce      GPUs, torch's own collectives, messages in the background
+    cp          split_sequences       torch's fused kernel in each hop of the ring
+    tp          tensor_parallel       messages during the products; also sequence_parallel
+    ep          spread_experts        over tensor ranks, too
+    ddp         Reducer               DDP, ZeRO-1, 2, 3: buckets that travel during backward
+    optimizer   Optimizer             fused AdamW; SGD, LARS, LAMB; float16's loss scale
+    pp          Pipeline              all schedules; --recompute and --compile
+
+A part has the same members on both floors, so train.py does not know which of the two it has.
+What several parts of a run share is made here: the queue of weight gradients that zero bubble
+defers, dropout, the loss scale. Which flag needs which part: run/config.py.
+"""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint as recompute
+
+from collectives import own_chunk
+from engine.collectives import all_reduce, barrier
+from engine.compiled import compile_layer
+from engine.context_parallel import split_sequences
+from engine.dropout import Dropout
+from engine.expert_parallel import spread_experts
+from engine.layerwise import OPTIMIZERS, Layerwise
+from engine.mesh import Mesh
+from engine.optimizer import LossScale
+from engine.pipeline import Deferred, Pipeline
+from engine.tensor_parallel import parallelize
+from engine.vocabulary_parallel import pad_vocabulary
+from engine.zero import REDUCERS
+from model import Block
+from schedules import splits_backward
+
+NAMES = {"mesh": ("Mesh", "all_reduce"), "cp": ("split_sequences",),
+         "tp": ("tensor_parallel", "sequence_parallel"), "ep": ("spread_experts",),
+         "ddp": ("Reducer",), "optimizer": ("Optimizer",), "pp": ("Pipeline",)}
+
+
+def replace(parts, cfg):
+    """Replace those attributes of `parts` that cfg.fast names."""
+    engine = Engine(cfg)
+    for part in cfg.fast.split(","):
+        for name in NAMES[part]:
+            setattr(parts, name, getattr(engine, name))
+
+
+class Engine:
+    """The engine's parts of one run."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.dtype = getattr(torch, cfg.dtype)
+        self.device = torch.device("cuda" if cfg.device == "cuda" else "cpu")
+        # Set in split_sequences: the model's names and full shapes, the group of all ranks, and the
+        # positions of this rank's tokens in their sequence
+        self.shapes = self.world = self.positions = None
+        self.deferred = Deferred()
+        self.scale = LossScale(self.dtype, self.device)
+        self.dropout = Dropout(cfg.dropout, cfg.seed)
+        self.all_reduce = all_reduce
+        self.spread_experts = spread_experts
+
+    def Mesh(self, device, timeout, **sizes):
+        return Mesh(device, timeout, native=self.cfg.collectives == "native", **sizes)
+
+    def split_sequences(self, model, group, kind):
+        self.shapes = {name: param.shape for name, param in model.canonical_parameters()}
+        self.world = group.mesh.world
+        self.positions = split_sequences(model, group, kind)
+        return self.positions
+
+    def tensor_parallel(self, model, group, sp=False):
+        defer = self.deferred.add if splits_backward(self.cfg.schedule) else None
+        parallelize(model, group, sp, defer)
+        pad_vocabulary(model, self.cfg.pad_vocab or 1)
+        if self.cfg.dropout:
+            positions = own_chunk(self.positions, group) if sp else self.positions
+            self.dropout.attach(model, positions)
+
+    def sequence_parallel(self, model, group):
+        self.tensor_parallel(model, group, sp=True)
+
+    def Reducer(self, stages, value):
+        cfg = self.cfg
+        return REDUCERS[cfg.zero](
+            stages, value, self.dtype, self.device, int(cfg.bucket_mb * 2**20),
+            self.dtype if cfg.grad_dtype == "same" else torch.float)
+
+    def Optimizer(self, cfg, reducer):
+        optimizer = OPTIMIZERS[cfg.optimizer]
+        of_tensors = (self.shapes, self.world) if issubclass(optimizer, Layerwise) else ()
+        return optimizer(cfg, reducer, self.scale, *of_tensors)
+
+    def Pipeline(self, stages, group, cfg, shape, dtype):
+        for layer in (layer for layers in stages.values() for layer in layers):
+            if cfg.compile:
+                compile_layer(layer)
+            if cfg.recompute and isinstance(layer, Block):
+                # ZeRO-3's hooks stay outside: recomputing does not gather the weights once more.
+                # (The root's ZeRO-3 has wrapped the layer, and recomputes it anyway.) No state of
+                # torch's generators is kept: dropout draws from its own
+                layer.forward = partial(recompute, layer.forward, use_reentrant=False,
+                                        preserve_rng_state=False, context_fn=self.dropout.again)
+        if self.device.type == "cuda":  # NCCL connects a group's ranks at the first use: now
+            for ranks in group.mesh.groups.values():
+                barrier(ranks)
+        return Pipeline(stages, group, cfg, shape, dtype, self.deferred, self.dropout, self.scale)
