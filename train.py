@@ -40,7 +40,6 @@ from engine.group import CommunicationError
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
 from engine.pipeline import Deferred, Pipeline, Stage
-from engine.schedules import lower, make_schedule, validate
 from engine.tensor_parallel import parallelize
 from engine.vocabulary_parallel import pad_vocabulary
 from engine.zero import REDUCERS
@@ -62,7 +61,7 @@ from run.routing import Routing
 from run.timeline import Tracer, report
 from run.weights import read_weights
 from sample import sample_text
-from schedules import cut, placement, splits_backward
+from schedules import cut, lower, make_schedule, placement, splits_backward, validate
 from shard import tag_whole
 from sizes import config_of
 

@@ -1,6 +1,6 @@
 """The pipeline as train.py runs it: executes one rank's list of actions, of any schedule.
 
-    any schedule      engine/schedules.py makes the list: F, B, I, W, and the messages between them
+    any schedule      schedules.py makes the list: F, B, I, W, and the messages between them
     zero bubble       a backward in two parts, I now and W later
     early receives    on gloo a send completes only when its receive is posted, so receives are
                       posted one ahead of the list
@@ -21,12 +21,11 @@ import torch
 
 from engine.dropout import Dropout
 from engine.group import Work
-from engine.schedules import DIRECTION, lower, make_schedule
 from engine.vocabulary_parallel import ChunkedHead
 from experts import balance_loss
 from model import Head
 from pipeline import tie_ends
-from schedules import cut, placement
+from schedules import DIRECTION, cut, lower, make_schedule, placement
 
 
 class Stage(torch.nn.Module):
@@ -137,9 +136,9 @@ class Pipeline:
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def execute(self, actions, batches, tokens, scale=1.0):
-        """Execute the actions (engine/schedules.py) in order; on gloo receives are posted one
-        ahead. Without autograd if no backward is among them. batches: the (ids, targets, first) of
-        each microbatch (data/batches.py). The loss is divided by `tokens`, the global number of
+        """Execute the actions (schedules.py) in order; on gloo receives are posted one ahead.
+        Without autograd if no backward is among them. batches: the (ids, targets, first) of each
+        microbatch (data/batches.py). The loss is divided by `tokens`, the global number of
         tokens; its gradient is multiplied by `scale` (float16). Returns this rank's part of the
         loss."""
         training = any(action.kind in ("B", "I") for action in actions)

@@ -11,7 +11,7 @@ as equivalent (no test can tell them from the code, or only by the time they tak
     engine/group.py, a send posted before its receive: on gloo they do not block each other
     checkpoint.py, every replica saves its slices: the same bytes to the same places
     sample.py, caches dropped a token early
-    engine/schedules.py `event[:2]`: another order of independent messages
+    schedules.py `event[:2]`: another order of independent messages
     run/routing.py, loads that T ranks count T times: `busiest` is a ratio of loads
 """
 
@@ -188,8 +188,7 @@ MUTANTS = {
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
         ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
-        (" or held < 2 * P)", " or held < 3 * P)", "schedules:published")],
-    "engine/schedules.py": [
+        (" or held < 2 * P)", " or held < 3 * P)", "schedules:published"),
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
         ('"B" if kind == "I" else kind', "kind", "schedules:whole_and_split")],

@@ -28,8 +28,8 @@ ROOMS = {
                     expert_parallel schedules pipeline""".split(),
     "command": "plain train sample plan bench test_all".split()}
 ROOT = ["ground", "technique"]
-# What the rooms behind the commands may use of the engine: messages, and timed schedules
-MESSAGES = ["engine.collectives", "engine.group", "engine.mesh", "engine.schedules"]
+# What the rooms behind the commands may use of the engine: messages
+MESSAGES = ["engine.collectives", "engine.group", "engine.mesh"]
 MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
     "ground": ["ground"], "technique": ROOT, "engine": [*ROOT, "engine"],
     "data": ["ground", "data"], "run": [*ROOT, *MESSAGES, "data", "run"],
