@@ -36,7 +36,6 @@ from engine.compiled import compile_layer
 from engine.context_parallel import split_sequences
 from engine.dropout import Dropout
 from engine.expert_parallel import spread_experts
-from engine.group import CommunicationError
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
 from engine.pipeline import Deferred, Pipeline, Stage
@@ -44,7 +43,7 @@ from engine.tensor_parallel import parallelize
 from engine.vocabulary_parallel import pad_vocabulary
 from engine.zero import REDUCERS
 from experts import kind_of
-from group import Group
+from group import CommunicationError, Group
 from model import Block, initial_value
 from optimizer import clip_coefficient, learning_rate
 from pipeline import tie_ends

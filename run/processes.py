@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from engine.collectives import all_gather, all_reduce
-from engine.group import CommunicationError, naming
-from engine.mesh import connection_options
+from group import CommunicationError, naming
+from mesh import connection_options
 from run import signals
 
 # The number of a rank in the text of a CommunicationError, such as "receive from rank 3"
@@ -200,8 +200,8 @@ def wait_for_start(server, timeout):
 def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     """Join the process group that a url, run/launch.py or torchrun's environment describes."""
     global place, store, last_words
-    # naming(words) (engine/group.py): re-raise a RuntimeError of the block as a CommunicationError
-    # that begins with these words
+    # naming(words) (group.py): re-raise a RuntimeError of the block as a CommunicationError that
+    # begins with these words
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         url = url or os.environ.get(signals.STORE, "env://")
         rendezvous = dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout))

@@ -217,9 +217,9 @@ MUTANTS = {
         ("min(AHEAD, num_reduce)", "min(AHEAD // 2, num_reduce)", "collectives:fast_ring"),
         ("power_of_two = ", "power_of_two = group.size % 2 == 0 or ", "collectives:definition")],
     "group.py": [
-        ("send.numel() * send.element_size()", "send.numel()", "plain:table")],
+        ("send.numel() * send.element_size()", "send.numel()", "plain:table"),
+        ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason")],
     "engine/group.py": [
-        ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason"),
         ("future.result()", "pass", "collectives:change_nothing"),
         ("inside = group.is_running_job()", "inside = False", "collectives:collective_of"),
         ("if async_op and not inside:", "if async_op:", "collectives:collective_of"),
@@ -255,11 +255,11 @@ MUTANTS = {
         ("self.receive_stream.wait_event(self.ran_native)", "pass", "streams:experts_1f1b"),
         ("is_shared = True", "is_shared = False", "first_gpu:communicator")],
     "engine/mesh.py": [
-        ("timedelta(seconds=2 * timeout)", "timedelta(seconds=timeout)", "first_gpu:watchdog"),
-        ("is_high_priority_stream=True", "is_high_priority_stream=False", "first_gpu:priority"),
         ("len(ranks) == dist.get_world_size()", "False", "first_gpu:communicator"),
         ('if axis == "ep")', "if False)", "layouts:experts")],
     "mesh.py": [
+        ("timedelta(seconds=2 * timeout)", "timedelta(seconds=timeout)", "first_gpu:watchdog"),
+        ("is_high_priority_stream=True", "is_high_priority_stream=False", "first_gpu:priority"),
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
     "shard.py": [

@@ -17,9 +17,10 @@ import engine.collectives as c
 import engine.mesh as mesh_file
 import group as plain_group
 import mesh as plain_mesh
-from engine.group import CommunicationError, Group, Work, queued
+from engine.group import Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
+from group import CommunicationError
 from show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 from tests.pool import HANG

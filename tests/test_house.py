@@ -15,7 +15,7 @@ import schedules
 from data import batches
 from data import prepare as prepare_file
 from data.batches import Data
-from engine.group import CommunicationError, naming
+from group import CommunicationError, naming
 from run import export as export_file
 from run.log import peak_of_process
 from show import demonstrations, tables
