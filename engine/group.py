@@ -78,7 +78,9 @@ class Group(group.Group):
         return self.mesh.span(name, group=self.name, **args)
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
-        """group.Group.exchange. more: further (send, dst, recv, src) of the same operation."""
+        """group.Group.exchange, after all submitted work: a message between those of a job would
+        be taken for one of them. more: further (send, dst, recv, src) of the same operation."""
+        self.wait_for_jobs()
         ends = []  # (dist.irecv or dist.isend, tensor, peer): the form that dist.P2POp takes
         names = []
         for out, to, into, source in [(send, dst, recv, src), *more]:
@@ -150,6 +152,12 @@ class Group(group.Group):
 
         self.last = Work([wait], f"group {self.name}")
         return self.last
+
+    def wait_for_jobs(self):
+        """Wait until the group's thread has run all submitted jobs, unless the caller is a job. (A
+        CudaGroup has no thread: submit() has posted a job's messages when it returns.)"""
+        if self.executor and not self.is_running_job():
+            self.last.wait()
 
     def is_running_job(self):
         """Is the caller a job on this group's thread? (CudaGroup: on its side stream?)"""

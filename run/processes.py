@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.collectives import all_gather, all_reduce
+from collectives import all_gather, all_reduce, maximum
 from group import CommunicationError, naming
 from mesh import connection_options
 from run import signals
@@ -47,11 +47,11 @@ last_words = store
 
 def all_gather_text(text, world):
     """Collective: the list of every rank's text, on every rank. White space at the end is lost."""
-    # world.read(tensor) (engine/group.py): wait, and return the tensor's numbers as a list
+    # world.read(tensor) (group.py): wait, and return the tensor's numbers as a list
     # surrogateescape: a path may hold bytes that are no characters
     data = bytearray(text.encode(errors="surrogateescape") + b" ")  # not empty
     length = torch.tensor([len(data)], device=world.device)
-    longest, = world.read(all_reduce(length, world, "max"))
+    longest, = world.read(all_reduce(length, world, maximum))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
     # ljust: spaces at the end, so that all texts are equally long
     texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
@@ -61,8 +61,7 @@ def all_gather_text(text, world):
 
 def texts_on_rank_0(name, text):
     """Collective: on rank 0 the list of every rank's text, elsewhere []. The texts go through the
-    store, because plain.py's groups (group.py) have no read(), which all_gather_text needs. name: a
-    part of the store's keys; each call needs another name."""
+    store, so no mesh is needed. name: a part of the store's keys; each call needs another name."""
     rank, size = place
     store.set(f"{name} of rank {rank}", text)
     ranks = range(size) if rank == 0 else ()
