@@ -69,6 +69,11 @@ def all_reduce(tensor, group, combine=torch.Tensor.add_):
     return all_gather(reduce_scatter(tensor, group, combine), group)
 
 
+def maximum(into, received):
+    """A combine: all_reduce(tensor, group, maximum) gives every rank the largest of each number."""
+    torch.maximum(into, received, out=into)
+
+
 def all_to_all(outputs, inputs, group):
     """In: lists of N tensors; inputs[j] is for rank j. Out: outputs[i] is what rank i sent to this
     rank. Sends all inputs but this rank's own. Its backward is an all_to_all of the gradients."""

@@ -11,6 +11,11 @@ The messages are carried by gloo, torch's library for CPUs. Two of its manners m
     wait() blocks the process, so wait as late as possible
 """
 
+import re
+from contextlib import contextmanager
+
+import torch
+
 
 class Work:
     """A pending operation. Do not touch its tensors before wait() has returned."""
@@ -67,3 +72,55 @@ class Group:
 
     def recv(self, tensor, src):
         return self.exchange(recv=tensor, src=src)
+
+    def start_read(self, tensor):
+        """Returns a function that returns the tensor's numbers. Until its call the tensor must not
+        change: on a GPU the numbers are copied to the host meanwhile (engine/nccl_group.py)."""
+        return tensor.tolist
+
+    def read(self, tensor):
+        """Wait for a tensor; return its numbers."""
+        return self.start_read(tensor)()
+
+
+# ---- errors of one line ----
+
+
+class CommunicationError(RuntimeError):
+    """A rank died, hung or never joined: one line that names rank, operation and peer."""
+
+
+def reason_in(text):
+    """An error of the library in one line: without the C++ location, hints and the store's keys.
+    NCCL names the cause in the line after "Last error:"; the cause is put at the end.
+
+        [/w/pair.cc:5] Connection closed by peer. This is likely ...    Connection closed by peer
+        wait timeout after 600ms, keys: /a/b                            wait timeout after 600ms
+
+        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...
+        Last error:
+        Cuda failure 2 'out of memory'
+            -> NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'
+    """
+    first = text.splitlines()[0]
+    first = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*| in: \S+(?=,)| \(run with .*", "",
+                   first)
+    _, _, last_error = text.partition("Last error:")
+    return ": ".join([first, *last_error.strip().splitlines()[:1]])
+
+
+@contextmanager
+def naming(what):
+    """Re-raise a RuntimeError, of the library or of a collective, as a CommunicationError that
+    names `what`."""
+    try:
+        yield
+    except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {reason_in(str(error))}") from None
+
+
+# plain.py trains with this Group. train.py runs engine/group.py: the same method, with a thread for
+# what goes on in the background, times for --trace, and errors that name rank and peer; and
+# engine/nccl_group.py on GPUs.

@@ -44,6 +44,22 @@ def lay_out(sizes, axes):
     return ranks.movedim(dims, last).reshape(-1, size).tolist()
 
 
+def connection_options(device, timeout):
+    """How torch is to connect ranks on this device: keywords that init_process_group and new_group
+    share. timeout: seconds. On GPUs NCCL carries the messages."""
+    if device.type != "cuda":
+        return {"timeout": timedelta(seconds=timeout)}
+    # Twice: our own check (start_read in engine/nccl_group.py) is to fire first; at this limit
+    # NCCL's watchdog kills the process
+    limit = timedelta(seconds=2 * timeout)
+    # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait
+    # behind the matrix products that the GPU already has to do, whatever the priority of the stream
+    # that posts the message
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = limit  # torch warns if the two differ
+    return {"timeout": limit, "pg_options": options}
+
+
 class Mesh:
     """The world's ranks on named axes, the outermost first: Mesh(Group, dp=2, pp=2, tp=2). A group
     is made when it is first asked for, by all ranks together: ask in the same order on all."""
@@ -94,7 +110,7 @@ class Mesh:
     def communicator(self, name, ranks):
         """Returns a new ProcessGroup of torch. All ranks of the world call this, in the same order.
         """
-        return dist.new_group(ranks, timeout=timedelta(seconds=self.timeout))
+        return dist.new_group(ranks, **connection_options(self.device, self.timeout))
 
 
 def grid(sizes):

@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from collectives import WithBackward, all_reduce
+from collectives import WithBackward, all_reduce, maximum
 from experts import MixtureOfExperts
 from model import ABSENT
 from shard import split, tag_replicated
@@ -110,10 +110,6 @@ class VocabularyEmbedding(nn.Module):
         local, outside = to_local(idx, *self.words)
         rows = F.embedding(local, self.weight)
         return self.g(rows.masked_fill(outside.unsqueeze(-1), 0), self.group)  # (B, S, C)
-
-
-def maximum(into, received):
-    torch.maximum(into, received, out=into)
 
 
 def vocabulary_loss(logits, targets, words, group):

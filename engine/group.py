@@ -6,63 +6,26 @@
     span            a named stretch of time, for --trace
     run_native      one of torch's own collectives (--collectives native): the default on GPUs.
                     Those bypass exchange(), and bytes_sent does not count them
-    start_read      copies a tensor to the host; on GPUs without a wait (engine/nccl_group.py)
 
 This file is for gloo, torch's message library for CPUs; engine/nccl_group.py has subclasses for
 NCCL, the one for GPUs.
 """
 
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import wraps
 
 import torch
 import torch.distributed as dist
 
 import group
+from group import naming
 
 # The library's own collectives. torch 2.13 renamed two of them.
 LIBRARY = {
     "all_reduce": dist.all_reduce,
     "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
     "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor}
-
-
-class CommunicationError(RuntimeError):
-    """A rank died, hung or never joined: one line that names rank, operation and peer."""
-
-
-def reason_in(text):
-    """An error of the library in one line: without the C++ location, hints and the store's keys.
-    NCCL names the cause in the line after "Last error:"; the cause is put at the end.
-
-        [/w/pair.cc:5] Connection closed by peer. This is likely ...    Connection closed by peer
-        wait timeout after 600ms, keys: /a/b                            wait timeout after 600ms
-
-        NCCL error in: /w/Nccl.cpp:77, unhandled cuda error (run ...
-        Last error:
-        Cuda failure 2 'out of memory'
-            -> NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'
-    """
-    first = text.splitlines()[0]
-    first = re.sub(r"^\[\S*\] |\. (This is|Check) .*|, keys: .*| in: \S+(?=,)| \(run with .*", "",
-                   first)
-    _, _, last_error = text.partition("Last error:")
-    return ": ".join([first, *last_error.strip().splitlines()[:1]])
-
-
-@contextmanager
-def naming(what):
-    """Re-raise a RuntimeError, of the library or of a collective, as a CommunicationError that
-    names `what`."""
-    try:
-        yield
-    except (CommunicationError, torch.OutOfMemoryError):  # a full GPU is no error of a message
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(f"{what}: {reason_in(str(error))}") from None
 
 
 class Work(group.Work):
@@ -115,7 +78,9 @@ class Group(group.Group):
         return self.mesh.span(name, group=self.name, **args)
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
-        """group.Group.exchange. more: further (send, dst, recv, src) of the same operation."""
+        """group.Group.exchange, after all submitted work: a message between those of a job would
+        be taken for one of them. more: further (send, dst, recv, src) of the same operation."""
+        self.wait_for_jobs()
         ends = []  # (dist.irecv or dist.isend, tensor, peer): the form that dist.P2POp takes
         names = []
         for out, to, into, source in [(send, dst, recv, src), *more]:
@@ -169,15 +134,6 @@ class Group(group.Group):
         self.start(f"native {name}", lambda: [
             LIBRARY[name](*args, group=self.communicator, async_op=True)]).wait()
 
-    def start_read(self, tensor):
-        """Start to copy a tensor to the host. Returns a function that waits and returns the
-        numbers; until then the tensor must not change. On CUDA the host waits for messages nowhere
-        else."""
-        return tensor.tolist
-
-    def read(self, tensor):
-        return self.start_read(tensor)()
-
     def submit(self, job, name):
         """Run job(), which sends and receives, after all earlier work of this group, on a thread of
         the group; return its Work at once. All ranks submit in the same order, so each receive
@@ -196,6 +152,12 @@ class Group(group.Group):
 
         self.last = Work([wait], f"group {self.name}")
         return self.last
+
+    def wait_for_jobs(self):
+        """Wait until the group's thread has run all submitted jobs, unless the caller is a job. (A
+        CudaGroup has no thread: submit() has posted a job's messages when it returns.)"""
+        if self.executor and not self.is_running_job():
+            self.last.wait()
 
     def is_running_job(self):
         """Is the caller a job on this group's thread? (CudaGroup: on its side stream?)"""

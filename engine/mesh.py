@@ -15,29 +15,14 @@ are summed, `model_axes` those that cut the model. These groups follow from the 
 
 from collections import deque
 from contextlib import nullcontext
-from datetime import timedelta
 
 import torch.distributed as dist
 
 import mesh
-from engine.group import Group, naming
+from engine.group import Group
 from engine.nccl_group import CudaGroup, InOrderGroup
-
-
-def connection_options(device, timeout):
-    """How torch is to connect ranks on this device: keywords that init_process_group and new_group
-    share. timeout: seconds."""
-    if device.type != "cuda":
-        return {"timeout": timedelta(seconds=timeout)}
-    # Twice: our own check (CudaGroup.start_read) is to fire first; at this limit NCCL's watchdog
-    # kills the process
-    limit = timedelta(seconds=2 * timeout)
-    # Sends and receives run on a stream of NCCL's own. At normal priority a message would wait
-    # behind the matrix products that the GPU already has to do, whatever the priority of the stream
-    # that posts the message
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = limit  # torch warns if the two differ
-    return {"timeout": limit, "pg_options": options}
+from group import naming
+from mesh import connection_options
 
 
 class Mesh(mesh.Mesh):

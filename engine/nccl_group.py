@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from engine.group import LIBRARY, CommunicationError, Group, Work, naming
+from engine.group import LIBRARY, Group, Work
+from group import CommunicationError, naming
 
 
 class InOrderGroup(Group):

@@ -247,6 +247,7 @@ class WatchedGroup(engine.group.Group):
         self.number = self.board.groups.index((mesh, name))
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
+        self.wait_for_jobs()  # all ranks number a job's messages before this one
         me = self.ranks[self.rank]
         messages = []  # (way, src, dst, bytes), in the order in which the Work waits for them
         sent = []

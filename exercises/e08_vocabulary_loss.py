@@ -4,9 +4,9 @@ all ranks: they may all-reduce three numbers per token, never the logits. exp ca
 subtract the largest logit of all words first. Targets of ABSENT are padding: they add nothing.
 """
 
-from collectives import all_reduce
+from collectives import all_reduce, maximum
 from model import ABSENT
-from tensor_parallel import maximum, sum_over_ranks, to_local
+from tensor_parallel import sum_over_ranks, to_local
 
 
 def vocabulary_loss(logits, targets, words, group):

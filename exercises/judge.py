@@ -16,9 +16,8 @@ import torch
 
 import plain
 from collectives import own_chunk
-from engine.group import CommunicationError
 from exercises.board import ENDED, Board, OtherSize, Stuck, WatchedMesh
-from group import Group
+from group import CommunicationError, Group
 from run.config import Config
 
 # Relative to a tensor's norm: float64 has 16 digits, and a sum in another order loses a few

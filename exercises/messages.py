@@ -6,9 +6,9 @@ r's term of chunk c is in the sum."""
 import torch
 
 import collectives
+from collectives import maximum
 from exercises.catalogue import RANKS
 from exercises.judge import Wrong, beside, same, trains
-from tensor_parallel import maximum
 
 
 def terms(total, N):

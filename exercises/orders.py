@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import schedules
 import train
-from engine.schedules import make_schedule, simulate, validate
 from exercises.catalogue import RANKS
 from exercises.judge import (
     Alone,
@@ -16,7 +15,7 @@ from exercises.judge import (
     steps_of,
     trains,
 )
-from schedules import Schedule
+from schedules import Schedule, make_schedule, simulate, validate
 from show.draw import schedule_text
 
 
@@ -41,8 +40,8 @@ def actions_of_form(form, P, m, v):
 
 def play_form(form, P, m, v=1, costs=(1, 1, 1, 0)):
     """Play a form's lists against a clock. costs: ticks of F, I, W and of a message. Returns
-    engine/schedules.py's Timeline: times, makespan, bubble, and peak_in_flight, a number for each
-    rank. Raises Wrong if the lists cannot run."""
+    schedules.py's Timeline: times, makespan, bubble, and peak_in_flight, a number for each rank.
+    Raises Wrong if the lists cannot run."""
     lists = actions_of_form(form, P, m, v)
     where = schedules.in_turn(P, v)
     try:

@@ -1,12 +1,11 @@
 """python -m exercises quiz: asks for numbers. After an answer it prints "right" or the right
-number, and how to derive it. The numbers are computed here, by sizes.py, or by engine/schedules.py.
+number, and how to derive it. The numbers are computed here, by sizes.py, or by schedules.py.
 No torch here."""
 
 import re
 from typing import NamedTuple
 
-from engine.schedules import make_schedule, simulate
-from schedules import placement
+from schedules import make_schedule, placement, simulate
 from sizes import GPTConfig, bytes_per_parameter
 
 GB = 1e9

@@ -23,7 +23,6 @@ from collections import deque
 from functools import cache, partial
 from typing import NamedTuple
 
-from engine.schedules import make_schedule
 from planner.memory import (
     BUCKET,
     block_parameters,
@@ -35,7 +34,7 @@ from planner.memory import (
     tokens_of,
 )
 from planner.mixture import splits_experts
-from schedules import placement, splits_backward
+from schedules import make_schedule, placement, splits_backward
 
 LEFT_OUT = """\
 stragglers, other traffic on the network, unevenly chosen experts, failures, shapes that
@@ -167,8 +166,8 @@ def closed_form(name, P, m, v, costs):
 
 # ---- the makespan, by the clock ----
 # The makespan is the longest time from the start of a rank's first action to the end of its last.
-# simulate() of engine/schedules.py computes it, too. The functions here are faster, because a
-# search plays the same lists of actions with many costs:
+# simulate() of schedules.py computes it, too. The functions here are faster, because a search
+# plays the same lists of actions with many costs:
 #     in_order()    sorts the actions of a schedule, once for all costs
 #     played()      needs one pass over the sorted actions
 #     makespan()    plays short runs only, and predicts long ones

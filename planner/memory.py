@@ -23,9 +23,8 @@ import operator
 from functools import cache
 from typing import NamedTuple
 
-from engine.schedules import actions_of
 from planner.mixture import Mixture
-from schedules import SCHEDULES, cut, placement
+from schedules import SCHEDULES, actions_of, cut, placement
 from sizes import GPTConfig, LlamaConfig, bytes_per_parameter
 
 BUCKET = 25 * 2**20  # bytes of weights in a bucket of DDP (engine/ddp.py)

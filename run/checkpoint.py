@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from engine.collectives import all_reduce
+from collectives import all_reduce
 from model import UNTIED
 from run import tensorfile
 from run.config import is_scaling, require

@@ -17,7 +17,6 @@ import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from engine.schedules import make_schedule
 from run.command import Parser
 from run.files import (
     DUMP,
@@ -33,7 +32,7 @@ from run.files import (
 )
 from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
-from schedules import SCHEDULES, chunks_of, is_plain
+from schedules import SCHEDULES, chunks_of, is_plain, make_schedule
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
 

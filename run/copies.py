@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from engine.collectives import all_reduce, broadcast
+from collectives import all_reduce, maximum
 
 
 class Copies:
@@ -31,7 +31,8 @@ class Copies:
         for group in sorted(self.hashes, key=lambda group: group.name):  # all ranks in one order
             hashes = self.hashes[group]
             own = torch.tensor([*hashes.values()], device=group.device)
-            unequal = broadcast(own.clone(), group) != own
+            # If the hashes differ, at least one rank's is not the largest, and that rank notices
+            unequal = all_reduce(own.clone(), group, maximum) != own
             for name, is_unequal in zip(hashes, group.read(unequal), strict=True):
                 differ[name] |= is_unequal
         counts = torch.tensor([*differ.values()], dtype=torch.long, device=world.device)

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.collectives import all_gather, all_reduce
-from engine.group import CommunicationError, naming
-from engine.mesh import connection_options
+from collectives import all_gather, all_reduce, maximum
+from group import CommunicationError, naming
+from mesh import connection_options
 from run import signals
 
 # The number of a rank in the text of a CommunicationError, such as "receive from rank 3"
@@ -47,11 +47,11 @@ last_words = store
 
 def all_gather_text(text, world):
     """Collective: the list of every rank's text, on every rank. White space at the end is lost."""
-    # world.read(tensor) (engine/group.py): wait, and return the tensor's numbers as a list
+    # world.read(tensor) (group.py): wait, and return the tensor's numbers as a list
     # surrogateescape: a path may hold bytes that are no characters
     data = bytearray(text.encode(errors="surrogateescape") + b" ")  # not empty
     length = torch.tensor([len(data)], device=world.device)
-    longest, = world.read(all_reduce(length, world, "max"))
+    longest, = world.read(all_reduce(length, world, maximum))
     texts = torch.empty(world.size, longest, dtype=torch.uint8, device=world.device)
     # ljust: spaces at the end, so that all texts are equally long
     texts[world.rank] = torch.frombuffer(data.ljust(longest), dtype=torch.uint8)
@@ -61,8 +61,7 @@ def all_gather_text(text, world):
 
 def texts_on_rank_0(name, text):
     """Collective: on rank 0 the list of every rank's text, elsewhere []. The texts go through the
-    store, because plain.py's groups (group.py) have no read(), which all_gather_text needs. name: a
-    part of the store's keys; each call needs another name."""
+    store, so no mesh is needed. name: a part of the store's keys; each call needs another name."""
     rank, size = place
     store.set(f"{name} of rank {rank}", text)
     ranks = range(size) if rank == 0 else ()
@@ -200,8 +199,8 @@ def wait_for_start(server, timeout):
 def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
     """Join the process group that a url, run/launch.py or torchrun's environment describes."""
     global place, store, last_words
-    # naming(words) (engine/group.py): re-raise a RuntimeError of the block as a CommunicationError
-    # that begins with these words
+    # naming(words) (group.py): re-raise a RuntimeError of the block as a CommunicationError that
+    # begins with these words
     with naming(f"rank {os.environ.get('RANK', rank)}: looking for the store of all ranks"):
         url = url or os.environ.get(signals.STORE, "env://")
         rendezvous = dist.rendezvous(url, rank, size, timeout=timedelta(seconds=timeout))

@@ -3,8 +3,8 @@
 A Tracer records spans (name, start, end): F, B, I, W of each stage and microbatch, sends, waits,
 collectives, the optimizer. Rank 0 writes the spans of all ranks in Chrome's trace format, for
 ui.perfetto.dev. report() also returns a text that train.py prints: each rank's time in four shares,
-and the pipeline's time next to the time that simulate() (engine/schedules.py) computes from the
-measured F, B and W.
+and the pipeline's time next to the time that simulate() (schedules.py) computes from the measured
+F, B and W.
 
     compute   inside F, B, I, W and the optimizer, less their waits
     exposed   waits for collectives, for sends, and for data that had been sent
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from engine.schedules import simulate
 from mesh import lay_out
 from run.config import MARKS
 from run.files import refuse_foreign
 from run.processes import all_gather_text
+from schedules import simulate
 
 ACTIONS = ("F", "B", "I", "W")
 

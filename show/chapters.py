@@ -7,8 +7,7 @@
     python -m show.pictures --svg pictures        writes all three
 """
 
-from engine.schedules import make_schedule, simulate
-from schedules import cut
+from schedules import cut, make_schedule, simulate
 from show.draw import COLORS, CURVES, INK, Picture
 from sizes import GPTConfig, bytes_per_parameter
 

@@ -12,11 +12,11 @@ from html import escape
 from pathlib import Path
 
 import schedules
-from engine.schedules import make_schedule, simulate, validate
 from planner.costs import closed_form
 from run.command import Parser
 from run.files import refuse_foreign
 from run.signals import end_quietly
+from schedules import make_schedule, simulate, validate
 
 # Colors of actions
 COLORS = {"F": "#6aa0e8", "B": "#6cc08b", "I": "#6cc08b", "W": "#e8b04a"}
@@ -65,7 +65,7 @@ class Picture:
 
 
 # ---- schedules ----
-# times: Timeline.times of engine/schedules.py, per rank [(action, start, end)]
+# times: Timeline.times of schedules.py, per rank [(action, start, end)]
 
 
 def schedule_text(times, width=160):

@@ -4,8 +4,7 @@ and through a parameter server."""
 
 import torch
 
-from collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from tensor_parallel import maximum
+from collectives import all_gather, all_reduce, all_to_all, maximum, reduce_scatter
 
 
 def pass_to(tensor, group, src, dst, add=False):

@@ -11,7 +11,7 @@ as equivalent (no test can tell them from the code, or only by the time they tak
     engine/group.py, a send posted before its receive: on gloo they do not block each other
     checkpoint.py, every replica saves its slices: the same bytes to the same places
     sample.py, caches dropped a token early
-    engine/schedules.py `event[:2]`: another order of independent messages
+    schedules.py `event[:2]`: another order of independent messages
     run/routing.py, loads that T ranks count T times: `busiest` is a ratio of loads
 """
 
@@ -188,8 +188,7 @@ MUTANTS = {
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
         ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
-        (" or held < 2 * P)", " or held < 3 * P)", "schedules:published")],
-    "engine/schedules.py": [
+        (" or held < 2 * P)", " or held < 3 * P)", "schedules:published"),
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
         ('"B" if kind == "I" else kind', "kind", "schedules:whole_and_split")],
@@ -218,14 +217,16 @@ MUTANTS = {
         ("min(AHEAD, num_reduce)", "min(AHEAD // 2, num_reduce)", "collectives:fast_ring"),
         ("power_of_two = ", "power_of_two = group.size % 2 == 0 or ", "collectives:definition")],
     "group.py": [
-        ("send.numel() * send.element_size()", "send.numel()", "plain:table")],
+        ("send.numel() * send.element_size()", "send.numel()", "plain:table"),
+        ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason")],
     "engine/group.py": [
-        ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason"),
         ("future.result()", "pass", "collectives:change_nothing"),
         ("inside = group.is_running_job()", "inside = False", "collectives:collective_of"),
         ("if async_op and not inside:", "if async_op:", "collectives:collective_of"),
         ("with self.lock, naming(self.what):", "with naming(self.what):", "collectives:thread"),
-        ("group.last.wait()", "pass", "collectives:overtake"),
+        ("group.last.wait()", "pass", "streams:experts_1f1b"),
+        ("if self.executor and not self.is_running_job():", "if False:",
+         "collectives:wait_for_the_jobs"),
         ("out.numel() * out.element_size()", "out.numel()", "collectives:formula"),
         ("receive from rank {self.ranks[source]}", "receive from rank {source}",
          "queues:numbers_ranks")],
@@ -256,11 +257,11 @@ MUTANTS = {
         ("self.receive_stream.wait_event(self.ran_native)", "pass", "streams:experts_1f1b"),
         ("is_shared = True", "is_shared = False", "first_gpu:communicator")],
     "engine/mesh.py": [
-        ("timedelta(seconds=2 * timeout)", "timedelta(seconds=timeout)", "first_gpu:watchdog"),
-        ("is_high_priority_stream=True", "is_high_priority_stream=False", "first_gpu:priority"),
         ("len(ranks) == dist.get_world_size()", "False", "first_gpu:communicator"),
         ('if axis == "ep")', "if False)", "layouts:experts")],
     "mesh.py": [
+        ("timedelta(seconds=2 * timeout)", "timedelta(seconds=timeout)", "first_gpu:watchdog"),
+        ("is_high_priority_stream=True", "is_high_priority_stream=False", "first_gpu:priority"),
         ("{row[0], row[-1]}", "{row[0], row[1]}", "collectives:coordinate"),
         ("list(range(-len(dims), 0))", "list(range(len(dims)))", "collectives:coordinate")],
     "shard.py": [

@@ -13,10 +13,10 @@ import train
 from collectives import WithBackward
 from data import batches
 from engine import ddp, zero
-from engine.group import CommunicationError, naming
 from engine.sequence_parallel import Region
 from exercises.planted import CannotPlant, changed_text, class_of, planted
 from forks.diloco import diloco
+from group import CommunicationError, naming
 from run.config import Config, check
 from run.doctor.dump import read_dump
 from shard import Shard
@@ -90,7 +90,7 @@ def _cached():
         ("model.py", "ABSENT = -1", "ABSENT = -2"),
         ("engine/ddp.py", "every_microbatch = False", "every_microbatch = True")]),
     (_generator, "sending: closed", "asleep: closed",
-     [("engine/group.py", 'f"{what}: {reason_in', 'f"asleep: {reason_in')]),
+     [("group.py", 'f"{what}: {reason_in', 'f"asleep: {reason_in')]),
     (_cached, False, True, [("schedules.py", 'any(action[0] == "W"', 'any(action[0] == "B"')]),
 ], ids=["subclass", "imported", "property", "nested", "static", "constants", "generator", "cached"])
 def test_a_change_is_planted_seen_and_gone(ask, before, during, changes):
@@ -102,7 +102,7 @@ def test_a_change_is_planted_seen_and_gone(ask, before, during, changes):
     ([("optimizer.py", "import", "")], "contains 'import' "),
     ([("optimizer.py", "# `weights` itself", "# itself")], "nothing but comments"),
     ([("engine/ddp.py", "    zero = 0  #", "    one = 1\n    zero = 0  #")], "is added"),
-    ([("engine/group.py", "@contextmanager\n", "")], "cannot swap"),
+    ([("group.py", "@contextmanager\n", "")], "cannot swap"),
     ([("model.py", "seed=0,", "seed=1,")], "cannot swap"),
     ([("shard.py", "dim: int = 0", "dim: int = 1")], "cannot swap"),
     # and what was planted before the refused one is taken back

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,9 +18,13 @@ import engine.collectives as c
 import engine.mesh as mesh_file
 import group as plain_group
 import mesh as plain_mesh
-from engine.group import CommunicationError, Group, Work, queued
+from engine.group import Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
+from group import CommunicationError
+from run.copies import Copies
+from run.processes import all_gather_text
+from shard import Shard
 from show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 from tests.pool import HANG
@@ -178,6 +183,50 @@ def test_the_terms_of_64_ranks_are_told_apart():
     assert ring.in_bits(terms.sum().expand(64)).split() == ["1" * 64] * 64
 
 
+def _texts_and_copies(rank, world):
+    """What run/ asks of the ranks, on groups of both floors; one rank has another copy of "b"."""
+    for mesh in (plain_mesh.Mesh(plain_group.Group, dp=world), Mesh(dp=world, in_order=IN_ORDER)):
+        assert all_gather_text("x" * rank, mesh.world) == ["x" * r for r in range(world)]
+        for different, usual, other in itertools.product(range(world), *[(1.0, 2.0)] * 2):
+            copies = Copies()
+            for name, value in (("a", usual), ("b", other if rank == different else usual)):
+                tag = Shard(name, torch.Size([1]), sum_over=(mesh.group("dp"),))
+                copies.add(tag, torch.tensor([value]))
+            assert copies.differing(["a", "b"], mesh.world) == ["b"] * (usual != other)
+
+
+def test_run_compares_copies_and_gathers_texts_on_both_floors():
+    """The one copy that differs may have the largest hash or the smallest, on any rank."""
+    pool(3, _texts_and_copies, 3)
+
+
+class SlowGroup(Group):
+    """A group whose jobs start 50 ms late, but on rank 0."""
+
+    def submit(self, job, name):
+        return super().submit(lambda: (time.sleep(0.05 if self.rank else 0), job()), name)
+
+
+def _plain_behind_a_job(rank, world):
+    """The engine's all-reduce in the background, and at once the root's on the same group."""
+    g = _mesh_group(world)
+    g = SlowGroup(g.mesh, g.name, g.ranks, g.rank, g.communicator)
+    submitted = torch.full((6,), rank + 1.0)
+    at_once = torch.full((6,), 10.0 * (rank + 1))
+    work = c.all_reduce(submitted, g, async_op=True)
+    if rank == 0:
+        time.sleep(0.02)  # until its job has sent a message: the other ranks' jobs sleep
+    plain.all_reduce(at_once, g)
+    work.wait()
+    return submitted.tolist(), at_once.tolist()
+
+
+def test_the_roots_collectives_wait_for_the_jobs_of_their_group():
+    """The engine's do so in queued(). Without the wait, rank 1 takes the message of rank 0's job
+    for one of the root's all-reduce."""
+    assert pool(3, _plain_behind_a_job, 3) == [([6.0] * 6, [60.0] * 6)] * 3
+
+
 @queued
 def _halves(tensor, group):
     """A collective made of collectives, like every compressed all-reduce."""
@@ -240,7 +289,8 @@ class LateGroup(Group):
                 time.sleep(0.002 * (self.rank % 2))
                 Group.exchange(self, send, dst).wait()
 
-            self.sender = getattr(self, "sender", None) or ThreadPoolExecutor(1)
+            self.wait_for_jobs()
+            self.sender = getattr(self, "sender", None) or ThreadPoolExecutor(1, "sender")
             waits.append(self.sender.submit(leave).result)
         if recv is not None:
             landing = torch.empty_like(recv)
@@ -255,6 +305,9 @@ class LateGroup(Group):
 
     def submit(self, job, name):
         return super().submit(lambda: (time.sleep(0.002), job()), name)
+
+    def is_running_job(self):  # what a job sends, its sender posts: it must not wait for the job
+        return super().is_running_job() or threading.current_thread().name.startswith("sender")
 
 
 def _late_collectives(rank, world):

@@ -35,8 +35,8 @@ from data.prepare import (
     train_and_val,
     write_whole,
 )
-from engine.group import naming
 from engine.mesh import Mesh
+from group import naming
 from planner.hardware import peak_flops
 from run.config import check, check_memory
 from run.processes import out_of_memory

@@ -44,7 +44,7 @@ from exercises.start import load_forms
 from model import ABSENT, cross_entropy
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
 from shard import Shard, bounds
-from tensor_parallel import Column, Row, maximum, sum_of_copy, sum_over_ranks, to_local
+from tensor_parallel import Column, Row, sum_of_copy, sum_over_ranks, to_local
 from tests.harness import HERE, pool
 from tests.isolation import as_it_was
 from tests.pool import HANG
@@ -552,7 +552,7 @@ class Whole(Column):
 
 def loss_of_all_words(logits, targets, words, group, overflow=False, padding=False, target=True):
     """vocabulary_loss with one thing missing."""
-    largest = collectives.all_reduce(logits.detach().amax(-1), group, maximum)
+    largest = collectives.all_reduce(logits.detach().amax(-1), group, collectives.maximum)
     if overflow:
         largest = torch.zeros_like(largest)
     sum_exp = (logits - largest.unsqueeze(-1)).exp().sum(-1)

@@ -23,8 +23,8 @@ import sample
 import schedules
 import train
 from data.batches import Data
-from engine.group import CommunicationError
 from engine.mesh import Mesh
+from group import CommunicationError
 from run import checkpoint, processes, signals
 from run.config import Config, check, parse
 from run.launch import launch

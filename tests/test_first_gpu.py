@@ -20,11 +20,13 @@ from torch.autograd import DeviceType
 import bench
 import train
 from engine.collectives import all_gather
-from engine.group import CommunicationError, Group, Work, naming
-from engine.mesh import Mesh, connection_options
+from engine.group import Group, Work
+from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
 from engine.vocabulary_parallel import ChunkedHead, add_weight_gradient, positions_of_chunk
 from engine.zero import ZeRO2
+from group import CommunicationError, naming
+from mesh import connection_options
 from planner.hardware import peak_flops
 from races import gpu
 from run import launch, processes

@@ -15,7 +15,7 @@ import schedules
 from data import batches
 from data import prepare as prepare_file
 from data.batches import Data
-from engine.group import CommunicationError, naming
+from group import CommunicationError, naming
 from run import export as export_file
 from run.log import peak_of_process
 from show import demonstrations, tables
@@ -28,11 +28,11 @@ ROOMS = {
                     expert_parallel schedules pipeline""".split(),
     "command": "plain train sample plan bench test_all".split()}
 ROOT = ["ground", "technique"]
-# What the rooms behind the commands may use of the engine: messages, and timed schedules
-MESSAGES = ["engine.collectives", "engine.group", "engine.mesh", "engine.schedules"]
+# What planner/ may use of the engine, to measure a machine: messages
+MESSAGES = ["engine.collectives", "engine.group", "engine.mesh"]
 MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
     "ground": ["ground"], "technique": ROOT, "engine": [*ROOT, "engine"],
-    "data": ["ground", "data"], "run": [*ROOT, *MESSAGES, "data", "run"],
+    "data": ["ground", "data"], "run": [*ROOT, "data", "run"],
     "planner": [*ROOT, *MESSAGES, "data", "run", "planner"],
     "show": [*ROOT, "engine", "data", "run", "planner", "show"],
     "command": [*ROOT, "engine", "data", "run", "planner", "show", "races", "command"],
@@ -112,8 +112,8 @@ def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
 
 
 def test_arrows_point_down():
-    """The root imports neither the engine nor a room; the engine imports the root; run/ and
-    planner/ of the engine only messages and schedules; data/ and run/ no planner/; only commands,
+    """The root imports neither the engine nor a room; the engine imports the root; data/ and run/
+    neither the engine nor planner/; planner/ of the engine only messages; only commands,
     experiments/ and exercises/ import them, and nothing imports exercises/. No circle."""
     imports = {module: imported(path) for module, path in HOUSE.items()}
     up = [(module, other) for module, others in imports.items() for other in others

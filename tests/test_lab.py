@@ -24,13 +24,13 @@ import expert_parallel
 import plan
 import schedules
 import sizes
-from engine.schedules import make_schedule, simulate, validate
 from mesh import lay_out
 from planner import costs, memory, report, traffic
 from planner.hardware import DEVICES, MODELS
 from planner.search import as_config
 from run import timeline
 from run.config import check_layout
+from schedules import make_schedule, simulate, validate
 from show import ring, tables
 from tests.harness import HERE
 from tests.pool import HANG

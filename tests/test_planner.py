@@ -30,7 +30,6 @@ from engine.expert_parallel import spread_experts
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.optimizer import AdamW
-from engine.schedules import make_schedule, simulate
 from engine.tensor_parallel import parallelize
 from experts import kind_of
 from mesh import lay_out
@@ -39,6 +38,7 @@ from planner import costs, habits, hardware, measure, memory, published, report,
 from planner import search as search_file
 from planner.mixture import Mixture
 from run.config import check, check_layout, parse
+from schedules import make_schedule, simulate
 from shard import tag_whole
 from show import draw, pictures
 from sizes import GPTConfig

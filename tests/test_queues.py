@@ -20,9 +20,10 @@ import engine.collectives as c
 import engine.group
 import train
 from data.batches import Data
-from engine.group import CommunicationError, Group, Work
+from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup, InOrderGroup
+from group import CommunicationError
 from run.config import check
 from tests.harness import (
     FULL,

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from collectives import all_gather, own_chunk
-from engine.collectives import all_reduce
+from collectives import all_gather, all_reduce, own_chunk
 from model import build, generator_of, initial_value
 from optimizer import AdamW, learning_rate
 from run import tensorfile

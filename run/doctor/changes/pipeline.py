@@ -8,11 +8,10 @@ numbered n = d m + k, for microbatch k of data rank d, in the order in which ste
 from itertools import count
 
 from collectives import WithBackward
-from engine.schedules import make_schedule
 from run.doctor.finding import axes_by_size
 from run.doctor.groups import cut_by_layout
 from run.doctor.step import Change
-from schedules import placement
+from schedules import make_schedule, placement
 
 
 def at_boundary(i, change):
