@@ -147,7 +147,7 @@ def split_sequences(model, group, kind="ring", kinds=KINDS):
     over the tokens of all ranks, and it knows this rank's positions, which are returned: feed the
     model ids[:, positions]. kinds: engine/context_parallel.py gives its own.
 
-    Like replicas, the ranks see different tokens: tag_whole(model, mesh.group("dp", "ep", "cp"))
+    Like replicas, the ranks see different tokens: tag_whole(model, mesh.group("shard", "ep", "cp"))
     has their gradients summed."""
     positions = zigzag(model.config.block_size, group.size, group.rank).to(group.device)
     for module in model.positioned():

@@ -76,15 +76,15 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
 def spread_experts(model, mesh, sp=False):
     """Give each rank its experts: the E ranks of the axis ep share those of each block.
 
-    In: a MixtureGPT or MixtureLlama, tagged by tag_whole(model, mesh.group("dp", "ep", "cp")), and
-    maybe split by tensor_parallel or (sp) by sequence_parallel, which leave experts whole.
+    In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by tensor_parallel or (sp)
+    by sequence_parallel, which leave experts whole.
     After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
     to be summed over the ranks that hold the same experts. E must divide n_experts.
 
     Each of T tensor ranks runs all tokens that it holds: under sp 1/T of them, else all, so T ranks
     repeat the same work. (engine/expert_parallel.py spreads the experts over them, too.)"""
     group = mesh.group("ep")
-    same_experts = mesh.group("dp", "cp")
+    same_experts = mesh.group("shard", "cp")
     share_sequences = [mesh.group("cp"), *([mesh.group("tp")] if sp else [])]
 
     def sum_counts(counts):  # (B, n_experts): from this rank's tokens of B sequences -> from all
@@ -98,7 +98,8 @@ def spread_experts(model, mesh, sp=False):
         own = (group.rank * n, (group.rank + 1) * n)
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                _, *others = full.shard.sum_over  # others: under sp the tensor ranks
+                # others: replicas of shards; under sp the tensor ranks
+                _, *others = full.shard.sum_over
                 tag = replace(full.shard, ranges=(own,), sum_over=(same_experts, *others))
                 setattr(stack, name, take_slice(full, tag))
         layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)

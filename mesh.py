@@ -4,19 +4,23 @@ N processes (ranks) are laid out on a mesh of named axes, like arange(N).view(D,
 number ranks machine by machine: neighbours in number share the fast links of a machine, ranks far
 apart talk over the network. So the axis that talks most comes last (innermost):
 
-    dp  data parallel      talks once per step (ZeRO-2, 3: once or more per microbatch)
-    pp  pipeline           talks twice per microbatch and boundary of stages: forward, backward
-    tp  tensor parallel    talks several times per layer
+    rep    replicas of shards     once per step
+    shard  data parallel          once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
+    pp     pipeline               twice per microbatch and boundary of stages: forward, backward
+    ep     expert parallel        four times per layer
+    cp     context parallel       in every hop of every attention, forward and backward
+    tp     tensor parallel        four times per layer and more, with more bytes
 
-Further axes: cp, context parallel, before tp; ep, expert parallel, after dp. With ep the D data
-ranks are two axes, dp of D/E and ep of E ranks.
+The D data ranks (--dp) are the axes rep, shard and ep together: mesh.group("dp") is all of them.
+Without --shard and --ep the axis shard has all D. --shard R: ZeRO shards over R data ranks, so rep
+has D/R; --ep E: E data ranks share the experts, so shard has R/E.
 
 A group along some axes: the ranks that differ in these axes only. With D = P = T = 2 and rank 5,
 mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is one full copy of
 the model (a replica). A collective (an operation that all ranks of a group call together) does
 nothing in a group of one, so the code that trains need not ask for sizes.
 
-    python mesh.py 2 1 2 1 2        sizes of dp ep pp cp tp: prints ranks, and groups of each axis
+    python mesh.py 2 2 1 1 2        sizes of dp pp ep cp tp: prints ranks, and groups of each axis
 """
 
 if __name__ == "__main__":  # before torch is imported: a wrong command line need not wait for that
@@ -25,18 +29,23 @@ if __name__ == "__main__":  # before torch is imported: a wrong command line nee
 
 import math
 from datetime import timedelta
-from itertools import product
 
 import torch
 import torch.distributed as dist
 
+from group import Group
+
+
+DATA = ("rep", "shard", "ep")  # the axes of the data ranks
+
 
 def lay_out(sizes, axes):
     """The groups along `axes` of a mesh {axis: size}: lists of ranks, one list for each group. An
-    axis that the mesh does not have has size 1.
+    axis that the mesh does not have has size 1; "dp" stands for the axes in DATA.
 
-    sizes = {dp: 2, pp: 2, tp: 2}: axes [tp] gives [0 1] [2 3] [4 5] [6 7]; [pp] gives [0 2] [1 3]
-    [4 6] [5 7]; [dp, tp] gives [0 1 4 5] [2 3 6 7]."""
+    sizes = {shard: 2, pp: 2, tp: 2}: axes [tp] gives [0 1] [2 3] [4 5] [6 7]; [pp] gives [0 2]
+    [1 3] [4 6] [5 7]; [shard, tp], and [dp, tp] too, gives [0 1 4 5] [2 3 6 7]."""
+    axes = [one for axis in axes for one in (DATA if axis == "dp" else (axis,))]
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     dims = [list(sizes).index(axis) for axis in axes if axis in sizes]
     last = list(range(-len(dims), 0))
@@ -61,15 +70,19 @@ def connection_options(device, timeout):
 
 
 class Mesh:
-    """The world's ranks on named axes, the outermost first: Mesh(Group, dp=2, pp=2, tp=2). A group
-    is made when it is first asked for, by all ranks together: ask in the same order on all."""
+    """The world's ranks on named axes: Mesh(dp=2, pp=2, tp=2). A group is made when it is first
+    asked for, by all ranks together: ask in the same order on all."""
 
-    def __init__(self, group_class, device="cpu", timeout=600, **sizes):
-        """group_class: group.Group, or a subclass. timeout: seconds to wait for another rank."""
-        self.group_class = group_class
+    group_class = Group
+
+    def __init__(self, device="cpu", timeout=600, dp=1, pp=1, cp=1, tp=1, ep=1, shard=0):
+        """The sizes are train.py's flags; shard=0: ZeRO shards over all data ranks. timeout:
+        seconds to wait for another rank."""
         self.device = torch.device(device)
         self.timeout = timeout
-        self.sizes = sizes
+        shard = shard or dp
+        sizes = {"rep": dp // shard, "shard": shard // ep, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
+        self.sizes = sizes  # the outermost axis first
         # One process needs no communicator (torch's ProcessGroup, which carries the messages)
         alone = not dist.is_initialized()
         self.rank = 0 if alone else dist.get_rank()
@@ -114,15 +127,15 @@ class Mesh:
 
 
 def grid(sizes):
-    """The ranks as text: a row for each index of the outer axes (those of size 1 are left out).
-    {dp: 2, pp: 1, tp: 2} gives "  d=0  ranks  0  1" and "  d=1  ranks  2  3"."""
-    *outer, inner = sizes
-    names = []  # for each outer axis: d=0 d=1 ...
-    for axis in outer:
-        if sizes[axis] > 1:
-            names.append([f"{axis[0]}={i}" for i in range(sizes[axis])])
+    """The ranks as text: a row for each group of tensor ranks, with its places on the other axes
+    (those of size 1 are left out). d: number of the data rank.
+    {shard: 2, pp: 1, tp: 2} gives "  d=0  ranks  0  1" and "  d=1  ranks  2  3"."""
     rows = []
-    for place, ranks in zip(product(*names), lay_out(sizes, [inner]), strict=True):
-        numbers = " ".join(f"{rank:2d}" for rank in ranks)
-        rows.append(f"  {' '.join(place)}  ranks {numbers}")
+    for ranks in lay_out(sizes, ["tp"]):
+        row = "  "
+        for axis in ("dp", "pp", "cp"):
+            mine = next(group for group in lay_out(sizes, [axis]) if ranks[0] in group)
+            if len(mine) > 1:
+                row += f"{axis[0]}={mine.index(ranks[0])} "
+        rows.append(f"{row} ranks " + " ".join(f"{rank:2d}" for rank in ranks))
     return "\n".join(rows)

@@ -536,10 +536,6 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
     return Timeline(times, span / v, max(0, span - work) / span, peak)
 
 
-# pipeline.py runs GPipe and 1F1B straight from the strings "F0" "B0", in plain.py and in its
-# demonstration. engine/pipeline.py executes the lists of Actions of all schedules, with their
-# messages (on gloo with each receive posted one earlier); train.py trains with it.
-
 if __name__ == "__main__":
     from show.draw import schedules_command
     schedules_command()

@@ -11,6 +11,12 @@ MOMENTS = {  # numbers that an optimizer holds per parameter
 }
 
 
+# (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products, by NVIDIA's data
+# sheets): the first row counts whose words are all there
+TFLOPS = ((("h200", "nvl"), 835), (("h200",), 989), (("h100", "nvl"), 835), (("h100", "pcie"), 756),
+          (("h100",), 989), (("a100",), 312), (("v100", "pcie"), 112), (("v100",), 125))
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """A GPT-2 (model.py)."""
@@ -92,6 +98,14 @@ def config_of(cfg, vocab_size):
 def config_from(values):
     """The GPTConfig or LlamaConfig with these {name: value}, from a checkpoint's manifest."""
     return (LlamaConfig if "n_kv_head" in values else GPTConfig)(**values)
+
+
+def peak_flops(gpu):
+    """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
+    for words, tflops in TFLOPS:
+        if all(word in gpu.lower() for word in words):
+            return 1e12 * tflops
+    return 0.0
 
 
 def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):

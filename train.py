@@ -34,6 +34,7 @@ from mesh import Mesh
 from model import initial_value
 from optimizer import AdamW, learning_rate
 from pipeline import Pipeline, tie_ends
+from recompute import recompute_blocks
 from run import checkpoint, signals
 from run.config import checked, read_command_line
 from run.copies import replicas_agree
@@ -57,7 +58,7 @@ def choose(cfg):
         Mesh=Mesh, all_reduce=all_reduce, split_sequences=split_sequences,
         tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel,
         spread_experts=spread_experts, Reducer=REDUCERS[cfg.zero], Optimizer=AdamW,
-        Pipeline=Pipeline)
+        Pipeline=Pipeline, recompute_blocks=recompute_blocks)
     if cfg.fast:
         import engine.parts
         engine.parts.replace(parts, cfg)
@@ -80,8 +81,9 @@ class Trainer:
         self.model_config = config_of(cfg, vocab_size)
         with torch.device("meta"):
             model = kind_of(self.model_config)(self.model_config)
-        tag_whole(model, data=mesh.group("dp", "ep", "cp"))
+        tag_whole(model, mesh.group("shard", "ep", "cp"), copies=mesh.group("rep"))
         self.shapes = {name: param.shape for name, param in model.canonical_parameters()}
+        self.trained = [name for name, p in model.canonical_parameters() if p.requires_grad]
 
         # Which tokens of each sequence, which slice of each matrix, which experts this rank has
         self.positions = parts.split_sequences(model, mesh.group("cp"), cfg.cp_attention)
@@ -103,6 +105,8 @@ class Trainer:
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
         self.reducer = parts.Reducer(stages, value)
         self.optimizer = parts.Optimizer(cfg, self.reducer)
+        if cfg.recompute:
+            parts.recompute_blocks(stages)
 
         sequences = cfg.batch_size // (cfg.dp * cfg.microbatches)  # in a microbatch
         tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)  # of a sequence, between blocks
@@ -127,7 +131,7 @@ class Trainer:
         # 1/T; requests to stop; the square of the gradients' norm; the experts' statistics
         asked = torch.full_like(loss, self.stop_asked)
         parts = torch.stack([loss / self.cfg.tp, asked, self.optimizer.square(grads)])
-        sums = torch.cat([parts, self.routing.sums.flatten()])
+        sums = torch.cat([parts, self.routing.sums()])
         self.parts.all_reduce(sums, self.mesh.world)
         norm = torch.where(sums[0].isfinite(), sums[2].sqrt(), math.nan)
 
@@ -197,10 +201,10 @@ def train(cfg, data, mesh):
 
 def main():
     cfg, world, _ = read_command_line(__doc__)
-    data = checked(cfg, world)
+    data = checked(cfg, world, Data)
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
-        mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp // cfg.ep, ep=cfg.ep, pp=cfg.pp,
-                                cp=cfg.cp, tp=cfg.tp)
+        mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
+                                ep=cfg.ep, shard=cfg.shard)
         if cfg.dump:
             from run.doctor.record import write_dump
             return write_dump(cfg, mesh, data, Trainer)

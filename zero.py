@@ -20,10 +20,10 @@ is this rank's slice.) arXiv 1910.02054.
 
 import torch
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from collectives import WithBackward, all_gather, all_reduce, own_chunk, reduce_scatter
 from ddp import DDP, parameters_of, take_gradient
+from recompute import recompute
 from shard import bounds
 
 
@@ -100,7 +100,7 @@ def gather(chunk, shape, replicas):
 
 
 class Gathered(torch.nn.Module):
-    """A layer that gathers its weights when it runs. It runs under recompute (checkpoint): autograd
+    """A layer that gathers its weights when it runs. It runs under recompute (recompute.py): autograd
     saves nothing but the input, so the whole weights are freed after forward, and backward runs the
     layer again, which gathers them again."""
 
@@ -111,7 +111,7 @@ class Gathered(torch.nn.Module):
         self.chunks = chunks
 
     def forward(self, *inputs):
-        return checkpoint(self.run, *inputs, use_reentrant=False)
+        return recompute(self.run, *inputs)
 
     def run(self, *inputs):
         whole = {name: gather(chunk, shape, chunk.shard.sum_over[0])

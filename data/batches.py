@@ -252,7 +252,7 @@ class Data:
         # the process (SIGBUS).
         if tokens.base.size() < tokens.nbytes:
             raise DataError(f"{tokens.filename} was cut off during the run; {self.fix}")
-        index, n_data_ranks = mesh.place("dp", "ep")
+        index, n_data_ranks = mesh.place("dp")
         own_starts = np.split(starts, n_data_ranks)[index]
         row = index * len(own_starts)  # row of the batch: the first one of this data rank
         microbatches = []

@@ -84,15 +84,15 @@ class Bucket:
     def start_of_piece(self, param):
         """Index of this rank's piece of a parameter in the parameter: 0, or later if the shard cuts
         it. Parameter 100 to 159 of the bucket, shard 120 to 239: 20."""
-        return max(0, self.offset - self.starts[param])
+        return min(max(0, self.offset - self.starts[param]), param.numel())
 
     def pieces(self, shard):
-        """(parameter, view) for each parameter of which this rank's shard holds a piece."""
+        """(parameter, view) for each parameter: the piece of it that this rank's shard holds, which
+        may be empty. So all replicas list the same parameters."""
         for param, start in self.starts.items():
-            first = max(start - self.offset, 0)
-            last = min(start + param.numel() - self.offset, shard.numel())
-            if first < last:
-                yield param, shard[first:last]
+            first = min(max(start - self.offset, 0), shard.numel())
+            last = max(first, min(start + param.numel() - self.offset, shard.numel()))
+            yield param, shard[first:last]
 
     def whole(self, own_pieces, dtype):
         """Put the shards of all replicas together: [(parameter, whole tensor)] of all parameters.

@@ -13,7 +13,7 @@ CPU, like initial values, so a GPU has the CPU's masks, and waits for them.
     torchrun train.py --tp 2 --pp 2 --dropout 0.1
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -60,9 +60,9 @@ class Dropout:
         return (x / (1 - self.rate)).masked_fill(torch.stack(masks).to(x.device), 0.0)
 
     def again(self):
-        """For torch's recompute: the contexts of a forward and of its repetition. By then `first`
-        is that of a later microbatch."""
-        return nullcontext(), self.at(self.first)
+        """For recompute.py: a context for the repetition. By then `first` is that of a later
+        microbatch."""
+        return self.at(self.first)
 
     @contextmanager
     def at(self, first):

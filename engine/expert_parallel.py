@@ -112,6 +112,8 @@ def spread_experts(model, mesh, sp=False):
         own = layer.run_experts.own.tolist()
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                tag = replace(full.shard, ranges=((own[0], own[-1] + 1),), shared_by=(),
-                              sum_over=(mesh.same_experts(),))
+                # copies: replicas of shards (--shard)
+                copies = [group for group in full.shard.shared_by if group is not tp]
+                tag = replace(full.shard, ranges=((own[0], own[-1] + 1),), shared_by=(*copies,),
+                              sum_over=(mesh.group("shard", "cp"), *copies))
                 setattr(stack, name, take_slice(full, tag))

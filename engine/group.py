@@ -29,13 +29,11 @@ LIBRARY = {
 
 
 class Work(group.Work):
-    """The root's Work, which any thread may wait for, and whose error names the operation. Each
-    wait() returns only when the operation is complete (NCCL: when the stream that is current in the
+    """The root's Work, which any thread may wait for. Each wait() returns only when the operation is complete (NCCL: when the stream that is current in the
     first wait() is ordered behind it)."""
 
     def __init__(self, waits=(), what=""):
-        super().__init__(waits)
-        self.what = what  # names the operation in an error
+        super().__init__(waits, what)
         self.lock = threading.RLock()  # held by the thread that waits; a second thread waits for it
 
     def wait(self):

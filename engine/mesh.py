@@ -1,16 +1,5 @@
-"""The root's Mesh with the engine's groups: for CPU or GPU, with spans of time for --trace.
-
-Axes, outermost first: dp ep pp cp tp. The D data ranks are two axes, because E of them may share
-the experts (--ep E): dp has D/E ranks here, ep has E. `summed` names the axes over which gradients
-are summed, `model_axes` those that cut the model. These groups follow from the two:
-
-    replicas()       data and context ranks: the ranks that see other tokens with the same weights
-    same_experts()   replicas that also hold the same experts
-    one_replica()    the fewest ranks that together hold every gradient: one replica; with --ep the
-                     E replicas that share the experts. Several of these ranks may hold the same
-                     gradient (engine/optimizer.py, holders)
-    in_step()        the ranks that step together: the world, unless a fork takes an axis out of
-                     `summed` (forks/diloco.py)
+"""The root's Mesh with the engine's groups: for CPU or GPU, with spans of time for --trace, and with
+torch's own collectives (--collectives native).
 """
 
 from collections import deque
@@ -29,32 +18,15 @@ class Mesh(mesh.Mesh):
     """Mesh("cuda", dp=2, pp=2, tp=2). native: call torch's own collectives. in_order: post messages
     in the order that NCCL demands (engine/nccl_group.py), also on CPU, for tests."""
 
-    def __init__(self, device="cpu", native=False, timeout=600, in_order=False, **sizes):
+    def __init__(self, device="cpu", timeout=600, native=False, in_order=False, **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
         # The rows of join(), such as ((0, 1), (2, 3)) -> the Group of the row that has this rank.
         # Filled on GPUs only
         self.shared = {}
         cuda = str(device).startswith("cuda")
-        group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
-        super().__init__(group_class, device, timeout, **sizes)
-
-    # The axes over which gradients are summed: their ranks see other tokens with the same weights
-    summed = ("dp", "ep", "cp")
-    model_axes = ("pp", "tp")  # the axes whose ranks hold other parts of the model
-
-    def replicas(self):
-        return self.group(*self.summed)
-
-    def same_experts(self):
-        return self.group(*(axis for axis in self.summed if axis != "ep"))
-
-    def one_replica(self):
-        return self.group(*(axis for axis in self.summed if axis == "ep"), *self.model_axes)
-
-    def in_step(self):
-        axes = [axis for axis in self.sizes if axis in self.summed + self.model_axes]
-        return self.world if axes == list(self.sizes) else self.group(*axes)
+        self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
+        super().__init__(device, timeout, **sizes)
 
     def span(self, name, **args):
         """A span is a named stretch of time, for --trace. This one records nothing: replaced in
@@ -62,7 +34,7 @@ class Mesh(mesh.Mesh):
         return nullcontext()
 
     def join(self, name, rows):
-        """On GPUs names for the same ranks, such as world and dp_ep_cp, are one group, because each
+        """On GPUs names for the same ranks, such as world and shard_ep_cp, are one group, because each
         communicator takes memory of the GPU. It has the name that was asked for first."""
         if not self.group_class.is_shared:
             return super().join(name, rows)

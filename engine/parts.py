@@ -6,7 +6,7 @@
     ep          spread_experts        over tensor ranks, too
     ddp         Reducer               DDP, ZeRO-1, 2, 3: buckets that travel during backward
     optimizer   Optimizer             fused AdamW; SGD, LARS, LAMB; float16's loss scale
-    pp          Pipeline              all schedules; --recompute and --compile
+    pp          Pipeline              all schedules; also recompute_blocks, with dropout
 
 A part has the same members on both floors, so train.py does not know which of the two it has.
 What several parts of a run share is made here: the queue of weight gradients that zero bubble
@@ -16,7 +16,6 @@ defers, dropout, the loss scale. Which flag needs which part: run/config.py.
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint as recompute
 
 from collectives import own_chunk
 from engine.collectives import all_reduce, barrier
@@ -31,12 +30,12 @@ from engine.pipeline import Deferred, Pipeline
 from engine.tensor_parallel import parallelize
 from engine.vocabulary_parallel import pad_vocabulary
 from engine.zero import REDUCERS
-from model import Block
+from recompute import recompute_blocks
 from schedules import splits_backward
 
 NAMES = {"mesh": ("Mesh", "all_reduce"), "cp": ("split_sequences",),
          "tp": ("tensor_parallel", "sequence_parallel"), "ep": ("spread_experts",),
-         "ddp": ("Reducer",), "optimizer": ("Optimizer",), "pp": ("Pipeline",)}
+         "ddp": ("Reducer",), "optimizer": ("Optimizer",), "pp": ("Pipeline", "recompute_blocks")}
 
 
 def replace(parts, cfg):
@@ -61,6 +60,7 @@ class Engine:
         self.scale = LossScale(self.dtype, self.device)
         self.dropout = Dropout(cfg.dropout, cfg.seed)
         self.all_reduce = all_reduce
+        self.recompute_blocks = partial(recompute_blocks, again=self.dropout.again)
         self.spread_experts = spread_experts
 
     def Mesh(self, device, timeout, **sizes):
@@ -85,6 +85,9 @@ class Engine:
 
     def Reducer(self, stages, value):
         cfg = self.cfg
+        if cfg.compile:  # now that all layers have their parallel forms
+            for layer in (layer for layers in stages.values() for layer in layers):
+                compile_layer(layer)
         return REDUCERS[cfg.zero](
             stages, value, self.dtype, self.device, int(cfg.bucket_mb * 2**20),
             self.dtype if cfg.grad_dtype == "same" else torch.float)
@@ -95,15 +98,6 @@ class Engine:
         return optimizer(cfg, reducer, self.scale, *of_tensors)
 
     def Pipeline(self, stages, group, cfg, shape, dtype):
-        for layer in (layer for layers in stages.values() for layer in layers):
-            if cfg.compile:
-                compile_layer(layer)
-            if cfg.recompute and isinstance(layer, Block):
-                # ZeRO-3's hooks stay outside: recomputing does not gather the weights once more.
-                # (The root's ZeRO-3 has wrapped the layer, and recomputes it anyway.) No state of
-                # torch's generators is kept: dropout draws from its own
-                layer.forward = partial(recompute, layer.forward, use_reentrant=False,
-                                        preserve_rng_state=False, context_fn=self.dropout.again)
         if self.device.type == "cuda":  # NCCL connects a group's ranks at the first use: now
             for ranks in group.mesh.groups.values():
                 barrier(ranks)

@@ -72,12 +72,6 @@ def card(gpu):
     return "", None
 
 
-def peak_flops(gpu):
-    """FLOPs per second of a GPU in 16 bits, by the name that CUDA gives; 0.0 if unknown."""
-    _, device = card(gpu)
-    return 1e12 * device.tflops if device else 0.0
-
-
 def gpt(n_layer, n_head, n_embd, vocab_size=51200, block_size=2048):
     return GPTConfig(vocab_size, block_size, n_layer, n_head, n_embd)
 

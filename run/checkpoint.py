@@ -240,55 +240,43 @@ def contents_of_files(trainer, folder):
     shapes = dict(trainer.shapes)
     shapes.setdefault(UNTIED, shapes[EMBEDDING])  # a tied matrix is stored under both of its names
     sixteen_bits = trainer.dtype.itemsize == 2
-    kinds = list(trainer.optimizer.kinds)
-    if sixteen_bits:
-        kinds.insert(0, "master")
-    states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained for kind in kinds}
+    states = {f"{name}.{kind}": trainer.shapes[name] for name in trainer.trained
+              for kind in trainer.optimizer.named_states()}
     return [(Path(folder, MODEL), codes[trainer.dtype], shapes),
             (Path(folder, OPTIMIZER), "F32" if sixteen_bits else codes[trainer.dtype], states)]
 
 
 def slices(trainer):
-    """Yields (bucket, the parameter's tag, start, {tensor's name: the elements of the piece}) for
-    this rank's piece of each parameter. The tensors: the weight and, unless it is frozen, the
-    optimizer's states.
+    """Yields (tag, start, {tensor's name: this rank's values}) for each parameter of which this rank
+    holds a piece. The tensors: the weight and, unless it is frozen, the optimizer's states.
 
-    start: index of the piece's first element in the slice that the tag describes. ZeRO's shard of a
-    bucket may cut a parameter: if this rank's slice of it is elements 100 to 159 of the bucket, and
-    this rank's shard begins at element 120, the piece begins at element 20 of the slice.
-
-    A bucket (engine/ddp.py) is a flat buffer of parameters: bucket.starts says where each of them
-    starts. weight_shard is the part that this rank steps, from element bucket.offset on; master and
-    moments are arranged like it. bucket.pieces(x) yields (parameter, its part of x), where x is
-    weight_shard or arranged like it."""
-    for bucket in trainer.reducer.buckets + trainer.reducer.frozen:
-        flat = dict(bucket.moments)  # {kind: tensor arranged like bucket.weight_shard}
-        if bucket.master is not bucket.weight_shard:
-            flat["master"] = bucket.master
-        pieces = {kind: dict(bucket.pieces(values)) for kind, values in flat.items()}
-        for param, weight in bucket.pieces(bucket.weight_shard):
-            name = param.shard.name
-            tensors = {name: weight}
-            if name == EMBEDDING and UNTIED not in trainer.shapes:
-                tensors[UNTIED] = weight
-            for kind in flat:
-                tensors[f"{name}.{kind}"] = pieces[kind][param]
-            start = max(0, bucket.offset - bucket.starts[param])
-            yield bucket, param.shard, start, tensors
+    start: index of the piece's first element in the slice that the tag describes; above 0 where
+    ZeRO has cut the slice."""
+    reducer = trainer.reducer
+    pieces = [*zip(reducer.weights, reducer.tags, reducer.starts, strict=True), *reducer.frozen]
+    states = trainer.optimizer.named_states()
+    for i, (weights, tag, start) in enumerate(pieces):
+        tensors = {tag.name: weights}
+        if tag.name == EMBEDDING and UNTIED not in trainer.shapes:
+            tensors[UNTIED] = weights
+        if i < len(reducer.weights):  # else frozen
+            for kind, values in states.items():
+                tensors[f"{tag.name}.{kind}"] = values[i]
+        yield tag, start, {name: values.view(-1) for name, values in tensors.items()}
 
 
 def transfer(trainer, entries, saving):
     """Write this rank's slices into the files, or read them from there. entries: {tensor: its place
     in a file, an Entry}. If several ranks hold the same element, one of them writes it, and all of
-    them read it."""
-    for bucket, shard, start, tensors in slices(trainer):
-        if saving and not shard.first:
+    them read it. (Frozen weights under ZeRO: each replica writes the same bytes.)"""
+    for tag, start, tensors in slices(trainer):
+        if saving and not tag.first:
             continue  # another rank of this replica writes this slice
         for name, values in tensors.items():
             first, stop = 0, len(values)
-            if saving and bucket.num_shards == 1:  # all replicas hold these: each writes a part
-                first, stop = bounds(len(values), bucket.group)
-            transfer_runs(entries[name], shard, start + first, values[first:stop], saving)
+            if saving and not trainer.reducer.sharded:  # all replicas hold these: each writes a part
+                first, stop = bounds(len(values), tag.sum_over[0])
+            transfer_runs(entries[name], tag, start + first, values[first:stop], saving)
 
 
 def transfer_runs(entry, shard, start, values, saving):
@@ -344,6 +332,21 @@ def put_in_place(folder, final, manifest):
     sync(final.parent)  # before older checkpoints are deleted
 
 
+def numbers_of(trainer):
+    """{name: number} of the optimizer, for the manifest."""
+    numbers = {name: value.item() for name, value in trainer.optimizer.numbers().items()}
+    return {name: value if name == "scale" else int(value) for name, value in numbers.items()}
+
+
+def is_finite(trainer):
+    """Are all weights and moments of this rank finite?"""
+    states = trainer.optimizer.named_states().values()
+    held = [*trainer.reducer.weights, *(values for kind in states for values in kind)]
+    # the largest element of each: makes no copy. An empty tensor has none
+    norms = torch._foreach_norm([values for values in held if values.numel()], math.inf)
+    return all(norm.isfinite() for norm in norms)
+
+
 @torch.no_grad()
 def save(trainer, step, data_folder=""):
     """Collective: write the state after `step` steps into cfg.out and return its folder, or None,
@@ -352,7 +355,7 @@ def save(trainer, step, data_folder=""):
     one."""
     cfg = trainer.cfg
     world = trainer.mesh.world
-    if "False" in all_gather_text(str(trainer.optimizer.finite()), world):
+    if "False" in all_gather_text(str(is_finite(trainer)), world):
         return None
     final = Path(cfg.out, f"step-{step:08d}")
     folder = Path(f"{final}.tmp")
@@ -379,9 +382,8 @@ def save(trainer, step, data_folder=""):
                 # counts checkpoints in the order of writing; a run may go back to an earlier step
                 "number": 1 + max(complete(cfg.out), default=(0,))[0],
                 "step": step,
-                "updates": int(trainer.optimizer.updates),  # steps that were not skipped
-                "scale": trainer.scale.item(),
-                "good_steps": trainer.good_steps.item(),
+                # updates: steps that were not skipped. The others: float16's loss scale
+                **{"scale": 1.0, "good_steps": 0, **numbers_of(trainer)},
                 "model": asdict(trainer.model_config),
                 "config": asdict(cfg),
                 "data": str(Path(data_folder).resolve()),
@@ -398,10 +400,11 @@ def refuse_unfit(trainer, folder, manifest):
     """CheckpointError if this run cannot go on from the checkpoint of this manifest."""
     cfg = trainer.cfg
     refuse_other(folder, manifest, trainer.model_config)
-    # unsaved names a state that differs from data rank to data rank (engine/ddp.py)
-    if trainer.reducer.unsaved:
-        raise CheckpointError(f"{folder}: has no {trainer.reducer.unsaved}, because each data rank "
-                              "has its own; --init-from takes its weights alone")
+    # unsaved: a reducer's state that differs from data rank to data rank (engine/ddp.py)
+    unsaved = getattr(trainer.reducer, "unsaved", "")
+    if unsaved:
+        raise CheckpointError(f"{folder}: has no {unsaved}, because each data rank has its own; "
+                              "--init-from takes its weights alone")
     if manifest["step"] > cfg.steps:
         raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps {cfg.steps}")
     used = manifest["config"].get("optimizer", "adamw")
@@ -429,13 +432,9 @@ def load(trainer, folder):
             checksum(entry, manifest["checksums"][entry.path.name].get(entry.name, -1))
     with together(world):
         transfer(trainer, entries, saving=False)
-    trainer.optimizer.updates.fill_(manifest["updates"])
-    # ZeRO-1 and 2: each rank has read its shard of the weights: all-gather them. (publish() does
-    # nothing under DDP and ZeRO-3)
-    for bucket in trainer.reducer.buckets + trainer.reducer.frozen:
-        trainer.reducer.publish(bucket)
-    trainer.scale.fill_(manifest["scale"])
-    trainer.good_steps.fill_(manifest["good_steps"])
+    for name, value in trainer.optimizer.numbers().items():
+        value.fill_(manifest[name])
+    trainer.reducer.publish()  # ZeRO-1 and 2: each rank has read its shard of the weights
     return manifest["step"]
 
 

@@ -32,7 +32,7 @@ from run.files import (
 )
 from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
-from schedules import SCHEDULES, chunks_of, is_plain, make_schedule
+from schedules import SCHEDULES, chunks_of, make_schedule, splits_backward
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
 
@@ -63,6 +63,10 @@ class Config:
     pad_vocab: int = flag(0, "layout", "pad a rank's rows of the vocabulary to a multiple of "
                           "this; 0: 64 on GPUs, 1 on CPUs")
     bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
+    shard: int = flag(0, "layout", "data ranks over which ZeRO shards; the others hold copies of "
+                      "the shards; 0: all --dp")
+    fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
+                     "tp, ep, ddp, optimizer, pp", alone="all")
     arch: str = flag("gpt2", "model", "model.py's GPT-2 or llama.py's Llama", ("gpt2", "llama"))
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
@@ -122,14 +126,13 @@ class Config:
     eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
     device: str = flag("auto", "run", "where to compute", ("auto", "cpu", "cuda"))
     compile: bool = flag(False, "run", "torch.compile each layer")
-    plain: bool = flag(False, "run", "train with the plain files of the root (plain.py)")
 
 
 LIMITS = {  # (least, most): flags
     (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size base_batch_size log_interval "
     "eval_batches",
     (1, 2**31): "block_size",
-    (0, 10**6): "dp pad_vocab experts chunks microbatches n_kv_head n_hidden",
+    (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden",
     (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2 dropout",
@@ -137,6 +140,62 @@ LIMITS = {  # (least, most): flags
     (1.0, 1e12): "rope_theta",
     (0, 1): "norm_eps",
 }
+
+
+# ---- which parts are engine/'s ----
+
+PARTS = {  # engine/parts.py says what each is
+    "mesh": "messages", "cp": "context parallelism", "tp": "tensor parallelism", "ep": "experts",
+    "ddp": "data parallelism and ZeRO", "optimizer": "optimizer", "pp": "pipeline"}
+
+
+def needed_parts(cfg):
+    """[(what a flag asks for, the parts of engine/ that alone have it)] of a resolved Config."""
+    schedule = SCHEDULES[cfg.schedule]
+    splits = splits_backward(cfg.schedule)
+    rows = [
+        (cfg.device == "cuda", "--device cuda", PARTS),  # no GPU has run the root's parts
+        (cfg.collectives == "native", "--collectives native", PARTS),
+        (cfg.compile, "--compile", PARTS),
+        (cfg.dropout > 0, "--dropout", PARTS),
+        (cfg.trace, "--trace", PARTS),
+        (cfg.optimizer != "adamw", f"--optimizer {cfg.optimizer}", PARTS),
+        (cfg.dtype == "float16", "--dtype float16", ("pp", "optimizer")),
+        (splits, f"--schedule {cfg.schedule}", ("pp", "tp", "ddp")),
+        (schedule.chunks != 1 and not splits, f"--schedule {cfg.schedule}", ("pp",)),
+        (cfg.pad_vocab > 1, "--pad-vocab", ("tp", "ddp")),
+        (cfg.grad_dtype != "same", "--grad-dtype", ("ddp",)),
+        (cfg.bucket_mb != Config.bucket_mb, "--bucket-mb", ("ddp",)),
+        # The engine's columns keep a weight until backward, so a layer that gathers it must know
+        ("tp" in cfg.fast.split(",") and cfg.zero == 3, "--zero 3 with --fast tp", ("ddp",))]
+    return [(reason, parts) for condition, reason, parts in rows if condition]
+
+
+def choose_parts(cfg):
+    """Resolve --fast: the parts that it names, those that other flags need, and with any part the
+    engine's mesh, whose groups carry the messages of all parts. ValueError for an unknown part, or
+    if a part is needed and engine/ is not there."""
+    asked = [*PARTS] if cfg.fast == "all" else [part for part in cfg.fast.split(",") if part]
+    for part in asked:
+        require(part in PARTS, f"--fast {part} is no part of engine/; try {', '.join(PARTS)}")
+    wanted = {*asked, *(part for _, parts in needed_parts(cfg) for part in parts)}
+    if wanted:
+        wanted.add("mesh")
+        reason = needed_parts(cfg)[0][0] if needed_parts(cfg) else "--fast"
+        require((Path(__file__).parent.parent / "engine").is_dir(),
+                f"{reason} needs the folder engine/")
+    cfg.fast = ",".join(part for part in PARTS if part in wanted)
+
+
+def words_of_parts(cfg):
+    """A line that says which parts of a resolved Config are engine/'s, and which flags need them; ""
+    if all are the root's."""
+    if not cfg.fast:
+        return ""
+    parts = cfg.fast.split(",")
+    names = "all parts" if len(parts) == len(PARTS) else ", ".join(PARTS[part] for part in parts)
+    reasons = ", ".join(reason for reason, _ in needed_parts(cfg))
+    return f"of engine/: {names}" + (f" ({reasons})" if reasons else "")
 
 
 # The first characters of the files that these flags write: a file that begins otherwise is not ours
@@ -194,15 +253,13 @@ def refuse(error):
     fail(error)
 
 
-def parse(args, description=None, plain=None):
-    """The Config of these command line arguments; a wrong one ends the process (refuse). plain:
-    None or, for plain.py, {flag: default}: its parser has these flags only."""
+def parse(args, description=None):
+    """The Config of these command line arguments; a wrong one ends the process (refuse)."""
     parser = Parser(description)
     parser.error = lambda message: refuse(f"{message}; --help lists the flags")
     for title in ("layout", "model", "training", "run"):
-        names = [f.name for f in fields(Config) if f.metadata["group"] == title
-                 and (plain is None or f.name in plain)]
-        add_flags(parser.add_argument_group(title), names, plain)
+        names = [f.name for f in fields(Config) if f.metadata["group"] == title]
+        add_flags(parser.add_argument_group(title), names)
     cfg = Config(**vars(parser.parse_args(args)))
     if cfg.init_from and Path(cfg.init_from, CONFIG).exists():
         # Sizes that no flag gives are those of the folder
@@ -211,7 +268,6 @@ def parse(args, description=None, plain=None):
         except ValueError as error:
             refuse(error)
         cfg = Config(**vars(parser.parse_args(args)))
-    cfg.plain = cfg.plain or plain is not None
     return cfg
 
 
@@ -304,6 +360,8 @@ def resolve(cfg, world):
     if cfg.microbatches == 0:
         cfg.microbatches = choose_microbatches(cfg)
     cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
+    cfg.shard = cfg.shard or cfg.dp
+    choose_parts(cfg)
     if cfg.arch == "llama":
         cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
         cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
@@ -342,8 +400,6 @@ def refuse_wrong_layout(cfg, world):
     refuse_wrong_files(cfg)
     if cfg.watch:
         refuse_nothing_to_watch(cfg, ranks)
-    if cfg.plain:
-        refuse_what_plain_lacks(cfg)
     require(not cfg.dropout or not cfg.compile, "--dropout draws its masks in Python, which "
             "--compile cannot compile; leave out one of the two")
     require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
@@ -351,27 +407,9 @@ def refuse_wrong_layout(cfg, world):
     return ranks
 
 
-# Flags that --plain takes. Some have no effect there: top_k and balance (no experts),
-# eval_interval and eval_batches (no validation)
-PLAIN_FLAGS = """plain dp tp pp zero schedule chunks microbatches n_layer n_head n_embd block_size
-    dtype steps batch_size lr min_lr warmup_steps warmup_tokens scale_lr base_batch_size
-    weight_decay beta1 beta2 grad_clip top_k balance seed data timeout dump watch verbose
-    log_interval eval_interval eval_batches device""".split()
 # Flags that --dump does not take: a dump saves, resumes, logs, traces and watches nothing, and
 # drops nothing at random
 NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
-
-
-def refuse_what_plain_lacks(cfg):
-    """ValueError for a flag that the plain files of the root do not have."""
-    for f in fields(cfg):
-        require(f.name in PLAIN_FLAGS or getattr(cfg, f.name) == f.default,
-                f"--plain has no --{f.name.replace('_', '-')}; leave out one of the two")
-    require(is_plain(cfg.schedule), f"--plain has no --schedule {cfg.schedule}; try "
-            f"{' or '.join(name for name in SCHEDULES if is_plain(name))}")
-    require(cfg.dtype != "float16", "--plain has no loss scaling, which --dtype float16 needs; try "
-            "bfloat16")
-    require(cfg.device != "cuda", "--plain runs on CPUs; leave out --device cuda")
 
 
 def refuse_wrong_sizes(cfg):
@@ -391,7 +429,8 @@ def refuse_wrong_sizes(cfg):
     slices = cfg.cp * cfg.tp if cfg.sp else 1
     require_multiple(cfg, "block_size", math.lcm(zigzag, slices), "cp", "tp", "sp")
     require(cfg.ep == 1 or cfg.experts, f"{given(cfg, 'ep')} is for --experts; say how many")
-    require_divides(cfg, "ep", whole="dp")
+    require_divides(cfg, "shard", whole="dp")
+    require_divides(cfg, "ep", whole="shard")
     if cfg.experts:
         require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
         require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "
@@ -407,7 +446,7 @@ def refuse_nothing_to_watch(cfg, ranks):
     """ValueError if the run has one rank, or if --watch neither stands alone nor names a rank or an
     axis of several ranks."""
     require(ranks > 1, f"{given(cfg, 'watch')}: one rank sends no messages; try --tp 2")
-    sizes = {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
+    sizes = {"dp": cfg.dp, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
     axes = [axis for axis, size in sizes.items() if size > 1]
     require(cfg.watch in ("all", *axes, *map(str, range(ranks))), f"{given(cfg, 'watch')} must be "
             f"a rank, 0 to {ranks - 1}, or an axis of several ranks: {' '.join(axes)}; alone: all "
@@ -544,7 +583,7 @@ def choose_gpu_or_cpu(cfg, local, gpus, warn):
     if cfg.device == "auto":
         if 0 < gpus < local and warn:
             note(f"{local} processes for {gpus} GPUs: falling back to the CPU")
-        cfg.device = "cuda" if gpus >= local and not cfg.plain else "cpu"
+        cfg.device = "cuda" if gpus >= local else "cpu"
     if cfg.device == "cuda" and warn:
         note_slow_choices(cfg, local, gpus)
 
@@ -605,12 +644,13 @@ def check(cfg, world):
             "messages of torch's own collectives; add --collectives ring")
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
+    choose_parts(cfg)  # again: now the device is known
     if cfg.dump:
         try:
             refuse_foreign_dump(cfg.dump)
         except OSError as error:
             raise ValueError(f"{given(cfg, 'dump')}: {error.strerror}") from None
-    elif not cfg.plain:  # --plain saves nothing, and needs no --out
+    else:
         check_writable("out", Path(cfg.out, LOCK))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)
@@ -619,10 +659,20 @@ def check(cfg, world):
     return ranks
 
 
-def read_command_line(description, plain=None):
+def checked(cfg, world, open_data):
+    """check(), then open_data(cfg, local rank), whose result is returned. What is wrong ends the
+    process with one line."""
+    try:
+        check(cfg, world)
+        return open_data(cfg, local_rank())
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+def read_command_line(description):
     """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
-    the process with one line (refuse). For plain see parse()."""
-    cfg = parse(sys.argv[1:], description, plain)
+    the process with one line (refuse)."""
+    cfg = parse(sys.argv[1:], description)
     try:
         world = world_size()
         ranks = check_layout(cfg, world)

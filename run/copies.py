@@ -38,3 +38,26 @@ class Copies:
         counts = torch.tensor([*differ.values()], dtype=torch.long, device=world.device)
         counts = world.read(all_reduce(counts, world))
         return [name for name, count in zip(names, counts, strict=True) if count]
+
+
+def replicas_agree(trainer):
+    """Collective: does every weight that several ranks hold have the same bits on all of them?"""
+    copies = Copies()
+    for tag, weights in trainer.reducer.whole():
+        copies.add(tag, weights.cpu())
+    return not copies.differing([*trainer.shapes], trainer.mesh.world)
+
+
+def whole_slices(reducer, pieces):
+    """Yields (tag, a new tensor: this rank's whole slice) for tensors of which this rank has a
+    piece, such as gradients: pieces[i] is arranged like reducer.weights[i]. Collective under ZeRO,
+    where each replica has a piece of the slice: a sum puts the pieces together, because each rank
+    has zeros beside its own."""
+    for piece, tag, start in zip(pieces, reducer.tags, reducer.starts, strict=True):
+        if reducer.sharded:
+            whole = piece.new_zeros(tag.numel)
+            whole[start : start + piece.numel()] = piece.flatten()[: tag.numel - start]
+            all_reduce(whole, tag.sum_over[0])
+        else:
+            whole = piece.flatten()[: tag.numel].clone()
+        yield tag, whole

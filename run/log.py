@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
@@ -18,10 +18,15 @@ from statistics import median
 import torch
 
 from mesh import grid
-from run.config import MARKS, as_text
+from run.config import MARKS, as_text, words_of_parts
 from run.files import refuse_foreign
 from run.processes import all_gather_text
 from run.signals import in_words, program
+from sizes import MOMENTS, bytes_per_parameter, peak_flops
+
+# The run gives up after so many steps in a row whose loss or norm is not finite (float16: counted
+# only once the loss scale is down to 1)
+MAX_SKIPPED = 5
 
 
 def is_before(line, step):
@@ -53,40 +58,81 @@ def peak_of_process():
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
+def predicted_bytes(trainer):
+    """Bytes of weights, gradients and optimizer states on this rank, by the formula of zero.py."""
+    cfg, reducer = trainer.cfg, trainer.reducer
+    width = trainer.dtype.itemsize
+    grad_width = 4 if cfg.grad_dtype == "float32" else width
+    moments = len(MOMENTS[cfg.optimizer])
+    total = 0.0
+    for tag in reducer.tags:
+        parts = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width, grad_width, moments)
+        total += tag.numel * sum(parts)
+    for _, tag, _ in reducer.frozen:
+        weights, *_ = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width)
+        total += tag.numel * weights
+    return round(total)
+
+
 class Log:
-    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write.
+    """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write. On
+    every rank it reads the numbers of the steps, and so knows whether the run is over.
 
     On a terminal the lines that are not to stay there (most steps, the progress of a validation)
     are written over one another, in place."""
 
-    def __init__(self, trainer, data, start, peak_flops):
+    def __init__(self, trainer, data, start):
         self.trainer = trainer
         self.cfg = trainer.cfg
+        self.world = trainer.mesh.world
         self.data = data
         self.start = start
-        self.peak_flops = peak_flops  # FLOP/s of all GPUs together; 0: unknown
+        self.tokens = self.cfg.batch_size * self.cfg.block_size  # of a step, on all ranks
+        self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         self.silent = trainer.mesh.rank != 0
+        # FLOP/s of all GPUs together, known for 16 bits only; 0: the log leaves MFU out
+        is_cuda = trainer.mesh.device.type == "cuda"
+        sixteen = is_cuda and trainer.dtype.itemsize == 2
+        self.peak_flops = self.world.size * peak_flops(torch.cuda.get_device_name()) \
+            if sixteen else 0.0
+        # Steps whose numbers are not read: (step, learning rate, read). On a GPU one step stays
+        # unread, so that the host posts the next step while the device still computes this one
+        self.unread = deque()
+        self.most_unread = int(is_cuda)
+        self.done = start  # steps that were posted
+        self.skipped = 0  # steps in a row that were not finite
+        self.stopping = False  # has a signal to any rank asked the run to stop?
+        self.healthy = True  # could the last checkpoint be saved, with finite weights?
+        self.saved = None if self.cfg.resume == "no" else self.cfg.resume  # the last checkpoint
+        self.ending = ""  # the last lines; set in end()
+        self.ended_well = False  # set in end()
         self.metrics = None  # the open file of --metrics
         if self.cfg.metrics and not self.silent:
             try:
                 self.metrics = open_metrics(self.cfg.metrics, start)
             except (OSError, ValueError) as error:
                 self.lose_metrics(error)
-        self.since = time.perf_counter()  # when the current step, validation or save began
+        self.tracer = None
+        if self.cfg.trace:
+            from run.timeline import Tracer
+            self.tracer = Tracer(trainer.mesh)
         self.recent = deque(maxlen=50)  # seconds of the last steps
         self.batch_seconds = 0.0  # seconds of one batch of validation; 0: none has been run
-        self.saved = None  # the last checkpoint; set in end()
-        self.ending = ""  # the last lines; set in end()
         self.describe()
+        if self.saved:
+            done = ", nothing left to do" if start == self.cfg.steps else ""
+            self.say(f"step {start:6d}  resumed from {self.saved}{done}")
+        self.since = time.perf_counter()  # when the current step, validation or save began
 
     def describe(self):
-        """The lines before the first step: flags, model, rates, ranks, stages."""
+        """The lines before the first step: flags, parts, model, rates, ranks, stages."""
         trainer, cfg, mesh = self.trainer, self.cfg, self.trainer.mesh
         if cfg.verbose:
             self.say(as_text(cfg))
+        self.say(words_of_parts(cfg))
         device = "GPU" if mesh.device.type == "cuda" else "CPU"
         plural = "es" if cfg.microbatches > 1 else ""
-        self.say(f"{trainer.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "
+        self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "
                  f"of {cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
                  f"microbatch{plural}")
         self.say(f"{cfg.optimizer}: learning rate up to {cfg.lr:.3g} in {cfg.warmup_steps} steps, "
@@ -97,6 +143,14 @@ class Log:
             for stage, (start, stop) in enumerate(trainer.cuts):
                 self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "
                          f"{stop - 1} of {cfg.n_layer + 2}")
+
+    @property
+    def gave_up(self):
+        return self.skipped >= MAX_SKIPPED
+
+    @property
+    def is_over(self):
+        return self.stopping or self.gave_up
 
     def say(self, text, file=None, stays=True):
         """Print a line. A line that does not stay is printed on a terminal only, and the next line
@@ -140,45 +194,60 @@ class Log:
         reason = error.strerror if isinstance(error, OSError) else in_words(error)
         self.complain(f"--metrics {self.cfg.metrics}: {reason}; the run goes on without")
 
-    def clock(self):
-        """Start the clock of a step, a validation or a save."""
-        self.since = time.perf_counter()
+    # ---- what a run tells the log, in the order of train.py ----
 
-    def resumed(self, step, folder):
-        done = ", nothing left to do" if step == self.cfg.steps else ""
-        self.say(f"step {step:6d}  resumed from {folder}{done}")
-
-    def not_finite(self, skipped, step, saved):
-        """skipped: how many steps up to `step` were skipped in a row; 0: a save was refused."""
-        if skipped:
-            what = f"loss or gradient norm was not finite for {skipped} steps up to"
+    @contextmanager
+    def watching(self, step):
+        """A context around a step: --watch notes the messages of the first step, --trace the spans
+        of the third to fifth."""
+        if self.cfg.watch and step == self.start:
+            from run.watch import Watch
+            watch = Watch(self.trainer.mesh)
+            with watch.step():
+                yield
+            self.say(watch.story(self.cfg.watch))
+        elif self.tracer and 2 <= step - self.start < 5:  # after two steps to warm up
+            with self.tracer.at(step):
+                yield
         else:
-            what = "weights or moments are not finite after"
-        self.complain(f"{what} step {step}; last good checkpoint: {saved or 'none'}; a lower --lr "
-                      "may help")
+            yield
 
-    def checkpoint(self, step, folder):
-        self.say(f"step {step:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
-        self.clock()
+    def step(self, step, lr, norm, sums):
+        """A step was posted. norm, sums: what Trainer.step returned."""
+        scale = self.trainer.optimizer.numbers().get("scale", torch.ones_like(norm))
+        numbers = torch.cat([torch.stack([norm, scale.to(norm.dtype)]), sums])
+        self.unread.append((step, lr, self.world.start_read(numbers)))
+        self.done = step + 1
+        saves = self.cfg.save_interval and self.done % self.cfg.save_interval == 0
+        self.catch_up(0 if saves or self.done == self.cfg.steps else self.most_unread)
 
-    def step(self, step, loss, norm, scale, lr):
-        """A step is done: write its record, and print its line."""
+    def catch_up(self, unread=0):
+        """Read and print all steps but the last `unread`."""
+        while len(self.unread) > unread:
+            step, lr, read = self.unread.popleft()
+            norm, scale, loss, asked, _, *statistics = read()  # waits for the device
+            self.stopping |= asked > 0
+            self.skipped = 0 if math.isfinite(norm) or scale > 1 else self.skipped + 1
+            self.print_step(step, lr, norm, scale, loss, statistics)
+            if self.gave_up:
+                self.not_finite(step)
+                self.unread.clear()
+
+    def print_step(self, step, lr, norm, scale, loss, statistics):
+        """Write a step's record, and print its line."""
         cfg = self.cfg
         seconds = time.perf_counter() - self.since
         self.recent.append(seconds)
-        rate = self.trainer.tokens / seconds
+        rate = self.tokens / seconds
         loss_scale = {"scale": scale} if cfg.dtype == "float16" else {}
-        experts = {}
-        if cfg.experts:
-            routing = self.trainer.routing
-            experts = {"balance": routing.balance, "busiest": routing.busiest}
+        experts = self.trainer.routing.read(statistics, self.tokens)
         self.write(step=step, loss=loss, grad_norm=norm, lr=lr, ms=1e3 * seconds,
                    tokens_per_s=rate, **loss_scale, **experts)
 
         of_experts = "".join(f"  {name} {value:.3f}" for name, value in experts.items())
         mfu = ""
         if self.peak_flops:
-            flops = rate * self.trainer.model_config.flops_per_token(self.trainer.n_params)
+            flops = rate * self.trainer.model_config.flops_per_token(self.n_params)
             mfu = f"  mfu {flops / self.peak_flops:.1%}"
         minutes, left = divmod(round(self.seconds_left(step)), 60)
         is_first = step - self.start < 10
@@ -186,7 +255,7 @@ class Log:
         self.say(f"step {step:6d}  loss {loss:.4f}{of_experts}  norm {norm:.3f}  lr {lr:.2e}  "
                  f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}  {minutes} min {left} s left",
                  stays=step % cfg.log_interval == 0 or is_first or is_last)
-        self.clock()
+        self.since = time.perf_counter()
 
     def seconds_left(self, step):
         """Seconds from the end of this step to the end of the run, for all steps and all batches of
@@ -219,7 +288,11 @@ class Log:
 
     def validation(self, step, loss, last=False):
         """A validation is done: write and print nats per token and, if the data's meta.json says
-        how long a token is, bits per byte."""
+        how long a token is, bits per byte. loss: None if a signal came meanwhile (in training the
+        run then stops after the next step)."""
+        if loss is None:
+            self.stopping |= last
+            return
         bits = loss / math.log(2) / self.data.meta.get("bytes_per_token", math.nan)
         self.write(step=step, val_loss=loss, val_bits_per_byte=bits)
         line = f"step {step:6d}  validation loss {loss:.4f} nats per token"
@@ -229,24 +302,51 @@ class Log:
         if last and gzip:
             line += f" (gzip -9: {gzip:.4f})"
         self.say(line)
-        self.clock()
+        self.since = time.perf_counter()
 
-    def end(self, saved, agree):
-        """Collective: prepare the last lines, to be printed once the other ranks have left. saved:
-        the last checkpoint. agree: replicas_agree() of train.py."""
-        world = self.trainer.mesh.world
+    def checkpoint(self, folder):
+        """A checkpoint was saved; None: nothing, because weights or moments are not finite."""
+        self.saved = folder or self.saved
+        self.healthy = folder is not None
+        self.say(f"step {self.done:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
+        self.since = time.perf_counter()
+
+    def not_finite(self, step):
+        if self.skipped:
+            what = f"loss or gradient norm was not finite for {self.skipped} steps up to"
+        else:
+            what = "weights or moments are not finite after"
+        self.complain(f"{what} step {step}; last good checkpoint: {self.saved or 'none'}; a lower "
+                      "--lr may help")
+
+    def end(self, agree):
+        """Collective: prepare the last lines, to be printed once the other ranks have left. agree:
+        do the replicas have the same weights? Asked only if the run is not over before its end."""
+        if not self.gave_up and (self.skipped or not self.healthy):
+            self.not_finite(self.done - 1)
+        if self.tracer and self.tracer.events and not self.stopping:
+            from run.timeline import report
+            pipeline = self.trainer.pipeline
+            self.say(report(self.cfg.trace, self.tracer, self.trainer.mesh, pipeline.lists,
+                            pipeline.where))
+        if self.gave_up:
+            return
+        if self.stopping:
+            self.say("stopped by a signal; --resume auto goes on from "
+                     f"{self.saved or 'the start'}")
+            self.ended_well = self.saved is not None
+            return
+        self.ended_well = agree and self.healthy and not self.skipped
         cuda = self.trainer.mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
-        by_formula, live = self.trainer.optimizer.state_bytes()  # bytes of the model states
-        texts = all_gather_text(json.dumps([peak, by_formula, live]), world)
-        # Three tuples: peak, by_formula and live of each rank, in the order of ranks
-        peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)
+        texts = all_gather_text(json.dumps([peak, predicted_bytes(self.trainer)]), self.world)
+        # Two tuples, in the order of ranks
+        peaks, predicted = zip(*map(json.loads, texts), strict=True)
         highest = peaks.index(max(peaks))  # a rank
-        fullest = measured.index(max(measured))  # a rank
+        fullest = predicted.index(max(predicted))  # a rank
         if self.metrics:
             self.metrics.close()
-        self.saved = saved
-        self.ending = (f"model states: {measured[fullest] / 1e6:.2f} MB on rank {fullest}, the "
-                       f"fullest, {predicted[fullest] / 1e6:.2f} predicted; peak of the "
-                       f"{'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank "
-                       f"{highest}\nreplicas {'agree' if agree else 'DISAGREE'}")
+        self.ending = (f"model states: {predicted[fullest] / 1e6:.2f} MB predicted on rank "
+                       f"{fullest}, the fullest; peak of the {'GPU' if cuda else 'process'} "
+                       f"{max(peaks) / 1e6:.0f} MB, on rank {highest}\n"
+                       f"replicas {'agree' if agree else 'DISAGREE'}")

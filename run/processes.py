@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +27,10 @@ import torch.distributed as dist
 from collectives import all_gather, all_reduce, maximum
 from group import CommunicationError, naming
 from mesh import connection_options
+from data.batches import DataError
 from run import signals
+from run.config import fail
+from run.tensorfile import CheckpointError
 
 # The number of a rank in the text of a CommunicationError, such as "receive from rank 3"
 PEER = re.compile(r"(?:from|to|for) rank (\d+)")
@@ -250,3 +253,25 @@ def shutdown(together=True):
             cuda = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
     dist.destroy_process_group()
+
+
+@contextmanager
+def joined(cfg, world):
+    """The life of a rank, as a context: join the others, give the device to compute on, leave.
+    world: number of ranks. An error inside ends all ranks, with one line; exit code 2 if it is an
+    error of all of them (CheckpointError), else 1."""
+    device = choose_device(cfg.device)
+    try:
+        if world > 1:
+            init(device, cfg.timeout)
+        yield device
+        shutdown()
+    except CheckpointError as error:
+        shutdown(together=False)
+        fail(error)
+    except torch.OutOfMemoryError:
+        give_up(out_of_memory(cfg), cfg.timeout)
+    except BrokenPipeError:  # the reader of the output has gone (| head): see run/signals.py
+        raise
+    except (CommunicationError, DataError, OSError) as error:
+        give_up(error, cfg.timeout)

@@ -19,7 +19,7 @@ import torch
 from experts import kind_of
 from model import UNTIED
 from run import tensorfile
-from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other
+from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other, together
 from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, llama_names
 from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
 from sizes import LlamaConfig, config_from
@@ -185,6 +185,30 @@ def read_weights(path, shapes, config):
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
     return lambda name: load_parts(found[name])
+
+
+def initial_slices(cfg, shapes, config, mesh, draw):
+    """A function value(tag): the slice with which this rank begins, of the run's dtype, on its
+    device. The values are those of --init-from, or draw(name, shape, config, seed); zeros if a
+    checkpoint is going to replace them. Collective: CheckpointError on all ranks if --init-from
+    cannot be read on one."""
+    given = None  # a function from a name to the full tensor
+    if cfg.init_from and cfg.resume == "no":
+        with together(mesh.world):
+            given = read_weights(cfg.init_from, shapes, config)
+
+    def value(tag):
+        if cfg.resume != "no":
+            full = torch.zeros(()).expand(tag.shape)
+        elif given:
+            full = given(tag.name)
+        else:
+            full = draw(tag.name, tag.shape, config, cfg.seed)
+        # a copy: a view of the slice would keep the full tensor in memory
+        return tag.slice(full).to(mesh.device, getattr(torch, cfg.dtype), copy=True,
+                                  memory_format=torch.contiguous_format)
+
+    return value
 
 
 def refuse_sizes(path, config):

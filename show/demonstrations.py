@@ -83,7 +83,7 @@ def small_gpt(mesh, n_layer=2, **more):
     """A tagged GPT, the same on every rank, and the sequences of this data rank."""
     config = GPTConfig(50, block_size=8, n_layer=n_layer, n_head=4, n_embd=16, **more)
     model = build(config, dtype=torch.double, kind=kind_of(config))
-    index, size = mesh.place("dp", "ep")
+    index, size = mesh.place("dp")
     tag_whole(model, mesh.group("dp", "ep"))
     return model, SEQUENCES.chunk(size)[index]
 

@@ -8,19 +8,24 @@ from run.signals import end_quietly, note
 
 
 def mesh_command():
-    """python mesh.py 2 1 2 1 2: the ranks in rows; then all groups along each axis longer than 1,
-    along dp, ep and cp (replicas), and along pp and tp (one replica)."""
+    """python mesh.py 2 2 1 1 2: the ranks in rows; then all groups along each axis longer than 1,
+    along dp and cp (replicas), and along pp and tp (one replica)."""
     end_quietly()
-    given = sys.argv[1:] or ["2", "1", "2", "1", "2"]
+    given = sys.argv[1:] or ["2", "2", "1", "1", "2"]
     if len(given) != 5 or not all(size.isdecimal() and int(size) for size in given):
-        note("mesh.py: give the sizes of dp, ep, pp, cp and tp, like 2 1 2 1 2")
+        note("mesh.py: give the sizes of dp, pp, ep, cp and tp, like 2 2 1 1 2")
+        sys.exit(2)
+    D, P, E, C, T = map(int, given)
+    if D % E:
+        note(f"mesh.py: ep {E} must divide dp {D}")
         sys.exit(2)
     # Imported here, because mesh.py imports torch, and a wrong command line does without torch
     from mesh import grid, lay_out
-    ranks = dict(zip(("dp", "ep", "pp", "cp", "tp"), map(int, given), strict=True))
+    ranks = {"rep": 1, "shard": D // E, "pp": P, "ep": E, "cp": C, "tp": T}
     print(grid(ranks))
-    single = [[axis] for axis in ranks if ranks[axis] > 1]
-    replicas, one_replica = ["dp", "ep", "cp"], ["pp", "tp"]
+    single = [["dp"]] if D > 1 else []
+    single += [[axis] for axis in ("pp", "ep", "cp", "tp") if ranks[axis] > 1]
+    replicas, one_replica = ["dp", "cp"], ["pp", "tp"]
     for axes in (*single, replicas, one_replica):
         print(f"group({', '.join(axes)}):", *lay_out(ranks, axes))
 

@@ -29,10 +29,10 @@ import torch
 from torch.autograd import DeviceType
 
 import train
-from planner.hardware import DEVICES, card, peak_flops
+from planner.hardware import DEVICES, card
 from planner.published import ATTENTION as ATTENTION_SPEED
 from run.config import Config, check_layout
-from sizes import GPTConfig
+from sizes import GPTConfig, peak_flops
 from tests.counts import GPT2, PRODUCTS, VOCABULARY, count_step
 from tests.harness import HERE, mesh_of
 from tests.pool import Pool

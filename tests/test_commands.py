@@ -37,7 +37,7 @@ from data.prepare import (
 )
 from engine.mesh import Mesh
 from group import naming
-from planner.hardware import peak_flops
+from sizes import peak_flops
 from run.config import check, check_memory
 from run.processes import out_of_memory
 from tests.harness import HERE, VOCAB, config, needs_minutes

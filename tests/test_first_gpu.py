@@ -27,12 +27,11 @@ from engine.vocabulary_parallel import ChunkedHead, add_weight_gradient, positio
 from engine.zero import ZeRO2
 from group import CommunicationError, naming
 from mesh import connection_options
-from planner.hardware import peak_flops
 from races import gpu
 from run import launch, processes
 from run.ahead import compute_ahead, threads_per_rank
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
-from sizes import config_of
+from sizes import config_of, peak_flops
 from tests import first_gpu
 from tests.counts import (
     CHANGES,

@@ -1,14 +1,11 @@
 """Writes a dump (run/doctor/dump.py): trains two steps and writes what one process would write.
 
-    write_run       two steps of train.py's Trainer
-    write_plain     two steps of plain.training_steps, with a Recorder in place of AdamW
-
-Each rank writes its own slices straight into the files, like in run/checkpoint.py. Where ranks hold
-copies of a slice, the first of these ranks writes it, so that a file is never a mixture. The names
-of tensors whose copies differ are noted.
+A Recorder stands in the place of the optimizer, and writes the gradients that it gets and the weights
+before and after. Each rank writes its own slices straight into the files, like in
+run/checkpoint.py. Where ranks hold copies of a slice, the first of these ranks writes it, so that a
+file is never a mixture. The names of tensors whose copies differ are noted.
 
     python train.py --dump one           torchrun train.py --tp 2 --pp 2 --dump four
-    python train.py --plain --dump one
 """
 
 import json
@@ -17,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from collectives import all_gather, all_reduce, own_chunk
-from model import build, generator_of, initial_value
-from optimizer import AdamW, learning_rate
-from run import tensorfile
+from model import generator_of, initial_value
+from optimizer import learning_rate
+from run import signals, tensorfile
 from run.checkpoint import together, transfer_runs
-from run.copies import Copies
+from run.copies import Copies, whole_slices
 from run.files import DUMP, DUMP_BEGUN, DUMP_MARK, DUMP_TENSORS
 from run.tensorfile import DTYPES, CheckpointError, about
 from shard import Shard
@@ -111,7 +107,7 @@ class Writer:
     def write_tokens(self, number, batches):
         """batches: [(ids, targets, number of the first sequence)] of this rank's microbatches;
         ids and targets: (B, S)."""
-        index, n_data_ranks = self.mesh.place("dp", "ep")
+        index, n_data_ranks = self.mesh.place("dp")
         replica = self.mesh.group("pp", "cp", "tp")  # its ranks have the same tokens
         ids, targets, _ = zip(*batches, strict=True)
         both = torch.stack(ids), torch.stack(targets)  # (m, B, S) each
@@ -162,135 +158,61 @@ class Writer:
                 begun.rename(self.folder / DUMP)
 
 
-# ---- train.py's two steps ----
-
-
-def whole_slices(trainer, pieces_of, divisor=1.0):
-    """Yields (tag, a copy of this rank's slice, divided by the divisor) of each parameter.
-    pieces_of(bucket): (parameter, this rank's piece) pairs. Collective under ZeRO, where each
-    replica has a piece of the slice: a sum puts the pieces together, because each rank has zeros
-    beside its own.
-
-    A bucket (engine/ddp.py) is a flat buffer: parameter p begins at element starts[p], and this
-    rank's shard, one of num_shards, at element offset. If p is elements 100 to 159 and the shard
-    begins at 120, this rank's piece begins at element 20 of the slice."""
-    for bucket in trainer.reducer.buckets:
-        pieces = dict(pieces_of(bucket))
-        for param in bucket.params:
-            whole = torch.zeros(param.numel(), dtype=trainer.optimizer.wide, device=param.device)
-            if param in pieces:
-                start = max(0, bucket.offset - bucket.starts[param])
-                whole[start : start + pieces[param].numel()] = pieces[param]
-            if bucket.num_shards > 1:
-                all_reduce(whole, bucket.group)
-            yield param.shard, whole.div_(divisor)
-            del whole  # free it before the next is made
-
-
-def write_run(trainer, data):
-    """Collective: train two steps, and write their dump into cfg.dump. Held beside the training:
-    one tensor's slice at a time."""
-    cfg = trainer.cfg
-    mesh = trainer.mesh
-    writer = Writer(cfg, mesh, trainer.model_config, trainer.shapes, trainer.dtype)
-
-    def write_weights(number):
-        masters = whole_slices(trainer, lambda bucket: bucket.pieces(bucket.master))
-        writer.write_weights(number, trainer.whole_weights(), masters)
-
-    write_weights(0)
-    for number in (1, 2):
-        batches = data.training(cfg, number - 1, mesh)
-        writer.write_tokens(number, batches)
-        norm, read = trainer.gradients(batches)  # norm: a tensor on the device; read() gives floats
-        writer.write_gradients(
-            number, whole_slices(trainer, trainer.reducer.grad_pieces, trainer.scale))
-        trainer.update(norm, learning_rate(cfg, number - 1))
-        loss, norm_read, scale = read()  # waits for the device
-        writer.write_numbers(number, loss, norm_read, scale)
-        write_weights(number)
-    writer.end()
-
-
-# ---- plain.py's two steps ----
+# ---- two steps ----
 
 
 class Recorder:
-    """Stands between plain.training_steps and its AdamW, and writes the gradients and weights that
-    pass. make_writer: the class Writer, or a function that returns an object with a Writer's
-    methods. value: the function that makes initial values."""
+    """Has the members of an optimizer that Trainer.step calls (train.py), and calls those of the
+    trainer's optimizer, which it replaces."""
 
-    def __init__(self, cfg, mesh, data, make_writer=Writer, value=random_value):
-        self.cfg = cfg
-        self.mesh = mesh
-        self.data = data
-        self.make_writer = make_writer
-        self.value = value
-        self.model = None  # set, like writer, in build()
-        self.writer = None
-        self.adamw = None  # set in make_optimizer()
-        self.tags = []  # tags of the parameters that adamw steps, in its order
+    def __init__(self, trainer, writer):
+        """writer: a Writer, or an object with its methods."""
+        self.trainer = trainer
+        self.optimizer = trainer.optimizer
+        self.writer = writer
         self.number = 0  # steps begun
-
-    def build(self, config, seed, dtype):
-        """plain.training_steps builds the model with this function."""
-        self.model = build(config, seed, dtype)
-        shapes = {}
-        for name, param in self.model.canonical_parameters():
-            param.data.copy_(self.value(name, param.shape, config, seed))
-            shapes[name] = param.shape
-        self.writer = self.make_writer(self.cfg, self.mesh, config, shapes, dtype)
-        return self.model
-
-    def make_optimizer(self, cfg, weights, tags):
-        """plain.training_steps makes its optimizer with this function."""
-        self.adamw = AdamW(cfg, weights, tags)
-        self.tags = tags
+        trainer.optimizer = self
         self.write_weights()
-        return self
 
-    def step(self, grads, norm):
+    def square(self, grads):
+        return self.optimizer.square(grads)
+
+    def numbers(self):
+        return self.optimizer.numbers()
+
+    def step(self, grads, norm, lr):
         self.number += 1
-        self.writer.write_tokens(self.number, self.data.training(self.cfg, self.number - 1,
-                                                                 self.mesh))
-        wide = (grad.to(self.writer.wide) for grad in grads)
-        self.writer.write_gradients(self.number, map(self.gather, self.tags, wide))
-        self.adamw.step(grads, norm)
+        scale = self.scale()
+        unscaled = (grad.to(self.writer.wide) / scale for grad in grads)
+        self.writer.write_gradients(self.number, whole_slices(self.trainer.reducer, unscaled))
+        self.optimizer.step(grads, norm, lr)
 
-    def gather(self, tag, chunk):
-        """(tag, this rank's whole slice). chunk: under ZeRO this rank's chunk of the slice, else
-        the slice. Collective under ZeRO."""
-        if self.cfg.zero == 0:
-            return tag, chunk
-        lengths = [stop - start for start, stop in tag.ranges]
-        numel = tag.shape.numel() // tag.shape[tag.dim] * sum(lengths)
-        whole = chunk.new_empty(numel)
-        replicas = tag.sum_over[0]
-        own_chunk(whole, replicas).copy_(chunk)
-        return tag, all_gather(whole, replicas)
-
-    def whole_weights(self):
-        """Yields (tag, this rank's slice) of each weight, as forward uses it."""
-        params = {param.shard.name: param for param in self.model.parameters()}
-        for tag, state in zip(self.tags, self.adamw.states, strict=True):
-            if self.cfg.zero == 3:  # forward gathers the chunks; the parameter is empty
-                yield self.gather(tag, state.weights)
-            else:
-                yield tag, params[tag.name]
+    def scale(self):
+        """The loss scale, a number; 1 but for float16."""
+        return float(self.numbers().get("scale", 1.0))
 
     def write_weights(self):
-        masters = (state.master for state in self.adamw.states)
-        self.writer.write_weights(self.number, self.whole_weights(),
-                                  map(self.gather, self.tags, masters))
+        """Write the weights as they are now."""
+        reducer = self.trainer.reducer
+        masters = self.optimizer.named_states().get("master", reducer.weights)
+        self.writer.write_weights(self.number, reducer.whole(), whole_slices(reducer, masters))
 
 
-def write_plain(cfg, mesh, data, training_steps):
-    """Collective: train the run's steps (two: --dump sets cfg.steps in run/config.py) by plain.py,
-    and write their dump into cfg.dump. training_steps: plain.training_steps, given by the caller,
-    which has imported plain.py."""
-    recorder = Recorder(cfg, mesh, data)
-    steps = training_steps(cfg, mesh, data, recorder.build, recorder.make_optimizer)
-    for loss, norm in steps:
-        recorder.writer.write_numbers(recorder.number, loss, norm, scale=1.0)
+def write_dump(cfg, mesh, data, make_trainer):
+    """Collective: train two steps, and write their dump into cfg.dump. make_trainer: the class
+    Trainer of train.py, given by the caller, which has imported train.py. Held beside the training:
+    one tensor's slice at a time."""
+    signals.end_on_stop("in --dump, which is not complete")
+    trainer = make_trainer(cfg, mesh, data.vocab_size, random_value)
+    writer = Writer(cfg, mesh, trainer.model_config, trainer.shapes, trainer.dtype)
+    recorder = Recorder(trainer, writer)
+    for number in (1, 2):
+        batches = data.training(cfg, number - 1, mesh)
+        writer.write_tokens(number, batches)
+        scale = recorder.scale()
+        norm, sums = trainer.step(batches, learning_rate(cfg, number - 1))
+        writer.write_numbers(number, sums[0].item(), norm.item(), scale)
         recorder.write_weights()
-    recorder.writer.end()
+    writer.end()
+    if mesh.rank == 0:
+        print(f"dump of two steps in {cfg.dump}", flush=True)
