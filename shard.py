@@ -30,10 +30,10 @@ class Shard:
     sum_over: tuple = ()
 
     @property
-    def numel(self):
-        """Elements of the slice that this rank holds."""
+    def slice_shape(self):
+        """The shape of the slice that this rank holds."""
         held = sum(stop - start for start, stop in self.ranges)
-        return self.shape.numel() // self.shape[self.dim] * held
+        return torch.Size((*self.shape[: self.dim], held, *self.shape[self.dim + 1 :]))
 
     @property
     def copies(self):
@@ -98,14 +98,14 @@ def bounds(n, group):
     return start, start + each + (1 if group.rank < more else 0)
 
 
-def tag_whole(model, replicas, copies=None):
-    """Tag every parameter of a model as whole, its gradient to be summed over the group `replicas`,
-    over which ZeRO shards. copies: a group whose ranks hold the same shard (hybrid sharding); the
+def tag_whole(model, data, copies=None):
+    """Tag every parameter of a model as whole, its gradient to be summed over the group `data`, over
+    which ZeRO shards. copies: a group whose ranks hold the same shard (hybrid sharding); the
     gradient is to be summed over it, too."""
     others = (copies,) if copies and copies.size > 1 else ()
     for name, param in model.canonical_parameters():
         param.shard = Shard(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
-                            sum_over=(replicas, *others))
+                            sum_over=(data, *others))
 
 
 def take_slice(full, tag):

@@ -223,7 +223,7 @@ KINDS = {"ring": ring_attention, "all-to-all": partial(all_to_all_attention, all
 
 def split_sequences(model, group, kind="ring"):
     """context_parallel.split_sequences with one of KINDS."""
-    return context_parallel.split_sequences(model, group, KINDS[kind])
+    return context_parallel.split_sequences(model, group, kind, KINDS)
 
 
 def demo(mesh):

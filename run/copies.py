@@ -54,10 +54,9 @@ def whole_slices(reducer, pieces):
     where each replica has a piece of the slice: a sum puts the pieces together, because each rank
     has zeros beside its own."""
     for piece, tag, start in zip(pieces, reducer.tags, reducer.starts, strict=True):
+        numel = tag.slice_shape.numel()  # rows of --pad-vocab lie beyond
+        whole = piece.new_zeros(numel)
+        whole[start : start + piece.numel()] = piece.flatten()[: max(0, numel - start)]
         if reducer.sharded:
-            whole = piece.new_zeros(tag.numel)
-            whole[start : start + piece.numel()] = piece.flatten()[: tag.numel - start]
             all_reduce(whole, tag.sum_over[0])
-        else:
-            whole = piece.flatten()[: tag.numel].clone()
-        yield tag, whole
+        yield tag, whole.view(tag.slice_shape)

@@ -67,10 +67,10 @@ def predicted_bytes(trainer):
     total = 0.0
     for tag in reducer.tags:
         parts = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width, grad_width, moments)
-        total += tag.numel * sum(parts)
+        total += tag.slice_shape.numel() * sum(parts)
     for _, tag, _ in reducer.frozen:
         weights, *_ = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width)
-        total += tag.numel * weights
+        total += tag.slice_shape.numel() * weights
     return round(total)
 
 

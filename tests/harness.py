@@ -26,13 +26,15 @@ import numpy as np
 import pytest
 import torch
 
+import mesh as mesh_file
 import train
 from data.batches import Data
 from engine.dropout import Dropout
 from engine.mesh import Mesh
 from experts import balance_loss, kind_of
 from model import build
-from run.config import Config, check, check_layout
+from run.config import PARTS, Config, check, check_layout
+from run.copies import replicas_agree, whole_slices
 from sizes import config_of
 from tests.diagnosis import diagnosis
 from tests.pool import pool
@@ -58,17 +60,19 @@ def config(corpus, **flags):
     layout, unless n_layer is among the flags."""
     pp, chunks = flags.get("pp", 1), flags.get("chunks", 1)
     n_layer = max(SHAPE["n_layer"], pp, pp * chunks - 2)  # embedding and head are layers, too
-    base = dict(SHAPE, n_layer=n_layer, data=corpus, dtype="float64", batch_size=BATCH, steps=STEPS,
+    base = dict(SHAPE, n_layer=n_layer, fast=",".join(PARTS), data=corpus, dtype="float64", batch_size=BATCH, steps=STEPS,
                 lr=1e-2, dp=1, chunks=1, warmup_steps=1, grad_clip=0.2, device="cpu",
                 eval_interval=0, out=tempfile.gettempdir())
     return Config(**{**base, **flags})
 
 
 def sizes_of(cfg):
-    return {"dp": cfg.dp // cfg.ep, "ep": cfg.ep, "pp": cfg.pp, "cp": cfg.cp, "tp": cfg.tp}
+    return {name: getattr(cfg, name) for name in ("dp", "pp", "cp", "tp", "ep", "shard")}
 
 
 def mesh_of(cfg, in_order=IN_ORDER):
+    if not cfg.fast:
+        return mesh_file.Mesh(cfg.device, **sizes_of(cfg))
     return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order, **sizes_of(cfg))
 
 
@@ -148,17 +152,30 @@ def bare(shard):
 
 
 def local_tensors(trainer, kind):
-    """[(tag, this rank's whole tensor)] of weights or gradients, gathered over ZeRO's shards."""
-    found = []
+    """[(tag, this rank's whole tensor)] of weights or, in a tests.trainer.Trainer, of the gradients
+    of the last step."""
     reducer = trainer.reducer
-    for bucket in reducer.buckets + reducer.frozen * (kind == "weights"):
-        if kind == "weights":
-            pieces = bucket.pieces(bucket.weight_shard)
-        else:
-            pieces = reducer.grad_pieces(bucket)
-        whole = bucket.whole(pieces, bucket.grad_dtype)
-        found += [(bare(param.shard), tensor.cpu()) for param, tensor in whole]
-    return found
+    held = reducer.whole() if kind == "weights" else whole_slices(reducer, trainer.grads)
+    return [(bare(tag), tensor.detach().cpu().clone()) for tag, tensor in held]
+
+
+class Raw:
+    """Stands in the place of a trainer's optimizer, and keeps the raw gradients of each step."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.optimizer = trainer.optimizer
+        self.grads = None  # [(tag, this rank's whole gradient)] of the last step
+        trainer.optimizer = self
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+    def step(self, grads, norm, lr):
+        scale = float(self.optimizer.numbers().get("scale", 1.0))
+        self.grads = [(bare(tag), whole.cpu() / scale)
+                      for tag, whole in whole_slices(self.trainer.reducer, grads)]
+        self.optimizer.step(grads, norm, lr)
 
 
 def _train(rank, cfg, steps=STEPS, mesh=None, kinds=("grads", "weights")):
@@ -166,17 +183,16 @@ def _train(rank, cfg, steps=STEPS, mesh=None, kinds=("grads", "weights")):
     the initial weights. kinds: which tensors of each step to return."""
     mesh = mesh or mesh_of(cfg)
     trainer = train.Trainer(cfg, mesh, VOCAB)
+    raw = Raw(trainer) if "grads" in kinds else None
     data = Data(cfg)
     trace = [{"weights": local_tensors(trainer, "weights")}]
     for step in range(steps):
-        norm, read = trainer.gradients(data.training(cfg, step, mesh))
-        grads = local_tensors(trainer, "grads") if "grads" in kinds else None
-        trainer.update(norm, train.learning_rate(cfg, step))
-        loss, norm, _ = read()
+        norm, sums = trainer.step(data.training(cfg, step, mesh), train.learning_rate(cfg, step))
+        norm, loss, _, _, *statistics = mesh.world.read(torch.cat([norm.view(1), sums]))
         weights = local_tensors(trainer, "weights") if "weights" in kinds else None
-        trace.append({"loss": loss, "norm": norm, "grads": grads, "weights": weights,
-                      "balance": trainer.routing.balance, "busiest": trainer.routing.busiest})
-    trace[0]["agree"] = trainer.replicas_agree()
+        trace.append({"loss": loss, "norm": norm, "grads": raw and raw.grads, "weights": weights,
+                      **trainer.routing.read(statistics, cfg.batch_size * cfg.block_size)})
+    trace[0]["agree"] = replicas_agree(trainer)
     return trace
 
 

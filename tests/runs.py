@@ -16,15 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import plain
 import train
 from run import tensorfile
-from schedules import SCHEDULES, is_plain
 from tests.harness import FULL, HERE, VOCAB
 from tests.isolation import as_it_was
 from tests.pool import HANG, forkserver, pool
 
-PLAIN_SCHEDULES = " or ".join(filter(is_plain, SCHEDULES))  # in the order of messages
 started = []  # what start() has started in this test
 
 # ---- a corpus ----
@@ -111,11 +108,6 @@ def _main(rank, size, port, argv, folder, limit, program=train):
     words = argv[rank] if isinstance(argv[0], list) else argv
     sys.argv = [f"{program.__name__}.py", *map(str, words)]
     program.main()
-
-
-def main_of_plain(*args):
-    """_main for plain.py."""
-    _main(*args, program=plain)
 
 
 class Run:

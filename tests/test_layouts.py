@@ -222,6 +222,16 @@ def test_layout_equals_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, **flags})
 
 
+# The same layouts on the root's parts. Where a flag needs a part of engine/ (a schedule, rows that
+# pad the vocabulary, torch's collectives), that part is engine/'s: so these are mixed
+ROOT = [flags for flags in EVERY if "native" not in flags.values()]
+
+
+@pytest.mark.parametrize("flags", covering(ROOT), ids=named)
+def test_layout_on_root_parts_equals_one_process(corpus, flags):
+    equals_one_process(corpus, **{"microbatches": 1, "fast": "", **flags})
+
+
 def _in_order(rank, cfg):
     """As on NCCL: sends and receives leave as one operation, and no receive is posted early."""
     return _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
