@@ -232,6 +232,39 @@ def test_layout_on_root_parts_equals_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, "fast": "", **flags})
 
 
+MIXED = [(parts.strip(), flags) for parts, row in (line.split(":") for line in """
+    ddp: dp 3 microbatches 2
+    ddp: dp 2 tp 2 pp 2 zero 1 microbatches 3
+    ddp: dp 2 tp 2 sp zero 3 recompute microbatches 3
+    ddp: dp 2 cp 2 experts 4 zero 2
+    tp: tp 3 pp 2 microbatches 4
+    tp: dp 2 tp 2 sp zero 2 microbatches 3
+    tp,ddp: dp 2 tp 2 pp 2 zero 3 microbatches 3
+    tp: tp 2 experts 4 microbatches 2
+    tp: dp 2 ep 2 tp 2 sp experts 4
+    cp: cp 4 dp 2 zero 3
+    cp: cp 2 tp 2 sp cp_attention all-to-all
+    cp,ep: dp 2 ep 2 cp 2 experts 4 zero 1
+    ep: dp 2 ep 2 tp 2 experts 4 zero 3
+    ep: dp 2 ep 2 tp 2 sp experts 4 zero 2 recompute
+    optimizer: dp 3 zero 1 microbatches 4
+    optimizer: dp 2 tp 2 pp 2 zero 3 microbatches 3
+    pp: dp 2 pp 3 zero 2 microbatches 3
+    pp: dp 2 pp 2 tp 2 zero 3 schedule interleaved chunks 2 microbatches 2
+    pp: pp 4 experts 4 microbatches 3
+    pp,ddp: dp 2 tp 2 pp 2 sp zero 3 microbatches 3 recompute
+    mesh: dp 2 tp 2 pp 2 microbatches 3
+    mesh,optimizer,pp: dp 2 ep 2 pp 2 experts 4 zero 1 microbatches 3
+    tp,pp: arch llama n_kv_head 4 tp 2 pp 2 untied microbatches 3
+    ddp,optimizer: arch llama n_kv_head 3 cp 2 dp 2 zero 1
+""".strip().splitlines()) for flags in layouts(row)]
+
+
+@pytest.mark.parametrize("parts,flags", MIXED, ids=lambda x: x if isinstance(x, str) else named(x))
+def test_any_choice_of_parts_equals_one_process(corpus, parts, flags):
+    equals_one_process(corpus, **{"microbatches": 1, "fast": parts, **flags})
+
+
 def _in_order(rank, cfg):
     """As on NCCL: sends and receives leave as one operation, and no receive is posted early."""
     return _train(rank, cfg, mesh=mesh_of(cfg, in_order=True))
