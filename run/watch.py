@@ -1,26 +1,30 @@
 """--watch: a line for every message of the first step, in the order of the step.
 
+    origin     which function asked for a message, read from the call stack
     Watch      notes what one rank sends and waits for in a step
     ticks      puts the notes of all ranks in one order
     tell       the lines
 
 The order is that of a clock that counts messages (Lamport 1978): a message has tick 3 if 3 messages
 had to arrive, one after the other, before its rank could send it. Computing takes no ticks. So the
-lines are the same in every run. What a message is about: run/narrate.py.
+lines are the same in every run.
 
-    torchrun plain.py --dp 2 --tp 2 --pp 2 --watch        --watch 3: one rank        --watch tp
+    torchrun train.py --dp 2 --tp 2 --pp 2 --watch        --watch 3: one rank        --watch tp
 """
 
 import json
+import sys
 import threading
 from collections import Counter, deque
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from group import wait_all
-from run.narrate import action_of, calls, means, subject
 from run.processes import texts_on_rank_0
 
 
@@ -29,10 +33,57 @@ class Sent(NamedTuple):
     src: int  # ranks of the world
     dst: int
     axis: str  # the group's axis: dp, ep, pp, cp or tp; several as pp+tp
-    action: str  # the pipeline's action, such as F2 or B2; "" outside of it
-    words: str
+    what: str  # by origin()
     shape: list
     nbytes: int
+
+
+# ---- who asked for a message ----
+
+ROOT = Path(__file__).parent.parent  # the repository
+# These files, and torch, carry messages for the functions of other files
+COLLECTIVES = [str(ROOT / name) for name in ("collectives.py", "engine/collectives.py")]
+GROUPS = [str(ROOT / name) for name in (
+    "group.py", "engine/group.py", "engine/nccl_group.py", "run/watch.py")]
+TORCH = f"{Path(torch.__file__).parent}/"
+
+
+def qualified_name(code):
+    """A function's name, behind those of its class and of the functions around it:
+    "DDP.gradients"; "gather.backward" for a backward() inside of gather(); "sum_over_ranks" for a
+    lambda in sum_over_ranks(). (Python 3.10 knows the last part only, and a lambda is "<lambda>".)
+    """
+    full = getattr(code, "co_qualname", code.co_name)  # "gather.<locals>.backward"
+    return ".".join(part for part in full.split(".") if part[0] != "<") or code.co_name
+
+
+def origin(carrier=""):
+    """Which collective sends the message, and which function called the collective, read from the
+    call stack: "all_reduce, ddp.py DDP.gradients". The end of this stack, the innermost call last:
+
+        DDP.gradients                    ddp.py            the innermost call of another file
+        all_reduce                       collectives.py    the outermost collective inside of it
+        reduce_scatter                   collectives.py
+        exchange, note, message, origin  run/watch.py
+
+    Without a collective: the group's method, send or exchange. carrier: the name of the collective,
+    if the caller knows it."""
+    frame = sys._getframe(1)
+    collective = method = ""
+    while frame:
+        path = frame.f_code.co_filename
+        if path in COLLECTIVES:
+            collective = frame.f_code.co_name
+        elif path in GROUPS:
+            method = frame.f_code.co_name
+        elif not path.startswith(TORCH):
+            break
+        frame = frame.f_back
+    carrier = carrier or collective or method
+    if frame is None:  # a thread of autograd, on a GPU: its stack begins in torch
+        return carrier
+    file = path.removeprefix(f"{ROOT}/")
+    return f"{carrier}, {file} {qualified_name(frame.f_code)}"
 
 
 # ---- note ----
@@ -56,7 +107,8 @@ def watched(group_class, watch):
         # Only groups of engine/ have submit(). A thread of the group runs the job; on a GPU the
         # rank's own thread runs it, at once
         def submit(self, job, name):
-            job, ended = watch.job(self, calls(), job)
+            # origin(name) here, because the job's thread has another stack
+            job, ended = watch.job(self, origin(name), job)
             work = super().submit(job, name)
             work.waits = [*work.waits, partial(watch.awaited, [ended], 0)]
             watch.submitted.append(work)
@@ -81,8 +133,8 @@ class Watch:
         self.lanes = {"": []}
         self.numbers = Counter()  # messages so far, by group, sender and receiver
         self.submitted = []  # the Works of jobs
-        # In a thread that runs a job: here.events, its list in lanes, and here.about, (action,
-        # words) of the job's messages. Else both are unset
+        # In a thread that runs a job: here.events, its list in lanes, and here.what, of the job's
+        # messages. Else both are unset
         self.here = threading.local()
 
     @contextmanager
@@ -123,29 +175,26 @@ class Watch:
             if send is not None and send.numel() > 0:
                 keys.append(self.key(group, group.rank, dst))
                 self.did(keys[-1])
-                self.sent[keys[-1]] = self.message(keys[-1], group, send, dst, calls())
+                self.sent[keys[-1]] = self.message(keys[-1], group, send, dst)
         return keys
 
-    def message(self, key, group, send, dst, stack):
-        action, about = getattr(self.here, "about", None) or (action_of(stack), subject(stack))
-        words = ": ".join(filter(None, [about, means(stack, send, group.size)]))
+    def message(self, key, group, send, dst):
+        what = getattr(self.here, "what", "") or origin()
         axes = [axis for axis, size in self.mesh.sizes.items()
                 if size > 1 and (group.name == "world" or axis in group.name.split("_"))]
-        return Sent(key, self.mesh.rank, group.ranks[dst], "+".join(axes), action, words,
+        return Sent(key, self.mesh.rank, group.ranks[dst], "+".join(axes), what,
                     list(send.shape), send.numel() * send.element_size())
 
-    def job(self, group, stack, run):
+    def job(self, group, what, run):
         """Returns (job, key). job() calls run(), and notes its beginning and its end. key: the
-        name of the end's event. stack: the calls that submit the job."""
+        name of the end's event. what: of the job's messages."""
         name = f"job {len(self.submitted)} of rank {self.mesh.rank}"
-        # Asked here, because the stack of the thread that will run the job has not these calls
-        about = action_of(stack), subject(stack)
         self.did(f"submit {name}")
 
         def job():
             before = vars(self.here).copy()  # restored below: the rank's own thread may run the job
             self.here.events = self.lanes.setdefault(group.name, [])
-            self.here.about = about
+            self.here.what = what
             self.awaited([f"submit {name}"], 0)
             run()
             self.did(f"end {name}")
@@ -211,17 +260,16 @@ def aligned(rows, left):
 
 def tell(sent, tick, which):
     """The lines of --watch, and the sums of each axis."""
-    rows = [("tick", "ranks", "axis", "at", "message", "shape", "bytes")]
+    rows = [("tick", "ranks", "axis", "what", "shape", "bytes")]
     times, nbytes = Counter(), Counter()
     for message in sorted(sent, key=lambda message: tick[message.key]):
         if is_asked(message, which):
             rows.append((str(tick[message.key]), f"{message.src} -> {message.dst}", message.axis,
-                         message.action, message.words, "x".join(map(str, message.shape)),
-                         f"{message.nbytes:,}"))
+                         message.what, "x".join(map(str, message.shape)), f"{message.nbytes:,}"))
             times[message.axis] += 1
             nbytes[message.axis] += message.nbytes
     sums = [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
-    return "\n".join([*aligned(rows, left=(2, 3, 4)), *sums])
+    return "\n".join([*aligned(rows, left=(2, 3)), *sums])
 
 
 def watch_first(steps, mesh, which):

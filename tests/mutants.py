@@ -445,10 +445,10 @@ MUTANTS = {
          "watch:every_message"),
         ("        self.become(usual)", "        pass", "watch:every_message"),
         ("done[key] + more", "done[key]", "watch:ticks"),
-        ("which in ends or which", "which", "watch:part_of_the_whole")],
-    "run/narrate.py": [
-        ("at['in_flight']) - 1", "at['in_flight'])", "watch:schedule"),
-        ('    ("zero", "publish"): NEW,\n', "", "watch:every_message")],
+        ("which in ends or which", "which", "watch:part_of_the_whole"),
+        ('    "group.py", "engine/group.py",', '    "engine/group.py",', "watch:my_own"),
+        ("carrier or collective or method", "collective or method", "watch:every_message"),
+        ("self.here.what = what", "pass", "watch:every_message")],
     "experiments/eight_ranks.py": [
         ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
     "run/processes.py": [
