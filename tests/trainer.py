@@ -1,5 +1,7 @@
 """train.Trainer, whose step tests can take in two halves."""
 
+from types import SimpleNamespace
+
 import torch
 
 import train
@@ -45,6 +47,9 @@ class Trainer(train.Trainer):
     def update(self, norm, lr):
         self.optimizer.step(self.grads, norm, lr)
         self.reducer.publish()
+
+    def validation_loss(self, data, batches=None, show=lambda done, batches: None):
+        return self.validate(data, SimpleNamespace(validating=show), batches)
 
     def whole_weights(self):
         return self.reducer.whole()
