@@ -292,8 +292,8 @@ class DDP:
         every weight."""
 
     def whole(self):
-        """Yields (tag, this rank's whole slice) of each weight, as forward uses it. Collective under
-        ZeRO."""
+        """Yields (tag, a copy of this rank's whole slice) of each weight, as forward uses it.
+        Collective under ZeRO."""
         seen = set()  # two layers may share a weight
         for layer in self.layers:
             self.gather_weights([layer])
