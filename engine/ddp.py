@@ -1,7 +1,7 @@
-"""Data parallelism as train.py runs it. How much faster than the plain DDP: docs/measured.md.
+"""Data parallelism, overlapped. How much faster than the plain DDP: docs/measured.md.
 
     buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
-             reaches them. A bucket is one message. In a step's first backward autograd makes a new
+             reaches them. A bucket is one collective. In a step's first backward autograd makes a new
              param.grad: it is copied into the bucket, and param.grad becomes a view of the bucket,
              into which later microbatches add. (Clearing the bucket first took longer.)
     overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
