@@ -648,9 +648,9 @@ def test_a_stack_of_activations_gives_each_backward_the_newest_one():
     "pp 2 schedule zb-v chunks 2 microbatches 5"])
 def test_a_stack_for_each_stage_is_named_under_any_schedule(examine, layout):
     bug = next(bug for bug in bugs.BUGS if "newest microbatch in flight" in bug.name)
-    by_stage = bugs.change("engine/pipeline.py", "x, y, loss = self.in_flight.pop((s, k))",
+    by_stage = bugs.change("engine/pipeline.py", "x, y, losses = self.in_flight.pop((s, k))",
                            "newest = [key for key in self.in_flight if key[0] == s][-1]\n"
-                           "        x, y, loss = self.in_flight.pop(newest)")
+                           "        x, y, losses = self.in_flight.pop(newest)")
     answer = answer_of(examine, bug._replace(changes=by_stage), layout, "float32")
     assert answer.names and not answer.wrong, answer
 
