@@ -657,9 +657,10 @@ BUGS = [*DATA, *INITIAL_VALUES, *LOSS, *SUMS, *MICROBATCHES, *TENSOR, *VOCABULAR
 # kept, not what is computed; those of GPUs; those of optimizers that the doctor does not replay
 LAYOUTS_OF_MUTANTS = {
     "collectives.py": ("dp 3 microbatches 2 root", "dp 2 ep 2 experts 4 microbatches 3 root"),
-    "ddp.py": ("dp 2 microbatches 5 root",),
-    "zero.py": ("dp 3 zero 2 microbatches 2 root", "dp 3 zero 3 microbatches 2 root"),
-    "optimizer.py": ("dp 2 tp 3 microbatches 5 root", "dp 2 experts 4 microbatches 3 root"),
+    "ddp.py": ("dp 2 microbatches 5 root", "pp 2 microbatches 5 root"),
+    "zero.py": ("dp 3 zero 2 microbatches 2 root", "dp 3 zero 3 microbatches 2 root",
+                "dp 3 zero 1 pp 2 microbatches 5 root"),
+    "optimizer.py": ("tp 3 microbatches 5 root", "dp 2 experts 4 microbatches 3 root"),
     "tensor_parallel.py": ("tp 3 microbatches 2 root",),
     "sequence_parallel.py": ("tp 3 sp microbatches 2 root", "tp 3 sp microbatches 2"),
     "context_parallel.py": ("cp 2 cp_attention all-to-all microbatches 3 root",
