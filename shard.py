@@ -99,8 +99,8 @@ def bounds(n, group):
 
 
 def tag_whole(model, data, copies=None):
-    """Tag every parameter of a model as whole, its gradient to be summed over the group `data`, over
-    which ZeRO shards. copies: a group whose ranks hold the same shard (hybrid sharding); the
+    """Tag every parameter of a model as whole, its gradient to be summed over the group `data`,
+    over which ZeRO shards. copies: a group whose ranks hold the same shard (hybrid sharding); the
     gradient is to be summed over it, too."""
     others = (copies,) if copies and copies.size > 1 else ()
     for name, param in model.canonical_parameters():

@@ -28,9 +28,9 @@ from schedules import DIRECTION, cut, lower, make_schedule, placement, validate
 
 
 class Stage:
-    """Consecutive layers. stage(x, targets) returns (activation, loss, extra). The last stage of the
-    model has a loss, any other an activation; the one that it has not is None. extra: what else the
-    stage adds to the objective, the balance loss of its experts; None if it has none."""
+    """Consecutive layers. stage(x, targets) returns (activation, loss, extra). The last stage of
+    the model has a loss, any other an activation; the missing one is None. extra: what else the
+    stage adds to the objective, the balance loss of its experts; None if it has no experts."""
 
     def __init__(self, layers, is_last):
         self.layers = layers
@@ -147,9 +147,9 @@ class Pipeline:
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def run(self, batches, reducer=None):
-        """Like the root's: forward and backward of all microbatches of a step or, without a reducer,
-        forward only. The gradient of the loss is multiplied by the scale. Returns this rank's part
-        of the loss."""
+        """Like the root's: forward and backward of all microbatches of a step or, without a
+        reducer, forward only. The gradient of the loss is multiplied by the scale. Returns this
+        rank's part of the loss."""
         training = reducer is not None
         actions = self.actions if training else self.forwards
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
