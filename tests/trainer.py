@@ -6,6 +6,8 @@ import torch
 
 import train
 from run.copies import replicas_agree
+from run.log import predicted_bytes
+from sizes import bytes_per_parameter
 
 
 class Trainer(train.Trainer):
@@ -57,3 +59,39 @@ class Trainer(train.Trainer):
     def replicas_agree(self):
         return replicas_agree(self)
 
+
+
+def state_bytes(trainer):
+    """Bytes of the model states of a Trainer of engine/'s parts on this rank: (by the formula, in
+    live storages). After a step."""
+    return predicted_bytes(trainer) + padding_bytes(trainer), live_bytes(trainer)
+
+
+def padding_bytes(trainer):
+    """Bytes of what buckets hold beside the formula: weights and gradients of rows of --pad-vocab
+    and of the elements by which ZeRO's shards become equal. Optimizer states of the latter there
+    are none, so a rank whose shard ends with them holds less than a D-th."""
+    cfg, reducer, optimizer = trainer.cfg, trainer.reducer, trainer.optimizer
+    total = 0.0
+    for bucket in reducer.buckets + reducer.frozen_buckets:
+        weights, grads, states = bytes_per_parameter(
+            cfg.zero, bucket.group.size, bucket.full.itemsize, bucket.grad_dtype.itemsize,
+            len(optimizer.moments))
+        slices = sum(param.shard.slice_shape.numel() for param in bucket.params)
+        total += (bucket.numel - slices) * (weights + bucket.trained * grads)
+        if bucket.trained:
+            pieces = sum(piece.numel() for _, piece in bucket.pieces(bucket.weight_shard))
+            total += (pieces * bucket.num_shards - slices) * states
+    return round(total)
+
+
+def live_bytes(trainer):
+    """Bytes of the storages that hold weights, gradients and optimizer states, each once, because
+    tensors share storages."""
+    reducer, optimizer = trainer.reducer, trainer.optimizer
+    held = [*optimizer.masters, *(x for values in optimizer.moments.values() for x in values)]
+    held += [*trainer.grads, *(param.grad for param in reducer.home)]
+    for bucket in reducer.buckets + reducer.frozen_buckets:
+        held += [bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard]
+    storages = [x.untyped_storage() for x in held if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
