@@ -251,13 +251,17 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """The backward before is over: launch the buckets that are left, in which a parameter got
-        no gradient. Before the first backward of a step: drop the gradients of the step before."""
-        while self.filling:
-            self.launch(self.filling.pop(0))
+        """The backward before is over. Before the first backward of a step: drop the gradients of
+        the step before."""
+        self.launch_rest()
         if self.is_new_step:
             self.is_new_step = False
             self.zero_grad()
+
+    def launch_rest(self):
+        """Launch the buckets that a backward has left, because a parameter got no gradient."""
+        while self.filling:
+            self.launch(self.filling.pop(0))
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""
