@@ -202,6 +202,9 @@ class ZeRO3(ZeRO2):
         `needed`, the modules that this backward reads, and start to gather those of `previous`, the
         modules that the backward of the layer before it reads: that backward comes next."""
         def before_forward(module, args):
+            # The backward before is over. On another rank all buckets may have been launched in it:
+            # launch the rest before this rank gathers more, so that the order is the same
+            self.launch_rest()
             self.gather_weights([layer], next_layers)
 
         def after_forward(module, args, out):
