@@ -46,10 +46,10 @@ class DDP:
     parameters have their values already, the same on all replicas.
     ZeRO (zero.py) shards what is replicated here. All four classes have the same members:
 
-        weights        the tensors that this rank's optimizer steps, in place. Here: whole parameters
+        weights        what this rank's optimizer steps, in place. Here: whole parameters
         tags           the tag of each of `weights`
-        expect()       before each backward; the stage's gradients come. `last`: for the last time in
-                       this step. (What engine/ddp.py does then: send gradients during backward)
+        expect()       before each backward of a stage. last: its last one in this step. (Then
+                       engine/ddp.py sends gradients during the backward)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
                        over the ranks that the tag names. Clears the gradients for the next step
         publish()      after the optimizer's step: every rank has the new weights

@@ -76,8 +76,8 @@ def dispatch_and_combine(x, gates, chosen, experts, group):
 def spread_experts(model, mesh, sp=False):
     """Give each rank its experts: the E ranks of the axis ep share those of each block.
 
-    In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by tensor_parallel or (sp)
-    by sequence_parallel, which leave experts whole.
+    In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by tensor_parallel or
+    (sp) by sequence_parallel, which leave experts whole.
     After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
     to be summed over the ranks that hold the same experts. E must divide n_experts.
 

@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 
-
 # ---- errors of one line ----
 
 

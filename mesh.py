@@ -35,7 +35,6 @@ import torch.distributed as dist
 
 from group import Group
 
-
 DATA = ("rep", "shard", "ep")  # the axes of the data ranks
 
 

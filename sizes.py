@@ -11,8 +11,8 @@ MOMENTS = {  # numbers that an optimizer holds per parameter
 }
 
 
-# (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products, by NVIDIA's data
-# sheets): the first row counts whose words are all there
+# (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products: NVIDIA's data
+# sheets). The first row counts whose words are all there
 TFLOPS = ((("h200", "nvl"), 835), (("h200",), 989), (("h100", "nvl"), 835), (("h100", "pcie"), 756),
           (("h100",), 989), (("a100",), 312), (("v100", "pcie"), 112), (("v100",), 125))
 

@@ -100,9 +100,9 @@ def gather(chunk, shape, replicas):
 
 
 class Gathered(torch.nn.Module):
-    """A layer that gathers its weights when it runs. It runs under recompute (recompute.py): autograd
-    saves nothing but the input, so the whole weights are freed after forward, and backward runs the
-    layer again, which gathers them again."""
+    """A layer that gathers its weights when it runs. It runs under recompute (recompute.py):
+    autograd saves nothing but the input, so the whole weights are freed after forward, and backward
+    runs the layer again, which gathers them again."""
 
     def __init__(self, layer, chunks):
         """chunks: {name of a parameter in the layer: (this rank's chunk, shape of the whole)}."""

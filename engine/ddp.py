@@ -1,7 +1,7 @@
-"""Data parallelism as train.py runs it. How much faster than the plain DDP: docs/measured.md.
+"""Data parallelism, overlapped. How much faster than the plain DDP: docs/measured.md.
 
     buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
-             reaches them. A bucket is one message. In a step's first backward autograd makes a new
+             reaches them. A bucket is one collective. In a step's first backward autograd makes a new
              param.grad: it is copied into the bucket, and param.grad becomes a view of the bucket,
              into which later microbatches add. (Clearing the bucket first took longer.)
     overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
@@ -17,6 +17,7 @@ from weakref import WeakMethod
 
 import torch
 
+from engine.ahead import compute_ahead, threads_per_rank
 from engine.collectives import all_gather, all_reduce
 from group import wait_all
 
@@ -27,7 +28,7 @@ class Bucket:
     padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
-    memory, a view into `full`, and its value, value(tag).
+    memory, a view into `full`, and its value: the next one of the iterator `values`.
 
     Where the gradients are (gradients() completes their sums):
                                           grad              views    grad_shard
@@ -39,7 +40,7 @@ class Bucket:
     With views, param.grad is a view of `grad`. Without views but with `grad`, param.grad is added
     to it (DDP, ZeRO-1) or copied into it (ZeRO-2, 3), and dropped."""
 
-    def __init__(self, params, split, value, dtype, device, grad_dtype=None):
+    def __init__(self, params, split, values, dtype, device, grad_dtype=None):
         self.params = params
         self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.grad_dtype = grad_dtype or dtype
@@ -62,7 +63,7 @@ class Bucket:
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
         self.missing = 0  # gradients that the current backward has yet to add
         for param in params:
-            self.allocate(param, value(param.shard))
+            self.allocate(param, next(values))
 
     def allocate(self, param, values):
         """Turn a parameter of the meta device into a view of the buffer that holds these values;
@@ -111,8 +112,8 @@ class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
     In: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in order
-    of use. The parameters are tagged, and are allocated here; value(tag) is called for one after
-    the other. The members are those of the root's DDP (ddp.py), and for pipelines that split the
+    of use. The parameters are tagged, and are allocated here; value(tag) gives this rank's slice of
+    the initial value (threads ask for some of them ahead). The members are those of the root's DDP (ddp.py), and for pipelines that split the
     backward (engine/pipeline.py) flush() and grad_added().
     Frozen parameters lie in buckets of their own: `frozen_buckets`; `buckets` are the trained ones,
     in the order in which forward uses them.
@@ -144,9 +145,12 @@ class DDP:
         # The hook hangs on a parameter that self holds. A strong reference to self would be a cycle
         # through C++, which the gc cannot see
         hook = WeakMethod(self.grad_added)
-        for stage, params in self.partition(users):
+        partition = self.partition(users)
+        tags = [param.shard for _, params in partition for param in params]
+        values = compute_ahead(value, tags, threads_per_rank())
+        for stage, params in partition:
             split = self.is_split(params[0].requires_grad)
-            bucket = Bucket(params, split, value, dtype, device, grad_dtype)
+            bucket = Bucket(params, split, values, dtype, device, grad_dtype)
             self.allocate_shards(bucket)
             self.home.update(dict.fromkeys(params, bucket))
             if not bucket.trained:
@@ -292,8 +296,8 @@ class DDP:
         every weight."""
 
     def whole(self):
-        """Yields (tag, this rank's whole slice) of each weight, as forward uses it. Collective under
-        ZeRO."""
+        """Yields (tag, a copy of this rank's whole slice) of each weight, as forward uses it.
+        Collective under ZeRO."""
         seen = set()  # two layers may share a weight
         for layer in self.layers:
             self.gather_weights([layer])

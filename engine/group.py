@@ -29,8 +29,8 @@ LIBRARY = {
 
 
 class Work(group.Work):
-    """The root's Work, which any thread may wait for. Each wait() returns only when the operation is complete (NCCL: when the stream that is current in the
-    first wait() is ordered behind it)."""
+    """The root's Work, which any thread may wait for. Each wait() returns only when the operation
+    is complete (NCCL: when the stream that is current in the first wait() is ordered behind it)."""
 
     def __init__(self, waits=(), what=""):
         super().__init__(waits, what)

@@ -1,4 +1,4 @@
-"""The root's Mesh with the engine's groups: for CPU or GPU, with spans of time for --trace, and with
+"""The root's Mesh with the engine's groups: on CPU or GPU, with spans of time for --trace, and with
 torch's own collectives (--collectives native).
 """
 
@@ -34,8 +34,8 @@ class Mesh(mesh.Mesh):
         return nullcontext()
 
     def join(self, name, rows):
-        """On GPUs names for the same ranks, such as world and shard_ep_cp, are one group, because each
-        communicator takes memory of the GPU. It has the name that was asked for first."""
+        """On GPUs names for the same ranks, such as world and shard_ep_cp, are one group, because
+        each communicator takes memory of the GPU. It has the name that was asked for first."""
         if not self.group_class.is_shared:
             return super().join(name, rows)
         if name not in self.groups:

@@ -1,4 +1,4 @@
-"""The pipeline as train.py runs it: executes one rank's list of actions, of any schedule.
+"""The pipeline for all schedules: executes one rank's list of actions.
 
     any schedule      schedules.py makes the list: F, B, I, W, and the messages between them
     zero bubble       a backward in two parts, I now and W later
@@ -7,8 +7,8 @@
     freed outputs     a stage's output is freed once it was sent. Backward needs its graph, not its
                       values: the last operation is the residual sum, which saves no inputs
 
-1F1B is as fast as in pipeline.py (docs/measured.md): what this engine earns is the other schedules,
-and memory.
+1F1B takes 2 to 4% longer than in pipeline.py (docs/measured.md): what this file adds is the other
+schedules, and memory.
 
     python -m engine.pipeline        three schedules on 4 ranks        torchrun train.py --pp 2
 """
@@ -28,9 +28,9 @@ from schedules import DIRECTION, cut, lower, make_schedule, placement, validate
 
 
 class Stage:
-    """Consecutive layers. stage(x, targets) returns (activation, loss, extra). The last stage of the
-    model has a loss, any other an activation; the one that it has not is None. extra: what else the
-    stage adds to the objective, the balance loss of its experts; None if it has none."""
+    """Consecutive layers. stage(x, targets) returns (activation, loss, extra). The last stage of
+    the model has a loss, any other an activation; the missing one is None. extra: what else the
+    stage adds to the objective, the balance loss of its experts; None if it has no experts."""
 
     def __init__(self, layers, is_last):
         self.layers = layers
@@ -147,9 +147,9 @@ class Pipeline:
         self.sends = deque()  # pending sends: (Work, tensor)
 
     def run(self, batches, reducer=None):
-        """Like the root's: forward and backward of all microbatches of a step or, without a reducer,
-        forward only. The gradient of the loss is multiplied by the scale. Returns this rank's part
-        of the loss."""
+        """Like the root's: forward and backward of all microbatches of a step or, without a
+        reducer, forward only. The gradient of the loss is multiplied by the scale. Returns this
+        rank's part of the loss."""
         training = reducer is not None
         actions = self.actions if training else self.forwards
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)

@@ -1,5 +1,5 @@
-"""Tensor parallelism as train.py runs it: the root's columns and rows (tensor_parallel.py), with
-their backwards written out. Each trick needs that:
+"""Tensor parallelism: the root's columns and rows (tensor_parallel.py), with hand-written backward
+passes, which the tricks need:
 
     overlap    the all-reduce of grad_x travels while grad_W is computed (gain: docs/measured.md)
     --sp       the column saves its input with 1/T of the tokens, and backward gathers it again,

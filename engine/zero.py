@@ -1,4 +1,4 @@
-"""ZeRO as train.py runs it: three differences to the DDP of engine/ddp.py, each a class.
+"""ZeRO, overlapped: three differences to the DDP of engine/ddp.py, each a class.
 
     ZeRO1    new weights are all-gathered while the next forward begins
     ZeRO2    one full gradient at a time (on GPUs two): a layer's is reduced while backward goes on

@@ -247,8 +247,8 @@ def contents_of_files(trainer, folder):
 
 
 def slices(trainer):
-    """Yields (tag, start, {tensor's name: this rank's values}) for each parameter of which this rank
-    holds a piece. The tensors: the weight and, unless it is frozen, the optimizer's states.
+    """Yields (tag, start, {tensor's name: this rank's values}) of each parameter. The tensors: the
+    weight and, unless it is frozen, the optimizer's states. Under ZeRO the values may be none.
 
     start: index of the piece's first element in the slice that the tag describes; above 0 where
     ZeRO has cut the slice."""
@@ -274,7 +274,7 @@ def transfer(trainer, entries, saving):
             continue  # another rank of this replica writes this slice
         for name, values in tensors.items():
             first, stop = 0, len(values)
-            if saving and not trainer.reducer.sharded:  # all replicas hold these: each writes a part
+            if saving and not trainer.reducer.sharded:  # each replica holds all: it writes a part
                 first, stop = bounds(len(values), tag.sum_over[0])
             transfer_runs(entries[name], tag, start + first, values[first:stop], saving)
 

@@ -188,8 +188,8 @@ def choose_parts(cfg):
 
 
 def words_of_parts(cfg):
-    """A line that says which parts of a resolved Config are engine/'s, and which flags need them; ""
-    if all are the root's."""
+    """A line that says which parts of a resolved Config are engine/'s, and which flags need them;
+    "" if all parts are the root's."""
     if not cfg.fast:
         return ""
     parts = cfg.fast.split(",")

@@ -308,7 +308,8 @@ class Log:
         """A checkpoint was saved; None: nothing, because weights or moments are not finite."""
         self.saved = folder or self.saved
         self.healthy = folder is not None
-        self.say(f"step {self.done:6d}  saved {folder or 'nothing: weights or moments are not finite'}")
+        where = folder or "nothing: weights or moments are not finite"
+        self.say(f"step {self.done:6d}  saved {where}")
         self.since = time.perf_counter()
 
     def not_finite(self, step):

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from collectives import all_gather, all_reduce, maximum
+from data.batches import DataError
 from group import CommunicationError, naming
 from mesh import connection_options
-from data.batches import DataError
 from run import signals
 from run.config import fail
 from run.tensorfile import CheckpointError

@@ -1,4 +1,4 @@
-"""Statistics of the routers of a run with experts, for the log; and how much their balance weighs in
+"""Statistics of the routers of a run with experts, for the log; sets the weight of their balance in
 the loss."""
 
 import torch
