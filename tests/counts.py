@@ -34,7 +34,7 @@ VOCABULARY = 50257
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "resize_", "scalar_tensor", "lift_fresh")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
-OVERWRITE = ("copy_", "zero_", "fill_")  # write in place without reading
+OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "fill_")  # write in place without reading
 PICK = ("gather", "scatter_")  # read or write a few elements of their largest tensor
 
 
@@ -207,7 +207,7 @@ CHANGES = {  # name: (flags, how it was before: flags, or a context)
     "gradient of the matrix summed in 32 bits by one product": (
         {}, patch.object(vocabulary_parallel, "add_weight_gradient", add_in_three)),
     "--compile: the loss in two kernels": ({"fused_loss": True}, {"fused_loss": False}),
-    "LAMB: norms of a bucket in one kernel": (
+    "LAMB: norms of many tensors in one kernel": (
         {"optimizer": "lamb"}, patch.object(torch, "_foreach_norm", norms_one_by_one)),
     "ZeRO-2: first gradients copied, not added to zeros": (
         {"zero": 2}, patch.multiple(ZeRO2, full_gradient=full_of_zeros, move=add_to_zeros)),

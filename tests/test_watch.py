@@ -12,10 +12,10 @@ import train
 from collectives import all_reduce
 from data.batches import Data
 from ddp import DDP
-from experiments.eight_ranks import LAYOUT, WORDS_OF_RUN, eight_ranks, held_matrices
-from group import Group, wait_all
+from experiments.eight_ranks import LAYOUT, eight_ranks, held_matrices
+from group import wait_all
 from mesh import Mesh
-from run.config import check, parse
+from run.config import check
 from run.watch import Watch, axis_of, tell, ticks
 from tests.harness import HERE, VOCAB, config, mesh_of, pool
 from tests.runs import Run, command, losses, one_line
@@ -296,10 +296,10 @@ def test_without_the_flag_nothing_of_it_is_imported():
 
 def _held(rank, vocab_size, file):
     """(place, held_matrices) of this rank of the picture; rank 0 draws it into the file."""
-    mesh = Mesh(Group, **LAYOUT)
+    mesh = Mesh(**LAYOUT)
     eight_ranks(mesh, vocab_size, file)
     return ([mesh.place(axis)[0] for axis in LAYOUT],
-            held_matrices(parse(WORDS_OF_RUN.split(), plain=plain.FLAGS), mesh, vocab_size))
+            held_matrices(mesh, vocab_size))
 
 
 def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
