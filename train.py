@@ -75,6 +75,7 @@ class Trainer:
         self.dtype = getattr(torch, cfg.dtype)
         self.parts = parts = choose(cfg)
         self.stop_asked = False  # by a signal to this rank
+        self.grads = []  # the gradients of the last step
 
         # The whole model on the meta device: shapes without memory. Tag each parameter: its name,
         # its slice, the groups of ranks to sum its gradient over
@@ -124,18 +125,19 @@ class Trainer:
         """One step of training. Returns (norm, sums), tensors that are the same on every rank:
         norm, the gradients' global norm, nan if the loss is not finite; sums, see below."""
         self.routing.clear()
+        self.grads = []  # frees them
         loss = self.pipeline.run(self.own(batches), self.reducer)  # forward and backward
-        grads = self.reducer.gradients()  # summed as the tags say
+        self.grads = self.reducer.gradients()  # summed as the tags say
 
         # One all-reduce for four things: the loss, of which each of the T ranks that have it adds
         # 1/T; requests to stop; the square of the gradients' norm; the experts' statistics
         asked = torch.full_like(loss, self.stop_asked)
-        parts = torch.stack([loss / self.cfg.tp, asked, self.optimizer.square(grads)])
+        parts = torch.stack([loss / self.cfg.tp, asked, self.optimizer.square(self.grads)])
         sums = torch.cat([parts, self.routing.sums()])
         self.parts.all_reduce(sums, self.mesh.world)
         norm = torch.where(sums[0].isfinite(), sums[2].sqrt(), math.nan)
 
-        self.optimizer.step(grads, norm, lr)  # clips, steps; nothing if the norm is not finite
+        self.optimizer.step(self.grads, norm, lr)  # clips, steps; nothing if the norm is not finite
         self.reducer.publish()  # ZeRO-1, 2: every rank gets the weights that others have stepped
         return norm, sums
 
