@@ -66,8 +66,9 @@ def told(watch, mesh, sends, before):
     """What the tests look at, of one rank."""
     assert type(mesh.world) is mesh.group_class and mesh.group_class.__name__ != "Watched"
     assert not any("exchange" in vars(group) for group in mesh.groups.values())
-    return {"story": watch.story("all"), "sent": list(watch.sent.values()), "sends": sends,
-            "bytes_sent": sent_by(mesh) - before, "lanes": list(watch.lanes.values())}
+    found = {"sent": list(watch.sent.values()), "sends": list(sends),
+             "bytes_sent": sent_by(mesh) - before, "lanes": list(watch.lanes.values())}
+    return {**found, "story": watch.story("all")}  # last, because its text is gathered by messages
 
 
 def _watched(rank, cfg, in_order=False):
@@ -169,7 +170,7 @@ def test_a_step_of_the_root_sends_what_the_formulas_say(corpus):
     ("tp", "tp"), ("pp_ends", "pp"), ("shard_ep_cp", "dp+cp"), ("shard_cp", "dp+cp"), ("ep", "ep"),
     ("rep", "dp"), ("dp", "dp"), ("world", "dp+pp+cp"), ("pp_cp_tp", "pp+cp")])
 def test_the_data_axes_of_the_mesh_are_dp_and_the_ranks_that_share_experts_ep(name, axis):
-    sizes = {"rep": 2, "shard": 1, "pp": 2, "ep": 2, "cp": 2, "tp": 2 if axis == "tp" else 1}
+    sizes = {"rep": 2, "shard": 2, "pp": 2, "ep": 2, "cp": 2, "tp": 2 if axis == "tp" else 1}
     assert axis_of(SimpleNamespace(name=name), sizes) == axis
 
 
