@@ -201,11 +201,10 @@ def _main_and_freezing(*args):
         print("frozen", gc.get_freeze_count(), flush=True)
 
 
-@pytest.mark.parametrize("steps,frozen", [(1, False), (3, True)])
-def test_the_gc_leaves_alone_what_is_there_after_two_steps(corpus, tmp_path, steps, frozen):
-    run = Run(1, flags(corpus, tmp_path / "out", steps=steps), tmp_path, fn=_main_and_freezing)
+def test_the_gc_leaves_alone_what_is_there_before_the_first_step(corpus, tmp_path):
+    run = Run(1, flags(corpus, tmp_path / "out", steps=1), tmp_path, fn=_main_and_freezing)
     assert run.wait() == [0], run.read()
-    assert (int(run.read("stdout").split()[-1]) > 10_000) == frozen
+    assert int(run.read("stdout").split()[-1]) > 10_000
 
 
 def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
@@ -464,9 +463,10 @@ def test_zero_copies_the_first_gradient_of_a_microbatch(stage):
     assert kernels["add_"] == 16 + 1  # shards of buckets; the step's number
 
 
-def test_recompute_keeps_no_state_of_random_generators(monkeypatch):
-    """On a GPU the host would wait for the device to read it, in each block."""
-    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("reads the state"))
+def test_recompute_reads_no_state_of_a_gpus_random_generator(monkeypatch):
+    """The host would wait for the device to read it, in each block."""
+    for owner in (torch.cuda, torch.cuda.random):
+        monkeypatch.setattr(owner, "get_rng_state", lambda *args: pytest.fail("reads the state"))
     count_step.__wrapped__(recompute=True)
 
 
