@@ -183,9 +183,14 @@ class Recorder:
     def step(self, grads, norm, lr):
         self.number += 1
         scale = self.scale()  # before the step, which may change the scale
-        unscaled = ((tag, grad.to(self.writer.wide).div_(scale))
-                    for tag, grad in whole_slices(self.trainer.reducer, grads))
-        self.writer.write_gradients(self.number, unscaled)
+
+        def unscaled(held):
+            tag, grad = held
+            return tag, grad.to(self.writer.wide).div_(scale)
+
+        # map(), because a loop's variable would keep a slice while the next is made
+        slices = map(unscaled, whole_slices(self.trainer.reducer, grads))
+        self.writer.write_gradients(self.number, slices)
         self.optimizer.step(grads, norm, lr)
 
     def scale(self):
