@@ -209,32 +209,15 @@ class Step(NamedTuple):
     tags: list  # the tag of each gradient
 
 
-class KeptGradients:
-    """Stands in the place of a trainer's optimizer, and keeps the gradients that it gets."""
-
-    def __init__(self, trainer):
-        self.optimizer = trainer.optimizer
-        self.grads = []  # of the last step
-        trainer.optimizer = self
-
-    def square(self, grads):
-        return self.optimizer.square(grads)
-
-    def step(self, grads, norm, lr):
-        self.grads = [grad.clone() for grad in grads]
-        self.optimizer.step(grads, norm, lr)
-
-
 def steps_of(cfg, mesh):
     """Train with train.py's Trainer. Returns a list of Steps."""
     data = RandomTokens()
     trainer = train.Trainer(cfg, mesh, data.vocab_size)
-    kept = KeptGradients(trainer)
     steps = []
     for number in range(cfg.steps):
         norm, sums = trainer.step(data.training(cfg, number, mesh), learning_rate(cfg, number))
-        loss = sums[0].item()
-        steps.append(Step(loss, norm.item(), kept.grads, trainer.reducer.tags))
+        grads = [grad.clone() for grad in trainer.grads]
+        steps.append(Step(sums[0].item(), norm.item(), grads, trainer.reducer.tags))
     return steps
 
 

@@ -1,6 +1,6 @@
-"""Draws who holds what of a GPT on eight ranks: which stage, which slice of each matrix, which
-chunk of AdamW's states. Each of eight processes makes a Trainer (train.py). Drawn is what the tags
-of its parameters say (shard.py), and where ZeRO-1's chunks lie.
+"""Draws who holds what of a GPT on train.py's eight ranks: which stage, which slice of each matrix,
+which chunk of AdamW's states. Eight processes make a Trainer of train.py. Drawn is what the tags of
+their parameters say (shard.py), and where ZeRO-1's chunks lie.
 
     python -m experiments.eight_ranks --svg pictures        writes pictures/ranks.svg
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from data.batches import Data
 from run.config import check_layout, parse
 from run.files import write_new
-from run.processes import texts_on_rank_0
+from run.processes import all_gather_text
 from show.chapters import BOLD, ELSEWHERE, HELD, SMALL
 from show.demonstrations import demonstrate
 from show.draw import COLORS, Picture
@@ -43,22 +43,23 @@ class HeldMatrix(NamedTuple):
 # ---- on each rank ----
 
 
-def config():
+def flags_of_run():
+    """The Config of WORDS_OF_RUN."""
     cfg = parse(WORDS_OF_RUN.split())
-    check_layout(cfg, 1)
+    check_layout(cfg, world=1)
     return cfg
 
 
 def held_matrices(mesh, vocab_size):
     """[HeldMatrix] of this rank, in the order of its layers."""
-    reducer = Trainer(config(), mesh, vocab_size).reducer
+    reducer = Trainer(flags_of_run(), mesh, vocab_size).reducer
     found = []
     for chunk, tag, start in zip(reducer.weights, reducer.tags, reducer.starts, strict=True):
         if len(tag.shape) == 2:
             width = tag.slice_shape[1]
             stepped = [start / width, (start + chunk.numel()) / width]
             found.append(HeldMatrix(tag.name.removeprefix("transformer."), list(tag.shape), tag.dim,
-                                    list(tag.ranges), stepped))
+                              list(tag.ranges), stepped))
     return found
 
 
@@ -66,8 +67,8 @@ def eight_ranks(mesh, vocab_size, file):
     """Collective: rank 0 writes the SVG into the file."""
     place = [mesh.place(axis)[0] for axis in LAYOUT]
     held = held_matrices(mesh, vocab_size)
-    texts = texts_on_rank_0("what is held", json.dumps([place, held]))
-    if texts:
+    texts = all_gather_text(json.dumps([place, held]), mesh.world)
+    if mesh.rank == 0:
         ranks = []
         for place, held in map(json.loads, texts):
             ranks.append((place, [HeldMatrix(*fields) for fields in held]))
@@ -152,7 +153,7 @@ def ranks_svg(ranks):
 def main():
     parser = eight_ranks_flags(__doc__)
     args = parser.parse_args()
-    vocab_size = Data(config()).vocab_size
+    vocab_size = Data(flags_of_run()).vocab_size
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ranks.svg")
         demonstrate(partial(eight_ranks, vocab_size=vocab_size, file=file), **LAYOUT)

@@ -40,6 +40,7 @@ from exercises.judge import Report, Wrong, attempt, said_by, verdict, while_tryi
 from exercises.messages import explain_sum
 from exercises.orders import play_form
 from exercises.start import load_forms
+from expert_parallel import dispatch_and_combine
 from model import ABSENT, cross_entropy
 from recompute import recompute
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
@@ -691,20 +692,20 @@ def combine_wrong(x, gates, chosen, experts, group, gated=True, back=True, both=
     if not both:
         gates = torch.stack([gates[..., 0], torch.zeros_like(gates[..., 1])], -1)
     if not back:
-        y = expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+        y = dispatch_and_combine(x, gates, chosen, experts, group)
         return y.flatten(0, 1).roll(1, 0).view_as(y)
-    return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+    return dispatch_and_combine(x, gates, chosen, experts, group)
 
 
 def counts_unsent(x, gates, chosen, experts, group):
     """Takes what it sends for what it receives."""
     with patch.object(expert_parallel, "all_to_all", lambda outputs, inputs, group: [
             out.copy_(own) for out, own in zip(outputs, inputs, strict=True)]):
-        return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+        return dispatch_and_combine(x, gates, chosen, experts, group)
 
 
 def combine_twice(x, gates, chosen, experts, group):
-    return 2 * expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+    return 2 * dispatch_and_combine(x, gates, chosen, experts, group)
 
 
 # ---- schedules ----
