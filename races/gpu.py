@@ -81,6 +81,8 @@ PEERS = {"autocast": autocast_loop, "masters": masters_loop}
 
 def our_gpu_step(cfg, batches, device):
     """Returns the step function, and the FLOPs per token of its model."""
+    cfg = replace(cfg, device=device.type, collectives="native")  # which needs all of the engine
+    choose_parts(cfg)
     mesh = Mesh(device, native=True)
     t = train.Trainer(cfg, mesh, VOCABULARY)
 
@@ -159,9 +161,7 @@ def run_row(row, compiled, quick, device, peak_flop):
         steps, sequences, microbatches = min(steps, 2), min(sequences, 4), min(microbatches, 2)
     cfg = Config(dp=1, n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
                  block_size=shape.block_size, batch_size=sequences, dtype="bfloat16",
-                 compile=compiled and not quick, pad_vocab=64, microbatches=microbatches, chunks=1,
-                 device=device.type, collectives="native", fast="all")
-    choose_parts(cfg)
+                 compile=compiled and not quick, pad_vocab=64, microbatches=microbatches, chunks=1)
     at_once = sequences // microbatches
     rows = torch.randint(VOCABULARY, (sequences, shape.block_size + 1), device=device)
     batches = [(part[:, :-1], part[:, 1:], None) for part in rows.split(at_once)]
