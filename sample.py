@@ -4,8 +4,8 @@ A token's key and value do not change when others follow, so they are kept (cach
 per token and sample, for L blocks of width C (a Llama: n_kv/nh of that); a new token then costs one
 row of attention and 2 FLOPs per parameter. The model sees the last block_size tokens, the window.
 Positions count from the window's beginning: once it is full, each new token shifts all others by
-one position, so all keys and values change, and each further token is computed from the whole
-window.
+one position, so all keys and values change (in a Llama nearly all), and each further token is
+computed from the whole window.
 
     python sample.py --prompt "def " --out out --samples 3
 """

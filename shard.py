@@ -1,7 +1,7 @@
 """The tag on each parameter: which slice of which full parameter this is.
 
-The sum of gradients, the global norm, ZeRO and, in train.py, initial values and checkpoints read
-the tag, and know no technique by name. Each technique writes into the tag:
+The sum of gradients, the global norm, ZeRO, initial values and checkpoints read the tag, and know
+no technique by name. Each technique writes into the tag:
 
     data and context     gradient terms are to be summed over the replicas, which see other tokens
     tensor parallelism   a rank holds these rows or columns, or all T ranks hold the whole
@@ -24,7 +24,7 @@ class Shard:
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
     split_over: object = None  # the group whose ranks hold the other slices; None: no other ranks
-    shared_by: tuple = ()  # groups, other than the data ranks, whose ranks all hold this slice
+    shared_by: tuple = ()  # groups, other than the replicas, whose ranks all hold this slice
     # Groups over which the terms of the gradient are to be summed. First the replicas, over which
     # ZeRO shards; then the others.
     sum_over: tuple = ()

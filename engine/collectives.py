@@ -1,5 +1,6 @@
-"""The collectives of collectives.py, fast: the same results and bytes. op, "sum" or "max", takes
-the place of combine, because torch's own collectives take a name. With async_op=True (not
+"""The collectives of collectives.py, with the same results and bytes: a butterfly for small tensors
+(fewer hops), a ring in pieces (less memory), torch's own on GPUs. op, "sum" or "max", replaces
+combine, because torch's own collectives take a name. With async_op=True (not
 broadcast, reduce, barrier) they run in the background, behind earlier work of the group, and return
 their Work.
 

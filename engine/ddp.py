@@ -1,22 +1,24 @@
-"""Data parallelism as train.py runs it. How much faster than the plain DDP: docs/measured.md.
+"""Data parallelism, overlapped. How much faster than the plain DDP: docs/measured.md.
 
     buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
-             reaches them. A bucket is one message. In a step's first backward autograd makes a new
-             param.grad: it is copied into the bucket, and param.grad becomes a view of the bucket,
-             into which later microbatches add. (Clearing the bucket first took longer.)
+             reaches them. A bucket is one collective. In a step's first backward autograd makes a
+             new param.grad: it is copied into the bucket, and param.grad becomes a view of the
+             bucket, into which later microbatches add. (Clearing the bucket first took longer.)
     overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
              With several microbatches, in the last one only.
 
-Sent and held: as by the root's DDP. Ranks that split sequences (--cp) see other tokens too: here
-they count among the replicas.
+Sent: as by the root's DDP. Held: the same, and a gradient until it is copied into its bucket;
+--grad-dtype float32 doubles 16-bit gradients.
 
-    python -m engine.ddp        a small GPT on 4 ranks        torchrun train.py --dp 2
+    python -m engine.ddp                        a small GPT on 4 ranks
+    torchrun train.py --dp 2 --fast ddp         train.py with this file
 """
 
 from weakref import WeakMethod
 
 import torch
 
+from engine.ahead import compute_ahead, threads_per_rank
 from engine.collectives import all_gather, all_reduce
 from group import wait_all
 
@@ -27,7 +29,7 @@ class Bucket:
     padded and cut into equal shards, one per replica.
 
     train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
-    memory, a view into `full`, and its value, value(tag).
+    memory, a view into `full`, and its value: the next one of the iterator `values`.
 
     Where the gradients are (gradients() completes their sums):
                                           grad              views    grad_shard
@@ -39,7 +41,7 @@ class Bucket:
     With views, param.grad is a view of `grad`. Without views but with `grad`, param.grad is added
     to it (DDP, ZeRO-1) or copied into it (ZeRO-2, 3), and dropped."""
 
-    def __init__(self, params, split, value, dtype, device, grad_dtype=None):
+    def __init__(self, params, split, values, dtype, device, grad_dtype=None):
         self.params = params
         self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.grad_dtype = grad_dtype or dtype
@@ -62,7 +64,7 @@ class Bucket:
         self.weight_shard = self.full[self.own]  # what this rank's optimizer steps
         self.missing = 0  # gradients that the current backward has yet to add
         for param in params:
-            self.allocate(param, value(param.shard))
+            self.allocate(param, next(values))
 
     def allocate(self, param, values):
         """Turn a parameter of the meta device into a view of the buffer that holds these values;
@@ -111,15 +113,15 @@ class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
     In: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in order
-    of use. The parameters are tagged, and are allocated here; value(tag) is called for one after
-    the other. The members are those of the root's DDP (ddp.py), and for pipelines that split the
-    backward (engine/pipeline.py) flush() and grad_added().
+    of use, with tagged parameters of the meta device. value(tag): this rank's slice of an initial
+    value; threads ask for some of them ahead. Members: those in the table of the root's DDP
+    (ddp.py), and flush() and grad_added() for pipelines that split the backward
+    (engine/pipeline.py).
     Frozen parameters lie in buckets of their own: `frozen_buckets`; `buckets` are the trained ones,
     in the order in which forward uses them.
     Here gradients and weights are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
     """
 
-    zero = 0  # ZeRO stage
     sharded = False
     # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
     every_microbatch = False
@@ -144,9 +146,12 @@ class DDP:
         # The hook hangs on a parameter that self holds. A strong reference to self would be a cycle
         # through C++, which the gc cannot see
         hook = WeakMethod(self.grad_added)
-        for stage, params in self.partition(users):
+        partition = self.partition(users)
+        tags = [param.shard for _, params in partition for param in params]
+        values = compute_ahead(value, tags, threads_per_rank())
+        for stage, params in partition:
             split = self.is_split(params[0].requires_grad)
-            bucket = Bucket(params, split, value, dtype, device, grad_dtype)
+            bucket = Bucket(params, split, values, dtype, device, grad_dtype)
             self.allocate_shards(bucket)
             self.home.update(dict.fromkeys(params, bucket))
             if not bucket.trained:
@@ -247,8 +252,8 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """The backward before is over: launch the buckets that are left, in which a parameter got
-        no gradient. Before the first backward of a step: drop the gradients of the step before."""
+        """The previous backward is over: launch the buckets that still wait for a gradient that
+        never came. Before the first backward of a step: drop the previous step's gradients."""
         while self.filling:
             self.launch(self.filling.pop(0))
         if self.is_new_step:
@@ -274,7 +279,7 @@ class DDP:
 
     def gradients(self):
         """After the last backward of a step: the gradient of each of `weights`, summed over the
-        ranks that the tag names. They stay as they are until the next expect()."""
+        ranks that the tag names. They stay as they are until the next expect() or flush()."""
         self.flush()
         self.finish()
         self.is_new_step = True

@@ -1,4 +1,4 @@
-"""Dropout, the same in every layout, as train.py runs it: on the outputs of the embedding, of each
+"""Dropout, the same in every layout: on the outputs of the embedding, of each
 attention and of each MLP, as in GPT-2. JMLR 15 (2014), 1929. (GPT-2 drops weights of attention,
 too; not here, because the fused kernels take no mask.)
 

@@ -1,4 +1,4 @@
-"""Expert parallelism as train.py runs it: the root's (expert_parallel.py), with
+"""Expert parallelism: the root's (expert_parallel.py), with
 
     tensor ranks    Whole experts are spread over the T ranks of a tensor-parallel group too. All T
                     hold the same tokens: each sends those for 1/T of the experts, so together they
@@ -10,7 +10,7 @@
 
 Zero bubble (schedules.py) does not defer the experts' weight gradients.
 
-    torchrun train.py --experts 8 --ep 2 --tp 2
+    torchrun train.py --experts 8 --ep 2 --tp 2 --fast
 """
 
 from dataclasses import replace

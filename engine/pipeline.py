@@ -1,4 +1,4 @@
-"""The pipeline as train.py runs it: executes one rank's list of actions, of any schedule.
+"""The pipeline for all schedules: executes one rank's list of actions.
 
     any schedule      schedules.py makes the list: F, B, I, W, and the messages between them
     zero bubble       a backward in two parts, I now and W later
@@ -7,10 +7,11 @@
     freed outputs     a stage's output is freed once it was sent. Backward needs its graph, not its
                       values: the last operation is the residual sum, which saves no inputs
 
-1F1B is as fast as in pipeline.py (docs/measured.md): what this engine earns is the other schedules,
-and memory.
+1F1B takes 2 to 4% longer than in pipeline.py (docs/measured.md): what this file adds is the other
+schedules, and memory.
 
-    python -m engine.pipeline        three schedules on 4 ranks        torchrun train.py --pp 2
+    python -m engine.pipeline                   three schedules on 4 ranks
+    torchrun train.py --pp 2 --fast pp          train.py with this file
 """
 
 from collections import Counter, deque

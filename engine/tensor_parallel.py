@@ -1,5 +1,5 @@
-"""Tensor parallelism as train.py runs it: the root's columns and rows (tensor_parallel.py), with
-their backwards written out. Each trick needs that:
+"""Tensor parallelism: the root's columns and rows (tensor_parallel.py), with hand-written backward
+passes, which the tricks need:
 
     overlap    the all-reduce of grad_x travels while grad_W is computed (gain: docs/measured.md)
     --sp       the column saves its input with 1/T of the tokens, and backward gathers it again,
@@ -11,7 +11,8 @@ or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.
 (engine/vocabulary_parallel.py). --sp adds half an all-reduce per column, for the second gather, and
 once a step the sum of the replicated gradients, 2 (T-1)/T (6 C L + 2 C + S C).
 
-    python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
+    python -m engine.tensor_parallel            a GPT on 4 ranks
+    torchrun train.py --tp 2 --fast tp          train.py with this file
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""The two ends of the model as train.py runs them (with --tp 1, unless a schedule splits
-the backward, only the head is replaced).
+"""The two ends of the model, split along the vocabulary, in less memory. (With --tp 1 only the head
+is replaced, unless a schedule splits the backward.)
 
     VocabularyEmbedding   the root's, leaving through a Region (engine/sequence_parallel.py)
     ChunkedLoss           product with lm_head and cross-entropy, some tokens at a time, so that the
@@ -122,8 +122,9 @@ class ChunkedLoss(torch.autograd.Function):
     multiplies them, in place, by the gradient of the loss; so it can run only once.
 
     In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
-    loss, summed over the tokens, the same on all ranks. Ranks exchange one number per token,
-    log(sum(exp(logits))) of their words."""
+    loss, summed over the tokens, the same on all ranks. For the loss each rank sends its
+    log(sum(exp(logits))), one number per token, to all others; for the gradient it sums grad_x over
+    the ranks."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, head, training):

@@ -1,4 +1,4 @@
-"""ZeRO as train.py runs it: three differences to the DDP of engine/ddp.py, each a class.
+"""ZeRO, overlapped. Three classes on top of engine/ddp.py's DDP, each built on the one before:
 
     ZeRO1    new weights are all-gathered while the next forward begins
     ZeRO2    one full gradient at a time (on GPUs two): a layer's is reduced while backward goes on
@@ -6,10 +6,11 @@
 
 A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
 optimizer on 1/D of it. Bytes held and elements sent: the table of zero.py. But
-ZeRO3 here gathers for backward only what backward reads: not the position embedding, and not the
-tied matrix (gathered once for each of its two uses in forward).
+ZeRO3 here gathers for backward only what backward reads: not the embedding layer and, if the head
+is a ChunkedHead (--fast tp), not the head's matrix. A tied matrix is gathered twice in forward,
+once for each of its uses.
 
-    python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
+    torchrun train.py --dp 4 --zero 3 --fast ddp
 """
 
 import torch
@@ -25,7 +26,6 @@ class ZeRO1(DDP):
     """Shards optimizer states: reduce-scatters gradients, and all-gathers new weights while the
     next forward begins."""
 
-    zero = 1
     sharded = True
 
     def __init__(self, stages, *args, **options):
@@ -81,7 +81,6 @@ class ZeRO2(ZeRO1):
     in backward to its second; and, under zero bubble, those that wait in param.grad (see collect).
     """
 
-    zero = 2
     every_microbatch = True
 
     def __init__(self, *args, **options):
@@ -160,8 +159,6 @@ class ZeRO3(ZeRO2):
     """Shards weights too: gathers a layer's weights while the layer before it computes, and frees
     them after the layer has run. At most two layers' full weights exist at a time."""
 
-    zero = 3
-
     def __init__(self, stages, *args, **options):
         # Parameters that backward reads: they share no bucket with those that it does not
         self.for_backward = {param for layers in stages.values() for layer in layers
@@ -207,7 +204,7 @@ class ZeRO3(ZeRO2):
             self.gather_weights([layer], next_layers)
 
         def after_forward(module, args, out):
-            if not next_layers:  # the stage's last layer
+            if not next_layers:  # no next layer, whose before_forward would free these weights
                 self.gather_weights([])
             if out.requires_grad and needed:
                 out.register_hook(before_backward)

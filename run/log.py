@@ -74,6 +74,17 @@ def predicted_bytes(trainer):
     return round(total)
 
 
+def held_bytes(trainer):
+    """Bytes of weights, gradients and optimizer states that this rank holds after a step, in live
+    storages: tensors may share one, so each counts once."""
+    reducer = trainer.reducer
+    states = trainer.optimizer.named_states().values()
+    held = [*reducer.weights, *trainer.grads, *(values for kind in states for values in kind),
+            *(weights for weights, _, _ in reducer.frozen)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    return sum(storages.values())
+
+
 class Log:
     """Speaks for all ranks of a run from step `start` on: only rank 0's calls print and write. On
     every rank it reads the numbers of the steps, and so knows whether the run is over.
@@ -320,34 +331,35 @@ class Log:
         self.complain(f"{what} step {step}; last good checkpoint: {self.saved or 'none'}; a lower "
                       "--lr may help")
 
+    def end_early(self):
+        """A signal, or too many steps that were not finite, have ended the run."""
+        if not self.gave_up:
+            self.say("stopped by a signal; --resume auto goes on from "
+                     f"{self.saved or 'the start'}")
+            self.ended_well = self.saved is not None
+
     def end(self, agree):
         """Collective: prepare the last lines, to be printed once the other ranks have left. agree:
-        do the replicas have the same weights? Asked only if the run is not over before its end."""
-        if not self.gave_up and (self.skipped or not self.healthy):
+        do the replicas have the same weights?"""
+        if self.skipped or not self.healthy:
             self.not_finite(self.done - 1)
-        if self.tracer and self.tracer.events and not self.stopping:
+        if self.tracer and self.tracer.events:
             from run.timeline import report
             pipeline = self.trainer.pipeline
             self.say(report(self.cfg.trace, self.tracer, self.trainer.mesh, pipeline.lists,
                             pipeline.where))
-        if self.gave_up:
-            return
-        if self.stopping:
-            self.say("stopped by a signal; --resume auto goes on from "
-                     f"{self.saved or 'the start'}")
-            self.ended_well = self.saved is not None
-            return
         self.ended_well = agree and self.healthy and not self.skipped
         cuda = self.trainer.mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()
-        texts = all_gather_text(json.dumps([peak, predicted_bytes(self.trainer)]), self.world)
-        # Two tuples, in the order of ranks
-        peaks, predicted = zip(*map(json.loads, texts), strict=True)
+        numbers = [peak, predicted_bytes(self.trainer), held_bytes(self.trainer)]
+        texts = all_gather_text(json.dumps(numbers), self.world)
+        # Three tuples, in the order of ranks
+        peaks, predicted, measured = zip(*map(json.loads, texts), strict=True)
         highest = peaks.index(max(peaks))  # a rank
-        fullest = predicted.index(max(predicted))  # a rank
+        fullest = measured.index(max(measured))  # a rank
         if self.metrics:
             self.metrics.close()
-        self.ending = (f"model states: {predicted[fullest] / 1e6:.2f} MB predicted on rank "
-                       f"{fullest}, the fullest; peak of the {'GPU' if cuda else 'process'} "
-                       f"{max(peaks) / 1e6:.0f} MB, on rank {highest}\n"
-                       f"replicas {'agree' if agree else 'DISAGREE'}")
+        self.ending = (f"model states: {measured[fullest] / 1e6:.2f} MB on rank {fullest}, the "
+                       f"fullest, {predicted[fullest] / 1e6:.2f} predicted; peak of the "
+                       f"{'GPU' if cuda else 'process'} {max(peaks) / 1e6:.0f} MB, on rank "
+                       f"{highest}\nreplicas {'agree' if agree else 'DISAGREE'}")

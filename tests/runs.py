@@ -55,10 +55,10 @@ def apply(patch, folder, *more):
 # ---- the command line ----
 
 
-def command(*args, env=None, timeout=HANG):
+def command(*args, env=None, timeout=HANG, cwd=HERE):
     """python *args, in a process of its own."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
-                          timeout=timeout, cwd=HERE, env={**os.environ, **(env or {})})
+                          timeout=timeout, cwd=cwd, env={**os.environ, **(env or {})})
 
 
 def start(*args, **more):

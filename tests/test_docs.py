@@ -42,7 +42,6 @@ import plan
 from data.batches import Data
 from engine.mesh import Mesh
 from experiments import large_batches
-from plain import FLAGS
 from planner import measure
 from races.job import SIZES
 from run.config import Config, check_layout, parse
@@ -98,9 +97,9 @@ OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which 
         "train.py: rank 0: operation 474": "test_dead_ranks_print_the_lines_that_are_quoted"},
     "docs/tensor-parallelism.md": {"without    row -> all-reduce": "a picture"}}
 CODE = {  # {how code on a page begins, if no output follows: what it is}
-    "for param in self.params:": "an excerpt of ddp.py",
+    "grads = [take_gradient(param)": "an excerpt of ddp.py",
     "num_warmup = min(P - 1 - rank, m)": "an excerpt of schedules.py",
-    "model = build(config, seed)": "the skeleton of plain.py",
+    "parts = choose(cfg)": "the skeleton of train.py",
     '"""Write two steps of a training loop': "run by test_foreign.py, as are both loops",
     '"""Two steps of FSDP2': "run by test_foreign.py",
     '"""Two steps of transformers': "run by test_foreign.py",
@@ -224,12 +223,8 @@ def _demo(rank, module, make_mesh, sizes):
 def printed(capsys, monkeypatch, tmp_path):
     """A function: the lines that a command prints. No process is started that imports torch:
     demonstrations run in the pool, training in forked ranks, all else in this process."""
-    def train(file, words):
-        if file == "plain.py":
-            cfg = parse(words, plain=FLAGS)
-            run = Run(check_layout(cfg, 1), words, tmp_path, fn=main_of_plain)
-        else:
-            run = Run(check_layout(parse(words), 1), [*words, "--out", tmp_path / "out"], tmp_path)
+    def train(words):
+        run = Run(check_layout(parse(words), 1), [*words, "--out", tmp_path / "out"], tmp_path)
         assert not any(run.wait(seconds=6 * HANG)), run.read()
         return run.read("stdout")
 
@@ -253,8 +248,7 @@ def printed(capsys, monkeypatch, tmp_path):
     def lines(line):
         line, _, word = line.partition(" | grep ")
         _, file, *words = shlex.split(line, comments=True)
-        trains = file in ("train.py", "plain.py")
-        text = train(file, words) if trains else run_file(file, words)
+        text = train(words) if file == "train.py" else run_file(file, words)
         return [line for line in text.splitlines() if word in line]
 
     return lines
@@ -278,7 +272,7 @@ for quote in QUOTES:
 
 @pytest.mark.parametrize("line", USUAL)
 def test_a_command_prints_what_the_pages_quote(line, printed):
-    if "train.py" in line or "plain.py" in line:
+    if "train.py" in line:
         needs_the_corpus()
     output = printed(line)
     for block in USUAL[line]:

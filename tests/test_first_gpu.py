@@ -29,7 +29,7 @@ from group import CommunicationError, naming
 from mesh import connection_options
 from races import gpu
 from run import launch, processes
-from run.ahead import compute_ahead, threads_per_rank
+from engine.ahead import compute_ahead, threads_per_rank
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of, peak_flops
 from tests import first_gpu

@@ -196,6 +196,20 @@ EVERY = layouts("""
     arch llama n_kv_head 4 tp 2 pad_vocab 16 untied
     arch llama n_kv_head 4 tp 2 collectives native
 
+    # hybrid sharding: ZeRO shards over some of the data ranks, and the others hold copies
+    dp 4 shard 2 microbatches 3
+    dp 4 shard 2 zero 1
+    dp 4 shard 2 zero 2 tp 2 microbatches 3
+    dp 4 shard 2 zero 3 microbatches 2
+    dp 4 shard 1 zero 3
+    dp 6 shard 3 zero 1 microbatches 2
+    dp 4 shard 2 cp 2 zero 3
+    dp 4 shard 2 pp 2 zero 1 microbatches 3
+    dp 4 shard 2 tp 2 sp zero 3 recompute
+    dp 4 shard 2 ep 2 experts 4 zero 1
+    dp 4 shard 2 ep 2 experts 4 zero 3 microbatches 3
+    dp 4 shard 2 ep 2 tp 2 sp experts 4 zero 2
+
     # torch's own collectives
     dp 3 collectives native microbatches 2
     dp 2 tp 2 zero 3 collectives native microbatches 2
