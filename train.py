@@ -105,7 +105,7 @@ class Trainer:
         if cfg.experts:
             parts.spread_experts(model, mesh, cfg.sp)
 
-        # This rank's stages of layers. where[s]: the pipeline rank of stage s; cuts[s]: (start,
+        # This rank's stages of layers. where[s]: the pipeline rank of stage s; cuts[s]: (begin,
         # stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
@@ -113,9 +113,9 @@ class Trainer:
             # Both hold the tied matrix: tag it, so that its gradient is summed over the two
             tie_ends(model.layers, mesh.ends("pp"))
         stages = {}  # {stage: its layers} of this rank
-        for s, (start, stop) in enumerate(self.cuts):
+        for s, (begin, stop) in enumerate(self.cuts):
             if self.where[s] == mesh.group("pp").rank:
-                stages[s] = list(model.layers[start:stop])
+                stages[s] = list(model.layers[begin:stop])
         # Sets the weight of the experts' balance loss, and counts their tokens for the log
         self.routing = Routing(stages, self.cuts, cfg, mesh)
 
@@ -198,15 +198,15 @@ def train(cfg, data, mesh):
     """The run of one rank. Returns its Log."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
     signals.save_on_stop(trainer.ask_to_stop)
-    # main() has called checkpoint.agree(): cfg.resume is a folder or "no". start: steps done
-    start = 0 if cfg.resume == "no" else checkpoint.load(trainer, cfg.resume)
-    log = Log(trainer, data, start)
-    batches = data.ahead(cfg, mesh, start)  # batches(step); a thread reads one step ahead
+    # main() has called checkpoint.agree(): cfg.resume is a folder or "no"
+    first = 0 if cfg.resume == "no" else checkpoint.load(trainer, cfg.resume)
+    log = Log(trainer, data, first)
+    batches = data.ahead(cfg, mesh, first)  # batches(step); a thread reads one step ahead
     # The objects made so far live until the end: Python's gc need not scan them again and again
     gc.collect()
     gc.freeze()
 
-    for step in range(start, cfg.steps):
+    for step in range(first, cfg.steps):
         if is_due(step, cfg.eval_interval):
             log.catch_up()  # on a GPU steps are read, and printed, one step late
             # None after a signal: the next step counts the request, and the loop ends behind it
@@ -223,7 +223,7 @@ def train(cfg, data, mesh):
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    nothing_new = log.done == start and log.saved  # the run had ended already
+    nothing_new = log.done == first and log.saved  # the run had ended already
     if not log.gave_up and not nothing_new:
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.is_over:
@@ -246,7 +246,7 @@ def main():
             return write_dump(cfg, mesh, data, Trainer)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
         log = train(cfg, data, mesh)
-    if log.ended_well and cfg.eval_interval and mesh.rank == 0:
+    if log.ending and log.ended_well and cfg.eval_interval and mesh.rank == 0:
         with signals.skip_on_stop():
             log.say("a sample:\n" + sample_text(log.saved, data))
     log.say(log.ending)

@@ -252,13 +252,17 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """The previous backward is over: launch the buckets that still wait for a gradient that
-        never came. Before the first backward of a step: drop the previous step's gradients."""
-        while self.filling:
-            self.launch(self.filling.pop(0))
+        """The previous backward is over. Before the first backward of a step: drop the previous
+        step's gradients."""
+        self.launch_rest()
         if self.is_new_step:
             self.is_new_step = False
             self.zero_grad()
+
+    def launch_rest(self):
+        """Launch the buckets that a backward has left, because a parameter got no gradient."""
+        while self.filling:
+            self.launch(self.filling.pop(0))
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""

@@ -184,6 +184,7 @@ class ZeRO3(ZeRO2):
             for i, layer in enumerate(layers):
                 previous = read[i - 1] if i > 0 else []
                 self.watch_layer(layer, layers[i + 1 : i + 2], read[i], previous)
+            layers[0].register_forward_pre_hook(self.watch_input)
 
     def read_in_backward(self, layer):
         """The modules whose weights the layer's backward reads: none of the embedding; of the head
@@ -201,12 +202,15 @@ class ZeRO3(ZeRO2):
         `needed`, the modules that this backward reads, and start to gather those of `previous`, the
         modules that the backward of the layer before it reads: that backward comes next."""
         def before_forward(module, args):
+            # The backward before is over. On another rank all buckets may have been launched in it:
+            # launch the rest before this rank gathers more, so that the order is the same
+            self.launch_rest()
             self.gather_weights([layer], next_layers)
 
         def after_forward(module, args, out):
             if not next_layers:  # no next layer, whose before_forward would free these weights
                 self.gather_weights([])
-            if out.requires_grad and needed:
+            if out.requires_grad:
                 out.register_hook(before_backward)
 
         def before_backward(grad):
@@ -214,6 +218,15 @@ class ZeRO3(ZeRO2):
 
         layer.register_forward_pre_hook(before_forward)
         layer.register_forward_hook(after_forward)
+
+    def watch_input(self, layer, args):
+        """Called before the forward of a stage's first layer. When the gradient of its input is
+        there, backward needs no weights of the stage: free them. (The first stage of all gets token
+        ids, which have no gradient. There the hook of the embedding's output frees the weights,
+        because the embedding needs none.)"""
+        x, *_ = args
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.gather_weights([]))
 
     def gather_weights(self, layers, prefetch=()):
         """Make the weights of `layers` whole, start to gather those of `prefetch`, and free all

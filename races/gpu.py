@@ -19,11 +19,10 @@ import torch.nn as nn
 import train
 from engine.mesh import Mesh
 from model import build
-from planner.hardware import MODELS, peak_flops
-from races.job import AXES
+from planner.hardware import MODELS
 from races.torch_side import adamw
-from run.config import Config
-from sizes import GPTConfig
+from run.config import Config, choose_parts
+from sizes import GPTConfig, peak_flops
 
 VOCABULARY = 50257
 PADDED = 50304  # the next multiple of 64, as in nanoGPT
@@ -82,15 +81,15 @@ PEERS = {"autocast": autocast_loop, "masters": masters_loop}
 
 def our_gpu_step(cfg, batches, device):
     """Returns the step function, and the FLOPs per token of its model."""
-    mesh = Mesh(device, native=True, **dict.fromkeys(AXES, 1))
+    mesh = Mesh(device, native=True)
     t = train.Trainer(cfg, mesh, VOCABULARY)
 
     def step():
-        norm, read = t.gradients(batches)
-        t.update(norm, cfg.lr)
+        norm, _ = t.step(batches, cfg.lr)
         return norm
 
-    return step, t.model_config.flops_per_token(t.n_params)
+    n_params = sum(shape.numel() for shape in t.shapes.values())
+    return step, t.model_config.flops_per_token(n_params)
 
 
 @dataclass
@@ -160,7 +159,9 @@ def run_row(row, compiled, quick, device, peak_flop):
         steps, sequences, microbatches = min(steps, 2), min(sequences, 4), min(microbatches, 2)
     cfg = Config(dp=1, n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
                  block_size=shape.block_size, batch_size=sequences, dtype="bfloat16",
-                 compile=compiled and not quick, pad_vocab=64, microbatches=microbatches, chunks=1)
+                 compile=compiled and not quick, pad_vocab=64, microbatches=microbatches, chunks=1,
+                 device=device.type, collectives="native", fast="all")
+    choose_parts(cfg)
     at_once = sequences // microbatches
     rows = torch.randint(VOCABULARY, (sequences, shape.block_size + 1), device=device)
     batches = [(part[:, :-1], part[:, 1:], None) for part in rows.split(at_once)]
