@@ -511,8 +511,8 @@ def test_the_pages_collective_passes_its_tests(corpus):
     _, cases = counted.pytestmark[0].args
     for world, n in cases:
         counted(world, n)
-    page["test_plain_py_on_doubling_equals_one_process"](corpus)
-    page["test_train_py_on_doubling_equals_one_process"](corpus)
+    page["test_the_root_on_doubling_equals_one_process"](corpus)
+    page["test_the_engine_on_doubling_equals_one_process"](corpus)
 
 
 # ---- figures on pages that commands print ----
