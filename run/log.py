@@ -218,7 +218,7 @@ class Log:
                 yield
             self.say(watch.story(self.cfg.watch))
         elif self.tracer and 2 <= step - self.start < 5:  # after two steps to warm up
-            with self.tracer.at(step):
+            with self.tracer.at(step, self.trainer.optimizer):
                 yield
         else:
             yield
