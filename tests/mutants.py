@@ -47,8 +47,7 @@ MUTANTS = {
          "own_chunk(whole, replicas).clone()", "layouts:root_parts"),
         ("            all_gather(param.data, param.shard.sum_over[0])", " " * 12 + "pass",
          "layouts:root_parts"),
-        ("        param.grad = None\n\n    def gradients(self):\n        return sum",
-         "\n    def gradients(self):\n        return sum", "parts:table"),
+        ("param.grad is freed\n        param.grad = None\n", "param.grad is freed\n", "parts:table"),
         ("param.data = param.data.new_empty(0)", "pass", "parts:table"),
         ("return recompute(self.run, *inputs)", "return self.run(*inputs)", "parts:table"),
         ("            all_reduce(chunk, group)\n", "            pass\n", "layouts:root_parts"),
@@ -292,7 +291,7 @@ MUTANTS = {
         ("cores // int(os.environ.get(\"LOCAL_WORLD_SIZE\", 1))", "cores",
          "first_gpu:share_of_the_cores")],
     "train.py": [
-        ("torch.where(sums[0].isfinite(), sums[2].sqrt(), math.nan)", "sums[2].sqrt()",
+        ("torch.where(loss.isfinite(), square.sqrt(), math.nan)", "square.sqrt()",
          "faults:five_steps"),
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
         ("data.ahead(cfg, mesh, first)", "data.ahead(cfg, mesh, 0)", "faults:storm"),

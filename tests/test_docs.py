@@ -38,6 +38,7 @@ from pathlib import Path
 import pytest
 
 import bench
+import mesh as mesh_file
 import plan
 from data.batches import Data
 from engine.mesh import Mesh
@@ -231,7 +232,7 @@ def printed(capsys, monkeypatch, tmp_path):
     def run_file(file, words):
         asked = []  # what the demonstration is to run: (module, make_mesh, sizes)
 
-        def demonstrate(fn, make_mesh=demonstrations.plain_mesh, **sizes):
+        def demonstrate(fn, make_mesh=mesh_file.Mesh, **sizes):
             module = Path(file).stem if fn.__module__ == "__main__" else fn.__module__
             asked.append((module, make_mesh, sizes))
 
@@ -331,7 +332,7 @@ def test_the_experiment_prints_the_pages_table_from_the_pages_results(capsys, mo
         return [{"step": 0, "loss": 1.0}, {"val_bits_per_byte": bits}]
 
     monkeypatch.setattr(large_batches, "train_once", train_once)
-    monkeypatch.setattr(large_batches, "demonstrate", lambda *args, **more: None)
+    monkeypatch.setattr(large_batches, "demonstrate_engine", lambda *args, **more: None)
     monkeypatch.setattr(sys, "argv", ["large_batches.py", "--out", str(tmp_path)])
     large_batches.main()
     assert lacking(block.output[: end + 1], capsys.readouterr().out.splitlines()) is None
