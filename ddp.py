@@ -54,8 +54,8 @@ class DDP:
                        over the ranks that the tag names. Clears the gradients for the next step
         publish()      after the optimizer's step: sends new weights where the next forward needs
                        them on every rank (ZeRO-1, 2; ZeRO-3 gathers them in forward)
-        sharded        True under ZeRO: each replica's optimizer steps different parts. The
-                       optimizer asks, for the global norm
+        sharded        True under ZeRO: each replica's optimizer steps different parts. Read for
+                       the global norm (optimizer.py) and for checkpoints
     """
 
     sharded = False

@@ -87,8 +87,8 @@ class Pipeline:
         In: the (ids, targets, number of the first sequence) of each microbatch of this replica, the
         same on all ranks of the group; the reducer of this rank's gradients (ddp.py), which is told
         of each backward before it runs.
-        Out: the reducer can give the gradients. Returns this replica's part of the loss per token
-        on the last rank, 0 on all others: a float64 tensor.
+        Out: the reducer can give the gradients. Returns this replica's part of the loss per token,
+        without the balance loss, on the last rank, 0 on all others: a float64 tensor.
         """
         to_forward = deque(batches)
         in_flight = deque()  # what forward() returned for microbatches without a backward yet
@@ -112,7 +112,8 @@ class Pipeline:
                     x = self.backward(*in_flight.popleft())  # the oldest microbatch in flight
                     if not self.is_first:
                         grad_sends.append(self.group.send(x.grad, self.group.rank - 1))
-        wait_all([send for _, _, send in in_flight])  # validation: no backward has waited
+        # Only in validation: in training each backward has waited for its microbatch's send
+        wait_all([send for _, _, send in in_flight])
         wait_all(grad_sends)
         return loss
 

@@ -78,7 +78,7 @@ class Trainer:
         self.dtype = getattr(torch, cfg.dtype)
         self.parts = parts = choose(cfg)
         self.stop_asked = False  # by a signal to this rank
-        self.grads = []  # the gradients of the last step
+        self.grads = []  # gradients of the last step; kept for the log, which counts their bytes
 
         # The whole model on the meta device: shapes without memory
         self.model_config = config_of(cfg, vocab_size)
@@ -98,19 +98,20 @@ class Trainer:
 
         # Each call changes the model in place: to this rank's tokens of each sequence, to its slice
         # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
-        # rank nothing is split
+        # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
         self.positions = parts.split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         split = parts.sequence_parallel if cfg.sp else parts.tensor_parallel
         split(model, mesh.group("tp"))
         if cfg.experts:
             parts.spread_experts(model, mesh, cfg.sp)
 
-        # This rank's stages of layers. where[s]: the pipeline rank of stage s; cuts[s]: (begin,
-        # stop) of its layers
+        # Cut the list of layers into stages, cfg.chunks for each pipeline rank. where[s]: the
+        # pipeline rank of stage s; cuts[s]: (begin, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
-        if self.where[0] != self.where[-1]:  # first and last stage are on two ranks
-            # Both hold the tied matrix: tag it, so that its gradient is summed over the two
+        # Are first and last stage on two ranks? (Not with --pp 1, and not under zb-v)
+        if self.where[0] != self.where[-1]:
+            # Both ranks hold the tied matrix: tag it, so that its gradient is summed over the two
             tie_ends(model.layers, mesh.ends("pp"))
         stages = {}  # {stage: its layers} of this rank
         for s, (begin, stop) in enumerate(self.cuts):
@@ -119,7 +120,7 @@ class Trainer:
         # Sets the weight of the experts' balance loss, and counts their tokens for the log
         self.routing = Routing(stages, self.cuts, cfg, mesh)
 
-        # The reducer, DDP or ZeRO, calls value(tag) for one parameter after the other, and keeps
+        # The reducer, DDP or ZeRO, gets each parameter's initial value from value(tag), which makes
         # this rank's slice. ZeRO-3 replaces the layers in `stages` by layers that gather their
         # weights, so Routing, which looks into blocks, comes before, and the rest after
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
@@ -158,7 +159,7 @@ class Trainer:
         square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
         sums = torch.cat([torch.stack([loss / self.cfg.tp, asked, square]), self.routing.sums()])
         self.parts.all_reduce(sums, self.mesh.world)
-        loss, _, square = sums[:3]
+        loss, _, square = sums[:3]  # now of all ranks
         norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
         self.optimizer.step(self.grads, norm, lr)  # clips, steps; nothing if the norm is not finite
@@ -166,10 +167,11 @@ class Trainer:
         return norm, sums
 
     def validate(self, data, log, num_batches=None):
-        """Mean loss, the same on every rank, over the windows (block_size tokens each) of val.bin:
-        over all, or over those of the first num_batches batches. None if a signal to any rank came
-        meanwhile."""
+        """Returns the mean loss over the windows (block_size tokens each) of val.bin, the same on
+        every rank; None if a signal to any rank came meanwhile. num_batches: validate only so many
+        batches of windows; None: all windows."""
         world = self.mesh.world
+        # windows: their number; each_batch: an iterator over batches, lists of microbatches
         windows, each_batch = data.validation(self.cfg, self.mesh, num_batches)
         total = math.ceil(windows / self.cfg.batch_size)  # batches
         loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
@@ -208,27 +210,28 @@ def train(cfg, data, mesh):
 
     for step in range(first, cfg.steps):
         if is_due(step, cfg.eval_interval):
-            log.catch_up()  # on a GPU steps are read, and printed, one step late
-            # None after a signal: the next step counts the request, and the loop ends behind it
+            log.catch_up()  # a GPU's steps are printed one step late: print the last one first
+            # validate() returns None after a signal. The next step's all-reduce counts the request,
+            # and the loop ends once the log has read that count
             log.validation(step, trainer.validate(data, log, cfg.eval_batches))
         lr = learning_rate(cfg, step)
         with log.watching(step):  # --watch and --trace record some of the steps
             norm, sums = trainer.step(batches(step), lr)
         log.step(step, lr, norm, sums)
-        # A signal, or too many steps that were not finite. The log reads `sums`, the same on all
-        # ranks, so all ranks leave the loop at the same step
+        # is_over: after a signal, or after too many steps that were not finite. The log knows this
+        # from norm and sums, the same on all ranks, so all ranks leave the loop at the same step
         if log.is_over:
             break
         if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    nothing_new = log.done == first and log.saved  # the run had ended already
+    nothing_new = log.done == first and log.saved  # --resume found a complete run
     if not log.gave_up and not nothing_new:
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.is_over:
         log.validation(cfg.steps, trainer.validate(data, log), last=True)
-    if log.is_over:
+    if log.is_over:  # perhaps only now: a signal may have come during that validation
         log.end_early()
     else:
         log.end(replicas_agree(trainer))
@@ -239,6 +242,7 @@ def main():
     cfg, world, _ = read_command_line(__doc__)  # as start() did. world: number of processes
     data = checked(cfg, world, Data)  # the flags that depend on this machine; then the data
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
+        # Of these parts only Mesh is used: the Trainer calls choose() again, for its own
         mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
                                 ep=cfg.ep, shard=cfg.shard)
         if cfg.dump:
@@ -246,6 +250,7 @@ def main():
             return write_dump(cfg, mesh, data, Trainer)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
         log = train(cfg, data, mesh)
+    # A complete run ends with a sample of text (with --eval-interval 0: without)
     if log.ending and log.ended_well and cfg.eval_interval and mesh.rank == 0:
         with signals.skip_on_stop():
             log.say("a sample:\n" + sample_text(log.saved, data))

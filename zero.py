@@ -79,7 +79,8 @@ class ZeRO2(ZeRO1):
         the same graph, so they call this in the same order, and no rank waits forever."""
         replicas = param.shard.sum_over[0]
         chunk = own_chunk(reduce_scatter(param.grad, replicas), replicas)
-        self.sums[param] = self.sums.get(param, 0) + chunk  # a new tensor: param.grad is freed
+        # Not `chunk` itself: a view, which would keep the whole gradient in memory
+        self.sums[param] = self.sums.get(param, 0) + chunk
         param.grad = None
 
     def gradients(self):

@@ -192,8 +192,9 @@ class DDP:
         return found
 
     def allocate_shards(self, bucket):
-        """Allocate what this rank keeps of a bucket beside its weights: here whole gradients, for
-        the whole run. Without other ranks to sum them over, they stay in param.grad."""
+        """Allocate what this rank keeps of a bucket in addition to its weights: here a buffer for
+        whole gradients, for the whole run; none if gradients stay in param.grad (the table of
+        Bucket)."""
         same_dtype = bucket.grad_dtype == bucket.full.dtype
         nothing_to_sum = bucket.group.size == 1 and not bucket.sum_at_end
         if not bucket.trained or (same_dtype and nothing_to_sum):
@@ -204,8 +205,9 @@ class DDP:
             bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
-        """Drop the gradients. Where param.grad is a view, the next one is copied over the old;
-        clearing takes longer. Without views gradients are added, so clear."""
+        """Drop the gradients. A bucket with views keeps its old values: the next gradients are
+        copied over them, which is faster than clearing. Without views collect() adds to the
+        bucket, so it is cleared."""
         for param in self.home:
             param.grad = None
         for bucket in self.buckets:
@@ -227,9 +229,9 @@ class DDP:
     def grad_added(self, param):
         """A hook: autograd is done with this parameter. (If a split backward has deferred the
         gradient, param.grad is None or the sum so far; the pipeline calls grad_added again once
-        the gradient is computed.) In every microbatch but the last, and in the I of a split
-        backward, the hook only collects: `filling` is empty, and the next expect() sets the counts
-        again."""
+        the gradient is computed.) While `filling` is empty the hook only collects, and the next
+        expect() sets the counts again: in the I of a split backward and, unless every_microbatch,
+        in all microbatches but the last."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)
@@ -252,8 +254,8 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """The previous backward is over. Before the first backward of a step: drop the previous
-        step's gradients."""
+        """Launch the buckets that the previous backward has left. Before the first backward of a
+        step also drop the previous step's gradients."""
         self.launch_rest()
         if self.is_new_step:
             self.is_new_step = False

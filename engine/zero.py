@@ -64,7 +64,7 @@ class ZeRO1(DDP):
         super().launch(bucket, reduce_scatter)
 
     def publish(self):
-        """In the order in which the next forward uses the weights."""
+        """Start to all-gather the new weights, in the order in which the next forward uses them."""
         for bucket in self.buckets:
             self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
 
@@ -187,9 +187,9 @@ class ZeRO3(ZeRO2):
             layers[0].register_forward_pre_hook(self.watch_input)
 
     def read_in_backward(self, layer):
-        """The modules whose weights the layer's backward reads: none of the embedding; of the head
-        only its LayerNorm, because its loss (ChunkedLoss) computes the matrix's gradient already in
-        forward; of a block all."""
+        """The modules whose weights the layer's backward reads. Embedding: none. ChunkedHead: only
+        its LayerNorm, because its loss (ChunkedLoss) computes the matrix's gradient already in
+        forward. Block, and the root's Head: all."""
         if isinstance(layer, Embedding):
             return []
         if isinstance(layer, ChunkedHead):
@@ -202,8 +202,8 @@ class ZeRO3(ZeRO2):
         `needed`, the modules that this backward reads, and start to gather those of `previous`, the
         modules that the backward of the layer before it reads: that backward comes next."""
         def before_forward(module, args):
-            # The backward before is over. On another rank all buckets may have been launched in it:
-            # launch the rest before this rank gathers more, so that the order is the same
+            # The previous backward is over, and another rank may have launched all its buckets in
+            # it. Launch the rest before gathering more: so all ranks call collectives in one order
             self.launch_rest()
             self.gather_weights([layer], next_layers)
 

@@ -47,7 +47,7 @@ MUTANTS = {
          "own_chunk(whole, replicas).clone()", "layouts:root_parts"),
         ("            all_gather(param.data, param.shard.sum_over[0])", " " * 12 + "pass",
          "layouts:root_parts"),
-        ("param.grad is freed\n        param.grad = None\n", "param.grad is freed\n", "parts:table"),
+        ("\n        param.grad = None\n", "\n", "parts:table"),
         ("param.data = param.data.new_empty(0)", "pass", "parts:table"),
         ("return recompute(self.run, *inputs)", "return self.run(*inputs)", "parts:table"),
         ("            all_reduce(chunk, group)\n", "            pass\n", "layouts:root_parts"),
@@ -314,7 +314,7 @@ MUTANTS = {
     "run/doctor/record.py": [
         (" and shard.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
-        (" / scale for grad in grads", " for grad in grads", "dump:16_bits")],
+        (".div_(scale)", "", "dump:16_bits")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ("value.fill_(manifest[name])", "value.fill_(1)", "values:keeps"),
@@ -426,8 +426,9 @@ MUTANTS = {
         ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
     "planner/memory.py": [
         ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket"),
-        (", matrix), everything)", ", matrix), 1e9)", "planner:copies_one_bucket"),
-        ("layout.dp * layout.cp\n    per_other", "layout.dp\n    per_other", "planner:zero_paper"),
+        ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),
+        ("per_other = bytes_each(layout.replicas)", "per_other = bytes_each(layout.dp)",
+         "planner:zero_paper"),
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
         ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers"),
         ("(3 * 8 + 2 * wide)", "(2 * 8 + 2 * wide)", "planner:saves_the_bytes"),
