@@ -119,4 +119,4 @@ def demo(mesh):
 
 if __name__ == "__main__":
     from show.demonstrations import demonstrate
-    demonstrate(demo, dp=1, ep=4)
+    demonstrate(demo, dp=4, ep=4)

@@ -85,8 +85,9 @@ class Layerwise(Optimizer):
         them."""
         squares = torch.zeros(2, len(self.is_matrix), dtype=torch.double, device=self.device)
         if self.masters:  # else there are fewer parameters than ranks
-            others = torch.cat([exact_norms([other_of(i)], self.wide)
-                                for i in range(len(self.masters))])
+            # A part at a time: exact_norms takes many tensors at once, and not all need to exist
+            others = torch.cat([exact_norms([other_of(i) for i in some], self.wide)
+                                for some in self.in_parts(range(len(self.masters)))])
             norms = torch.stack([exact_norms(self.masters, self.wide), others])
             squares.index_add_(1, self.indices, norms.square() / self.holders)
         return all_reduce(squares, self.world).sqrt()
@@ -118,20 +119,27 @@ class LARS(SGD):
 
 
 class LAMB(Layerwise):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.corrections = None  # of the two means' bias, in the current step
+
     def update_moments(self, gradient, go):
+        # How far each mean moves toward the new term: 0 if the step is skipped. Computed once, not
+        # for each tensor: on a GPU each number is a kernel
+        toward_mean = ((1 - self.cfg.beta1) * go).to(self.wide)
+        toward_square = ((1 - self.cfg.beta2) * go).to(self.wide)
+        # at least 1: `updates` is still 0 if the first step is skipped
+        steps = self.updates.double().clamp(min=1)
+        self.corrections = 1 - self.cfg.beta1**steps, 1 - self.cfg.beta2**steps
         for i in range(len(self.weights)):
             grad = gradient(i)
-            # how far each mean moves toward the new term: 0 if the step is skipped
-            toward_mean = ((1 - self.cfg.beta1) * go).to(grad.dtype)
-            toward_square = ((1 - self.cfg.beta2) * go).to(grad.dtype)
             self.moments["exp_avg"][i].lerp_(grad, toward_mean)
             self.moments["exp_avg_sq"][i].lerp_(grad.square_(), toward_square)
 
     def direction(self, i, gradient):
-        # at least 1: `updates` is still 0 if the first step is skipped
-        steps = self.updates.double().clamp(min=1)
-        mean = self.moments["exp_avg"][i] / (1 - self.cfg.beta1**steps)
-        square = self.moments["exp_avg_sq"][i] / (1 - self.cfg.beta2**steps)
+        of_mean, of_square = self.corrections
+        mean = self.moments["exp_avg"][i] / of_mean
+        square = self.moments["exp_avg_sq"][i] / of_square
         return self.with_decay(i, mean.div_(square.sqrt_().add_(1e-6)))
 
     def trust_ratios(self, gradient):

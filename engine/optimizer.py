@@ -99,6 +99,18 @@ class Optimizer:
         0-dim tensors on the device."""
         raise NotImplementedError
 
+    def in_parts(self, indices):
+        """Cut the list of indices into lists whose weights have about CONVERTED elements each."""
+        parts = [[]]
+        room = CONVERTED
+        for i in indices:
+            if room <= 0:
+                parts.append([])
+                room = CONVERTED
+            parts[-1].append(i)
+            room -= self.weights[i].numel()
+        return parts
+
     def named_states(self):
         """{name in a checkpoint: a tensor for each of the reducer's weights}."""
         has_masters = self.wide != self.dtype
@@ -126,18 +138,6 @@ class AdamW(Optimizer):
                     [self.updates] * len(some), lr=lr * rate, beta1=self.cfg.beta1,
                     beta2=self.cfg.beta2, eps=1e-8, amsgrad=False, maximize=False, found_inf=skip,
                     weight_decay=decay)
-
-    def in_parts(self, indices):
-        """Cut the list of indices into lists whose weights have about CONVERTED elements each."""
-        parts = [[]]
-        room = CONVERTED
-        for i in indices:
-            if room <= 0:
-                parts.append([])
-                room = CONVERTED
-            parts[-1].append(i)
-            room -= self.weights[i].numel()
-        return parts
 
     def scaled(self, grads, factor):
         """The gradients times factor; in place if they are as wide as the factor."""

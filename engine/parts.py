@@ -52,7 +52,8 @@ class Engine:
     def __init__(self, cfg):
         self.cfg = cfg
         self.dtype = getattr(torch, cfg.dtype)
-        self.device = torch.device("cuda" if cfg.device == "cuda" else "cpu")
+        # "auto": main() has resolved it, but for tests that build a Trainer of their own
+        self.device = torch.device("cpu" if cfg.device == "auto" else cfg.device)
         # Set in split_sequences: the model's names and full shapes, the group of all ranks, and the
         # positions of this rank's tokens in their sequence
         self.shapes = self.world = self.positions = None

@@ -1,6 +1,6 @@
-"""Draws who holds what of a GPT on plain.py's eight ranks: which stage, which slice of each matrix,
-which chunk of AdamW's states. Eight processes cut the model as plain.py does. Drawn is what the
-tags of their parameters say (shard.py), and where ZeRO-1's chunks lie.
+"""Draws who holds what of a GPT on train.py's eight ranks: which stage, which slice of each matrix,
+which chunk of AdamW's states. Eight processes make a Trainer of train.py. Drawn is what the tags of
+their parameters say (shard.py), and where ZeRO-1's chunks lie.
 
     python -m experiments.eight_ranks --svg pictures        writes pictures/ranks.svg
 """
@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import Data
-from model import build
-from plain import FLAGS, part_of_model
-from run.config import parse
+from run.config import check_layout, parse
 from run.files import write_new
-from run.processes import texts_on_rank_0
+from run.processes import all_gather_text
 from show.chapters import BOLD, ELSEWHERE, HELD, SMALL
 from show.demonstrations import demonstrate
 from show.draw import COLORS, Picture
-from zero import REDUCERS
+from train import Trainer
 
 WORDS_OF_RUN = "--dp 2 --tp 2 --pp 2 --zero 1"
 LAYOUT = {"dp": 2, "pp": 2, "tp": 2}
@@ -45,17 +43,21 @@ class HeldMatrix(NamedTuple):
 # ---- on each rank ----
 
 
-def held_matrices(cfg, mesh, vocab_size):
+def flags_of_run():
+    """The Config of WORDS_OF_RUN."""
+    cfg = parse(WORDS_OF_RUN.split())
+    check_layout(cfg, world=1)
+    return cfg
+
+
+def held_matrices(mesh, vocab_size):
     """[HeldMatrix] of this rank, in the order of its layers."""
-    layers = part_of_model(cfg, mesh, vocab_size, build)
-    reducer = REDUCERS[cfg.zero](layers)
+    reducer = Trainer(flags_of_run(), mesh, vocab_size).reducer
     found = []
-    for param, chunk in zip(reducer.params, reducer.weights, strict=True):
-        if param.dim() == 2:
-            tag = param.shard
-            width = param.size(1)
-            begin = (chunk.data_ptr() - param.data_ptr()) // param.element_size()
-            stepped = [begin / width, (begin + chunk.numel()) / width]
+    for chunk, tag, start in zip(reducer.weights, reducer.tags, reducer.starts, strict=True):
+        if len(tag.shape) == 2:
+            width = tag.slice_shape[1]
+            stepped = [start / width, (start + chunk.numel()) / width]
             found.append(HeldMatrix(tag.name.removeprefix("transformer."), list(tag.shape), tag.dim,
                               list(tag.ranges), stepped))
     return found
@@ -63,11 +65,10 @@ def held_matrices(cfg, mesh, vocab_size):
 
 def eight_ranks(mesh, vocab_size, file):
     """Collective: rank 0 writes the SVG into the file."""
-    cfg = parse(WORDS_OF_RUN.split(), plain=FLAGS)
     place = [mesh.place(axis)[0] for axis in LAYOUT]
-    held = held_matrices(cfg, mesh, vocab_size)
-    texts = texts_on_rank_0("what is held", json.dumps([place, held]))
-    if texts:
+    held = held_matrices(mesh, vocab_size)
+    texts = all_gather_text(json.dumps([place, held]), mesh.world)
+    if mesh.rank == 0:
         ranks = []
         for place, held in map(json.loads, texts):
             ranks.append((place, [HeldMatrix(*fields) for fields in held]))
@@ -129,7 +130,7 @@ def draw_rank(picture, x, y, rank, matrices):
 
 def ranks_svg(ranks):
     """ranks: ((d, p, t), [HeldMatrix]) of each rank, in the order of ranks."""
-    picture = Picture(f"Who holds what of a small GPT: plain.py {WORDS_OF_RUN}", 900, 644)
+    picture = Picture(f"Who holds what of a small GPT: train.py {WORDS_OF_RUN}", 900, 644)
     for rank, ((d, p, t), matrices) in enumerate(ranks):
         x = LEFT + p * (BOX + 12)
         y = TOP + (2 * d + t) * (TALL + 8) + 12 * d
@@ -152,7 +153,7 @@ def ranks_svg(ranks):
 def main():
     parser = eight_ranks_flags(__doc__)
     args = parser.parse_args()
-    vocab_size = Data(parse(WORDS_OF_RUN.split(), plain=FLAGS)).vocab_size
+    vocab_size = Data(flags_of_run()).vocab_size
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ranks.svg")
         demonstrate(partial(eight_ranks, vocab_size=vocab_size, file=file), **LAYOUT)

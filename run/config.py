@@ -430,7 +430,7 @@ def refuse_wrong_sizes(cfg):
     require_multiple(cfg, "block_size", math.lcm(zigzag, slices), "cp", "tp", "sp")
     require(cfg.ep == 1 or cfg.experts, f"{given(cfg, 'ep')} is for --experts; say how many")
     require_divides(cfg, "shard", whole="dp")
-    require_divides(cfg, "ep", whole="shard")
+    require_divides(cfg, "ep", whole="dp" if cfg.shard == cfg.dp else "shard")
     if cfg.experts:
         require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
         require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "

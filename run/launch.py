@@ -3,7 +3,7 @@
 `python train.py --tp 2 --pp 2` becomes the launcher: it starts four processes with the same command
 line, each with its number in the environment (RANK, WORLD_SIZE, ..., like torchrun), and waits for
 them. train.py calls start() before it imports torch, so the launcher, --help and a wrong flag do
-not wait for torch. (plain.py, to stay plain, imports torch first and calls launch().)
+not wait for torch.
 `torchrun train.py --tp 2 --pp 2` starts one process, too, which becomes the launcher. With
 --nproc-per-node 4 torchrun starts the ranks, and this file starts none.
 

@@ -62,15 +62,6 @@ def all_gather_text(text, world):
             for row in world.read(all_gather(texts, world))]
 
 
-def texts_on_rank_0(name, text):
-    """Collective: on rank 0 the list of every rank's text, elsewhere []. The texts go through the
-    store, so no mesh is needed. name: a part of the store's keys; each call needs another name."""
-    rank, size = place
-    store.set(f"{name} of rank {rank}", text)
-    ranks = range(size) if rank == 0 else ()
-    return [store.get(f"{name} of rank {other}").decode() for other in ranks]
-
-
 # ---- a failure ends all ranks, with one line ----
 
 

@@ -1,20 +1,19 @@
 """How a process ends: by a signal, by a failure, because it cannot write its output, or with its
 parent.
 
-    process                      SIGINT, SIGTERM, SIGHUP               set up by
-    launcher                     passes the signal on to all ranks     launch (run/launch.py)
-    rank, starting               one line, exit                        before_training
-    rank of plain.py, training   one line, exit                        before_training
-    rank of --plain or --dump    one line, exit                        end_on_stop
-    rank that saves, training    saves after the step; again: exit     save_on_stop
-    rank 0, at the end           leaves out the sample of text         skip_on_stop
-    other commands               SIGINT: exit without a traceback      end_quietly
+    process                 SIGINT, SIGTERM, SIGHUP               set up by
+    launcher                passes the signal on to all ranks     launch (run/launch.py)
+    rank, starting          one line, exit                        before_training
+    rank, training          saves after the step; again: exit     save_on_stop
+    rank with --dump        one line, exit                        end_on_stop
+    rank 0, at the end      leaves out the sample of text         skip_on_stop
+    other commands          SIGINT: exit without a traceback      end_quietly
 
---plain and --dump are flags of train.py. With them, and in plain.py, a rank saves nothing.
+    process                 standard output: no reader (| head)   standard output: disk is full
+    rank, training          the same as for SIGHUP (Log.say)      one line, goes on (Log.say)
+    all other processes     exit 141 = 128 + SIGPIPE, no line     one line, exit 1
 
-    process                      standard output: no reader (| head)   standard output: disk is full
-    rank that saves, training    the same as for SIGHUP (Log.say)      one line, goes on (Log.say)
-    all other processes          exit 141 = 128 + SIGPIPE, no line     one line, exit 1
+With --dump a rank saves nothing, so it counts among "all other processes".
 
 After a failure give_up (run/processes.py) ends a rank. A rank's parent is the process that started
 the rank: our launcher (run/launch.py) or torchrun's agent.
@@ -183,13 +182,13 @@ def end_on_stop(when):
     on_stop(stop)
 
 
-def before_training(when="before the first step"):
+def before_training():
     """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
-    parent. when: for end_on_stop. A rank of train.py calls save_on_stop or end_on_stop later on:
-    from then on a signal does what that function says."""
+    parent. A rank of train.py calls save_on_stop or end_on_stop later on: from then on a signal
+    does what that function says."""
     global parent
     prepare_output()
-    end_on_stop(when)
+    end_on_stop("before the first step")
     # run/launch.py blocked STOPS before it started this process: let signals that came since arrive
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if PARENT in os.environ:

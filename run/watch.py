@@ -18,21 +18,21 @@ import threading
 from collections import Counter, deque
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from group import wait_all
-from run.processes import texts_on_rank_0
+from mesh import DATA
+from run.processes import all_gather_text
 
 
 class Sent(NamedTuple):
     key: str  # the same on the sender and on the receiver
     src: int  # ranks of the world
     dst: int
-    axis: str  # the group's axis: dp, ep, pp, cp or tp; several as pp+tp
+    axis: str  # by axis_of()
     what: str  # by origin()
     shape: list
     nbytes: int
@@ -89,6 +89,22 @@ def origin(carrier=""):
 # ---- note ----
 
 
+def axis_of(group, sizes):
+    """The axes along which the ranks of a group differ, under the names of train.py's flags: "tp",
+    or "dp+cp" for several. The mesh splits --dp into three axes (DATA in mesh.py), each of which is
+    "dp" here. One exception: a group along ep alone, the ranks that share the experts, is "ep"."""
+    names = group.name.split("_")  # such as shard_ep_cp, pp_ends, world
+    if names == ["ep"]:
+        return "ep"
+    axes = []
+    for axis, size in sizes.items():
+        is_data = axis in DATA
+        in_group = names == ["world"] or axis in names or (is_data and "dp" in names)
+        if size > 1 and in_group:
+            axes.append("dp" if is_data else axis)
+    return "+".join(axis for axis in ("dp", "pp", "cp", "tp") if axis in axes)
+
+
 def watched(group_class, watch):
     """A subclass of group_class, which is the root's Group or one of engine/'s. Its groups report
     each message and each job to `watch`."""
@@ -96,6 +112,10 @@ def watched(group_class, watch):
     class Watched(group_class):
 
         def exchange(self, send=None, dst=None, recv=None, src=None, **options):
+            # A group of engine/ has a thread, which sends the messages of submitted jobs. Let it
+            # send them before this message is numbered: key() counts in the order of sending
+            if hasattr(self, "wait_for_jobs"):
+                self.wait_for_jobs()
             ends = [(send, dst, recv, src), *options.get("more", ())]  # more: an option of engine/
             keys = watch.note(self, ends)
             work = super().exchange(send, dst, recv, src, **options)
@@ -180,9 +200,7 @@ class Watch:
 
     def message(self, key, group, send, dst):
         what = getattr(self.here, "what", "") or origin()
-        axes = [axis for axis, size in self.mesh.sizes.items()
-                if size > 1 and (group.name == "world" or axis in group.name.split("_"))]
-        return Sent(key, self.mesh.rank, group.ranks[dst], "+".join(axes), what,
+        return Sent(key, self.mesh.rank, group.ranks[dst], axis_of(group, self.mesh.sizes), what,
                     list(send.shape), send.numel() * send.element_size())
 
     def job(self, group, what, run):
@@ -210,12 +228,14 @@ class Watch:
         lanes = [self.lanes[name] for name in sorted(self.lanes)]
         sent = [self.sent[key] for lane in lanes for kind, key, _ in lane
                 if kind == "did" and key in self.sent]
-        texts = texts_on_rank_0("messages", json.dumps([sent, lanes]))
+        texts = all_gather_text(json.dumps([sent, lanes]), self.mesh.world)
+        if self.mesh.rank > 0:
+            return ""
         messages, threads = [], []
         for of_rank, lanes in map(json.loads, texts):
             messages += [Sent(*message) for message in of_rank]
             threads += lanes
-        return tell(messages, ticks(threads), which) if texts else ""
+        return tell(messages, ticks(threads), which)
 
 
 # ---- order ----
@@ -270,16 +290,3 @@ def tell(sent, tick, which):
             nbytes[message.axis] += message.nbytes
     sums = [f"{axis}: {times[axis]:,} messages, {nbytes[axis]:,} bytes" for axis in sorted(times)]
     return "\n".join([*aligned(rows, left=(2, 3)), *sums])
-
-
-def watch_first(steps, mesh, which):
-    """Yields what the generator `steps` yields. After the first step rank 0 prints the messages of
-    that step, from all ranks."""
-    watch = Watch(mesh)
-    with watch.step():
-        first = list(islice(steps, 1))
-    lines = watch.story(which)
-    if mesh.rank == 0:
-        print(lines, flush=True)
-    yield from first
-    yield from steps

@@ -22,20 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model
 import train
 from engine import vocabulary_parallel
-from engine.dropout import Dropout
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.zero import ZeRO2
 from run.config import Config, check_layout
 
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
-        "dtype": "bfloat16", "pad_vocab": 64, "microbatches": 1, "dp": 1}
+        "dtype": "bfloat16", "pad_vocab": 64, "microbatches": 1, "dp": 1, "fast": "all"}
 VOCABULARY = 50257
 # Operations that start no kernel, though torch calls them no views
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "resize_", "scalar_tensor", "lift_fresh")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
-OVERWRITE = ("copy_", "zero_", "fill_")  # write in place without reading
+OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "fill_")  # write in place without reading
 PICK = ("gather", "scatter_")  # read or write a few elements of their largest tensor
 
 
@@ -117,7 +116,8 @@ class OneOfMany(Mesh):
         return None
 
 
-def meta_tensor(shape):
+def meta_value(name, shape, config, seed):
+    """In the place of model.initial_value."""
     return torch.empty(shape, device="meta")
 
 
@@ -130,11 +130,16 @@ def run_at_once(group, job, name):
 def on_meta():
     """What a Trainer needs to be built and run on the meta device."""
     with (patch.object(model, "causal_attention", FlashAttention.apply),
-          patch.object(train, "initial_value", lambda name, shape, *more: meta_tensor(shape)),
-          patch.object(Dropout, "attach", lambda *args: None),
           patch.object(Group, "run_native", lambda *args: None),
           patch.object(Group, "submit", run_at_once)):
         yield
+
+
+def meta_config(**flags):
+    cfg = Config(**{**GPT2, **flags})
+    check_layout(cfg, 1)
+    cfg.device = "meta"
+    return cfg
 
 
 def positions_on_a_cpu(x, weight, rows):
@@ -152,24 +157,22 @@ def fused_log_likelihood(head, logits, *args):
 
 @cache
 def count_step(cpu_chunks=False, fused_loss=False, in_place=False, **flags):
-    """The Counting of one step of rank 0: gradients and update. cpu_chunks: the loss takes as
+    """The Counting of one step of rank 0. cpu_chunks: the loss takes as
     many tokens at a time as on a CPU. fused_loss: by fused_log_likelihood. in_place: collectives
     gather in place, like NCCL's."""
-    cfg = Config(**{**GPT2, **flags})
-    check_layout(cfg, 1)
-    mesh = OneOfMany(dp=cfg.dp, ep=1, pp=1, cp=1, tp=cfg.tp)
+    cfg = meta_config(**flags)
+    mesh = OneOfMany(dp=cfg.dp, tp=cfg.tp)
     positions = positions_on_a_cpu if cpu_chunks else vocabulary_parallel.positions_of_chunk
     head = vocabulary_parallel.ChunkedHead
     log_likelihood = fused_log_likelihood if fused_loss else head.log_likelihood
     with (on_meta(), patch.object(Group, "gathers_in_place", in_place),
           patch.object(vocabulary_parallel, "positions_of_chunk", positions),
           patch.object(head, "log_likelihood", log_likelihood)):
-        trainer = train.Trainer(cfg, mesh, VOCABULARY)
+        trainer = train.Trainer(cfg, mesh, VOCABULARY, meta_value)
         local = cfg.batch_size // cfg.dp
         ids = torch.empty(local, cfg.block_size, dtype=torch.long, device="meta")
         with Counting() as counting:
-            norm, _ = trainer.gradients([(ids, ids, 0)])
-            trainer.update(norm, cfg.lr)
+            trainer.step([(ids, ids, 0)], cfg.lr)
     return counting
 
 
@@ -204,7 +207,7 @@ CHANGES = {  # name: (flags, how it was before: flags, or a context)
     "gradient of the matrix summed in 32 bits by one product": (
         {}, patch.object(vocabulary_parallel, "add_weight_gradient", add_in_three)),
     "--compile: the loss in two kernels": ({"fused_loss": True}, {"fused_loss": False}),
-    "LAMB: norms of a bucket in one kernel": (
+    "LAMB: norms of many tensors in one kernel": (
         {"optimizer": "lamb"}, patch.object(torch, "_foreach_norm", norms_one_by_one)),
     "ZeRO-2: first gradients copied, not added to zeros": (
         {"zero": 2}, patch.multiple(ZeRO2, full_gradient=full_of_zeros, move=add_to_zeros)),

@@ -147,8 +147,8 @@ def steps_of_train_py(sizes, *more):
     words = [f"--{key.replace('_', '-')}={sizes[key]}" for key in MODEL_FLAGS]
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
-        said = run("train.py", *words, "--data", random_data(folder), "--eval-interval", 0,
-                   "--out", Path(folder, "out"), "--metrics", metrics, *more)
+        said = run("train.py", "--fast", *words, "--data", random_data(folder),
+                   "--eval-interval", 0, "--out", Path(folder, "out"), "--metrics", metrics, *more)
         written = metrics.read_text().splitlines() if metrics.exists() else []
     return [json.loads(line) for line in written], said
 
@@ -210,9 +210,8 @@ def kernels_of_a_step(rank, cfg, warm_up):
     ids = torch.randint(VOCABULARY, (cfg.batch_size, cfg.block_size), device=cfg.device)
 
     def step():
-        norm, read = trainer.gradients([(ids, ids, 0)])
-        trainer.update(norm, cfg.lr)
-        read()
+        _, sums = trainer.step([(ids, ids, 0)], cfg.lr)
+        trainer.mesh.world.read(sums)
 
     for _ in range(warm_up):
         step()
@@ -255,9 +254,8 @@ def memory_of_a_rank(rank, cfg):
     local = cfg.batch_size // cfg.dp // cfg.microbatches
     ids = torch.zeros(local, cfg.block_size, dtype=torch.long, device=trainer.mesh.device)
     for _ in range(2):
-        norm, read = trainer.gradients([(ids, ids, 0)] * cfg.microbatches)
-        trainer.update(norm, cfg.lr)
-        read()
+        _, sums = trainer.step([(ids, ids, 0)] * cfg.microbatches, cfg.lr)
+        trainer.mesh.world.read(sums)
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
     return reserved, bytes_in_use()
 

@@ -36,7 +36,8 @@ MUTANTS = {
         ("(r - 2 - hop) % N", "(r - 1 - hop) % N", "collectives:definition"),
         ("outputs[r].copy_(inputs[r])", "pass", "collectives:definition")],
     "ddp.py": [
-        ("                all_reduce(grad, group)\n", "                pass\n", "layouts:root_parts"),
+        ("            for group in tag.sum_over:", "            for group in ():",
+         "layouts:root_parts"),
         ("grad, param.grad = param.grad, None", "grad = param.grad", "layouts:root_parts"),
         ("            for group in tag.sum_over:", "            for group in tag.sum_over[:1]:",
          "layouts:root_parts")],
@@ -315,8 +316,6 @@ MUTANTS = {
         (" and shard.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
         (" / scale for grad in grads", " for grad in grads", "dump:16_bits")],
-    "run/weights.py": [
-        ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ("value.fill_(manifest[name])", "value.fill_(1)", "values:keeps"),
@@ -392,6 +391,7 @@ MUTANTS = {
     "run/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
+        ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no"),
         ("if part not in WRAPPERS", "", "foreign:wrappers"),
         ('wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)', "pass",
          "weights:larger_than_their_file"),

@@ -21,19 +21,19 @@ import pytest
 import torch
 
 import bench
-import plain
 import sample
 import train
 from data import prepare
 from data.batches import Data
 from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
+from run.files import DUMP
 from show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import HERE, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG
-from tests.runs import PLAIN_SCHEDULES, Run, _main, command, flags, one_line
+from tests.runs import Run, _main, command, flags, one_line
 
 # ---- the first minute ----
 
@@ -70,17 +70,6 @@ def test_an_unknown_flag_of_any_program_is_one_line_before_torch_is_imported():
         assert "argparse" in imported and "torch" not in imported, line
 
 
-def test_an_unknown_or_wrong_flag_of_plain_is_one_line(capsys, monkeypatch):
-    for argv, says in (("--bogus", "unrecognized arguments: --bogus; --help lists the flags"),
-                       ("--dp 0 --tp 0", "--tp 0 must be from 1 to 1,000,000"),
-                       ("--tp 3", "--tp 3 must divide --n-head 4; try 1 or 2 or 4"),
-                       ("--dtype int7", "invalid choice: 'int7'"), ("--lr nan", "--lr nan must be"),
-                       ("--schedule zb-h1", f"try {PLAIN_SCHEDULES}"),
-                       ("--data nowhere", "--data nowhere: train.bin is missing; python data/")):
-        line = one_line(plain.main, ["plain.py", *argv.split()], capsys, monkeypatch)
-        assert line.startswith("plain.py: ") and says in line
-
-
 def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
     for main, argv in ((train.main, ["train.py", "--data", "a\nb"]),
                        (train.main, ["train.py", "--a\nb"]),
@@ -94,7 +83,7 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
 def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
     with open("/dev/full", "w") as full:
-        for program in ("train.py", "plain.py", "plan.py", "mesh.py", "sample.py",
+        for program in ("train.py", "plan.py", "mesh.py", "sample.py",
                         "collectives.py", "data/prepare.py", "tests/mutants.py"):
             done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
                                   stderr=full, timeout=HANG)
@@ -310,14 +299,27 @@ def test_ctrl_c_during_the_sample_leaves_it_out():
         signal.raise_signal(signal.SIGTERM)  # nothing is left to do: ignored
 
 
-def test_a_signal_in_plain_says_that_nothing_is_saved(corpus, tmp_path):
-    plain_flags = [str(word) for word in flags(corpus, tmp_path / "out", steps=10**6)]
-    del plain_flags[2:4]  # --out
-    run = Run(1, [*plain_flags, "--plain"], tmp_path)
-    run.until(lambda: "step      1" in run.read("stdout"))
+def _main_with_a_slow_dump(rank, *args):
+    """Each batch takes a second to read."""
+    training = Data.training
+
+    def slowly(*args):
+        print("reads", flush=True)
+        time.sleep(1)
+        return training(*args)
+
+    Data.training = slowly
+    _main(rank, *args)
+
+
+def test_a_signal_in_a_dump_says_that_it_is_not_complete(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", dump=tmp_path / "dump")
+    run = Run(1, argv, tmp_path, fn=_main_with_a_slow_dump)
+    run.until(lambda: "reads" in run.read("stdout"))
     run.signal(0, signal.SIGINT)
     assert run.wait() == [128 + signal.SIGINT]
-    assert run.read() == "train.py: stopped by SIGINT in --plain, which saves nothing\n"
+    assert run.read() == "train.py: stopped by SIGINT in --dump, which is not complete\n"
+    assert not (tmp_path / "dump" / DUMP).exists()
 
 
 # ---- nothing is destroyed ----

@@ -1,6 +1,5 @@
 """Checkpoints: any layout reads any other's, and damage is one line that names file and tensor."""
 
-import itertools
 import json
 import math
 import os
@@ -13,13 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+import optimizer as root_optimizer
 import sample
 import train
 from data.batches import Data
+from engine import optimizer as engine_optimizer
 from engine.mesh import Mesh
-from engine.optimizer import AdamW
+from engine.parts import OPTIMIZERS
 from run import checkpoint
 from run.config import check
+from run.copies import whole_slices
+from run.files import LOCK
 from sizes import MOMENTS
 from tests.harness import (
     FULL,
@@ -39,14 +42,12 @@ from tests.runs import Run, contents, flags, one_line, rewrite
 
 
 def gathered_state(trainer):
-    """{kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's shards."""
-    kinds = trainer.optimizer.kinds
-    found = {"weights": local_tensors(trainer, "weights"), **{kind: [] for kind in kinds}}
-    for kind, bucket in itertools.product(kinds, trainer.reducer.buckets):
-        pieces = bucket.pieces(bucket.moments[kind])
-        whole = bucket.whole(pieces, bucket.master.dtype)
-        found[kind] += [(bare(param.shard), tensor) for param, tensor in whole]
-    return found, {int(trainer.optimizer.updates)}
+    """({kind: [(tag, this rank's whole tensor)]} of what a checkpoint holds, over ZeRO's pieces;
+    {number of updates})."""
+    found = {"weights": local_tensors(trainer, "weights")}
+    for kind, pieces in trainer.optimizer.named_states().items():
+        found[kind] = [(bare(tag), whole) for tag, whole in whole_slices(trainer.reducer, pieces)]
+    return found, {int(trainer.optimizer.numbers()["updates"])}
 
 
 def _hop(rank, cfg, folder):
@@ -55,10 +56,9 @@ def _hop(rank, cfg, folder):
     trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
     step = checkpoint.load(trainer, folder) if folder else 0
     before = gathered_state(trainer) if folder else None
-    norm, read = trainer.gradients(data.training(cfg, step, mesh))
-    trainer.update(norm, train.learning_rate(cfg, step))
+    _, sums = trainer.step(data.training(cfg, step, mesh), train.learning_rate(cfg, step))
     folder = checkpoint.save(trainer, step + 1)
-    return before, read()[0], gathered_state(trainer), folder
+    return before, sums[0].item(), gathered_state(trainer), folder
 
 
 def _losses(rank, cfg, steps):
@@ -82,6 +82,17 @@ WALK_OF_LLAMA = [dict(tp=3, pp=2), dict(), dict(dp=2, zero=3, cp=2), dict(tp=3, 
                  dict(pp=2, schedule="zb-v", chunks=2, microbatches=3, pad_vocab=16)]
 
 
+# Layouts of the root's parts (fast="") and of engine/'s in turn; one that mixes them; ZeRO over all
+# data ranks and, with shard, over two of four
+WALK_OF_FLOORS = [
+    dict(fast="", dp=2, tp=2, zero=1), dict(dp=4, shard=2, zero=3, microbatches=3),
+    dict(fast="", dp=4, shard=2, zero=2), dict(pp=2, schedule="zb-v", chunks=2, microbatches=3),
+    dict(fast="", dp=2, pp=3, microbatches=2), dict(dp=4, shard=2, zero=1),
+    dict(fast="", dp=3, zero=3), dict(dp=4, shard=2, tp=2, zero=2, pad_vocab=16),
+    dict(fast="", dp=4, shard=2, zero=3, recompute=True), dict(fast="ddp", dp=2, zero=2, cp=2),
+    dict(fast="", dp=4, shard=2), dict(dp=4, shard=2), dict(fast="", cp=2, tp=2, sp=True, pp=2)]
+
+
 @pytest.mark.parametrize("dtype,more,walk,optimizer", [
     ("float64", {}, WALK if FULL else WALK[1::2], "adamw"),
     ("bfloat16", {}, WALK if FULL else WALK[::2], "adamw"),
@@ -97,12 +108,31 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(
         corpus, tmp_path, dtype, more, walk, optimizer):
     """A walk in random order. Losses of float64: to 1e-10 those of the run that never stopped."""
     order = np.random.default_rng(0).permutation(len(walk))
-    flags = dict(dtype=dtype, out=str(tmp_path), n_layer=5, steps=len(walk), **more,
+    walk_through(corpus, tmp_path, [walk[i] for i in order], optimizer, dtype=dtype, **more)
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"dtype": "bfloat16"}, {"experts": 4},
+    {"arch": "llama", "n_kv_head": 6, "n_hidden": 37, "block_size": 24}], ids=str)
+def test_the_root_reads_checkpoints_of_engine_and_engine_those_of_the_root(corpus, tmp_path, more):
+    """Each step by other parts, in another layout. All states, with the masters of 16 bits, are
+    read as they were written; losses of float64 are those of the run that never stopped."""
+    walk = WALK_OF_FLOORS if FULL or not more else WALK_OF_FLOORS[::3]
+    if "experts" in more:
+        walk = [dict(fast="", dp=4, ep=2, shard=2, zero=1), dict(dp=2, ep=2, tp=2, zero=3),
+                dict(fast="", dp=2, ep=2, zero=3), dict(dp=4, ep=2, shard=2, zero=2),
+                dict(fast="", dp=2, ep=2, pp=2, microbatches=2)]
+    walk_through(corpus, tmp_path, walk, "adamw", **more)
+
+
+def walk_through(corpus, out, walk, optimizer, dtype="float64", **more):
+    """A step in each layout of a list, with a checkpoint between two steps."""
+    flags = dict(dtype=dtype, out=str(out), n_layer=5, steps=len(walk), **more,
                  optimizer=optimizer, batch_size=12)
     if dtype == "float64":
         (want,) = pool(1, _losses, config(corpus, **flags, microbatches=1), len(walk))
     folder = last = None
-    for i, layout in enumerate(walk[j] for j in order):
+    for i, layout in enumerate(walk):
         cfg = config(corpus, **flags, **{k: v for k, v in layout.items() if k not in flags})
         got = pool(check(cfg, 1), _hop, cfg, folder)
         folder = got[0][3]
@@ -110,37 +140,57 @@ def test_any_layout_reads_any_others_checkpoint_bit_for_bit(
             if which == 0 and not i:
                 continue
             assert set().union(*(rank[which][1] for rank in got)) == want_steps
-        for kind in ("weights", *MOMENTS[optimizer]):
-            if i:
+        saved = {kind: assemble([rank[2][0][kind] for rank in got]) for kind in got[0][2][0]}
+        assert saved.keys() == {"weights", *MOMENTS[optimizer],
+                                *(["master"] if dtype == "bfloat16" else [])}
+        if i:
+            for kind, before in last.items():
                 loaded = assemble([rank[0][0][kind] for rank in got])
-                assert loaded.keys() == last[kind].keys()
-                for name, value in last[kind].items():
+                assert loaded.keys() == before.keys()
+                for name, value in before.items():
                     assert torch.equal(loaded[name], value), (layout, kind, name)
-        last = {kind: assemble([rank[2][0][kind] for rank in got]) for kind in got[0][2][0]}
+        last = saved
         if dtype == "float64":
             close(got[0][1], want[i], f"loss {layout}")
 
 
-class Averaging(AdamW):
+class Averaging(engine_optimizer.AdamW):
     """With a state of its own beside the moments: an average of the weights."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.add_state("average")
+        self.moments["average"] = [torch.zeros_like(master) for master in self.masters]
 
-    def step_bucket(self, bucket, lr, grads, skip):
-        super().step_bucket(bucket, lr, grads, skip)
-        bucket.moments["average"].lerp_(bucket.master, 0.5)
+    def update(self, *args):
+        super().update(*args)
+        torch._foreach_lerp_(self.moments["average"], self.masters, 0.5)
+
+
+class RootAveraging(root_optimizer.AdamW):
+    """The same of the root's AdamW."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.averages = [torch.zeros_like(state.master) for state in self.states]
+
+    def step(self, *args):
+        super().step(*args)
+        for average, state in zip(self.averages, self.states, strict=True):
+            average.lerp_(state.master, 0.5)
+
+    def named_states(self):
+        return super().named_states() | {"average": self.averages}
 
 
 def _averaging(rank, cfg, folder):
-    with patch.dict(train.OPTIMIZERS, adamw=Averaging):
+    with patch.dict(OPTIMIZERS, adamw=Averaging), patch.object(train, "AdamW", RootAveraging):
         return _hop(rank, cfg, folder)
 
 
 def test_a_state_that_an_optimizer_adds_is_saved_and_loaded_in_any_layout(corpus, tmp_path):
     folder, saved = None, {}
-    for layout in ({"dp": 2, "tp": 2, "zero": 2}, {"pp": 3}, {"dp": 3, "zero": 3}):
+    for layout in ({"dp": 2, "tp": 2, "zero": 2}, {"pp": 3, "fast": ""}, {"dp": 3, "zero": 3},
+                   {"dp": 2, "zero": 1, "fast": ""}):
         cfg = config(corpus, out=str(tmp_path), microbatches=1, **layout)
         got = pool(check(cfg, 1), _averaging, cfg, folder)
         if saved:  # by the layout before
@@ -155,7 +205,7 @@ def _growth(rank, cfg):
     """Bytes by which this rank's memory peaked above what it held, in save and in load."""
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
     own = sum(t.nbytes for *_, tensors in checkpoint.slices(trainer) for t in tensors.values())
-    largest = max(p.nbytes for layer in trainer.stages[0].layers for p in layer.parameters())
+    largest = 4 * max(tag.slice_shape.numel() for tag in trainer.reducer.tags)
 
     def status(key):
         line = next(x for x in open("/proc/self/status") if x.startswith(key))
@@ -171,7 +221,8 @@ def _growth(rank, cfg):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux measures it")
-@pytest.mark.parametrize("layout", [dict(dp=2, tp=2, zero=3), dict(dp=2, tp=2)])
+@pytest.mark.parametrize("layout", [dict(dp=2, tp=2, zero=3), dict(dp=2, tp=2),
+                                    dict(dp=2, tp=2, zero=3, fast="")], ids=str)
 def test_no_rank_holds_more_than_its_slices_and_one_buffer(corpus, tmp_path, layout):
     cfg = config(corpus, n_layer=8, n_embd=384, dtype="float32", out=str(tmp_path), **layout)
     for own, largest, grown in pool(check(cfg, 1), _growth, cfg):
@@ -182,26 +233,31 @@ def test_no_rank_holds_more_than_its_slices_and_one_buffer(corpus, tmp_path, lay
 # ---- a save is whole, or there is none ----
 
 
-def _one_infinite_shard(rank, cfg):
+def _one_infinite_piece(rank, cfg):
     """What save() returns where rank 1 has one infinite number, in each tensor of its state."""
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    bucket = trainer.reducer.buckets[0]
+    reducer = trainer.reducer
+    held = next(i for i, weights in enumerate(reducer.weights) if weights.numel())
+    states = [reducer.weights, *trainer.optimizer.named_states().values()]
     returned = []
-    for held in (bucket.master, *bucket.moments.values()):
-        kept = held[0].item()
+    for values in [state[held].view(-1) for state in states]:
+        kept = values[0].item()
         if rank == 1:
-            held[0] = math.inf
+            values[0] = math.inf
         went_on = AssertionError(f"rank {rank} goes on, and would wait for rank 1")
         with patch.object(checkpoint, "contents_of_files", side_effect=went_on):
             returned.append(checkpoint.save(trainer, 1))
-        held[0] = kept
+        values[0] = kept
     return returned
 
 
-def test_no_rank_saves_if_one_ranks_shard_is_not_finite(corpus, tmp_path):
+@pytest.mark.parametrize("fast", ["all", ""])
+def test_no_rank_saves_if_one_ranks_shard_is_not_finite(corpus, tmp_path, fast):
     """Weights, or either moment."""
-    cfg = config(corpus, dp=2, zero=1, microbatches=1, out=str(tmp_path))
-    assert pool(2, _one_infinite_shard, cfg) == [[None] * 3] * 2 and not [*tmp_path.iterdir()]
+    cfg = config(corpus, dp=2, zero=1, microbatches=1, out=str(tmp_path), fast=fast)
+    check(cfg, 1)
+    assert pool(2, _one_infinite_piece, cfg) == [[None] * 3] * 2 and not [
+        path for path in tmp_path.iterdir() if path.name != LOCK]
 
 
 def small_trainer(corpus, out):

@@ -37,9 +37,10 @@ from data.prepare import (
 )
 from engine.mesh import Mesh
 from group import naming
-from sizes import peak_flops
+from run import processes
 from run.config import check, check_memory
 from run.processes import out_of_memory
+from sizes import peak_flops
 from tests.harness import HERE, VOCAB, config, needs_minutes
 from tests.pool import HANG
 from tests.runs import Run, command, flags, one_line
@@ -121,6 +122,10 @@ def damaged(corpus, tmp_path, how):
     ("--cp 0", "--cp 0 must be from 1 to 1,000,000"),
     ("--ep 2 --dp 2", "--ep 2 is for --experts"),
     ("--ep 2 --dp 1 --experts 4", "--ep 2 must divide --dp 1; try 1"),
+    ("--ep 4 --dp 4 --shard 2 --experts 4", "--ep 4 must divide --shard 2; try 1 or 2"),
+    ("--dp 4 --shard 3", "--shard 3 must divide --dp 4; try 1 or 2 or 4"),
+    ("--shard 1000000000", "--shard 1000000000 must be from 0 to 1,000,000"),
+    ("--fast tp,torch", "--fast torch is no part of engine/; try mesh, cp, tp, ep, ddp, optimizer"),
     ("--ep 2 --dp 2 --experts 5", "--experts 5 must be a multiple of 2, for --ep 2, --tp 1; "
                                   "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
@@ -223,7 +228,7 @@ def test_a_full_gpu_is_one_line_that_says_what_to_try(corpus, tmp_path, monkeypa
         raise SystemExit(error)
 
     monkeypatch.setattr(train, "train", full)
-    monkeypatch.setattr(train, "give_up", end)
+    monkeypatch.setattr(processes, "give_up", end)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 79.1e9)
     monkeypatch.setattr(sys, "argv", f"train.py --device cpu --data {corpus} --block-size 8 --out "
                         f"{tmp_path} --batch-size 6".split())

@@ -53,7 +53,7 @@ from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, need
 from tests.isolation import as_it_was
 from tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from tests.pool import HANG, pool
-from tests.runs import Run, apply, flags, main_of_plain, needs_git, start
+from tests.runs import Run, apply, flags, needs_git, start
 from tests.test_house import FOLDERS, HOUSE, MAY_IMPORT, ROOMS, imported, is_ours, room
 from tests.test_lab import KNOWN
 from tests.test_planner import _sent
@@ -365,7 +365,7 @@ def _describe(rank, words):
     cfg.device = "cpu"
     mesh = mesh_of(cfg)
     with redirect_stdout(io.StringIO()) as out:
-        Log(Trainer(cfg, mesh, VOCAB), None, 0, 0.0)
+        Log(Trainer(cfg, mesh, VOCAB), None, 0)
     return out.getvalue()
 
 
@@ -511,8 +511,8 @@ def test_the_pages_collective_passes_its_tests(corpus):
     _, cases = counted.pytestmark[0].args
     for world, n in cases:
         counted(world, n)
-    page["test_plain_py_on_doubling_equals_one_process"](corpus)
-    page["test_train_py_on_doubling_equals_one_process"](corpus)
+    page["test_the_root_on_doubling_equals_one_process"](corpus)
+    page["test_the_engine_on_doubling_equals_one_process"](corpus)
 
 
 # ---- figures on pages that commands print ----

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-import engine.pipeline as pipeline
+import engine.pipeline
+import pipeline
 import sample
 import schedules
 import train
@@ -26,7 +27,8 @@ from data.batches import Data
 from engine.mesh import Mesh
 from group import CommunicationError
 from run import checkpoint, processes, signals
-from run.config import Config, check, parse
+from run.config import Config, check, fail, parse
+from run.copies import replicas_agree
 from run.launch import launch
 from run.tensorfile import CheckpointError
 from tests.harness import (
@@ -71,10 +73,15 @@ def _main_on_a_slow_disk(*args):
     _main(*args)
 
 
-@pytest.mark.parametrize("kills,layout", STORM if FULL else STORM[:1], ids=str)
+ON_ENGINE = [(kills, {**layout, "fast": "all"}) for kills, layout in STORM]
+
+
+@pytest.mark.parametrize("kills,layout", [*STORM, *ON_ENGINE] if FULL else [
+    STORM[0], (2, {"zero": 3, "dp": 2, "fast": "all"})], ids=str)
 def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         corpus, tmp_path, kills, layout):
-    """Five of them; with FULL=1 eight, and three times four."""
+    """Five of them, and two with the parts of engine/; with FULL=1 eight and three times four, with
+    either parts."""
     args = {"steps": 2 + 7 * kills, "save_interval": 2, "keep": 2, **layout}
     sp = ["--sp"] if args.pop("sp", False) else []
     whole = Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "whole.log", **args) + sp,
@@ -182,20 +189,22 @@ def test_a_stopped_rank_ends_the_run_within_two_timeouts(corpus, tmp_path, agent
             r"(?:waiting for|receive from) rank (\d)", lines[0])[1], said
 
 
+@pytest.mark.parametrize("fast,says", [
+    ([], r"group \w+, "), (["--fast"], r"operation \d+ of group \w+, ")], ids=["root", "engine"])
 @pytest.mark.parametrize("number,timeout", [(signal.SIGSTOP, 25), (signal.SIGKILL, HANG)])
 def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(
-        corpus, tmp_path, number, timeout):
+        corpus, tmp_path, number, timeout, fast, says):
     """A rank that dies is noticed by its closed connections, long before --timeout."""
-    run = Run(4, flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=timeout),
-              tmp_path)
+    argv = flags(corpus, tmp_path / "out", tp=2, pp=2, steps=10**6, timeout=timeout)
+    run = Run(4, argv + fast, tmp_path)
     run.until(lambda: "step      2" in run.read("stdout"))
     run.signal(1, number)
     started = time.time()
     assert run.wait(but=[1]) == [1, 1, 1]
     assert time.time() - started < 25 + 60
     assert run.read().count("\n") == 1, run.read()
-    assert re.match(r"train.py: (group \w+: )?rank \d: operation \d+ of group \w+, "
-                          r"(receive from|send to) rank \d", run.read()), run.read()
+    assert re.match(rf"train.py: (group \w+: )?rank \d: {says}(receive from|send to) rank \d",
+                    run.read()), run.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -223,17 +232,20 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(corpus, train
 
 
 def _main_with_nan(rank, *args):
-    """From its fourth step on, rank 1 has a loss, and so gradients, that are not finite."""
-    def execute(self, *args, execute=pipeline.Pipeline.execute, calls=[0]):  # noqa: B006
-        calls[0] += 1
-        return execute(self, *args) * (math.nan if rank == 1 and calls[0] > 3 else 1)
+    """From its fourth step on, rank 1 has a loss that is not finite."""
+    calls = []
+    for owner in (pipeline.Pipeline, engine.pipeline.Pipeline):
+        def run(self, *args, run=owner.run):
+            calls.append(args)
+            return run(self, *args) * (math.nan if rank == 1 and len(calls) > 3 else 1)
 
-    pipeline.Pipeline.execute = execute
+        owner.run = run
     _main(rank, *args)
 
 
-def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path):
-    argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2)
+@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=["root", "engine"])
+def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, fast):
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=50, save_interval=2) + fast
     run = Run(2, argv, tmp_path, fn=_main_with_nan)
     assert run.wait() == [1, 1]
     assert "not finite for 5 steps up to step 7; last good checkpoint: " in run.read()
@@ -518,17 +530,19 @@ def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
 def _nan_on_one_rank(rank, cfg):
     trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     before = [(tag.name, x.clone()) for tag, x in local_tensors(trainer, "weights")]
-    param = next(trainer.stages[max(trainer.stages)].parameters())
-    param.register_hook(lambda grad: grad * math.nan if rank == 1 else grad)
-    norm, read = trainer.gradients(data.training(cfg, 0, trainer.mesh))
-    trainer.update(norm, 1.0)
+    reducer = trainer.reducer
+    params = reducer.home if cfg.fast else reducer.params
+    next(iter(params)).register_hook(lambda grad: grad * math.nan if rank == 1 else grad)
+    norm, sums = trainer.step(data.training(cfg, 0, trainer.mesh), 1.0)
     after = local_tensors(trainer, "weights")
-    assert math.isnan(norm) and trainer.replicas_agree()
+    assert math.isnan(norm) and math.isfinite(sums[0]) and replicas_agree(trainer)
     assert all(torch.equal(x, y) for (_, x), (_, y) in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("layout", [dict(dp=2, tp=2, pp=2), dict(dp=2, pp=2, zero=1),
-                                    dict(dp=3, zero=3)])
+@pytest.mark.parametrize("layout", [
+    dict(dp=2, tp=2, pp=2), dict(dp=2, pp=2, zero=1), dict(dp=3, zero=3),
+    dict(dp=2, tp=2, pp=2, fast=""), dict(dp=3, zero=1, fast=""), dict(dp=2, zero=2, fast=""),
+    dict(dp=4, shard=2, zero=3, fast="")], ids=str)
 def test_nan_in_one_ranks_gradients_changes_no_weight_anywhere(corpus, layout):
     cfg = config(corpus, **layout)
     pool(check(cfg, 1), _nan_on_one_rank, cfg)
@@ -639,9 +653,8 @@ def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
 
 def _one_step(rank, cfg):
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    trainer.update(norm, train.learning_rate(cfg, 0))
-    return read()[:2]
+    norm, sums = trainer.step(Data(cfg).training(cfg, 0, trainer.mesh), train.learning_rate(cfg, 0))
+    return sums[0].item(), norm.item()
 
 
 def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
@@ -657,12 +670,15 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
               "resume": ("no", "auto", "nowhere"), "timeout": (60.0, 0.0, 1e300),
               "recompute": (True, False), "sp": (True, True, False), "cp": (1, 2, 2, 2),
               "cp_attention": ("ring", "all-to-all"), "experts": (0, 4, 4, 6), "ep": (1, 1, 2),
-              "top_k": (1, 2, 3),
+              "top_k": (1, 2, 3), "shard": (0, 1, 2),
+              "fast": ("", "", "all", "tp,cp", "ddp,ep", "pp", "optimizer", "torch"),
               "bucket_mb": (25.0, 0.001, 0.0), "bogus": (1,)}
     refused, trained = [], []
     for _ in range(300):
         names = rng.choice(list(values), rng.integers(2, 9), replace=False)
         picked = {name: values[name][rng.integers(len(values[name]))] for name in names}
+        if "shard" in picked:
+            picked.setdefault("dp", 4)
         on = [name for name in ("recompute", "sp") if picked.pop(name, False)]
         argv = [*map(str, flags(corpus, tmp_path, **picked)), *("--" + name for name in on)]
         try:
@@ -671,7 +687,7 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
                 ranks = check(cfg, 1)
                 Data(cfg)
             except ValueError as error:
-                train.fail(error)
+                fail(error)
         except SystemExit as stop:
             line = capsys.readouterr().err
             assert stop.code == 2 and line.count("\n") == 1, (picked, line)
@@ -683,10 +699,14 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
     for cfg, ranks in trained:
         got = pool(ranks, _one_step, cfg)
         alone = Config(**{**vars(cfg), "dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0,
+                          "shard": 1, "fast": "",
                           "schedule": "1f1b", "chunks": 1, "microbatches": 1, "recompute": False})
         (want,) = pool(1, _one_step, alone)
         for pair in got:
             close(pair, want, str(cfg))
+    parts = [cfg.fast for cfg, _ in trained]
+    assert "" in parts and any("ddp" in part for part in parts) and any(
+        cfg.shard < cfg.dp for cfg, _ in trained)
 
 
 def test_one_command_is_stopped_by_ctrl_c_and_sampled_from(tmp_path):

@@ -2,26 +2,26 @@
 changes nothing."""
 
 import re
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-import plain
 import train
 from collectives import all_reduce
 from data.batches import Data
 from ddp import DDP
-from experiments.eight_ranks import LAYOUT, WORDS_OF_RUN, eight_ranks, held_matrices
-from group import Group, wait_all
+from experiments.eight_ranks import LAYOUT, eight_ranks, held_matrices
+from group import wait_all
 from mesh import Mesh
-from run.config import check, parse
-from run.watch import Watch, tell, ticks, watch_first
+from run.config import check
+from run.watch import Watch, axis_of, tell, ticks
 from tests.harness import HERE, VOCAB, config, mesh_of, pool
 from tests.runs import Run, command, losses, one_line
 from tests.runs import flags as flags_of
 
-PLAIN = {"plain": True, "out": "out"}  # no checkpoint: --out is its default
+ROOT = {"fast": ""}  # trains the root's parts
 # Collectives and methods; and the one job that is not a collective, the ring attention's
 CARRIERS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "exchange",
             "pass on")
@@ -66,29 +66,21 @@ def told(watch, mesh, sends, before):
     """What the tests look at, of one rank."""
     assert type(mesh.world) is mesh.group_class and mesh.group_class.__name__ != "Watched"
     assert not any("exchange" in vars(group) for group in mesh.groups.values())
-    return {"story": watch.story("all"), "sent": list(watch.sent.values()), "sends": sends,
-            "bytes_sent": sent_by(mesh) - before, "lanes": list(watch.lanes.values())}
+    found = {"sent": list(watch.sent.values()), "sends": list(sends),
+             "bytes_sent": sent_by(mesh) - before, "lanes": list(watch.lanes.values())}
+    return {**found, "story": watch.story("all")}  # last, because its text is gathered by messages
 
 
 def _watched(rank, cfg, in_order=False):
-    """The first step of train.py or, with cfg.plain, of plain.py. in_order: in NCCL's manner, in
-    which torch wants the communicators themselves; nothing is counted."""
-    if cfg.plain:
-        mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
-        sends, watch = counted(mesh), Watch(mesh)
-        steps = plain.training_steps(cfg, mesh, Data(cfg))
-        with watch.step():
-            next(steps)
-        return told(watch, mesh, sends, 0)
+    """The first step of train.py. in_order: in NCCL's manner; torch then wants the communicators
+    themselves, so nothing is counted."""
     mesh = mesh_of(cfg, in_order)
     trainer = train.Trainer(cfg, mesh, VOCAB)
     batches = Data(cfg).training(cfg, 0, mesh)
     before = sent_by(mesh)
     sends, watch = [] if in_order else counted(mesh), Watch(mesh)
     with watch.step():
-        norm, read = trainer.gradients(batches)
-        trainer.update(norm, 0.01)
-    read()
+        trainer.step(batches, 0.01)
     return told(watch, mesh, sends, before)
 
 
@@ -101,9 +93,11 @@ EVERY = [
     {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
     {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "microbatches": 3},
     {"dp": 3, "optimizer": "lamb"},
-    {**PLAIN, "dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
-    {**PLAIN, "dp": 3, "zero": 1}, {**PLAIN, "dp": 2, "zero": 2, "microbatches": 2},
-    {**PLAIN, "dp": 2, "tp": 3, "zero": 3}]
+    {"dp": 2, "zero": 1, "fast": "ddp"}, {"dp": 4, "shard": 2, "zero": 2},
+    {**ROOT, "dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
+    {**ROOT, "dp": 3, "zero": 1}, {**ROOT, "dp": 2, "zero": 2, "microbatches": 2},
+    {**ROOT, "dp": 2, "tp": 3, "zero": 3}, {**ROOT, "cp": 2, "tp": 2, "sp": True},
+    {**ROOT, "dp": 4, "ep": 2, "shard": 2, "experts": 4}]
 
 
 @pytest.mark.parametrize("flags", EVERY, ids=str)
@@ -141,23 +135,24 @@ def test_in_nccls_order_the_same_bytes_are_told(corpus):
     assert sum(rank["bytes_sent"] for rank in in_order) == sum(rank["bytes_sent"] for rank in early)
 
 
-def test_plain_pys_page_sends_what_the_formulas_say(corpus):
+def test_a_step_of_the_root_sends_what_the_formulas_say(corpus):
     """The messages and bytes of each axis, of all ranks: the docstrings of ddp.py,
     tensor_parallel.py and pipeline.py."""
     D, T, P, m = 2, 2, 2, 3
-    cfg = config(corpus, **PLAIN, dp=D, tp=T, pp=P, microbatches=m)
+    cfg = config(corpus, **ROOT, dp=D, tp=T, pp=P, microbatches=m)
     B, S, C, L = cfg.batch_size // D // m, cfg.block_size, cfg.n_embd, cfg.n_layer
+    check(cfg, 1)
     story = pool(D * T * P, _watched, cfg)[0]["story"]
     nbytes = {axis: int(number.replace(",", "")) for axis, number in
               re.findall(r"^([a-z+]+): .* ([\d,]+) bytes$", story, re.MULTILINE)}
     times = {axis: int(number) for axis, number in
              re.findall(r"^([a-z+]+): (\d+) messages", story, re.MULTILINE)}
+    assert nbytes.keys() == {"tp", "pp", "dp", "dp+pp+tp"}
     hops = 2 * (2 - 1)  # of an all-reduce over two ranks, each of which sends a message in each hop
     assert times["tp"] == D * m * (4 * L + 2 + 2) * T * hops
     assert times["pp"] == D * T * (m * 2 * (P - 1) + P * hops)
     tensors = T * (12 * L + 5)  # 12 in a block; wte, wpe, ln_f's two, and the head
     assert times["dp"] == tensors * D * hops
-    assert times["pp+tp"] == D * 2 * (P * T - 1) and times["dp+pp"] == T * 2 * (D * P - 1)
     activation = 8 * B * S * C
     all_reduces = (4 * L + 2) * activation + 3 * 8 * B * S  # of a microbatch, in a replica
     assert nbytes["tp"] == D * m * T * 2 * (T - 1) / T * all_reduces
@@ -166,12 +161,21 @@ def test_plain_pys_page_sends_what_the_formulas_say(corpus):
     split = 12 * L * C * C + 7 * L * C + 2 * VOCAB * C  # the tied matrix is on two stages
     whole = T * (S * C + (6 * L + 2) * C)
     assert nbytes["dp"] == D * 2 * (D - 1) / D * 8 * (split + whole)
-    assert nbytes["pp+tp"] == D * 2 * (T * P - 1) * 8  # a number: the norm
-    assert nbytes["dp+pp"] == T * 2 * (D * P - 1) * 8  # a number: the loss
+    # Three numbers: the loss, requests to stop, the squared norm. Each is a chunk; five are empty
+    assert times["dp+pp+tp"] == 3 * 2 * (D * P * T - 1)
+    assert nbytes["dp+pp+tp"] == 8 * times["dp+pp+tp"]
+
+
+@pytest.mark.parametrize("name,axis", [
+    ("tp", "tp"), ("pp_ends", "pp"), ("shard_ep_cp", "dp+cp"), ("shard_cp", "dp+cp"), ("ep", "ep"),
+    ("rep", "dp"), ("dp", "dp"), ("world", "dp+pp+cp"), ("pp_cp_tp", "pp+cp")])
+def test_the_data_axes_of_the_mesh_are_dp_and_the_ranks_that_share_experts_ep(name, axis):
+    sizes = {"rep": 2, "shard": 2, "pp": 2, "ep": 2, "cp": 2, "tp": 2 if axis == "tp" else 1}
+    assert axis_of(SimpleNamespace(name=name), sizes) == axis
 
 
 def _with_a_technique_of_my_own(rank, cfg):
-    """Training of plain.py whose sum over the replicas is a function of this file."""
+    """Training whose sum over the replicas is a function of this file."""
     def gradients_of_my_own(ddp):
         grads = [param.grad for param in ddp.params]
         for param, grad in zip(ddp.params, grads, strict=True):
@@ -190,7 +194,8 @@ def _with_a_technique_of_my_own(rank, cfg):
 
 
 def test_a_technique_of_my_own_is_named_by_its_function(corpus):
-    cfg = config(corpus, **PLAIN, dp=2, microbatches=1)
+    cfg = config(corpus, **ROOT, dp=2, microbatches=1)
+    check(cfg, 1)
     story = pool(2, _with_a_technique_of_my_own, cfg)[0]
     # Python 3.10 does not know the function around a function
     around = r"(_with_a_technique_of_my_own\.)?"
@@ -217,7 +222,8 @@ def test_the_lines_follow_the_schedule(corpus):
     """1F1B on two stages, m = 3: rank 0 sends the activations of F0 F1, and that of F2 when the
     gradient of B0 has come. Rank 1 sends a gradient when it has an activation: B0 and B1 at tick 1,
     because F0 and F1 were both sent at tick 0."""
-    cfg = config(corpus, **PLAIN, pp=2, microbatches=3)
+    cfg = config(corpus, **ROOT, pp=2, microbatches=3)
+    check(cfg, 1)
     story = pool(2, _watched, cfg)[0]["story"]
     sends = re.findall(r"^ *(\d+)  (\d -> \d)  pp +send, ", story, re.MULTILINE)
     assert [tick for tick, ranks in sends if ranks == "0 -> 1"] == ["0", "0", "2"]
@@ -228,7 +234,8 @@ def test_the_lines_follow_the_schedule(corpus):
 
 
 def test_one_rank_or_one_axis_is_a_part_of_the_whole(corpus):
-    cfg = config(corpus, **PLAIN, dp=2, tp=2, pp=2, microbatches=3)
+    cfg = config(corpus, **ROOT, dp=2, tp=2, pp=2, microbatches=3)
+    check(cfg, 1)
     ranks = pool(8, _watched, cfg)
     sent = [message for rank in ranks for message in rank["sent"]]
     tick = {message.key: 0 for message in sent}
@@ -239,8 +246,9 @@ def test_one_rank_or_one_axis_is_a_part_of_the_whole(corpus):
     all_rows = rows("all")
     of_rank = [row for row in all_rows if "3" in (row[1], row[3])]
     assert 0 < len(of_rank) < len(all_rows) and rows("3") == of_rank
-    of_axis = [row for row in all_rows if "tp" in row[4].split("+")]
-    assert 0 < len(of_axis) < len(all_rows) and rows("tp") == of_axis
+    for axis in ("dp", "tp"):
+        of_axis = [row for row in all_rows if axis in row[4].split("+")]
+        assert 0 < len(of_axis) < len(all_rows) and rows(axis) == of_axis
 
 
 @pytest.mark.parametrize("words,says", [
@@ -249,30 +257,21 @@ def test_one_rank_or_one_axis_is_a_part_of_the_whole(corpus):
     ("--dp 2 --watch tp", "--watch tp must be a rank, 0 to 1"),
     ("--watch", "--watch all: one rank sends no messages")])
 def test_what_cannot_be_watched_is_refused_in_one_line(words, says, capsys, monkeypatch):
-    for main, name in ((plain.main, "plain.py"), (lambda: train.read_command_line(""), "train.py")):
-        assert says in one_line(main, [name, *words.split()], capsys, monkeypatch)
+    line = one_line(lambda: train.read_command_line(""), ["train.py", *words.split()], capsys,
+                    monkeypatch)
+    assert says in line
 
 
 # ---- nothing changes ----
 
 
-def _losses_of_plain(rank, cfg, watching):
-    mesh = Mesh(Group, dp=cfg.dp, pp=cfg.pp, tp=cfg.tp)
-    steps = plain.training_steps(cfg, mesh, Data(cfg))
-    return [*(watch_first(steps, mesh, "all") if watching else steps)]
-
-
-def test_plain_pys_losses_have_the_same_bits_when_watched(corpus, capfd):
-    cfg = config(corpus, **PLAIN, dp=2, tp=2, pp=2, microbatches=3, zero=2)
-    alone, watched = (pool(8, _losses_of_plain, cfg, watching) for watching in (False, True))
-    assert alone == watched and len(alone[0]) == cfg.steps
-
-
-@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 3}, {"tp": 2, "sp": True}], ids=str)
-def test_train_pys_losses_have_the_same_bits_when_watched(corpus, tmp_path, layout):
+@pytest.mark.parametrize("layout", [
+    {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3, "fast": True},
+    {"tp": 2, "sp": True, "fast": True}], ids=str)
+def test_losses_have_the_same_bits_when_watched(corpus, tmp_path, layout):
     found = []
     for name in ("alone", "watched"):
-        more = {"watch": True} if name == "watched" else {}
+        more = {"watch": "1"} if name == "watched" else {}
         argv = flags_of(corpus, tmp_path / name, metrics=tmp_path / f"{name}.jsonl", **layout,
                         **more)
         run = Run(2, argv, tmp_path)
@@ -284,20 +283,11 @@ def test_train_pys_losses_have_the_same_bits_when_watched(corpus, tmp_path, layo
     # one step is watched, before its loss is printed
     assert printed.index(" messages, ") < printed.index("step      0") and (
         printed.count("tick") == 1)
-
-
-def test_train_py_plain_is_watched_like_plain_py(corpus, tmp_path):
-    words = flags_of(corpus, tmp_path, dp=2, watch="1", plain=True)
-    without_out = words[: words.index("--out")] + words[words.index("--out") + 2 :]
-    run = Run(2, without_out, tmp_path)
-    assert run.wait() == [0, 0], run.read()
-    printed = run.read("stdout")
-    assert "all_reduce, ddp.py " in printed
-    assert printed.index(" messages, ") < printed.index("step      0") and "step      3" in printed
+    assert (", engine/" in printed) == ("fast" in layout)
 
 
 def test_without_the_flag_nothing_of_it_is_imported():
-    run = command("-c", "import sys, plain, train; print([name for name in sys.modules "
+    run = command("-c", "import sys, train; print([name for name in sys.modules "
                         "if name == 'run.watch'])")
     assert run.stdout == "[]\n", run.stderr
 
@@ -307,10 +297,10 @@ def test_without_the_flag_nothing_of_it_is_imported():
 
 def _held(rank, vocab_size, file):
     """(place, held_matrices) of this rank of the picture; rank 0 draws it into the file."""
-    mesh = Mesh(Group, **LAYOUT)
+    mesh = Mesh(**LAYOUT)
     eight_ranks(mesh, vocab_size, file)
     return ([mesh.place(axis)[0] for axis in LAYOUT],
-            held_matrices(parse(WORDS_OF_RUN.split(), plain=plain.FLAGS), mesh, vocab_size))
+            held_matrices(mesh, vocab_size))
 
 
 def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
