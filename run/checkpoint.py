@@ -341,10 +341,11 @@ def numbers_of(trainer):
 def is_finite(trainer):
     """Are all weights and moments of this rank finite?"""
     states = trainer.optimizer.named_states().values()
-    held = [*trainer.reducer.weights, *(values for kind in states for values in kind)]
-    # the largest element of each: makes no copy. An empty tensor has none
-    norms = torch._foreach_norm([values for values in held if values.numel()], math.inf)
-    return all(norm.isfinite() for norm in norms)
+    frozen = [weights for weights, _, _ in trainer.reducer.frozen]
+    held = [*trainer.reducer.weights, *frozen, *(values for kind in states for values in kind)]
+    held = [values for values in held if values.numel()]
+    # the largest element of each: makes no copy. An empty list, or an empty tensor, has none
+    return not held or all(norm.isfinite() for norm in torch._foreach_norm(held, math.inf))
 
 
 @torch.no_grad()

@@ -352,23 +352,36 @@ def test_small_all_reduces_take_few_hops(world, hops):
     assert pool(world, _operations, world) == [2 * hops - apart] * world
 
 
-def _mesh(rank, outer, **sizes):
-    mesh = Mesh(**sizes)
-    groups = [mesh.group(axis) for axis in mesh.sizes]
-    groups += [mesh.ends("pp"), mesh.group("pp", "tp"), mesh.group(outer, "tp"), mesh.world]
-    assert all(mesh.place(axis)[0] == mesh.group(axis).rank for axis in sizes)
-    return {group.name: group.ranks for group in groups}
+def _mesh(rank, names, **sizes):
+    """{name: ranks of this rank's group}, the same on both floors."""
+    found = []
+    for mesh in (plain_mesh.Mesh(**sizes), Mesh(**sizes)):
+        groups = [mesh.group(*axes.split()) for axes in names] + [mesh.ends("pp"), mesh.world]
+        assert all(mesh.place(*axes.split()) == (group.rank, group.size)
+                   for axes, group in zip(names, groups, strict=False))
+        found.append({group.name: group.ranks for group in groups})
+    assert found[0] == found[1]
+    return found[0]
 
 
 def test_groups_vary_one_coordinate_t_innermost():
-    got = pool(8, partial(_mesh, dp=2, pp=2, tp=2), "dp")
+    got = pool(8, partial(_mesh, dp=2, pp=2, tp=2), ["dp", "pp", "tp", "pp tp", "dp tp"])
     assert got[5] == {"dp": [1, 5], "pp": [5, 7], "tp": [4, 5], "pp_ends": [5, 7],
                       "pp_tp": [4, 5, 6, 7], "dp_tp": [0, 1, 4, 5], "world": [*range(8)]}
-    got = pool(8, partial(_mesh, pp=2, cp=2, tp=2), "cp")
+    got = pool(8, partial(_mesh, pp=2, cp=2, tp=2), ["pp", "cp", "tp", "pp tp", "cp tp"])
     assert got[5] == {"pp": [1, 5], "cp": [5, 7], "tp": [4, 5], "pp_ends": [1, 5],
                       "pp_tp": [0, 1, 4, 5], "cp_tp": [4, 5, 6, 7], "world": [*range(8)]}
-    got = pool(6, partial(_mesh, dp=1, pp=3, tp=2), "dp")
+    got = pool(6, partial(_mesh, dp=1, pp=3, tp=2), ["dp"])
     assert [groups["pp_ends"] for groups in got] == [[0, 4], [1, 5], [2], [3], [0, 4], [1, 5]]
+
+
+def test_data_ranks_are_replicas_of_shards_shards_and_neighbours_with_experts():
+    got = pool(8, partial(_mesh, dp=4, ep=2, pp=2), ["dp", "shard", "ep", "pp", "shard ep cp"])
+    assert got[5] == {"dp": [0, 1, 4, 5], "shard": [1, 5], "ep": [4, 5], "pp": [5, 7],
+                      "shard_ep_cp": [0, 1, 4, 5], "pp_ends": [5, 7], "world": [*range(8)]}
+    got = pool(8, partial(_mesh, dp=4, shard=2, tp=2), ["dp", "rep", "shard", "shard ep cp"])
+    assert got[5] == {"dp": [1, 3, 5, 7], "rep": [1, 5], "shard": [5, 7], "shard_ep_cp": [5, 7],
+                      "pp_ends": [5], "world": [*range(8)]}
 
 
 def _polled(rank):
