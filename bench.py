@@ -64,8 +64,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 # ---- the rows ----
 # A Row (races/job.py) races two sides on n ranks, for one layout and one size of model or tensor.
 # A side is a function that takes a Job and returns a step function. Each call of the step function
-# runs one step and returns this rank's share of the loss. Here our side is the trainer of train.py,
-# its checkpoint (one row), or a collective of the engine. Goals are ratios. Row(
+# runs one step and returns this rank's share of the loss. Here our side is the trainer of train.py
+# --fast, its checkpoint (one row), or a collective of the engine. Goals are ratios. Row(
 #     name,
 #     number of ranks,
 #     size: a model's name in SIZES, or the KB of a collective's tensor,
@@ -137,7 +137,7 @@ def against_limits():
     """The engine against the best speed that these cores allow, computed from the time of one
     process."""
     threads = plain_side.one_process  # with as many threads as the row has ranks
-    # balance 0, because race() compares losses, and only the plain loop's has a balance loss in it
+    # balance 0, because race() compares losses, and only the other loop's has a balance loss in it
     experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
     rows = [
         *rows_of_training("D = 2, to 2 threads", threads, [D2], ["compute"], goal=0.95),
@@ -168,22 +168,25 @@ def against_limits():
 
 
 def against_ourselves():
-    """The engine against the root's plain forms, and against the same layout in another way."""
-    reducer = plain_side.plain_reducer
+    """The engine against the root: with one part of the root, or with all (--fast left out); and
+    against the same layout in another way."""
+    root_has = plain_side.root_has
+    reducer = root_has("ddp")
+    # The engine's columns keep a weight until backward, which the root's ZeRO-3 frees (run/config)
+    zero3 = root_has("ddp", "tp")
     rows = [
         *rows_of_collectives("all_reduce, to plain", plain_side.plain_ring, (4096, 65536)),
         *rows_of_training("DDP, to plain", reducer, [D2], COMPUTE_AND_COMMUNICATION),
         *rows_of_training("ZeRO-1, to plain", reducer, [ZERO1], COMPUTE_AND_COMMUNICATION, steps=4),
-        *rows_of_training("ZeRO-3, to plain", reducer, [ZERO3], COMPUTE_AND_COMMUNICATION),
-        *rows_of_training("tensor parallel, to plain", plain_side.plain_tensor_parallel, [T2],
-                          COMPUTE_AND_TINY),
-        *rows_of_training("1F1B, to plain", plain_side.plain_pipeline, [P2], COMPUTE_AND_TINY),
-        *rows_of_training("attention, to plain", plain_side.plain_attention, [N2], ["long"]),
+        *rows_of_training("ZeRO-3, to plain", zero3, [ZERO3], COMPUTE_AND_COMMUNICATION),
+        *rows_of_training("tensor parallel, to plain", root_has("tp"), [T2], COMPUTE_AND_TINY),
+        *rows_of_training("1F1B, to plain", root_has("pp"), [P2], COMPUTE_AND_TINY),
+        *rows_of_training("attention, to plain", root_has("cp"), [N2], ["long"]),
     ]
     layouts = {"one rank": ONE, "DDP": D2, "ZeRO-3": ZERO3, "1F1B": P2, "tensor parallel": T2}
     for name, layout in layouts.items():
-        rows += rows_of_training(f"train.py, to plain.py: {name}", plain_side.all_of_plain,
-                                 [layout], ["compute"])
+        rows += rows_of_training(f"--fast, to plain: {name}", plain_side.all_of_the_root, [layout],
+                                 ["compute"])
     no_sp = plain_side.other_flags(sp=False)
     all_to_all = plain_side.other_flags(cp_attention="all-to-all")
     return [

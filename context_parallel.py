@@ -1,8 +1,8 @@
 """Context parallelism: the tokens of each sequence are split over the ranks of a group.
 
 Split: tokens, and so the activations of all layers. Replicated: weights; the ranks count among the
-replicas over which gradients are summed. In a layer only attention lets tokens meet, so only attention sends.
-Elements that each of N ranks sends per block and microbatch:
+replicas over which gradients are summed. In a layer only attention lets tokens meet, so only
+attention sends. Elements that each of N ranks sends per block and microbatch:
 
     ring        keys and values go around the ring, 2 (N-1)/N B S C forward; their gradients come
                 back, as many.                                              arXiv 2310.01889

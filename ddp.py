@@ -24,16 +24,16 @@ def parameters_of(stages):
 
 
 def give_values(param, values):
-    """Turn a parameter of the meta device, which has a shape and a tag only, into one that has
-    these values. The layers keep the same Parameter object."""
+    """Give values to a parameter of the meta device, which has only a shape and a tag."""
     real = torch.nn.Parameter(values, param.requires_grad)
     real.shard = param.shard
+    # Exchanges the contents: `param`, the object that layers refer to, becomes `real`, tag included
     torch.utils.swap_tensors(param, real)
 
 
 def take_gradient(param):
-    """The gradient of a parameter, which is cleared for the next step; zeros if no layer has used
-    the parameter, because another replica may have used it."""
+    """Returns a parameter's gradient, and clears param.grad for the next step. Zeros if no layer
+    has used the parameter, because another replica may have."""
     grad, param.grad = param.grad, None
     return torch.zeros_like(param) if grad is None else grad
 
@@ -48,12 +48,17 @@ class DDP:
 
         weights        what this rank's optimizer steps, in place. Here: whole parameters
         tags           the tag of each of `weights`
-        expect()       before each backward of a stage. last: its last one in this step. (Then
-                       engine/ddp.py sends gradients during the backward)
+        expect()       before each backward of a stage. last: the stage's last one in this step
+                       (during which engine/ddp.py starts to send gradients)
         gradients()    after the last backward of a step: the gradient of each of `weights`, summed
                        over the ranks that the tag names. Clears the gradients for the next step
-        publish()      after the optimizer's step: every rank has the new weights
+        publish()      after the optimizer's step: sends new weights where the next forward needs
+                       them on every rank (ZeRO-1, 2; ZeRO-3 gathers them in forward)
+        sharded        True under ZeRO: each replica's optimizer steps different parts. Read for
+                       the global norm (optimizer.py) and for checkpoints
     """
+
+    sharded = False
 
     def __init__(self, stages, value=None):
         every = parameters_of(stages)
@@ -82,8 +87,6 @@ class DDP:
         """Nothing to send: every rank has stepped every weight, with the same gradients."""
 
     # For checkpoints, tests and the final comparison of the replicas
-
-    sharded = False  # do the replicas' optimizers step different parts of the weights?
 
     def whole(self):
         """Yields (tag, this rank's whole slice) of every parameter. Collective in ZeRO3."""

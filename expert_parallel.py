@@ -22,8 +22,8 @@ from shard import take_slice
 def send_rows(x, sent, received, group, all_to_all=all_to_all):
     """Send rows of x (rows, C): the first sent[0] rows to rank 0, the next sent[1] to rank 1, ...
     Returns (sum(received), C): received[0] rows from rank 0, then received[1] from rank 1, ...
-    In backward the gradients of the rows take the way back. all_to_all: engine/expert_parallel.py
-    gives its own."""
+    Backward: the gradients of the rows are sent back, so the two lists change places. all_to_all:
+    engine/expert_parallel.py passes its own."""
     def move(x, out, into):  # out[j] rows go to rank j, into[j] rows come from rank j
         rows = x.new_empty((sum(into), x.size(1)))
         all_to_all(rows.split(into), x.contiguous().split(out), group)
@@ -119,4 +119,4 @@ def demo(mesh):
 
 if __name__ == "__main__":
     from show.demonstrations import demonstrate
-    demonstrate(demo, dp=1, ep=4)
+    demonstrate(demo, dp=4, ep=4)

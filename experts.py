@@ -74,8 +74,7 @@ class LlamaExperts(Experts):
 
 class MixtureOfExperts(nn.Module):
     """Takes the place of a block's MLP. Two methods are replaced: run_experts where experts are
-    spread over ranks (expert_parallel.py), and sum_counts where ranks share a sequence
-    (engine/expert_parallel.py)."""
+    spread over ranks, and sum_counts where ranks share a sequence (both in expert_parallel.py)."""
 
     def __init__(self, config):
         super().__init__()

@@ -7,9 +7,9 @@ apart talk over the network. So the axis that talks most comes last (innermost):
     rep    replicas of shards     once per step
     shard  data parallel          once per step (ZeRO-1: twice; ZeRO-2, 3: in every microbatch)
     pp     pipeline               twice per microbatch and boundary of stages: forward, backward
-    ep     expert parallel        four times per layer
-    cp     context parallel       in every hop of every attention, forward and backward
-    tp     tensor parallel        four times per layer and more, with more bytes
+    ep     expert parallel        four all-to-alls of tokens per layer and microbatch
+    cp     context parallel       in each hop of each attention layer, forward and backward
+    tp     tensor parallel        four all-reduces per layer and microbatch, plus embedding and head
 
 The D data ranks (--dp) are the axes rep, shard and ep together: mesh.group("dp") is all of them.
 Without --shard and --ep the axis shard has all D. --shard R: ZeRO shards over R data ranks, so rep
@@ -44,6 +44,7 @@ def lay_out(sizes, axes):
 
     sizes = {shard: 2, pp: 2, tp: 2}: axes [tp] gives [0 1] [2 3] [4 5] [6 7]; [pp] gives [0 2]
     [1 3] [4 6] [5 7]; [shard, tp], and [dp, tp] too, gives [0 1 4 5] [2 3 6 7]."""
+    # "dp" becomes rep, shard, ep. Then move the dims of the axes to the end: each row is a group
     axes = [one for axis in axes for one in (DATA if axis == "dp" else (axis,))]
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     dims = [list(sizes).index(axis) for axis in axes if axis in sizes]

@@ -20,8 +20,8 @@ def learning_rate(cfg, step):
 
 
 def decays(shard):
-    """Does weight decay apply to the parameter of this tag? To matrices only. (The name is asked,
-    too: the biases of all experts of a layer are one tensor of two dims.)"""
+    """Does weight decay apply to the parameter of this tag? Only to matrices. (The name is checked
+    too, because the stacked biases of a layer's experts are a tensor of two dims.)"""
     return len(shard.shape) > 1 and shard.name.endswith("weight")
 
 
@@ -56,7 +56,8 @@ class AdamW:
 
     def __init__(self, cfg, reducer):
         self.cfg = cfg
-        self.num_steps = torch.zeros((), dtype=torch.double)  # without skipped ones
+        # Steps so far, skipped ones not counted. A tensor, because checkpoints save it
+        self.num_steps = torch.zeros((), dtype=torch.double)
         self.states = [AdamWState(weights, cfg.weight_decay if decays(tag) else 0.0)
                        for weights, tag in zip(reducer.weights, reducer.tags, strict=True)]
         self.holders = [tag.holders(reducer.sharded) for tag in reducer.tags]
@@ -64,9 +65,9 @@ class AdamW:
     def square(self, grads):
         """This rank's part of the squared global norm, to be summed over all ranks.
 
-        Several ranks may hold the same gradient: all replicas without ZeRO; all T tensor ranks that
-        of a LayerNorm; two stages that of the tied matrix. Each gradient must count once: so each
-        of its n holders adds 1/n of its square."""
+        Several ranks may hold the same gradient: without ZeRO all replicas hold each gradient; all
+        T tensor ranks hold a LayerNorm's; two stages hold the tied matrix's. A gradient must count
+        once, so each of its n holders adds 1/n of its square."""
         square = torch.zeros((), dtype=torch.double)
         for grad, n in zip(grads, self.holders, strict=True):
             square += grad.double().square().sum() / n

@@ -1,7 +1,7 @@
 """Pipeline parallelism: cut the list of layers into stages, one per rank, and the batch into
 microbatches, which flow through the stages as on an assembly line.
 
-Split: the layers; all ranks work at once, each on another microbatch. Sent, per microbatch and
+Split: the layers; all ranks work at once, each on a different microbatch. Sent, per microbatch and
 boundary between two ranks: the activation forward, its gradient backward, B S C elements each.
 Held: 1/P of the layers, and the saved activations of microbatches in flight (forward done, backward
 not yet): all m under GPipe, at most P - rank under 1F1B. (Here also the gradients that were sent,
@@ -25,9 +25,9 @@ from schedules import SCHEDULES, cut
 class Pipeline:
     """Runs this rank's stage, {number: [layers]}, on the microbatches of a step.
 
-    group: the ranks of the pipeline, one for each stage. cfg gives the schedule, the number of
-    microbatches and that of the tokens in the batch of all replicas. shape, dtype: those of an
-    activation, (B, S, C).
+    group: the ranks of the pipeline, one for each stage. From cfg: the schedule, the number of
+    microbatches, and the tokens of a whole batch (of all replicas), by which the loss is divided.
+    shape, dtype: those of an activation, (B, S, C).
 
     P = 4, rank 1, m = 6, F3 the forward of microbatch 3 and B3 its backward. GPipe runs
     F0 F1 F2 F3 F4 F5, then B0 B1 B2 B3 B4 B5. 1F1B: warm up F0 F1, steady state F2 B0 F3 B1 F4 B2
@@ -35,14 +35,15 @@ class Pipeline:
     """
 
     def __init__(self, stages, group, cfg, shape, dtype):
-        ((self.stage, self.layers),) = stages.items()
+        [(self.stage, self.layers)] = stages.items()  # one stage per rank
         self.group = group
         self.is_first = group.rank == 0
         self.is_last = group.rank == group.size - 1
         self.shape = shape
         self.dtype = dtype
         self.tokens = cfg.batch_size * cfg.block_size
-        # "F0" for each forward, "B0" for each backward; the 0 is this rank's only stage
+        # A list of "F0" (a forward) and "B0" (a backward). Unlike in the example above 0 is not the
+        # microbatch, but the chunk (schedules.py): a rank has only one
         self.order = SCHEDULES[cfg.schedule].actions(group.size, cfg.microbatches, 1, group.rank)
 
     def receive(self, source):
@@ -54,12 +55,15 @@ class Pipeline:
         """Returns (input, outputs for backward, pending send) of a microbatch."""
         # (B, S) token ids on the first rank; else (B, S, C), and backward computes its gradient
         x = ids if self.is_first else self.receive(self.group.rank - 1).requires_grad_()
+        *before, last = self.layers
         y = x
-        for layer in self.layers[:-1]:
+        for layer in before:
             y = layer(y)
-        head = self.layers[-1]
-        y = head(y, targets) / self.tokens if self.is_last else head(y)
-        outputs = [y]  # the loss per token; on any other rank (B, S, C)
+        if self.is_last:  # `last` is the model's head, which returns the loss
+            y = last(y, targets) / self.tokens
+        else:
+            y = last(y)
+        outputs = [y]  # last rank: this microbatch's part of the loss per token; else (B, S, C)
         balance = balance_loss(self.layers)  # that of this stage's experts
         if balance is not None:
             outputs.append(balance / self.tokens)
@@ -69,10 +73,10 @@ class Pipeline:
 
     def backward(self, x, outputs, send):
         """Backward of a microbatch, given what forward() returned. Returns x, with its gradient."""
-        grads = [None] * len(outputs)  # None: of a loss, whose gradient is 1
+        grads = [None] * len(outputs)  # autograd takes None as 1, the gradient of a loss
         if not self.is_last:
             grads[0] = self.receive(self.group.rank + 1)  # (B, S, C)
-            send.wait()  # returns at once: the output has arrived, for its gradient came back
+            send.wait()  # returns at once: the gradient came back, so the output has arrived
         if outputs[0].requires_grad:  # else nothing up to here is trained
             torch.autograd.backward(outputs, grads)
         return x
@@ -83,8 +87,8 @@ class Pipeline:
         In: the (ids, targets, number of the first sequence) of each microbatch of this replica, the
         same on all ranks of the group; the reducer of this rank's gradients (ddp.py), which is told
         of each backward before it runs.
-        Out: the reducer can give the gradients. Returns this replica's part of the loss per token
-        on the last rank, 0 on all others: a float64 tensor.
+        Out: the reducer can give the gradients. Returns this replica's part of the loss per token,
+        without the balance loss, on the last rank, 0 on all others: a float64 tensor.
         """
         to_forward = deque(batches)
         in_flight = deque()  # what forward() returned for microbatches without a backward yet
@@ -98,17 +102,18 @@ class Pipeline:
             for action in self.order:
                 if action == "F0":
                     ids, targets, _ = to_forward.popleft()
-                    in_flight.append(self.forward(ids, targets))
+                    x, outputs, send = self.forward(ids, targets)
+                    in_flight.append((x, outputs, send))
                     if self.is_last:
-                        _, (part, *_), _ = in_flight[-1]  # the first output is the loss
-                        loss += part.detach()
+                        loss += outputs[0].detach()
                 elif reducer is not None:
                     num_backwards += 1
                     reducer.expect(self.stage, last=num_backwards == len(batches))
                     x = self.backward(*in_flight.popleft())  # the oldest microbatch in flight
                     if not self.is_first:
                         grad_sends.append(self.group.send(x.grad, self.group.rank - 1))
-        wait_all([send for _, _, send in in_flight])  # without backwards
+        # Only in validation: in training each backward has waited for its microbatch's send
+        wait_all([send for _, _, send in in_flight])
         wait_all(grad_sends)
         return loss
 

@@ -1,10 +1,11 @@
 """Activation recomputation: backward runs a block once more instead of keeping what it computed.
 
-Held for backward: the block's input, S B C elements, in place of all that autograd would save in it
-(engine/tensor_parallel.py lists that: some 16 to 34 times as much). Paid: one more forward of each
-block, a third of the step's FLOPs; messages of the block are sent once more, too. Also called
-activation checkpointing: Chen et al., arXiv 1604.06174. ZeRO-3 (zero.py) frees weights in the same
-way.
+Held for backward: the block's input, B S C elements, instead of all that autograd would save in the
+block: some 16 times as much on one rank, (4 + 12/T) times under tensor parallelism (the table in
+engine/tensor_parallel.py). Paid: a second forward of each block, a third more FLOPs per step; the
+block's forward messages are sent again, except those after the last saved tensor (tensor
+parallelism's last all-reduce). Also called activation checkpointing: Chen et al., arXiv 1604.06174.
+ZeRO-3 (zero.py) frees weights in the same way.
 
     torchrun train.py --pp 2 --recompute
 """
@@ -25,9 +26,9 @@ class Enough(Exception):
 
 
 def recompute(run, *inputs, again=nullcontext):
-    """run(*inputs). Autograd saves numbers in place of tensors: number i stands for the i-th tensor
-    that run saves. When backward asks for the first one, run is repeated, from the same state of
-    torch's random numbers, and saves them all.
+    """run(*inputs), but autograd saves numbers instead of tensors: i for the i-th tensor that run
+    saves. At backward's first request, whichever number it is for, run is repeated from the same
+    state of torch's random numbers, and this time its tensors are kept.
 
     inputs: tensors. again() is called now; it returns a context for the repetition."""
     num_saved = 0
@@ -64,8 +65,9 @@ def recompute(run, *inputs, again=nullcontext):
 
 
 def recompute_blocks(stages, again=nullcontext):
-    """Recompute every block of these stages, {stage: [layers]}. Call it after ZeRO has been put
-    around the layers: ZeRO-3 recomputes each of its layers anyway, and is left as it is."""
+    """Recompute every block of these stages, {stage: [layers]}. Call it after the reducer is made:
+    the root's ZeRO-3 has then replaced each block by a Gathered, which recomputes anyway and is
+    left as it is. (The engine's ZeRO-3 keeps the blocks: they are recomputed.)"""
     for layers in stages.values():
         for layer in layers:
             if isinstance(layer, Block):

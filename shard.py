@@ -23,7 +23,9 @@ class Shard:
     shape: torch.Size  # full shape
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
-    split_over: object = None  # the group whose ranks hold the other slices; None: no other ranks
+    # The tensor ranks that hold the other slices (set in split()); None: not split over them.
+    # (A tag of experts has None, too: spread_experts changes only `ranges` and the sums)
+    split_over: object = None
     shared_by: tuple = ()  # groups, other than the replicas, whose ranks all hold this slice
     # Groups over which the terms of the gradient are to be summed. First the replicas, over which
     # ZeRO shards; then the others.
@@ -37,18 +39,19 @@ class Shard:
 
     @property
     def copies(self):
-        """How many ranks of one replica hold this slice."""
+        """How many ranks hold this slice, if all replicas (sum_over[0]) count as one rank."""
         return math.prod(group.size for group in self.shared_by)
 
     def holders(self, sharded):
-        """How many ranks of the world hold the gradient of this slice. sharded: ZeRO shards it over
-        the replicas, so each of them holds another part (zero.py)."""
+        """How many ranks of the world hold the same gradient: this slice's or, if `sharded`, the
+        gradient of a chunk of it. (ZeRO shards over the replicas, so no two of them hold the same
+        chunk.)"""
         return self.copies * (1 if sharded else self.sum_over[0].size)
 
     @property
     def first(self):
-        """Is this rank the first of the ranks in its replica that hold this slice? (Asked by
-        run/checkpoint.py: one of these ranks writes the slice.)"""
+        """Is this rank the first in each group of shared_by? (run/checkpoint.py lets only this one
+        of the ranks that `copies` counts write the slice.)"""
         return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):

@@ -1,12 +1,14 @@
-"""Trains a GPT or a Llama by data, pipeline, context, tensor and expert parallelism, composed.
+"""Trains a GPT or a Llama with any combination of data, tensor, sequence, context, expert and
+pipeline parallelism and ZeRO.
 
     python train.py                          one process
     torchrun train.py --tp 2 --pp 2          starts four ranks, and waits for them
     torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          eight: the rest is data parallel
     torchrun train.py --tp 2 --pp 2 --fast   the same with the parts of engine/
 
-This page composes the files beside it. Any layout is the same computation: the same initial
-weights, the same batches, gradients that are only ever summed, and so the same losses.
+This page composes the other files. Any layout is the same computation: the same initial weights,
+the same batches, and gradients that are summed, never averaged, because the loss was divided by the
+tokens of the whole batch first. So the losses are the same, up to the order of float additions.
 `python train.py --help` lists the flags.
 """
 
@@ -17,9 +19,10 @@ from types import SimpleNamespace
 
 from run.launch import start
 
-# Wrong flags end the process here. If the flags ask for more ranks than there are, start()
-# starts all ranks, waits for them, and exits. Else this process is a rank, and goes on. All this
-# before torch is imported, which takes seconds.
+# start() runs before torch is imported, which takes seconds. It ends the process if a flag is wrong
+# (checked() below refuses what this machine lacks). If the flags ask for more ranks than there are
+# processes, start() starts all ranks, waits for them, and exits. Else this process is a rank, and
+# start() returns. __doc__: the text of --help
 if __name__ == "__main__":
     start(__doc__)
 
@@ -52,8 +55,8 @@ from zero import REDUCERS
 
 
 def choose(cfg):
-    """The parts that train: the root's; where cfg.fast names a part, engine/'s (engine/parts.py
-    lists their names)."""
+    """Returns the parts of a Trainer: the root's, except where cfg.fast names a part of engine/
+    (engine/parts.py lists the names)."""
     parts = SimpleNamespace(
         Mesh=Mesh, all_reduce=all_reduce, split_sequences=split_sequences,
         tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel,
@@ -66,7 +69,7 @@ def choose(cfg):
 
 
 class Trainer:
-    """One rank's part of the model, and of all that trains it."""
+    """What one rank holds: its slices of the model; its reducer, optimizer and pipeline."""
 
     def __init__(self, cfg, mesh, vocab_size, draw=initial_value):
         """draw: makes the initial value of a parameter; another one for a dump or a test."""
@@ -75,44 +78,62 @@ class Trainer:
         self.dtype = getattr(torch, cfg.dtype)
         self.parts = parts = choose(cfg)
         self.stop_asked = False  # by a signal to this rank
-        self.grads = []  # the gradients of the last step
+        self.grads = []  # gradients of the last step; kept for the log, which counts their bytes
 
-        # The whole model on the meta device: shapes without memory. Tag each parameter: its name,
-        # its slice, the groups of ranks to sum its gradient over
+        # The whole model on the meta device: shapes without memory
         self.model_config = config_of(cfg, vocab_size)
+        kind = kind_of(self.model_config)  # GPT, Llama, or one of them with experts
         with torch.device("meta"):
-            model = kind_of(self.model_config)(self.model_config)
-        tag_whole(model, mesh.group("shard", "ep", "cp"), copies=mesh.group("rep"))
+            model = kind(self.model_config)
+        # Taken before parameters are split. (Only a fork has parameters that are not trained)
         self.shapes = {name: param.shape for name, param in model.canonical_parameters()}
-        self.trained = [name for name, p in model.canonical_parameters() if p.requires_grad]
+        self.trained = [name for name, param in model.canonical_parameters() if param.requires_grad]
 
-        # Which tokens of each sequence, which slice of each matrix, which experts this rank has
+        # Tag each parameter: its name, its slice, the groups of ranks to sum its gradient over.
+        # Replicas hold the same weights, but see different sequences (the axes shard and ep of
+        # mesh.py) or different tokens of a sequence (cp). rep: more data ranks, if ZeRO shards over
+        # some of them only (--shard)
+        replicas = mesh.group("shard", "ep", "cp")
+        tag_whole(model, replicas, copies=mesh.group("rep"))
+
+        # Each call changes the model in place: to this rank's tokens of each sequence, to its slice
+        # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
+        # rank nothing is split. self.positions: where this rank's tokens stand in their sequence
         self.positions = parts.split_sequences(model, mesh.group("cp"), cfg.cp_attention)
         split = parts.sequence_parallel if cfg.sp else parts.tensor_parallel
         split(model, mesh.group("tp"))
         if cfg.experts:
             parts.spread_experts(model, mesh, cfg.sp)
 
-        # Which layers. where[s]: the pipeline rank of stage s; cuts[s]: (start, stop) of its layers
+        # Cut the list of layers into stages, cfg.chunks for each pipeline rank. where[s]: the
+        # pipeline rank of stage s; cuts[s]: (begin, stop) of its layers
         self.where = placement(cfg.schedule, cfg.pp, cfg.chunks)
         self.cuts = cut(self.model_config.layer_costs(), len(self.where))
-        if self.where[0] != self.where[-1]:  # embedding and head are on two ranks
+        # Are first and last stage on two ranks? (Not with --pp 1, and not under zb-v)
+        if self.where[0] != self.where[-1]:
+            # Both ranks hold the tied matrix: tag it, so that its gradient is summed over the two
             tie_ends(model.layers, mesh.ends("pp"))
-        stages = {s: list(model.layers[first:stop]) for s, (first, stop) in enumerate(self.cuts)
-                  if self.where[s] == mesh.group("pp").rank}
-        self.routing = Routing(stages, self.cuts, cfg, mesh)  # counts the experts' tokens
+        stages = {}  # {stage: its layers} of this rank
+        for s, (begin, stop) in enumerate(self.cuts):
+            if self.where[s] == mesh.group("pp").rank:
+                stages[s] = list(model.layers[begin:stop])
+        # Sets the weight of the experts' balance loss, and counts their tokens for the log
+        self.routing = Routing(stages, self.cuts, cfg, mesh)
 
-        # DDP or ZeRO asks for one slice after the other: no rank ever has the whole model
+        # The reducer, DDP or ZeRO, gets each parameter's initial value from value(tag), which makes
+        # this rank's slice. ZeRO-3 replaces the layers in `stages` by layers that gather their
+        # weights, so Routing, which looks into blocks, comes before, and the rest after
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
         self.reducer = parts.Reducer(stages, value)
         self.optimizer = parts.Optimizer(cfg, self.reducer)
         if cfg.recompute:
             parts.recompute_blocks(stages)
-
-        sequences = cfg.batch_size // (cfg.dp * cfg.microbatches)  # in a microbatch
-        tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)  # of a sequence, between blocks
-        self.pipeline = parts.Pipeline(stages, mesh.group("pp"), cfg,
-                                       (sequences, tokens, cfg.n_embd), self.dtype)
+        # Shape of an activation between two stages, (B, S, C): sequences of a microbatch, tokens of
+        # a sequence that this rank has between two blocks, width
+        sequences = cfg.batch_size // (cfg.dp * cfg.microbatches)
+        tokens = len(self.positions) // (cfg.tp if cfg.sp else 1)
+        shape = (sequences, tokens, cfg.n_embd)
+        self.pipeline = parts.Pipeline(stages, mesh.group("pp"), cfg, shape, self.dtype)
 
     def own(self, batches):
         """[(ids, targets, number of the first sequence)], a microbatch each, with this rank's
@@ -122,42 +143,50 @@ class Trainer:
                 for ids, targets, first in batches]
 
     def step(self, batches, lr):
-        """One step of training. Returns (norm, sums), tensors that are the same on every rank:
-        norm, the gradients' global norm, nan if the loss is not finite; sums, see below."""
+        """One step of training. Returns (norm, sums), tensors, the same on every rank. norm: the
+        global norm of the gradients; nan if the loss is not finite. sums: loss per token, number of
+        ranks that were asked to stop, square of the norm, then the experts' statistics."""
         self.routing.clear()
-        self.grads = []  # frees them
-        loss = self.pipeline.run(self.own(batches), self.reducer)  # forward and backward
+        self.grads = []  # free those of the step before
+        # Forward and backward. loss: this rank's part of the loss per token; 0 unless it has the
+        # last stage
+        loss = self.pipeline.run(self.own(batches), self.reducer)
         self.grads = self.reducer.gradients()  # summed as the tags say
 
-        # One all-reduce for four things: the loss, of which each of the T ranks that have it adds
-        # 1/T; requests to stop; the square of the gradients' norm; the experts' statistics
+        # All sums over all ranks in one all-reduce, in place. T tensor ranks compute the same loss:
+        # each adds 1/T
         asked = torch.full_like(loss, self.stop_asked)
-        parts = torch.stack([loss / self.cfg.tp, asked, self.optimizer.square(self.grads)])
-        sums = torch.cat([parts, self.routing.sums()])
+        square = self.optimizer.square(self.grads)  # this rank's part of the norm's square
+        sums = torch.cat([torch.stack([loss / self.cfg.tp, asked, square]), self.routing.sums()])
         self.parts.all_reduce(sums, self.mesh.world)
-        norm = torch.where(sums[0].isfinite(), sums[2].sqrt(), math.nan)
+        loss, _, square = sums[:3]  # now of all ranks
+        norm = torch.where(loss.isfinite(), square.sqrt(), math.nan)
 
         self.optimizer.step(self.grads, norm, lr)  # clips, steps; nothing if the norm is not finite
         self.reducer.publish()  # ZeRO-1, 2: every rank gets the weights that others have stepped
         return norm, sums
 
-    def validate(self, data, log, batches=None):
-        """Mean loss, the same on every rank, over the windows (block_size tokens each) of val.bin:
-        over all, or over the first `batches` batches. None if a signal to any rank came meanwhile.
-        """
-        windows, each_batch = data.validation(self.cfg, self.mesh, batches)
-        sums = torch.zeros(2, dtype=torch.double, device=self.mesh.device)  # loss, requests to stop
+    def validate(self, data, log, num_batches=None):
+        """Returns the mean loss over the windows (block_size tokens each) of val.bin, the same on
+        every rank; None if a signal to any rank came meanwhile. num_batches: validate only so many
+        batches of windows; None: all windows."""
+        world = self.mesh.world
+        # windows: their number; each_batch: an iterator over batches, lists of microbatches
+        windows, each_batch = data.validation(self.cfg, self.mesh, num_batches)
+        total = math.ceil(windows / self.cfg.batch_size)  # batches
+        loss = torch.zeros(1, dtype=torch.double, device=self.mesh.device)
         for i, microbatches in enumerate(each_batch):
-            sums[0] += self.pipeline.run(self.own(microbatches))
-            log.validating(i + 1, -(-windows // self.cfg.batch_size))
-            sums[1] = self.stop_asked
-            asked = self.parts.all_reduce(sums[1:].clone(), self.mesh.world)
-            if self.mesh.world.read(asked) != [0]:
+            loss += self.pipeline.run(self.own(microbatches))
+            log.validating(i + 1, total)
+            # All ranks leave the loop together: a rank that went on alone would wait forever
+            asked = torch.full_like(loss, self.stop_asked)
+            (num_asked,) = world.read(self.parts.all_reduce(asked, world))
+            if num_asked > 0:
                 return None
         # Each batch's loss was divided by the tokens of a batch: divide by those of all windows
         # instead, and by T, because all T ranks have the same loss
-        sums *= self.cfg.batch_size / windows / self.cfg.tp
-        return self.mesh.world.read(self.parts.all_reduce(sums, self.mesh.world))[0]
+        loss *= self.cfg.batch_size / windows / self.cfg.tp
+        return world.read(self.parts.all_reduce(loss, world))[0]
 
     def ask_to_stop(self):
         self.stop_asked = True
@@ -171,40 +200,49 @@ def train(cfg, data, mesh):
     """The run of one rank. Returns its Log."""
     trainer = Trainer(cfg, mesh, data.vocab_size)
     signals.save_on_stop(trainer.ask_to_stop)
-    # checkpoint.agree() has set cfg.resume to a folder, or to "no"
+    # main() has called checkpoint.agree(): cfg.resume is a folder or "no"
     first = 0 if cfg.resume == "no" else checkpoint.load(trainer, cfg.resume)
     log = Log(trainer, data, first)
-    batches = data.ahead(cfg, mesh, first)  # a thread reads the batch of the next step
+    batches = data.ahead(cfg, mesh, first)  # batches(step); a thread reads one step ahead
     # The objects made so far live until the end: Python's gc need not scan them again and again
     gc.collect()
     gc.freeze()
 
     for step in range(first, cfg.steps):
         if is_due(step, cfg.eval_interval):
-            log.catch_up()
+            log.catch_up()  # a GPU's steps are printed one step late: print the last one first
+            # validate() returns None after a signal. The next step's all-reduce counts the request,
+            # and the loop ends once the log has read that count
             log.validation(step, trainer.validate(data, log, cfg.eval_batches))
         lr = learning_rate(cfg, step)
-        with log.watching(step):
+        with log.watching(step):  # --watch and --trace record some of the steps
             norm, sums = trainer.step(batches(step), lr)
         log.step(step, lr, norm, sums)
-        if log.is_over:  # a signal, or too many steps that were not finite
+        # is_over: after a signal, or after too many steps that were not finite. The log knows this
+        # from norm and sums, the same on all ranks, so all ranks leave the loop at the same step
+        if log.is_over:
             break
         if is_due(step + 1, cfg.save_interval) and step + 1 < cfg.steps:
             log.checkpoint(checkpoint.save(trainer, step + 1, data.folder))
 
     log.catch_up()
-    if not log.gave_up and (log.done > first or not log.saved):
+    nothing_new = log.done == first and log.saved  # --resume found a complete run
+    if not log.gave_up and not nothing_new:
         log.checkpoint(checkpoint.save(trainer, log.done, data.folder))
     if cfg.eval_interval and not log.is_over:
         log.validation(cfg.steps, trainer.validate(data, log), last=True)
-    log.end(log.is_over or replicas_agree(trainer))
+    if log.is_over:  # perhaps only now: a signal may have come during that validation
+        log.end_early()
+    else:
+        log.end(replicas_agree(trainer))
     return log
 
 
 def main():
-    cfg, world, _ = read_command_line(__doc__)
-    data = checked(cfg, world, Data)
+    cfg, world, _ = read_command_line(__doc__)  # as start() did. world: number of processes
+    data = checked(cfg, world, Data)  # the flags that depend on this machine; then the data
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
+        # Of these parts only Mesh is used: the Trainer calls choose() again, for its own
         mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
                                 ep=cfg.ep, shard=cfg.shard)
         if cfg.dump:
@@ -212,11 +250,12 @@ def main():
             return write_dump(cfg, mesh, data, Trainer)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
         log = train(cfg, data, mesh)
-    if log.ended_well and cfg.eval_interval and mesh.rank == 0:
+    # A complete run ends with a sample of text (with --eval-interval 0: without)
+    if log.ending and log.ended_well and cfg.eval_interval and mesh.rank == 0:
         with signals.skip_on_stop():
             log.say("a sample:\n" + sample_text(log.saved, data))
     log.say(log.ending)
-    sys.exit(not log.ended_well)
+    sys.exit(0 if log.ended_well else 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """ZeRO: shards over the D data ranks what data parallelism (ddp.py) replicates.
 
-A parameter of n elements is cut into D chunks, and rank d's optimizer steps chunk d only. Stage by
-stage, optimizer states, gradients and weights are kept as chunks. For Psi parameters and m
-microbatches:
+A parameter of n elements is cut into D chunks, and rank d's optimizer steps chunk d only. ZeRO-1
+keeps only this chunk of the optimizer states, ZeRO-2 also of the gradients, ZeRO-3 also of the
+weights. For Psi parameters and m microbatches:
 
       sharded                    bytes per parameter (16-bit training)   elements sent per step
     0 nothing: DDP               16 = 2 weights + 2 gradients + 12 Adam   2 Psi (D-1)/D
@@ -13,6 +13,9 @@ microbatches:
 ZeRO-2 and 3 reduce the gradients of every microbatch, because keeping their sum until the last one
 would keep a whole gradient. ("Whole" in this file: not cut into chunks. With --tp a whole parameter
 is this rank's slice.) arXiv 1910.02054.
+
+Hybrid sharding (--shard R): shards over R of the D ranks, so R stands for D in the table, and the
+chunks of the D/R copies are summed once a step: 2 (D/R - 1)/(D/R) Psi/R elements more.
 
     python zero.py              each stage, on 4 ranks
     python sizes.py 7e9         the bytes of a rank, for 7e9 parameters
@@ -28,8 +31,8 @@ from shard import bounds
 
 
 def sum_over_others(chunks, tags):
-    """Sum the chunks over the groups of their tags that are not the replicas: those have been
-    summed over already, when the chunks were made."""
+    """Sum the chunks over the groups of their tags other than the replicas. (The reduce-scatter
+    that made a chunk has summed it over the replicas.)"""
     for chunk, tag in zip(chunks, tags, strict=True):
         for group in tag.sum_over[1:]:  # sum_over[0] is the replicas
             all_reduce(chunk, group)
@@ -76,10 +79,12 @@ class ZeRO2(ZeRO1):
         the same graph, so they call this in the same order, and no rank waits forever."""
         replicas = param.shard.sum_over[0]
         chunk = own_chunk(reduce_scatter(param.grad, replicas), replicas)
-        self.sums[param] = self.sums.get(param, 0) + chunk  # a new tensor: param.grad is freed
+        # Not `chunk` itself: a view, which would keep the whole gradient in memory
+        self.sums[param] = self.sums.get(param, 0) + chunk
         param.grad = None
 
     def gradients(self):
+        """Every trained parameter must have had a gradient in this step, else KeyError."""
         return sum_over_others([self.sums.pop(param) for param in self.params], self.tags)
 
 
@@ -100,9 +105,9 @@ def gather(chunk, shape, replicas):
 
 
 class Gathered(torch.nn.Module):
-    """A layer that gathers its weights when it runs. It runs under recompute (recompute.py):
-    autograd saves nothing but the input, so the whole weights are freed after forward, and backward
-    runs the layer again, which gathers them again."""
+    """A layer that gathers its weights when it runs. It runs under recompute (recompute.py), which
+    keeps only the layer's input for backward. So the whole weights are freed after forward, and
+    backward runs the layer again, which gathers them again."""
 
     def __init__(self, layer, chunks):
         """chunks: {name of a parameter in the layer: (this rank's chunk, shape of the whole)}."""
@@ -143,24 +148,27 @@ class ZeRO3(DDP):
         if not value:  # else the layers are on the meta device, where weights have no memory
             for param in chunk_of:
                 param.data = param.data.new_empty(0)
-        self.every = list(chunk_of.values())
-        self.params = [chunk for chunk, _ in self.every if chunk.requires_grad]
+        self.chunks = list(chunk_of.values())  # (this rank's chunk, shape of the whole)
+        self.params = [chunk for chunk, _ in self.chunks if chunk.requires_grad]
         self.weights = [chunk.data for chunk in self.params]
         self.tags = [chunk.shard for chunk in self.params]
-        start = {chunk: bounds(shape.numel(), chunk.shard.sum_over[0])[0]
-                 for chunk, shape in self.every}
-        self.starts = [start[chunk] for chunk in self.params]
-        self.frozen = [(chunk.data, chunk.shard, start[chunk]) for chunk in start
+        start_of = {}  # chunk -> where it starts in the flattened whole parameter
+        for chunk, shape in self.chunks:
+            start_of[chunk], _ = bounds(shape.numel(), chunk.shard.sum_over[0])
+        self.starts = [start_of[chunk] for chunk in self.params]
+        self.frozen = [(chunk.data, chunk.shard, start_of[chunk]) for chunk, _ in self.chunks
                        if not chunk.requires_grad]
 
     def gradients(self):
+        """The backward of gather() has reduce-scattered, and autograd has added up microbatches:
+        chunk.grad is summed over the replicas already."""
         return sum_over_others([take_gradient(chunk) for chunk in self.params], self.tags)
 
     def publish(self):
         """Nothing to send: the next forward gathers the new weights."""
 
     def whole(self):
-        for chunk, shape in self.every:
+        for chunk, shape in self.chunks:
             yield chunk.shard, gather(chunk.data, shape, chunk.shard.sum_over[0])
 
 

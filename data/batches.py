@@ -34,7 +34,7 @@ MAX_PREPARING = 300  # seconds to wait for another process that prepares the cor
 
 class DataError(ValueError):
     """A file of tokens is damaged. One line. Unlike other ValueErrors it may come during the run,
-    because batches are read then, too: train.py catches it there, and ends all ranks."""
+    because batches are read then, too: joined (run/processes.py) then ends all ranks."""
 
 
 # ---- a prepared folder ----

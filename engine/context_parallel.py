@@ -1,5 +1,5 @@
-"""Context parallelism: the root's ring (context_parallel.py), faster, and without a matrix of scores
-(at 2048 tokens on 2 ranks a fifth of the memory: docs/measured.md).
+"""Context parallelism: the root's ring (context_parallel.py), faster, and without a matrix of
+scores (at 2048 tokens on 2 ranks a fifth of the memory: docs/measured.md).
 
     kernels   torch's fused attention computes each hop: no matrix of scores is in memory. It also
               returns each query's logsumexp, log(sum(exp(score))), by which results are merged.
@@ -11,7 +11,7 @@ go around once more, and their gradients (in fp32 at least) follow them. Held fo
 the output and one logsumexp per query. The all-to-all form is that of context_parallel.py with the
 engine's all_to_all; it saves attention's output twice, before and after the swap back.
 
-    torchrun train.py --cp 2        torchrun train.py --cp 2 --cp-attention all-to-all
+    torchrun train.py --cp 2 --fast        torchrun train.py --cp 2 --cp-attention all-to-all --fast
 """
 
 import math

@@ -1,16 +1,17 @@
 """Data parallelism, overlapped. How much faster than the plain DDP: docs/measured.md.
 
     buckets  Parameters lie side by side in flat buffers of 25 MB, in the order in which backward
-             reaches them. A bucket is one collective. In a step's first backward autograd makes a new
-             param.grad: it is copied into the bucket, and param.grad becomes a view of the bucket,
-             into which later microbatches add. (Clearing the bucket first took longer.)
+             reaches them. A bucket is one collective. In a step's first backward autograd makes a
+             new param.grad: it is copied into the bucket, and param.grad becomes a view of the
+             bucket, into which later microbatches add. (Clearing the bucket first took longer.)
     overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
              With several microbatches, in the last one only.
 
-Sent and held: as by the root's DDP. Ranks that split sequences (--cp) see other tokens too: here
-they count among the replicas.
+Sent: as by the root's DDP. Held: the same, and a gradient until it is copied into its bucket;
+--grad-dtype float32 doubles 16-bit gradients.
 
-    python -m engine.ddp        a small GPT on 4 ranks        torchrun train.py --dp 2
+    python -m engine.ddp                        a small GPT on 4 ranks
+    torchrun train.py --dp 2 --fast ddp         train.py with this file
 """
 
 from weakref import WeakMethod
@@ -112,15 +113,15 @@ class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
     In: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in order
-    of use. The parameters are tagged, and are allocated here; value(tag) gives this rank's slice of
-    the initial value (threads ask for some of them ahead). The members are those of the root's DDP (ddp.py), and for pipelines that split the
-    backward (engine/pipeline.py) flush() and grad_added().
+    of use, with tagged parameters of the meta device. value(tag): this rank's slice of an initial
+    value; threads ask for some of them ahead. Members: those in the table of the root's DDP
+    (ddp.py), and flush() and grad_added() for pipelines that split the backward
+    (engine/pipeline.py).
     Frozen parameters lie in buckets of their own: `frozen_buckets`; `buckets` are the trained ones,
     in the order in which forward uses them.
     Here gradients and weights are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
     """
 
-    zero = 0  # ZeRO stage
     sharded = False
     # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
     every_microbatch = False
@@ -191,8 +192,9 @@ class DDP:
         return found
 
     def allocate_shards(self, bucket):
-        """Allocate what this rank keeps of a bucket beside its weights: here whole gradients, for
-        the whole run. Without other ranks to sum them over, they stay in param.grad."""
+        """Allocate what this rank keeps of a bucket in addition to its weights: here a buffer for
+        whole gradients, for the whole run; none if gradients stay in param.grad (the table of
+        Bucket)."""
         same_dtype = bucket.grad_dtype == bucket.full.dtype
         nothing_to_sum = bucket.group.size == 1 and not bucket.sum_at_end
         if not bucket.trained or (same_dtype and nothing_to_sum):
@@ -203,8 +205,9 @@ class DDP:
             bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
-        """Drop the gradients. Where param.grad is a view, the next one is copied over the old;
-        clearing takes longer. Without views gradients are added, so clear."""
+        """Drop the gradients. A bucket with views keeps its old values: the next gradients are
+        copied over them, which is faster than clearing. Without views collect() adds to the
+        bucket, so it is cleared."""
         for param in self.home:
             param.grad = None
         for bucket in self.buckets:
@@ -226,9 +229,9 @@ class DDP:
     def grad_added(self, param):
         """A hook: autograd is done with this parameter. (If a split backward has deferred the
         gradient, param.grad is None or the sum so far; the pipeline calls grad_added again once
-        the gradient is computed.) In every microbatch but the last, and in the I of a split
-        backward, the hook only collects: `filling` is empty, and the next expect() sets the counts
-        again."""
+        the gradient is computed.) While `filling` is empty the hook only collects, and the next
+        expect() sets the counts again: in the I of a split backward and, unless every_microbatch,
+        in all microbatches but the last."""
         bucket = self.home[param]
         if param.grad is not None:
             self.collect(param, bucket)
@@ -251,13 +254,17 @@ class DDP:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):
-        """The backward before is over: launch the buckets that are left, in which a parameter got
-        no gradient. Before the first backward of a step: drop the gradients of the step before."""
-        while self.filling:
-            self.launch(self.filling.pop(0))
+        """Launch the buckets that the previous backward has left. Before the first backward of a
+        step also drop the previous step's gradients."""
+        self.launch_rest()
         if self.is_new_step:
             self.is_new_step = False
             self.zero_grad()
+
+    def launch_rest(self):
+        """Launch the buckets that a backward has left, because a parameter got no gradient."""
+        while self.filling:
+            self.launch(self.filling.pop(0))
 
     def launch(self, bucket, reduction=all_reduce):
         """Start the reduction of a bucket."""
@@ -278,7 +285,7 @@ class DDP:
 
     def gradients(self):
         """After the last backward of a step: the gradient of each of `weights`, summed over the
-        ranks that the tag names. They stay as they are until the next expect()."""
+        ranks that the tag names. They stay as they are until the next expect() or flush()."""
         self.flush()
         self.finish()
         self.is_new_step = True

@@ -10,7 +10,7 @@
 
 Zero bubble (schedules.py) does not defer the experts' weight gradients.
 
-    torchrun train.py --experts 8 --ep 2 --tp 2
+    torchrun train.py --experts 8 --ep 2 --tp 2 --fast
 """
 
 from dataclasses import replace

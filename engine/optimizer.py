@@ -30,8 +30,9 @@ def exact_norms(tensors, dtype):
 
 
 class LossScale:
-    """The factor of the loss, and so of the gradients: 1 but for float16. It is halved when a norm
-    is not finite, and doubled after 1000 finite ones. On the device, so that no step waits."""
+    """The factor of the loss, and so of the gradients. float16: halved when a norm is not finite,
+    doubled after 1000 finite norms in a row, at least 1. Other dtypes: always 1. A tensor on the
+    device, so that the host need not wait for a norm."""
 
     def __init__(self, dtype, device):
         self.changes = dtype == torch.float16
@@ -59,7 +60,7 @@ class Optimizer:
         self.device = scale.value.device
         self.dtype = getattr(torch, cfg.dtype)
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        # For weights of 16 bits: a copy of 32 bits
+        # Weights of 16 bits: a copy of 32 bits; wider ones: the weights themselves
         self.masters = [weights.to(self.wide) for weights in self.weights]
         self.moments = {name: [torch.zeros_like(master) for master in self.masters]
                         for name in MOMENTS[cfg.optimizer]}

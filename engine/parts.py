@@ -8,7 +8,7 @@
     optimizer   Optimizer             fused AdamW; SGD, LARS, LAMB; float16's loss scale
     pp          Pipeline              all schedules; also recompute_blocks, with dropout
 
-A part has the same members on both floors, so train.py does not know which of the two it has.
+A part has the same members here and in the root, so train.py need not know which of the two it has.
 What several parts of a run share is made here: the queue of weight gradients that zero bubble
 defers, dropout, the loss scale. Which flag needs which part: run/config.py.
 """
@@ -47,12 +47,13 @@ def replace(parts, cfg):
 
 
 class Engine:
-    """The engine's parts of one run."""
+    """The engine's parts of one run. A method has the name of the part that it makes, so `Mesh` in
+    its own body means the imported class."""
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.dtype = getattr(torch, cfg.dtype)
-        # "auto": main() has resolved it, but for tests that build a Trainer of their own
+        # check() (run/config.py) resolves "auto": a Trainer sees it only in tests that skip check()
         self.device = torch.device("cpu" if cfg.device == "auto" else cfg.device)
         # Set in split_sequences: the model's names and full shapes, the group of all ranks, and the
         # positions of this rank's tokens in their sequence

@@ -10,7 +10,8 @@
 1F1B takes 2 to 4% longer than in pipeline.py (docs/measured.md): what this file adds is the other
 schedules, and memory.
 
-    python -m engine.pipeline        three schedules on 4 ranks        torchrun train.py --pp 2
+    python -m engine.pipeline                   three schedules on 4 ranks
+    torchrun train.py --pp 2 --fast pp          train.py with this file
 """
 
 from collections import Counter, deque

@@ -11,7 +11,8 @@ or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.
 (engine/vocabulary_parallel.py). --sp adds half an all-reduce per column, for the second gather, and
 once a step the sum of the replicated gradients, 2 (T-1)/T (6 C L + 2 C + S C).
 
-    python -m engine.tensor_parallel        a GPT on 4 ranks        torchrun train.py --tp 2
+    python -m engine.tensor_parallel            a GPT on 4 ranks
+    torchrun train.py --tp 2 --fast tp          train.py with this file
 """
 
 import torch

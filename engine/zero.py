@@ -1,4 +1,4 @@
-"""ZeRO, overlapped: three differences to the DDP of engine/ddp.py, each a class.
+"""ZeRO, overlapped. Three classes on top of engine/ddp.py's DDP, each built on the one before:
 
     ZeRO1    new weights are all-gathered while the next forward begins
     ZeRO2    one full gradient at a time (on GPUs two): a layer's is reduced while backward goes on
@@ -6,10 +6,11 @@
 
 A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
 optimizer on 1/D of it. Bytes held and elements sent: the table of zero.py. But
-ZeRO3 here gathers for backward only what backward reads: not the position embedding, and not the
-tied matrix (gathered once for each of its two uses in forward).
+ZeRO3 here gathers for backward only what backward reads: not the embedding layer and, if the head
+is a ChunkedHead (--fast tp), not the head's matrix. A tied matrix is gathered twice in forward,
+once for each of its uses.
 
-    python sizes.py 7e9 --gpu-gb 80        torchrun train.py --dp 4 --zero 3
+    torchrun train.py --dp 4 --zero 3 --fast ddp
 """
 
 import torch
@@ -25,7 +26,6 @@ class ZeRO1(DDP):
     """Shards optimizer states: reduce-scatters gradients, and all-gathers new weights while the
     next forward begins."""
 
-    zero = 1
     sharded = True
 
     def __init__(self, stages, *args, **options):
@@ -64,7 +64,7 @@ class ZeRO1(DDP):
         super().launch(bucket, reduce_scatter)
 
     def publish(self):
-        """In the order in which the next forward uses the weights."""
+        """Start to all-gather the new weights, in the order in which the next forward uses them."""
         for bucket in self.buckets:
             self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
 
@@ -81,7 +81,6 @@ class ZeRO2(ZeRO1):
     in backward to its second; and, under zero bubble, those that wait in param.grad (see collect).
     """
 
-    zero = 2
     every_microbatch = True
 
     def __init__(self, *args, **options):
@@ -160,8 +159,6 @@ class ZeRO3(ZeRO2):
     """Shards weights too: gathers a layer's weights while the layer before it computes, and frees
     them after the layer has run. At most two layers' full weights exist at a time."""
 
-    zero = 3
-
     def __init__(self, stages, *args, **options):
         # Parameters that backward reads: they share no bucket with those that it does not
         self.for_backward = {param for layers in stages.values() for layer in layers
@@ -187,11 +184,12 @@ class ZeRO3(ZeRO2):
             for i, layer in enumerate(layers):
                 previous = read[i - 1] if i > 0 else []
                 self.watch_layer(layer, layers[i + 1 : i + 2], read[i], previous)
+            layers[0].register_forward_pre_hook(self.watch_input)
 
     def read_in_backward(self, layer):
-        """The modules whose weights the layer's backward reads: none of the embedding; of the head
-        only its LayerNorm, because its loss (ChunkedLoss) computes the matrix's gradient already in
-        forward; of a block all."""
+        """The modules whose weights the layer's backward reads. Embedding: none. ChunkedHead: only
+        its LayerNorm, because its loss (ChunkedLoss) computes the matrix's gradient already in
+        forward. Block, and the root's Head: all."""
         if isinstance(layer, Embedding):
             return []
         if isinstance(layer, ChunkedHead):
@@ -204,12 +202,15 @@ class ZeRO3(ZeRO2):
         `needed`, the modules that this backward reads, and start to gather those of `previous`, the
         modules that the backward of the layer before it reads: that backward comes next."""
         def before_forward(module, args):
+            # The previous backward is over, and another rank may have launched all its buckets in
+            # it. Launch the rest before gathering more: so all ranks call collectives in one order
+            self.launch_rest()
             self.gather_weights([layer], next_layers)
 
         def after_forward(module, args, out):
-            if not next_layers:  # the stage's last layer
+            if not next_layers:  # no next layer, whose before_forward would free these weights
                 self.gather_weights([])
-            if out.requires_grad and needed:
+            if out.requires_grad:
                 out.register_hook(before_backward)
 
         def before_backward(grad):
@@ -217,6 +218,15 @@ class ZeRO3(ZeRO2):
 
         layer.register_forward_pre_hook(before_forward)
         layer.register_forward_hook(after_forward)
+
+    def watch_input(self, layer, args):
+        """Called before the forward of a stage's first layer. When the gradient of its input is
+        there, backward needs no weights of the stage: free them. (The first stage of all gets token
+        ids, which have no gradient. There the hook of the embedding's output frees the weights,
+        because the embedding needs none.)"""
+        x, *_ = args
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.gather_weights([]))
 
     def gather_weights(self, layers, prefetch=()):
         """Make the weights of `layers` whole, start to gather those of `prefetch`, and free all

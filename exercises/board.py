@@ -205,7 +205,7 @@ class Board:
         main, worker = self.state[rank].tolist()
         kind, group, way, src, dst, k = worker if main[0] == JOINS else main
         if kind == MEETS:
-            # Only judges and plain.py call meet(): the learner's code on this rank has returned
+            # Only judges and Mesh.join call meet(): the learner's code on this rank has returned
             return f"rank {rank} has ended its part, and waits for the other ranks"
         if kind != WAITS:
             return ""
@@ -321,12 +321,14 @@ class WatchedGroup(engine.group.Group):
 class WatchedMesh(engine.mesh.Mesh):
     """A Mesh of watched groups."""
 
+    group_class = WatchedGroup
+
     def __init__(self, board, **sizes):
         self.board = board
         # Not super().__init__: engine.mesh.Mesh chooses the class of the groups. Of the fields that
         # it would set, a group on CPUs reads only `native`
         self.native = False
-        mesh.Mesh.__init__(self, WatchedGroup, **sizes)
+        mesh.Mesh.__init__(self, **sizes)
 
     def join(self, name, rows):
         if name not in self.groups:

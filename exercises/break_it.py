@@ -1,7 +1,7 @@
 """python -m exercises break: each wrong line trains a small GPT, beside the right one. Which of
 these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor (run/doctor)?
 
-A row is a wrong line. Its ranks are threads (run/doctor/threads.py), which run plain.py; as many
+A row is a wrong line. Its ranks are threads (run/doctor/threads.py), which run train.py; as many
 rows as there are cores run at a time, each in a process. The right run of a row has one rank,
 because any layout computes the same.
 """
@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 from contextlib import redirect_stdout
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch._dynamo  # checkpoint() needs it: imported once, before processes are forked
 
-import plain
+import train
 from data.batches import Data
 from exercises.planted import planted
 from exercises.wrong_lines import WRONG_LINES, WrongLine
@@ -44,9 +43,9 @@ IN_A_ROW = 5  # steps in which a wrong curve must be apart from the right one, t
 # lose a few
 EQUAL = 1e-10
 FLAGS_OF_ALL = {
-    "dp": 1, "microbatches": 1, "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16,
-    "batch_size": 24, "steps": STEPS, "lr": 1e-2, "warmup_steps": 5, "grad_clip": 0.0,
-    "dtype": "float64", "device": "cpu"}
+    "dp": 1, "microbatches": 1, "chunks": 1, "n_layer": 2, "n_head": 4, "n_embd": 32,
+    "block_size": 16, "batch_size": 24, "steps": STEPS, "lr": 1e-2, "warmup_steps": 5,
+    "grad_clip": 0.0, "dtype": "float64", "device": "cpu"}
 # Flags of a layout. A row's other flags change the training, so its right run has them, too
 LAYOUT_FLAGS = ("dp", "pp", "cp", "tp", "sp", "zero", "microbatches")
 
@@ -70,9 +69,9 @@ def write_zen(folder):
 
 class KeptDump:
     """Has the members of a Writer that a Recorder uses (run/doctor/record.py), and keeps one rank's
-    gradients and weights in memory. Made by the Recorder, with a Writer's arguments."""
+    gradients and weights in memory."""
 
-    def __init__(self, cfg, mesh, model_config, shapes, dtype):
+    def __init__(self, dtype):
         # The Recorder converts gradients to this dtype. (A Writer's has 32 bits at least; here all
         # tensors are float64)
         self.wide = dtype
@@ -84,9 +83,6 @@ class KeptDump:
         if number <= 2:
             self.held[f"{name}-{number}"] = [(tag, part.detach().clone()) for tag, part in held]
 
-    def write_tokens(self, number, batches):
-        """Tokens are not kept: the doctor reads the batches again."""
-
     def write_gradients(self, number, held):
         self.keep("gradients", number, held)
 
@@ -95,17 +91,18 @@ class KeptDump:
 
 
 def train_rank(mesh, cfg, value, steps):
-    """Train on one rank. Returns ([(loss, norm) of each step], the `held` of its KeptDump). The
-    Recorder takes AdamW's place: it keeps the weights before step 1 and each step's gradients. The
-    weights after a step are kept here."""
+    """Train on one rank. Returns ([(loss, norm) of each step], the `held` of its KeptDump).
+    value: the function that makes initial values."""
     data = Data(cfg)
-    recorder = Recorder(cfg, mesh, data, KeptDump, value)
-    training = plain.training_steps(cfg, mesh, data, recorder.build, recorder.make_optimizer)
+    trainer = train.Trainer(cfg, mesh, data.vocab_size, value)
+    kept = KeptDump(trainer.dtype)
+    recorder = Recorder(trainer, kept)  # keeps the weights before step 1, and gradients
     numbers = []
-    for loss, norm in islice(training, steps):
-        numbers.append((loss, norm))
+    for step in range(steps):
+        norm, sums = trainer.step(data.training(cfg, step, mesh), learning_rate(cfg, step))
+        numbers.append((sums[0].item(), norm.item()))
         recorder.write_weights()
-    return numbers, recorder.writer.held
+    return numbers, kept.held
 
 
 def put_together(parts):
@@ -114,9 +111,6 @@ def put_together(parts):
     full = {}
     differ = []
     for tag, part in chain(*parts):
-        shape = list(tag.shape)
-        shape[tag.dim] = sum(stop - start for start, stop in tag.ranges)
-        part = part.view(shape)
         if tag.name not in full:
             # nan: no rank's slice is in place yet
             full[tag.name] = torch.full(tag.shape, torch.nan, dtype=part.dtype)
@@ -175,7 +169,7 @@ def relative(got, want):
 def examine(corpus, line, steps=STEPS):
     """Train with a wrong line. Returns its Outcome."""
     alone = flags_of_right(line)
-    changes = (*line.setting, (line.file, line.right, line.wrong))
+    changes = ((line.file, line.right, line.wrong),)
     losses, mine = train_changed(corpus, line.layout, changes, steps=steps)
     _, right = train_changed(corpus, alone, steps=2)
     grads = mine.gradients(1)

@@ -60,7 +60,7 @@ EXERCISES = (
          "all_gather(whole, replicas).",
          "backward(grad): reduce_scatter a contiguous clone of grad; own_chunk of that is the "
          "chunk's gradient.",
-         "Gather inside the function that checkpoint() runs: weights gathered before are kept.")),
+         "Gather inside the function that recompute() runs: weights gathered before are kept.")),
     Exercise(
         "e06_f_and_g", "f and g of tensor parallelism", ("copy_to_ranks", "sum_over_ranks"),
         "tensor_parallel.py: copy_to_ranks, sum_over_ranks", "slices.judge_f_and_g",
@@ -135,11 +135,12 @@ EXERCISES = (
          "Rank r puts off r Ws: W of microbatch k comes after I of microbatch k + r; the Ws that "
          "are left come at the end.")),
     Exercise(
-        "e15_tied_norm", "the tied matrix, and the global norm", ("tie_ends", "global_norm"),
-        "pipeline.py: tie_ends; optimizer.py: global_norm", "states.judge_tied_norm",
+        "e15_tied_norm", "the tied matrix, and the global norm", ("tie_ends", "square"),
+        "pipeline.py: tie_ends; optimizer.py: square, of the class AdamW",
+        "states.judge_tied_norm",
         ("Append to both tuples: tag.sum_over += (group,). But first ask: are the two matrices one "
          "Parameter, and is group.size > 1?",
-         "Square in float64, divide by tag.copies, add up, all_reduce, sqrt.")),
+         "Square in float64, add up, divide by n, add that to the sum so far.")),
     Exercise(
         "e16_checkpoint", "a checkpoint for another layout", ("runs",),
         "shard.py: runs, of the class Shard", "states.judge_checkpoint",

@@ -21,8 +21,8 @@ class BucketDDP(DDP):
     of its own. (If it comes first, no bucket is full before it: send no empty one.) Each step is
     one backward, and then gradients()."""
 
-    def __init__(self, layers):
-        super().__init__(layers)  # makes self.params, a list, and self.weights; no hooks
+    def __init__(self, stages, value=None):  # the arguments of ddp.py's DDP
+        super().__init__(stages, value)  # makes self.params, a list, and self.weights; no hooks
         raise NotImplementedError
 
     def gradients(self):

@@ -16,8 +16,10 @@ class ZeRO1(DDP):
     gradients [1 1 1 1] and [2 2 2 2], gradients() returns 3 3 on both. After a step on both and
     publish(), both have [-2 -1 0 1] (if a step subtracts the gradient)."""
 
-    def __init__(self, layers):
-        super().__init__(layers)  # makes self.params, a list
+    sharded = True  # the replicas' optimizers step different parts: the global norm asks
+
+    def __init__(self, stages, value=None):  # the arguments of ddp.py's DDP
+        super().__init__(stages, value)  # makes self.params, a list
         raise NotImplementedError  # self.weights: what this rank's optimizer steps, in place
 
     def gradients(self):

@@ -1,14 +1,14 @@
 """Exercise 5: ZeRO-3 keeps a chunk of each weight. gather() makes the whole weight from the ranks'
 chunks. In backward each rank has a gradient of the whole weight, from its own tokens; a chunk's
 gradient is the sum of the ranks' gradients. Gathered runs a layer with gathered weights, which must
-be free after forward: checkpoint() keeps only the inputs, and in backward runs the layer again.
+be free after forward: recompute() keeps only the inputs, and in backward runs the layer again.
 """
 
 import torch
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
+from recompute import recompute
 
 
 def gather(chunk, shape, replicas):
@@ -26,8 +26,7 @@ def gather(chunk, shape, replicas):
 class Gathered(torch.nn.Module):
     """functional_call(layer, {name: weight}, inputs) runs the layer with these weights. chunks:
     {name: (this rank's chunk, shape of the whole)}; chunk.shard.sum_over[0] is the group of
-    replicas. checkpoint(function, *inputs, use_reentrant=False) runs function(*inputs) in forward,
-    and again in backward."""
+    replicas. recompute(run, *inputs) runs run(*inputs) in forward, and again in backward."""
 
     def __init__(self, layer, chunks):
         super().__init__()

@@ -1,12 +1,11 @@
 """Exercise 15: the tied matrix, and the global norm. tie_ends: the first and the last stage hold
 one matrix, the embedding's and the head's; each stage has a term of its gradient. Write into its
-tag that the terms are summed over both stages, and that both hold the matrix. global_norm: the norm
-of all gradients of the model, each element counted once, although tag.copies ranks hold it.
+tag that the terms are summed over both stages, and that both hold the matrix. square: a rank's part
+of the squared norm of all gradients. train.py adds up the parts of all ranks and takes the root.
+Each gradient must count once, although several ranks may hold it.
 """
 
 import torch
-
-from collectives import all_reduce
 
 
 def tie_ends(all_layers, group):
@@ -17,7 +16,10 @@ def tie_ends(all_layers, group):
     raise NotImplementedError
 
 
-def global_norm(grads, tags, group):
-    """A float64 tensor, the same on every rank. Two ranks with [3] and [4] of one matrix, and both
-    with the same [12] of a LayerNorm (copies 2): sqrt(9 + 16 + 144) = 13 on both."""
+def square(grads, holders):
+    """A float64 tensor, one number. holders[i]: how many ranks, this one among them, hold grads[i].
+
+    Two ranks with [3] and [4] of one matrix, and both with the same [12] of a LayerNorm: holders
+    are 1 and 2. Rank 0 returns 9 + 144 / 2 = 81, rank 1 returns 16 + 144 / 2 = 88; the norm is the
+    root of 169, 13."""
     raise NotImplementedError

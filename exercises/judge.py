@@ -1,4 +1,4 @@
-"""Runs an attempt on real processes, and trains plain.py's small GPT with it.
+"""Runs an attempt on real processes, and trains a small GPT with it, by train.py.
 
     attempt      one rank: runs an exercise's judge; sends a Report, whatever happens
     verdict      picks the report to print from those of all ranks
@@ -14,10 +14,11 @@ from unittest.mock import patch
 
 import torch
 
-import plain
+import train
 from collectives import own_chunk
 from exercises.board import ENDED, Board, OtherSize, Stuck, WatchedMesh
 from group import CommunicationError, Group
+from optimizer import learning_rate
 from run.config import Config
 
 # Relative to a tensor's norm: float64 has 16 digits, and a sum in another order loses a few
@@ -159,7 +160,7 @@ def beside(what, got, formula, value):
 
 
 class Alone:
-    """The mesh of one process, with the members of Mesh that plain.py reads. (A Mesh would have all
+    """The mesh of one process, with the members of Mesh that train.py reads. (A Mesh would have all
     processes of torch.distributed.)"""
 
     def __init__(self):
@@ -195,9 +196,9 @@ class RandomTokens:
 def small_config(mesh_sizes, **flags):
     """The Config of a small GPT on a mesh of these sizes, {axis: ranks}."""
     return Config(**{
-        "dp": 1, "pp": 1, "tp": 1, "microbatches": 1, "schedule": "1f1b", "zero": 0,
-        "n_layer": 2, "n_head": 4, "n_embd": 8, "block_size": 4, "batch_size": 8, "steps": 2,
-        "dtype": "float64", "device": "cpu", "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2,
+        "dp": 1, "microbatches": 1, "chunks": 1, "n_layer": 2, "n_head": 4, "n_embd": 8,
+        "block_size": 4, "batch_size": 8, "steps": 2, "dtype": "float64", "device": "cpu",
+        "lr": 1e-2, "warmup_steps": 1, "grad_clip": 0.2,
         **mesh_sizes, **flags})
 
 
@@ -209,22 +210,15 @@ class Step(NamedTuple):
 
 
 def steps_of(cfg, mesh):
-    """Train with plain.py. Returns a list of Steps. An AdamW that also keeps its gradients takes
-    the optimizer's place."""
-    seen = []  # (gradients, tags) of each step
-
-    class Recorded(plain.AdamW):
-        def __init__(self, cfg, weights, tags):
-            super().__init__(cfg, weights, tags)
-            self.tags = tags
-
-        def step(self, grads, norm):
-            seen.append(([grad.clone() for grad in grads], self.tags))
-            super().step(grads, norm)
-
-    losses = list(plain.training_steps(cfg, mesh, RandomTokens(), optimizer=Recorded))
-    return [Step(loss, norm, grads, tags)
-            for (loss, norm), (grads, tags) in zip(losses, seen, strict=True)]
+    """Train with train.py's Trainer. Returns a list of Steps."""
+    data = RandomTokens()
+    trainer = train.Trainer(cfg, mesh, data.vocab_size)
+    steps = []
+    for number in range(cfg.steps):
+        norm, sums = trainer.step(data.training(cfg, number, mesh), learning_rate(cfg, number))
+        grads = [grad.clone() for grad in trainer.grads]
+        steps.append(Step(sums[0].item(), norm.item(), grads, trainer.reducer.tags))
+    return steps
 
 
 @contextmanager
@@ -237,22 +231,27 @@ def placed(places):
         yield
 
 
-def trains(make_mesh, places, sizes, **flags):
+def trains(make_mesh, places, sizes, model=None, **flags):
     """Train two steps of a small GPT on a mesh of these sizes, with the attempt in these places
-    (placed()). Raise Wrong unless the gradients, norms and losses are those of one process.
-    Returns the mesh, and a line that says what was compared."""
-    cfg = small_config(sizes, **flags)
-    want = steps_of(small_config({}), Alone())
-    mesh = make_mesh(**{"dp": 1, "pp": 1, "tp": 1, **sizes})
+    (placed()). Raise Wrong unless the gradients, norms and losses are those of one process. model:
+    flags of the model, {name: value}; flags: others, of the layout. Returns the mesh, and a line
+    that says what was compared."""
+    model = model or {}
+    cfg = small_config(sizes, **model, **flags)
+    want = steps_of(small_config({}, **model), Alone())
+    mesh = make_mesh(**sizes)
     with placed(places):
         got = steps_of(cfg, mesh)
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    layout += ", sp" if cfg.sp else ""
     for number, (mine, alone) in enumerate(zip(got, want, strict=True), start=1):
         full = {tag.name: grad for grad, tag in zip(alone.grads, alone.tags, strict=True)}
         for grad, tag in zip(mine.grads, mine.tags, strict=True):
             part = tag.slice(full[tag.name])
             if cfg.zero:
                 part = own_chunk(part.contiguous(), tag.sum_over[0])
+            if cfg.fast:  # the engine's gradients are flat
+                part = part.flatten()
             if not same(grad, part):
                 raise Wrong(f"a training step ({layout}): rank {mesh.rank}, step {number}: "
                             f"the gradient of {tag.name} " + against_alone(grad, part))

@@ -3,18 +3,8 @@
 from unittest.mock import patch
 
 import schedules
-import train
 from exercises.catalogue import RANKS
-from exercises.judge import (
-    Alone,
-    RandomTokens,
-    Wrong,
-    against_alone,
-    same,
-    small_config,
-    steps_of,
-    trains,
-)
+from exercises.judge import Wrong, trains
 from schedules import Schedule, make_schedule, simulate, validate
 from show.draw import schedule_text
 
@@ -96,28 +86,12 @@ def judge_orders(make_mesh, forms):
 
 
 def trains_in_engine(make_mesh, schedule, m, v):
-    """Run one step of train.py's Trainer under this schedule. Raises Wrong unless gradients, norm
-    and loss are those of one process. Returns a line that says what was compared."""
-    cfg = small_config({"pp": RANKS}, microbatches=m, schedule="attempt", n_layer=6,
-                       chunks=v)
-    want = steps_of(small_config({}, n_layer=6), Alone())[0]
+    """trains() under this Schedule. engine/'s pipeline runs it, which runs any schedule, with those
+    of engine/'s parts that can split a backward (needed_parts in run/config.py)."""
     schedules.splits_backward.cache_clear()  # an earlier "attempt" may be in its cache
     with patch.dict(schedules.SCHEDULES, {"attempt": schedule}):
-        mesh = make_mesh(dp=1, ep=1, pp=RANKS, cp=1, tp=1)
-        trainer = train.Trainer(cfg, mesh, RandomTokens.vocab_size)
-        _, read = trainer.gradients(RandomTokens().training(cfg, 0, mesh))
-        loss, norm, _ = read()  # waits for the step: loss, norm, loss scale
-    full = {tag.name: grad for grad, tag in zip(want.grads, want.tags, strict=True)}
-    for bucket in trainer.reducer.buckets:
-        for param, piece in trainer.reducer.grad_pieces(bucket):  # dp = 1: the whole gradient
-            whole = full[param.shard.name].flatten()
-            if not same(piece.flatten(), whole):
-                raise Wrong(f"a training step: rank {mesh.rank}: the gradient of "
-                            f"{param.shard.name} {against_alone(piece.flatten(), whole)}")
-    if not same(loss, want.loss) or not same(norm, want.norm):
-        raise Wrong(f"a training step: loss {loss:.6g} and norm {norm:.6g}, and one process's are "
-                    f"{want.loss:.6g} and {want.norm:.6g}")
-    return "a step of a small GPT (pp 4, train.py's pipeline): every gradient is one process's"
+        return trains(make_mesh, [], {"pp": RANKS}, {"n_layer": 6}, schedule="attempt",
+                      microbatches=m, chunks=v, fast="mesh,tp,ddp,pp")[1]
 
 
 def judge_interleaved(make_mesh, forms):

@@ -2,7 +2,7 @@
 
 import torch
 
-import plain
+import train
 import zero
 from collectives import own_chunk
 from exercises.catalogue import RANKS
@@ -124,7 +124,7 @@ def check_large_first(form, group):
     whole, terms = gradients_of_rows(inputs), gradients_of_rows(mine)
     largest = layers[1].weight.numel()
     with while_trying(f"a first gradient of {largest} numbers, more than BUCKET"):
-        reducer = form(layers)
+        reducer = form({0: layers})
         layers[1](layers[0](mine)).sum().backward()
         check_sums(reducer, reducer.gradients(), whole, terms, group)
 
@@ -134,7 +134,7 @@ def judge_buckets(make_mesh, forms):
     mesh = make_mesh(dp=RANKS)
     group = mesh.group("dp")
     model, mine, whole, terms = small_model(group)
-    reducer = form(model.layers)
+    reducer = form({0: model.layers})
     model(mine, mine).backward()
     begun, on_their_way = group.submitted, group.unjoined
     check_sums(reducer, reducer.gradients(), whole, terms, group)
@@ -162,8 +162,8 @@ def judge_buckets(make_mesh, forms):
              f"{2 * (RANKS - 1) * 8 * psi // RANKS}"]
     check_second_step(reducer, model, mine, whole, terms, group)
     check_large_first(form, group)
-    reducers = (form, *plain.REDUCERS[1:])
-    return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4})[1]]
+    reducers = (form, *zero.REDUCERS[1:])
+    return [*facts, trains(make_mesh, [(train, "REDUCERS", reducers)], {"dp": 4})[1]]
 
 
 def judge_zero1(make_mesh, forms):
@@ -171,7 +171,7 @@ def judge_zero1(make_mesh, forms):
     mesh = make_mesh(dp=RANKS)
     group = mesh.group("dp")
     model, mine, whole, terms = small_model(group)
-    reducer = form(model.layers)
+    reducer = form({0: model.layers})
     params = reducer.params
     for weight, param in zip(reducer.weights, params, strict=True):
         chunk = own_chunk(param.data, group)
@@ -211,8 +211,8 @@ def judge_zero1(make_mesh, forms):
                     "8 bytes x 2 (D-1)/D Psi", 8 * (2 * psi - own - of_next)),
              f"parameters that this rank's optimizer steps: {own} of {psi}    formula Psi / D = "
              f"{psi / RANKS:g}"]
-    reducers = (plain.REDUCERS[0], form, *plain.REDUCERS[2:])
-    return [*facts, trains(make_mesh, [(plain, "REDUCERS", reducers)], {"dp": 4}, zero=1)[1]]
+    reducers = (zero.REDUCERS[0], form, *zero.REDUCERS[2:])
+    return [*facts, trains(make_mesh, [(train, "REDUCERS", reducers)], {"dp": 4}, zero=1)[1]]
 
 
 # Its weights have many more bytes than its activations
@@ -254,10 +254,11 @@ def judge_zero3(make_mesh, forms):
     if held > 8 * psi / 2:
         raise Wrong(f"right numbers, but after forward this rank holds {held} bytes more than "
                     f"before, and all weights have {8 * psi}: the gathered weights are not freed; "
-                    "gather in the function that checkpoint() runs; tensors outside of it are kept")
+                    "gather in the function that recompute() runs; tensors outside of it are kept")
     facts = [f"bytes held after forward, beyond the chunks: {held}    all weights have {8 * psi}"]
     mesh, line = trains(make_mesh, places, {"dp": 4}, zero=3)
-    sent = mesh.group("dp").bytes_sent // 2  # trains() makes two steps
+    # train.py shards over these axes; trains() makes two steps
+    sent = mesh.group("shard", "ep", "cp").bytes_sent // 2
     model = build(SMALL, dtype=torch.double)
     # The tied matrix counts twice: ZeRO-3 gathers it for both ends
     gathered = sum(param.numel() for layer in model.layers for param in layer.parameters())
@@ -274,12 +275,11 @@ def held_after_forward(group, places):
     tag_whole(model, group)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with placed(places):
-        zero.ZeRO3(model.layers)
+        zero.ZeRO3({0: model.layers})
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             loss = model(tokens, tokens)  # keeps the graph, with all tensors that the graph saves
     if not loss.requires_grad:
-        raise Wrong("no gradient comes through Gathered: was checkpoint() called with "
-                    "use_reentrant=False?")
+        raise Wrong("no gradient comes through Gathered: the layer runs without autograd")
     events = profile.kineto_results.events()
     # nbytes() is positive when memory is allocated, negative when memory is freed
     held = sum(event.nbytes() for event in events if event.name() == "[memory]")

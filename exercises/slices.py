@@ -7,7 +7,6 @@ import torch
 import model as model_file
 import sequence_parallel
 import tensor_parallel
-from collectives import all_reduce
 from exercises.catalogue import RANKS
 from exercises.judge import (
     Alone,
@@ -16,14 +15,12 @@ from exercises.judge import (
     check_shape,
     factor,
     in_numbers,
-    placed,
     same,
     trains,
     transposed,
     while_trying,
 )
-from exercises.replicas import SMALL, gradients_of
-from shard import Shard, bounds, tag_whole
+from shard import Shard, bounds
 
 
 def random_tensor(*shape, seed=0):
@@ -281,7 +278,8 @@ def judge_sequence(make_mesh, forms):
     n = 8 * whole.numel()
     facts = [beside(f"bytes sent by rank {t}, both ways", group.bytes_sent, "4 (T-1)/T n",
                     4 * (T - 1) * n // T)]
-    return [*facts, one_backward(make_mesh, forms)]
+    places = [(sequence_parallel, name, form) for name, form in forms.items()]
+    return [*facts, trains(make_mesh, places, {"tp": T}, sp=True)[1]]
 
 
 def explain_tokens(got, want):
@@ -297,30 +295,3 @@ def explain_tokens(got, want):
         return f"is right for tokens {right} only"
     k = factor(got, want)
     return "differs" if k is None else f"is {in_numbers(k)} times what it should be"
-
-
-def one_backward(make_mesh, forms):
-    """Run a backward of a small GPT under sequence parallelism, with the attempt. Raises Wrong
-    unless its gradients are those of one process."""
-    mesh = make_mesh(tp=RANKS)
-    group = mesh.group("tp")
-    ids = torch.randint(21, (3, 4), generator=torch.Generator().manual_seed(0))
-    model = model_file.build(SMALL, dtype=torch.double)
-    sequence_parallel_with(model, group, forms)
-    model(ids, ids).backward()
-    whole = gradients_of(ids)
-    for param in model.parameters():
-        for over in param.shard.sum_over:
-            all_reduce(param.grad, over)
-        if not same(param.grad, param.shard.slice(whole[param.shard.name])):
-            raise Wrong(f"a backward of a small GPT: rank {group.rank}: the gradient of "
-                        f"{param.shard.name} differs from one process's")
-    return "a backward of a small GPT (tp 4): every gradient is one process's, to 1e-10"
-
-
-def sequence_parallel_with(model, group, forms):
-    """sequence_parallel(model, group) with the attempt: the layers keep the functions that they are
-    given here, so the model runs the attempt also after placed() has ended."""
-    tag_whole(model, Alone().world)
-    with placed([(sequence_parallel, name, form) for name, form in forms.items()]):
-        sequence_parallel.sequence_parallel(model, group)

@@ -10,7 +10,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-import torch._dynamo  # checkpoint() needs it: imported once, before processes are forked
 
 from exercises.board import ranks_that_compute
 from exercises.catalogue import RANKS

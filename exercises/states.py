@@ -1,17 +1,17 @@
 """Judges tags, the global norm and the checkpoint: exercises 15 and 16."""
 
-import math
 import os
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-import plain
+import train
 from exercises.catalogue import RANKS
 from exercises.judge import Wrong, check_shape, in_numbers, same, trains
 from exercises.slices import random_tensor
 from model import build
+from optimizer import AdamW
 from shard import Shard, bounds, tag_whole
 from sizes import GPTConfig
 
@@ -19,8 +19,12 @@ from sizes import GPTConfig
 def judge_tied_norm(make_mesh, forms):
     mesh = make_mesh(pp=RANKS)
     check_tie(forms["tie_ends"], mesh)
-    check_norm(forms["global_norm"], mesh.group("pp"))
-    places = [(plain, name, form) for name, form in forms.items()]
+    check_square(forms["square"], mesh.group("pp"))
+
+    def square(optimizer, grads):  # in the place of a method
+        return forms["square"](grads, optimizer.holders)
+
+    places = [(train, "tie_ends", forms["tie_ends"]), (AdamW, "square", square)]
     facts = [trains(make_mesh, places, {"pp": 4}, microbatches=2)[1]]
     return [*facts, trains(make_mesh, places, {"dp": 2, "tp": 2}, zero=1)[1]]
 
@@ -56,41 +60,37 @@ def untied(model):
     return [*model.layers[:-1], other.layers[-1]]
 
 
-def check_norm(form, group):
-    """Raise Wrong unless the norm is right for two gradients on each rank: one of a split matrix,
-    one of a LayerNorm that all ranks hold."""
+def check_square(form, group):
+    """Raise Wrong unless a rank's part of the squared norm is right for two gradients: its slice of
+    a split matrix, and that of a LayerNorm, which all ranks hold."""
     T, t = group.size, group.rank
-    matrix = Shard("matrix.weight", torch.Size((T, 3)), 0, ((t, t + 1),))
-    layer_norm = Shard("ln.weight", torch.Size((5,)), 0, ((0, 5),), shared_by=(group,))
     parts = [random_tensor(1, 3, seed=r) for r in range(T)]
     replicated = random_tensor(5, seed=99)  # the same on all ranks
     grads = [parts[t], replicated]
     before = [grad.clone() for grad in grads]
-    got = form(grads, [matrix, layer_norm], group)
-    squares = sum(part.square().sum() for part in parts)
+    got = form(grads, [1, T])
+    part = parts[t].square().sum()
     own = replicated.square().sum()
-    want = (squares + own).sqrt()
-    check_shape("the norm", got, want)
+    want = part + own / T
+    check_shape("what square returns", got, want)
     if not same(grads[0], before[0]) or not same(grads[1], before[1]):
-        raise Wrong("global_norm changes the gradients: all_reduce works in place")
+        raise Wrong("square changes the gradients: work on copies")
     if same(got, want):
         return
     said = f"is {got.item():.6g}, and should be {want.item():.6g}"
-    if same(got, squares + own):
-        said = "is the square of the norm"
-    elif same(got, (squares + T * own).sqrt()):
-        said = (f"counts the LayerNorm's gradient, which {T} ranks hold, {T} times: divide its "
-                "square by tag.copies")
-    elif same(got, (squares + own / T).sqrt()):
-        said = "counts the LayerNorm's gradient too little: divide its square by tag.copies once"
-    elif same(got, (parts[t].square().sum() + own).sqrt()) or same(
-            got, (parts[t].square().sum() + own / T).sqrt()):
-        said = "is of this rank's gradients only: not summed over the ranks"
-    elif same(got, sum((part.square().sum() + own / T).sqrt() for part in parts)):
-        said = "is a sum of norms: sum the squares, then take the root"
-    elif same(got, want / math.sqrt(T)) or same(got, want / T):
-        said = f"is {in_numbers((got / want).item())} of the right one: squares are never averaged"
-    raise Wrong(f"rank {t}: the norm {said}")
+    if same(got, want.sqrt()):
+        said = "is a root: train.py takes the root, after the sum over all ranks"
+    elif same(got, part + own):
+        said = (f"counts the LayerNorm's gradient whole, and so do {T} ranks: each of its n "
+                "holders adds 1/n of its square")
+    elif same(got, part + own / T**2):
+        said = ("counts the LayerNorm's gradient too little: divide the square of a gradient by n, "
+                "not the gradient")
+    elif same(got, want / T):
+        said = f"is {in_numbers(1 / T)} of the right one: squares are never averaged"
+    elif same(got, (part.sqrt() + own.sqrt() / T)) or same(got, part.sqrt() + (own / T).sqrt()):
+        said = "is a sum of norms: add squares"
+    raise Wrong(f"rank {t}: this rank's part of the square {said}")
 
 
 # ---- the checkpoint ----

@@ -1,19 +1,18 @@
 """Judges context and expert parallelism: exercises 10 and 11."""
 
 import math
+from unittest.mock import patch
 
 import torch
 
+import context_parallel
 import expert_parallel
-from collectives import all_reduce
-from context_parallel import split_sequences
 from context_parallel import zigzag as zigzag_of
 from exercises.catalogue import RANKS
-from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, placed, same
+from exercises.judge import Wrong, beside, check_shape, factor, in_numbers, same, trains
 from exercises.slices import random_tensor
-from experts import MixtureGPT, MixtureOfExperts
-from model import GPT, build, causal_attention
-from shard import tag_whole
+from experts import MixtureOfExperts
+from model import causal_attention
 from sizes import GPTConfig
 
 
@@ -45,7 +44,9 @@ def judge_ring_attention(make_mesh, forms):
     n = 8 * 2 * 2 * S * 3  # bytes of q, k or v: (2, 2, S, 3), float64
     formula = 2 * (N - 1) * n // N
     facts = [beside("bytes sent forward by this rank", sent, "8 bytes x 2 (N-1)/N B S C", formula)]
-    return [*facts, one_backward_over_cp(make_mesh, forms)]
+    with patch.dict(context_parallel.KINDS, {"ring": form}):
+        places = [(context_parallel, "zigzag", forms["zigzag"])]
+        return [*facts, trains(make_mesh, places, {"cp": RANKS}, {"block_size": S})[1]]
 
 
 def check_attention(got, whole, mine, rank, N, what):
@@ -102,47 +103,12 @@ def explain_attention(got, want, whole, mine, N):
     return "differs: whose keys are these after each hop, and which positions have they?"
 
 
-def compare_gradients(model, whole, rank):
-    """Raise Wrong unless the gradients, summed over the tags' groups, are those of one process,
-    `whole`. Returns a line that says what was compared."""
-    for param in model.parameters():
-        for group in param.shard.sum_over:
-            all_reduce(param.grad, group)
-        if not same(param.grad, param.shard.slice(whole[param.shard.name])):
-            raise Wrong(f"a backward of a small GPT: rank {rank}: the gradient of "
-                        f"{param.shard.name} differs from one process's")
-    return "a backward of a small GPT: every gradient is one process's, to 1e-10"
-
-
-def gradients_of_kind(kind, config, tokens):
-    """{name: gradient} of a model of this class in one process."""
-    model = build(config, dtype=torch.double, kind=kind)
-    model(tokens, tokens).backward()
-    return {name: param.grad for name, param in model.canonical_parameters()}
-
-
-def one_backward_over_cp(make_mesh, forms):
-    """Run a backward of a small GPT under context parallelism, with the attempt. Raises Wrong
-    unless its gradients are those of one process."""
-    config = GPTConfig(21, block_size=16, n_layer=2, n_head=2, n_embd=8)
-    mesh = make_mesh(cp=RANKS)
-    group = mesh.group("cp")
-    tokens = torch.randint(21, (2, 16), generator=torch.Generator().manual_seed(0))
-    model = build(config, dtype=torch.double)
-    tag_whole(model, group)
-    positions = split_sequences(model, group, forms["ring_attention"])
-    model(tokens[:, positions], tokens[:, positions]).backward()
-    return compare_gradients(model, gradients_of_kind(GPT, config, tokens), mesh.rank)
-
-
 # ---- experts ----
-
-MIXTURE = GPTConfig(21, block_size=4, n_layer=2, n_head=2, n_embd=8, n_experts=8, top_k=2)
 
 
 def judge_experts(make_mesh, forms):
     form = forms["dispatch_and_combine"]
-    mesh = make_mesh(dp=1, ep=RANKS)
+    mesh = make_mesh(dp=RANKS, ep=RANKS)
     group = mesh.group("ep")
     E, e = group.size, group.rank
     # 8 experts, 2 on each rank
@@ -163,7 +129,9 @@ def judge_experts(make_mesh, forms):
     formula = number * (C * away + C * arriving + counts)
     facts = [beside("bytes sent by this rank", group.bytes_sent,
                     "rows out + outputs back + counts", formula)]
-    return [*facts, one_backward_over_ep(make_mesh, forms)]
+    places = [(expert_parallel, name, form) for name, form in forms.items()]
+    sizes = {"dp": RANKS, "ep": RANKS}
+    return [*facts, trains(make_mesh, places, sizes, {"experts": 8, "top_k": 2})[1]]
 
 
 def random_choices(rank):
@@ -201,21 +169,3 @@ def explain_experts(got, want, layer, x, gates, chosen):
              if same(got.flatten(0, 1)[i], want.flatten(0, 1)[i])]
     return (f"is right for tokens {right} only" if right else
             "differs for all tokens: has each row met its own expert, and its own gate?")
-
-
-def one_backward_over_ep(make_mesh, forms):
-    """Run a backward of a small GPT with experts under expert parallelism, with the attempt. Raises
-    Wrong unless its gradients are those of one process."""
-    mesh = make_mesh(dp=1, ep=RANKS)
-    group = mesh.group("ep")
-    tokens = torch.randint(21, (RANKS, 1, 4), generator=torch.Generator().manual_seed(0))
-    model = build(MIXTURE, dtype=torch.double, kind=MixtureGPT)
-    tag_whole(model, mesh.group("dp", "ep"))
-    places = [(expert_parallel, name, form) for name, form in forms.items()]
-    with placed(places):
-        # The layers keep the function that they are given here, so the model runs the attempt also
-        # after placed() has ended
-        expert_parallel.spread_experts(model, group, mesh.group("dp"))
-    model(tokens[mesh.rank], tokens[mesh.rank]).backward()
-    whole = gradients_of_kind(MixtureGPT, MIXTURE, tokens.flatten(0, 1))
-    return compare_gradients(model, whole, mesh.rank)

@@ -3,29 +3,6 @@ trainers have had."""
 
 from typing import NamedTuple
 
-# Two layouts that plain.py leaves out: changes of plain.py, made before the wrong line. (The right
-# run is one process, and needs none of them.)
-# Sequence parallelism in the place of tensor parallelism
-SEQUENCES_OVER_TP = (
-    ("plain.py", '    tensor_parallel(model, mesh.group("tp"))\n',
-     "    from sequence_parallel import sequence_parallel\n"
-     '    sequence_parallel(model, mesh.group("tp"))\n'),)
-# Context parallelism: each rank has its own tokens of each sequence, and gradients and losses are
-# summed over dp and cp
-SEQUENCES_OVER_CP = (
-    ("plain.py", '    tag_whole(model, data=mesh.group("dp"))\n',
-     "    from context_parallel import split_sequences\n"
-     '    tag_whole(model, data=mesh.group("dp", "cp"))\n'
-     '    split_sequences(model, mesh.group("cp"))\n'),
-    ("plain.py", "        batches = data.training(cfg, step, mesh)  #",
-     "        from context_parallel import zigzag\n"
-     '        index, size = mesh.place("cp")\n'
-     "        own = zigzag(cfg.block_size, size, index)\n"
-     "        batches = [(ids[:, own], targets[:, own], None)\n"
-     "                   for ids, targets, _ in data.training(cfg, step, mesh)]  #"),
-    ("plain.py", 'dtype=torch.double), mesh.group("dp", "pp"))',
-     'dtype=torch.double), mesh.group("dp", "pp", "cp"))'))
-
 
 class WrongLine(NamedTuple):
     name: str
@@ -33,26 +10,24 @@ class WrongLine(NamedTuple):
     file: str
     right: str  # text that is in the file exactly once
     wrong: str  # the text that takes its place
-    setting: tuple = ()  # the changes that make the layout: (file, old, new) each
 
 
 REPLICAS = {"dp": 2}
 SLICES = {"tp": 2}
 STAGES = {"pp": 2, "microbatches": 3}
-SUMMED = "summed.append(all_reduce(param.grad, replicas))"
 WRONG_LINES = (
-    WrongLine("the loss is divided by a replica's own tokens", REPLICAS, "plain.py",
-              "tokens = cfg.batch_size * cfg.block_size",
-              "tokens = cfg.batch_size * cfg.block_size // cfg.dp"),
+    WrongLine("the loss is divided by a replica's own tokens", REPLICAS, "pipeline.py",
+              "self.tokens = cfg.batch_size * cfg.block_size",
+              "self.tokens = cfg.batch_size * cfg.block_size // cfg.dp"),
     WrongLine("every replica takes the same part of the batch", REPLICAS, "data/batches.py",
               "own_starts = np.split(starts, n_data_ranks)[index]",
               "own_starts = np.split(starts, n_data_ranks)[0]"),
     WrongLine("gradients are averaged, of a loss that is a mean", REPLICAS, "ddp.py",
-              SUMMED, "summed.append(all_reduce(param.grad, replicas) / replicas.size)"),
+              "all_reduce(grad, group)", "all_reduce(grad, group).div_(group.size)"),
     WrongLine("gradients are not summed over the replicas", REPLICAS, "ddp.py",
-              SUMMED, "summed.append(param.grad)"),
+              "for group in tag.sum_over:", "for group in tag.sum_over[1:]:"),
     WrongLine("gradients are not zeroed between steps", SLICES, "ddp.py",
-              "            param.grad = None", "            param.grad = param.grad.clone()"),
+              "grad, param.grad = param.grad, None", "grad = param.grad"),
     WrongLine("ZeRO-2 keeps only the last microbatch's gradient",
               {"dp": 2, "zero": 2, "microbatches": 3}, "zero.py",
               "self.sums[param] = self.sums.get(param, 0) + chunk",
@@ -70,15 +45,14 @@ WRONG_LINES = (
               "partial_y = F.linear(x, self.weight, self.bias)\n"
               "        return self.g(partial_y, self.group)"),
     WrongLine("--sp: LayerNorm's gradients are not summed", {"tp": 2, "sp": True}, "shard.py",
-              "if sum_gradients:", 'if sum_gradients and ".ln_" not in param.shard.name:',
-              SEQUENCES_OVER_TP),
+              "if sum_gradients:", 'if sum_gradients and ".ln_" not in param.shard.name:'),
     WrongLine("--cp: each rank counts positions from 0", {"cp": 2}, "context_parallel.py",
               "module.positions = lambda x: positions",
-              "module.positions = lambda x: torch.arange(len(positions))", SEQUENCES_OVER_CP),
+              "module.positions = lambda x: torch.arange(len(positions))"),
     WrongLine("the tied matrix's two terms are not summed", STAGES, "pipeline.py",
               "weight.shard.sum_over += (group,)", "pass"),
     WrongLine("what T ranks hold counts T times in the norm", {**SLICES, "grad_clip": 1.0},
-              "optimizer.py", "square += grad.double().square().sum() / tag.copies",
+              "optimizer.py", "square += grad.double().square().sum() / n",
               "square += grad.double().square().sum()"),
     WrongLine("LayerNorms and biases decay, too", SLICES, "optimizer.py",
               'return len(shard.shape) > 1 and shard.name.endswith("weight")', "return True"),

@@ -30,10 +30,11 @@ from engine.collectives import all_reduce
 from planner.table import table
 from run.config import Config, check
 from run.files import write_new
-from show.demonstrations import demonstrate
+from show.demonstrations import demonstrate_engine
 from show.draw import curves_svg
 
-MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32}
+# fast: LAMB and LARS are engine/'s only, so that all rules train with the same parts
+MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "fast": "all"}
 TOKENS = 1600 * 32 * MODEL["block_size"]  # 1600, 400 or 100 steps
 WARMUP = TOKENS // 10
 RULES = {  # name: flags
@@ -90,22 +91,24 @@ def demo(mesh):
 
     cfg = Config(**flags_of("AdamW root", 128), dp=2, device="cpu")
     check(cfg, 2)
-    data, group = Data(cfg, mesh.rank), mesh.group("dp", "ep", "cp")
-    trainer, B, b, squares = Trainer(cfg, mesh, data.vocab_size), 128, 64, []
+    data = Data(cfg, mesh.rank)
+    trainer = Trainer(cfg, mesh, data.vocab_size)
+    B, b = 128, 64  # sequences in the batch, and on a rank
+    squares = []  # of each step: the square of this rank's gradient
+    norms = []  # of each step: the square of the batch's
     reduce = trainer.reducer.launch
 
     def launch(bucket):  # the gradients of this rank, just before they are summed
         squares[-1] += bucket.grad.double().square().sum()
         reduce(bucket)
 
-    trainer.reducer.launch, norms = launch, []
+    trainer.reducer.launch = launch
     for step in range(cfg.steps):
         squares.append(torch.zeros((), dtype=torch.double))
-        norm, read = trainer.gradients(data.training(cfg, step, mesh))
-        trainer.update(norm, learning_rate(cfg, step))
+        norm, _ = trainer.step(data.training(cfg, step, mesh), learning_rate(cfg, step))
         norms.append(norm.item() ** 2)
     # the loss was divided by all tokens, so a rank's gradient is 1/2 of the mean over its own
-    squares = (all_reduce(torch.stack(squares), group) * 2**2 / 2).tolist()
+    squares = (all_reduce(torch.stack(squares), mesh.world) * 2**2 / 2).tolist()
     for quarter in range(4 * (mesh.rank == 0)):
         part = slice(quarter * cfg.steps // 4, (quarter + 1) * cfg.steps // 4)
         batch = noise_scale(fmean(squares[part]), fmean(norms[part]), b, B)
@@ -140,7 +143,7 @@ def main():
     rows += [[rule, *(f"{bits[rule, batch]:.4f}" for batch in BATCHES)] for rule in RULES]
     print(table(f"final bits per byte of validation, after {TOKENS:,} tokens", rows))
     print("gradient noise scale, AdamW root, batch 128:")
-    demonstrate(demo, dp=2, ep=1, pp=1, cp=1, tp=1)
+    demonstrate_engine(demo, dp=2)
     if args.svg:
         svg = curves_svg(curves, "The same tokens in large batches", "percent of the tokens",
                          "training loss, bits per byte", range(0, 101, 25), range(1, 6))

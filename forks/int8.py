@@ -61,7 +61,7 @@ class Errors:
 
 
 def keep(error, x, packed):
-    """error = x - unpacked x; 0 where that is not finite, because Trainer skips such a step."""
+    """error = x - unpacked x; 0 where that is not finite, for the optimizer skips such a step."""
     error.copy_(x - torch.cat([unpack(part, x.dtype) for part in packed]))
     error.nan_to_num_(0.0, 0.0, 0.0)
 

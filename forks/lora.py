@@ -19,28 +19,24 @@ apart.
                                    2 (T-1)/T n for columns
                         and per step an all-reduce of the gradients of the replicated A's and B's
 
-Initial values of W: --init-from, or random. Left out: merging W + B A into one file, for sample.py.
+Initial values of W: --init-from, or random. The techniques that split matrices may be the root's or
+the engine's. Left out: merging W + B A into one matrix.
 
     git apply forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from model.safetensors
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-import engine.tensor_parallel
-import experts
-import model as model_file
 import run.weights
 from collectives import WithBackward
-from engine.tensor_parallel import Column, Row, compute_now
 from experts import MixtureOfExperts
 from shard import tag_replicated
 
-RANK = 0  # --lora; 0: no adapters, the usual model
 ALPHA = 8
-SEED = 1337  # seed of A where W comes from a file
 COLUMNS = ("c_attn", "c_fc")  # column-parallel; the others, c_proj, are row-parallel
 
 
@@ -48,38 +44,61 @@ def is_adapter(name):
     return name.endswith((".adapter_a.weight", ".adapter_b.weight"))
 
 
-def adapted(blocks):
-    """Yields (module, name) of each matrix of the blocks that has an adapter: module.name is the
-    linear layer. Experts have no adapters."""
-    if not RANK:
-        return
-    for block in blocks:
-        for part in (block.attn, block.mlp):
+def matrices(model):
+    """Yields (module, name) of each matrix that gets an adapter: module.name is the linear layer.
+    Experts get none."""
+    for block in model.layers[1:-1]:
+        for part, columns in ((block.attn, "c_attn"), (block.mlp, "c_fc")):
             if not isinstance(part, MixtureOfExperts):
-                columns = "c_attn" if part is block.attn else "c_fc"
                 yield part, columns
                 yield part, "c_proj"
 
 
-def add_output(scale, linear, inputs, y):
-    return y + scale * linear.adapter_b(linear.adapter_a(*inputs))
+def add_output(linear, inputs, y):
+    rank = linear.adapter_a.weight.size(0)
+    return y + ALPHA / rank * linear.adapter_b(linear.adapter_a(*inputs))
 
 
 def attach(linear, a, b):
     """Add the adapter's output to the layer's."""
     linear.adapter_a = a
     linear.adapter_b = b
-    linear.register_forward_hook(partial(add_output, ALPHA / RANK))
+    linear.register_forward_hook(add_output)
 
 
-def add_adapters(model):
-    """Freeze a whole model, and attach an adapter to each matrix of its blocks."""
+def add_adapters(model, rank):
+    """Freeze a whole model, and attach an adapter to each matrix of its blocks. Returns the model.
+    """
     model.requires_grad_(False)
-    for part, name in adapted(model.layers[1:-1]):
+    for part, name in matrices(model):
         linear = getattr(part, name)
-        attach(linear, nn.Linear(linear.in_features, RANK, bias=False),
-               nn.Linear(RANK, linear.out_features, bias=False))
+        attach(linear, nn.Linear(linear.in_features, rank, bias=False),
+               nn.Linear(rank, linear.out_features, bias=False))
     return model
+
+
+# ---- initial values ----
+
+
+def first_value(draw, name, shape, config, seed):
+    return torch.zeros(shape) if name.endswith("_b.weight") else draw(name, shape, config, seed)
+
+
+def usual(config):
+    """The sizes of the model without adapters."""
+    return replace(config, lora=0)
+
+
+def initial_slices(cfg, shapes, config, mesh, draw):
+    """That of run/weights.py, but a file of --init-from has no adapters, and B is 0."""
+    in_file = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+    of_model = run.weights.initial_slices(cfg, in_file, usual(config), mesh, draw)
+    of_adapter = run.weights.initial_slices(replace(cfg, init_from=""), shapes, config, mesh,
+                                            partial(first_value, draw))
+    return lambda tag: of_adapter(tag) if is_adapter(tag.name) else of_model(tag)
+
+
+# ---- adapters of matrices that are split ----
 
 
 class Replicated(nn.Module):
@@ -96,48 +115,38 @@ class Replicated(nn.Module):
         return nn.functional.linear(x, weight)
 
 
-# ---- the names that forks/lora.patch puts into train.py ----
+def split_like(linear, adapter, *parts):
+    """The adapter's matrix as a Column or Row like the linear layer: of tensor_parallel.py or of
+    engine/tensor_parallel.py. parts: those of the Column."""
+    if hasattr(linear, "region"):  # of engine/
+        return type(linear)(adapter, linear.region, linear.defer, *parts)
+    crossing = linear.f if hasattr(linear, "f") else linear.g
+    return type(linear)(adapter, linear.group, crossing, *parts)
 
 
-def kind_of(config):
-    """The class of the usual model or, with --lora, a function in its place, whose models have
-    adapters."""
-    usual = experts.kind_of(config)
-    return (lambda config: add_adapters(usual(config))) if RANK else usual
-
-
-def initial_value(name, shape, config, seed):
-    if name.endswith(".adapter_b.weight"):
-        return torch.zeros(shape)
-    return model_file.initial_value(name, shape, config, seed)
-
-
-def read_weights(path, shapes, config):
-    """A function from a name to the tensor: A and B as at the start, all else from the file, which
-    has no adapters."""
-    given = run.weights.read_weights(
-        path, {name: shape for name, shape in shapes.items() if not is_adapter(name)}, config)
-    return lambda name: (initial_value(name, shapes[name], config, SEED) if is_adapter(name)
-                         else given(name))
-
-
-def parallelize(model, group, sp=False, defer=None):
-    """The usual parallelize, which replaces the linear layers, and then their adapters."""
+def split_too(technique, sp, model, group):
+    """Call technique(model, group), which replaces the linear layers, and then split their adapters
+    alike. sp: do the ranks see different tokens?"""
     adapters = [(part, name, getattr(part, name).adapter_a, getattr(part, name).adapter_b)
-                for part, name in adapted(model.layers[1:-1])]
-    engine.tensor_parallel.parallelize(model, group, sp, defer)
-    if group.size == 1 and not defer:
-        return  # the linear layers have not been replaced, and have their adapters
-    sp = sp and group.size > 1
+                for part, name in matrices(model)]
+    technique(model, group)
     replicated = nn.ModuleList()
     for part, name, a, b in adapters:
         linear = getattr(part, name)
+        if isinstance(linear, nn.Linear):  # as it was, with its adapter: engine/ with one rank
+            continue
         whole = a if name in COLUMNS else b  # the adapter's matrix that all T ranks hold
-        if not sp:  # (under --sp the ranks see different tokens, so their gradients are terms)
+        if not sp:  # (under --sp their gradients are terms of a sum already)
             whole = Replicated(whole, group)
         replicated.append(whole)
         if name in COLUMNS:
-            attach(linear, whole, Column(b, linear.region, defer or compute_now, part.parts))
+            attach(linear, whole, split_like(linear, b, part.parts))
         else:
-            attach(linear, Row(a, linear.region, defer or compute_now), whole)
+            attach(linear, split_like(linear, a), whole)
     tag_replicated(replicated, group, sum_gradients=True)
+
+
+def split_adapters(parts):
+    """Replace the techniques among the parts that train (`choose` in train.py)."""
+    for name in ("tensor_parallel", "sequence_parallel"):
+        setattr(parts, name, partial(split_too, getattr(parts, name), name == "sequence_parallel"))

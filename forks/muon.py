@@ -6,16 +6,14 @@ https://kellerjordan.github.io/posts/muon/; rate and decay like in arXiv 2502.16
     W = W - lr (0.2 sqrt(max(rows, columns)) O + decay W)      updates as large as AdamW's
 
 What the fork shows: the tag is enough. O is a function of the whole matrix, but a rank may hold a
-slice of the matrix (--tp), and a shard of the slice (--zero). Bucket.whole gathers the shards,
-tag.place puts the slices together, tag.slice takes this rank's part of O: no line asks which
-technique has split the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by
-AdamW.)
+slice of the matrix (--tp), and a piece of the slice (--zero). whole_matrix puts pieces and slices
+together, tag.slice and `start` take this rank's piece of O: no line asks which technique has split
+the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by AdamW.)
 
-Held: AdamW's states; the second moments of the matrices are kept, but not used. Beside what AdamW
-sends, each rank sends under ZeRO (D-1)/D of the elements of all buckets that have such a matrix,
-biases and norms of these buckets too; under --tp 2 (T-1)/T M, where M is the number of elements of
-the whole matrices of a stage. All D x T ranks of a stage orthogonalize each of its matrices: the
-same work, D x T times.
+Held: AdamW's states; the second moments of the matrices are kept, but not used. Where M is the
+number of elements of the whole matrices of a stage, each rank sends, beside what AdamW sends, under
+--tp 2 (T-1)/T M, and under ZeRO 2 (D-1)/D M/T. (A gather of the pieces would send half of that.)
+All D x T ranks of a stage orthogonalize each of its matrices: the same work, D x T times.
 
     git apply forks/muon.patch && torchrun train.py --tp 2 --zero 1 --optimizer muon --beta1 0.95
 """
@@ -48,37 +46,42 @@ def update_scale(shape):
     return 0.2 * math.sqrt(max(shape))
 
 
-def whole_matrix(held, tag):
-    """The whole matrix, of which this rank holds a slice."""
-    full = held.new_zeros(tag.shape)
-    tag.place(held, full)
+def whole_matrix(piece, tag, start, sharded):
+    """The whole matrix, of which this rank holds a piece: elements from `start` on of its slice.
+    Each sum puts pieces together, because every rank has zeros beside its own."""
+    held = piece.new_zeros(tag.slice_shape.numel())
+    held[start : start + piece.numel()] = piece.flatten()
+    if sharded:  # ZeRO: each replica has a piece of the slice
+        all_reduce(held, tag.sum_over[0])
+    full = piece.new_zeros(tag.shape)
+    tag.place(held.view(tag.slice_shape), full)
     return all_reduce(full, tag.split_over) if tag.split_over else full
 
 
 class Muon(AdamW):
     """Muon for the matrices of the blocks, whose momentum is AdamW's first moment; else AdamW."""
 
-    def settings(self, shard):
-        """Decay and rate 0 for the matrices: AdamW's kernel updates their moments only."""
-        return (0.0, 0.0) if is_for_muon(shard) else super().settings(shard)
+    def __init__(self, cfg, reducer, scale):
+        super().__init__(cfg, reducer, scale)
+        self.starts = reducer.starts
+        self.sharded = reducer.sharded
 
-    def step_bucket(self, bucket, lr, grads, skip):
-        super().step_bucket(bucket, lr, grads, skip)
-        if not any(is_for_muon(param.shard) for param in bucket.params):
-            return
-        # u for this rank's shard, a piece for each parameter
-        means = bucket.pieces(bucket.moments["exp_avg"])
-        pieces = [(param, grads[param].lerp(mean, self.beta1)) for param, mean in means]
-        # Shards -> slices -> whole matrices -> O -> this rank's slice of O
-        changes = torch.zeros(bucket.numel, dtype=self.wide, device=self.device)  # in bucket order
-        for param, held in bucket.whole(pieces, self.wide):
-            if is_for_muon(param.shard):
-                full = whole_matrix(held, param.shard)
-                change = newton_schulz(full) * update_scale(full.shape)
-                bucket.view(changes, param).copy_(param.shard.slice(change))
-        # This rank's shard of the changes
-        masters = dict(bucket.pieces(bucket.master))
-        for param, change in bucket.pieces(changes[bucket.own]):
-            if is_for_muon(param.shard):
-                change = lr * (change + self.weight_decay * masters[param])
-                masters[param].sub_(change.masked_fill_(skip.bool(), 0.0))
+    def settings(self, tag):
+        """Decay and rate 0 for the matrices: AdamW's kernel updates their moments only."""
+        return (0.0, 0.0) if is_for_muon(tag) else super().settings(tag)
+
+    def update(self, grads, factor, finite, lr):
+        grads = [grad * factor.view(1) for grad in grads]  # clipped, of the masters' dtype
+        super().update(grads, torch.ones_like(factor), finite, lr)
+        for i, tag in enumerate(self.tags):  # in one order on all ranks, which send to one another
+            if is_for_muon(tag):
+                u = grads[i].lerp(self.moments["exp_avg"][i], self.cfg.beta1)
+                self.step_matrix(self.masters[i], u, tag, self.starts[i], finite, lr)
+
+    def step_matrix(self, piece, u, tag, start, finite, lr):
+        """Pieces of u -> the whole u -> O -> this rank's piece of O, which steps this rank's piece
+        of the matrix."""
+        full = whole_matrix(u, tag, start, self.sharded)
+        held = tag.slice(newton_schulz(full) * update_scale(full.shape)).flatten()
+        change = held[start : start + piece.numel()].view_as(piece) + self.cfg.weight_decay * piece
+        piece.sub_((lr * change).masked_fill_(~finite, 0.0))

@@ -25,9 +25,9 @@ def hidden(tag):
 
 
 class MuP(AdamW):
-    def settings(self, shard):
-        decay, rate = super().settings(shard)
-        if hidden(shard):
-            width = min(shard.shape)  # C: shapes are (3C, C), (C, C), (4C, C) and (C, 4C)
+    def settings(self, tag):
+        decay, rate = super().settings(tag)
+        if hidden(tag):
+            width = min(tag.shape)  # C: shapes are (3C, C), (C, C), (4C, C) and (C, 4C)
             rate *= BASE_WIDTH / width
         return decay, rate

@@ -11,7 +11,8 @@ region, or they count T times.
 
 Sent per block and microbatch: 2 all-reduces in place of 4; under --sp 2 gathers and 2 scatters in
 place of 6 and 4. (There a usual column keeps 1/T of its input, and gathers again in backward; here
-the whole ln_1(x), B S C elements, is kept.) Left out: experts, dropout.
+the whole ln_1(x), B S C elements, is kept.) It needs the engine's tensor parallelism. Left out:
+experts, dropout.
 
     git apply forks/parallel_block.patch && torchrun train.py --tp 2 --parallel-block
 """

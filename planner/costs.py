@@ -12,7 +12,9 @@
 
 Names in this file: h is the model's width, w the bytes of a weight, n a number of tokens. P is the
 number of pipeline ranks, v the stages of each, m the number of microbatches. T is the number of
-tensor ranks, E the number of expert ranks. F, I and W are the actions of schedules.py: forward,
+tensor ranks, N of context ranks, E of expert ranks; R is the number of data ranks over which ZeRO
+shards. The mesh has these axes, from the innermost outwards: T, N, E, P, R/E, copies of shards
+(mesh.py). F, I and W are the actions of schedules.py: forward,
 gradients of inputs, gradients of weights. Where f, i and w stand together, they are the seconds of
 F, I and W for one microbatch and all stages of a rank.
 """
@@ -74,6 +76,12 @@ def link(device, members, size):
     if members >= size:
         return 1e9 * inside
     return 1e9 * min(inside, members * device.network * device.f_network)
+
+
+def pipelines_beside(layout):
+    """T N E P: the ranks of all pipelines that lie next to each other, those of neighbouring
+    tensor, context and expert ranks. It is the distance of neighbours on the axis shard, too."""
+    return layout.tp * layout.cp * layout.ep * layout.pp
 
 
 def ring_time(device, members, size, nbytes, rounds=1):
@@ -438,9 +446,8 @@ class Costs:
             W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)
         cp_F, cp_I = self.context_messages(n, layout, attention, attention_back)
-        # Tokens go to the experts and back; in backward their gradients do. The ranks that share
-        # the experts are neighbours on the data axis
-        members = on_node(self.device, T * layout.cp * layout.pp, E)
+        # Tokens go to the experts and back; in backward their gradients do
+        members = on_node(self.device, T * layout.cp, E)
         ep = 2 * swap_time(self.device, members, E, model.top_k * n * h * w / T)
         if T > 1 and splits_experts(model):
             # Each of T ranks has 1/T of the tokens that came: all-gather them, reduce-scatter the
@@ -485,11 +492,8 @@ class Costs:
 
     def numbers_of(self, layout):
         """The numbers of a layout on which layers() depends."""
-        # block() reads pp only for the distance of ranks that share experts. Without such
-        # ranks, 0 stands for any pp
-        pp = layout.pp if layout.ep > 1 else 0
         return (tokens_of(self.job, layout), splits_backward(layout.schedule), layout.tp, layout.cp,
-                layout.ep, pp, layout.sp, layout.recompute, layout.cp_attention)
+                layout.ep, layout.sp, layout.recompute, layout.cp_attention)
 
     def layers(self, layout):
         """(F, I, W) of the embedding, of a block, of the head; each a Time."""
@@ -527,9 +531,9 @@ class Costs:
         each through its own port."""
         nbytes = tokens_of(self.job, layout) * self.job.model.n_embd * self.job.width
         P, T = layout.pp, layout.tp
-        # Pipelines of neighbouring tensor and context ranks lie beside each other and have T x cp x
-        # P ranks in all. If a node has room for all, messages go over NVLink, else over the network
-        members = P if self.device.node % (T * layout.cp * P) == 0 else 1
+        # If a node has room for all pipelines that lie next to each other, messages go over NVLink,
+        # else over the network
+        members = P if self.device.node % pipelines_beside(layout) == 0 else 1
         return (nbytes / (T if layout.sp else 1) / link(self.device, members, P)
                 + self.device.latency)
 
@@ -559,6 +563,17 @@ class Costs:
 
     # ---- a step's end: data-parallel messages and the optimizer ----
 
+    def replicas(self, layout):
+        """[(members, ranks)]: how many of a group's ranks are on one node, and how many it has.
+        First the group over which ZeRO shards all parameters but the experts'; then the group of
+        the experts: its ranks have the same ones, so they are every E-th data rank of R, each with
+        its context ranks."""
+        device, T, N, E = self.device, layout.tp, layout.cp, layout.ep
+        R = layout.replicas // N
+        distant = on_node(device, pipelines_beside(layout), R // E)
+        return [(on_node(device, T, N * E) * distant, R * N),
+                (on_node(device, T, N) * distant, R // E * N)]
+
     def data_messages(self, layout, part, numel, collective):
         """Seconds of the collectives in which the data-parallel ranks of a Part exchange weights,
         or gradients. numel: the number of parameters exchanged, without those of experts, which are
@@ -569,23 +584,30 @@ class Costs:
         Under ZeRO each layer has one collective; under DDP each bucket has one. With --ep the
         experts have collectives of their own: one for each layer (ZeRO) or bucket (DDP), too."""
         w, device, E = self.job.width, self.device, layout.ep
-        stride = layout.tp * layout.cp * layout.pp  # distance of neighbours on the data axis
-        ranks = layout.dp * layout.cp  # data and context ranks are one group
-        # How many ranks of this group are on one node: context ranks, times data ranks
-        context_members = on_node(device, layout.tp, layout.cp)
-        members = context_members * on_node(device, stride, layout.dp)
+        (members, ranks), of_experts = self.replicas(layout)
         experts = part.blocks * block_parameters(self.job.model, layout.tp, E)[1]  # parameters
         if E == 1:  # the experts are in their layer's collective
             numel, experts = numel + experts, 0
         times = max(1, sum(part) if layout.zero else numel * w / BUCKET)  # number of collectives
         seconds = times * collective(device, members, ranks, numel * w / times)
-        # Each of E neighbours on the data axis has other experts. So the ranks with the same
-        # experts are every E-th data rank, each with its context ranks
         if experts:
-            members = context_members * on_node(device, stride * E, layout.dp // E)
             times = max(1, part.blocks if layout.zero else experts * w / BUCKET)
-            seconds += times * collective(device, members, ranks // E, experts * w / times)
+            seconds += times * collective(device, *of_experts, experts * w / times)
         return seconds
+
+    def copies_messages(self, layout, part, numel):
+        """Seconds in which the data ranks that hold the same shard (--shard) sum its gradients: in
+        as many all-reduces as data_messages has collectives. numel: like there."""
+        copies = layout.copies
+        # Between two of these ranks are the ranks that hold the other shards
+        distance = pipelines_beside(layout) * (layout.replicas // layout.cp // layout.ep)
+        members = on_node(self.device, distance, copies)
+
+        def of_shard(device, _, ranks, nbytes):
+            shard = nbytes / ranks if layout.zero else nbytes
+            return all_reduce_time(device, members, copies, shard)
+
+        return self.data_messages(layout, part, numel, of_shard) if copies > 1 else 0.0
 
     def exposed_data_messages(self, layout, part, forward, backward):
         """Seconds by which data-parallel messages lengthen a step. part: the Part of a rank.
@@ -598,13 +620,15 @@ class Costs:
         vocabulary, _ = end_parameters(model, part, T)
         numel = part.blocks * dense + vocabulary
         wider = self.job.grad_width / self.job.width  # bytes of a gradient per byte of its weight
+        # When backward is over, beside no compute
+        copies = self.exposed(wider * self.copies_messages(layout, part, numel), 0.0, "dp")
         if layout.zero == 0:  # gradients are all-reduced beside the last backward
             grads = wider * self.data_messages(layout, part, numel, all_reduce_time)
-            return self.exposed(grads, backward, "dp")
+            return self.exposed(grads, backward, "dp") + copies
         weights = self.data_messages(layout, part, numel, ring_time)  # seconds to all-gather them
         grads = wider * weights  # seconds to reduce-scatter the gradients
         # ZeRO-1 and 2: new weights are all-gathered beside the next step's first forward
-        new_weights = self.exposed(weights, forward, "dp")
+        new_weights = self.exposed(weights, forward, "dp") + copies
         if layout.zero == 1:  # gradients are reduce-scattered beside the last backward
             return self.exposed(grads, backward, "dp") + new_weights
         if layout.zero == 2:  # gradients are reduce-scattered beside every backward
@@ -617,8 +641,8 @@ class Costs:
         in_forward = self.data_messages(layout, part, part.blocks * dense + matrices_of_ends,
                                         ring_time)
         in_backward = grads + self.data_messages(layout, part, part.blocks * dense, ring_time)
-        return m * (self.exposed(in_forward, forward, "dp")
-                    + self.exposed(in_backward, backward, "dp"))
+        return copies + m * (self.exposed(in_forward, forward, "dp")
+                             + self.exposed(in_backward, backward, "dp"))
 
     def tied_ends_time(self, layout):
         """Seconds in which the ranks of the first and the last stage sum the gradients of the
@@ -628,19 +652,18 @@ class Costs:
         # Nothing to send if one rank has both stages, or if the ends have two matrices
         if where[0] == where[-1] or not is_tied(model):
             return 0.0
-        # Pipelines of neighbouring tensor and context ranks lie beside each other. If a node has
-        # room for all of them, the two ranks that sum a gradient are on one node
-        ranks = T * layout.cp * layout.pp
-        members = 2 if device.node % ranks == 0 else 1
-        # Under ZeRO the data ranks have summed the gradient before, and each has a shard of the sum
-        shards = layout.dp * layout.cp if layout.zero else 1
+        # If a node has room for all pipelines that lie next to each other (see boundary), the two
+        # ranks that sum a gradient are on one node
+        members = 2 if device.node % pipelines_beside(layout) == 0 else 1
+        # Under ZeRO the replicas have summed the gradient before, and each has a shard of the sum
+        shards = layout.replicas if layout.zero else 1
         nbytes = model.vocab_size * model.n_embd / T * self.job.grad_width / shards
         return all_reduce_time(device, members, 2, nbytes)
 
     def optimizer_time(self, layout, part):
         """Seconds in which AdamW reads and writes the states of the parameters that a rank steps.
         These are all parameters of its Part or, under ZeRO, its shard of them."""
-        job, model, replicas = self.job, self.job.model, layout.dp * layout.cp
+        job, model, replicas = self.job, self.job.model, layout.replicas
         dense, experts = (part.blocks * each
                           for each in block_parameters(model, layout.tp, layout.ep))
         vocabulary, _ = end_parameters(model, part, layout.tp)

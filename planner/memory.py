@@ -5,7 +5,7 @@
                    rank's list of actions (arXiv 2205.05198; a test measures what autograd saves)
     buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
                    pipeline messages; whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In
-                   the optimizer's step, if larger: a bucket's 16-bit gradients, scaled, in 32 bits
+                   the optimizer's step, if larger: some of the 16-bit gradients, scaled, in 32 bits
 
 A block of GPT-2 saves, per token:
 
@@ -28,13 +28,14 @@ from schedules import SCHEDULES, actions_of, cut, placement
 from sizes import GPTConfig, LlamaConfig, bytes_per_parameter
 
 BUCKET = 25 * 2**20  # bytes of weights in a bucket of DDP (engine/ddp.py)
+CONVERTED = 2**25  # gradients that AdamW converts at a time, without the last one's rest
 cut_once = cache(cut)  # train.py's cut into stages
 
 
 class Layout(NamedTuple):
     """The values of train.py's flags of these names. One difference: --dp 0, --chunks 0 and
     --microbatches 0 leave the number open. A Layout has the number: the search's or, in layout_of()
-    (search.py), the one that train.py chooses."""
+    (search.py), the one that train.py chooses. (shard 0 is all data ranks, like --shard 0.)"""
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -42,6 +43,7 @@ class Layout(NamedTuple):
     ep: int = 1
     sp: bool = False
     zero: int = 0
+    shard: int = 0
     schedule: str = "1f1b"
     chunks: int = 1
     microbatches: int = 1
@@ -51,6 +53,17 @@ class Layout(NamedTuple):
     @property
     def ranks(self):
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def copies(self):
+        """How many data ranks hold the same shard."""
+        return self.dp // (self.shard or self.dp)
+
+    @property
+    def replicas(self):
+        """The ranks over which ZeRO shards all parameters but the experts': R data ranks, and
+        their context ranks. (Experts: over every E-th of these.)"""
+        return self.dp // self.copies * self.cp
 
 
 class Part(NamedTuple):
@@ -112,13 +125,16 @@ def matrices(model):
     return columns, rows
 
 
-def block_parameters(model, T=1, E=1):
+def block_parameters(model, T=1, E=1, only_matrices=False):
     """Parameters of a block on one rank: (all but the experts', the experts'). The T tensor ranks
     split attention's and the MLP's matrices. Experts are not split but spread, each whole on one of
     E x T ranks. (In a Mixture with split_experts they are spread over E ranks, and T ranks hold 1/T
-    of each. Either way a rank holds as many parameters.)"""
+    of each. Either way a rank holds as many parameters.) only_matrices: without norms and biases.
+    """
     h, n_experts = model.n_embd, model.n_experts
     q, kv, inner, up, norm, bias, shared = shape_of(model)
+    if only_matrices:
+        norm = bias = 0
     # The bias of a column is split like its outputs. The bias of a row, h, is whole on every rank.
     # (Column, row: a column-parallel and a row-parallel layer)
     attention = (2 * h * (q + kv) + bias * (q + 2 * kv)) / T + bias * h
@@ -306,9 +322,8 @@ def model_states(job, layout, part):
         of replicas."""
         return bytes_per_parameter(layout.zero, replicas, job.width, job.grad_width, job.moments)
 
-    replicas = layout.dp * layout.cp
-    per_other = bytes_each(replicas)
-    per_expert = bytes_each(replicas / layout.ep)
+    per_other = bytes_each(layout.replicas)
+    per_expert = bytes_each(layout.replicas / layout.ep)
     return [num_others * other_bytes + part.blocks * experts * expert_bytes
             for other_bytes, expert_bytes in zip(per_other, per_expert, strict=True)]
 
@@ -347,30 +362,35 @@ def largest_layer(job, layout, part):
 
 
 def optimizer_buffer(job, layout, part):
-    """Bytes of the buffer in which AdamW multiplies one bucket's 16-bit gradients by the clipping
-    factor: a copy of them in 32 bits. (When AdamW steps, activations are freed already.)"""
+    """Bytes of the buffer in which AdamW multiplies 16-bit gradients by the clipping factor: a copy
+    of some of them in 32 bits. (When AdamW steps, activations are freed already.)
+
+    It takes one gradient after the other, of those with weight decay, until it has CONVERTED
+    elements: so the buffer has less than CONVERTED and the largest gradient together. Vectors,
+    which it takes separately, are few."""
     if job.grad_width >= 4:  # 32-bit gradients are multiplied in place
         return 0.0
-    model, w, T, E = job.model, job.width, layout.tp, layout.ep
-    dense, experts = block_parameters(model, T, E)
+    model, T, E = job.model, layout.tp, layout.ep
+    dense, experts = block_parameters(model, T, E, only_matrices=True)
     vocabulary, others = end_parameters(model, part, T)
+    positions = others - part.head * shape_of(model).norm * model.n_embd
     matrix = model.vocab_size * model.n_embd / T if vocabulary else 0
     if layout.zero:
-        # The bucket is a layer's shard. Experts have E times fewer replicas, so their shards are
-        # E times larger
-        replicas = layout.dp * layout.cp
-        bucket = max(dense, experts * E, matrix) / replicas
+        # Of a layer's gradients this rank has a shard, so none is larger. Experts have E times
+        # fewer replicas, so their shards are E times larger
+        shards = layout.replicas
+        largest = max(dense, experts * E, matrix) / shards
     else:
-        # DDP: the bucket has BUCKET bytes of weights or, if larger, the largest tensor; but no more
-        # than all parameters. The largest tensor of a block is attention's column, or the MLP's,
-        # which in a Llama has gate and factor in one tensor. The experts of a rank have their
-        # columns in one tensor, too; top_k experts are as wide as an MLP
-        h, shape = model.n_embd, shape_of(model)
+        # The largest tensor of a block is attention's column, or the MLP's, which in a Llama has
+        # gate and factor in one tensor. The experts of a rank have their columns in one tensor,
+        # too; top_k experts are as wide as an MLP
+        h, shape, shards = model.n_embd, shape_of(model), 1
         mlps = model.n_experts / E / model.top_k if model.n_experts else 1
-        tensor = max(h * (shape.q + 2 * shape.kv), mlps * shape.up * h * shape.inner) / T
-        everything = part.blocks * (dense + experts) + vocabulary + others
-        bucket = min(max(BUCKET / w, tensor, matrix), everything)
-    return bucket * 4
+        largest = max(h * (shape.q + 2 * shape.kv), mlps * shape.up * h * shape.inner) / T
+        largest = max(largest, matrix)
+    everything = (part.blocks * dense + vocabulary + positions) / shards
+    everything += part.blocks * experts * (E if layout.zero else 1) / shards
+    return 4 * min(CONVERTED + largest, everything)
 
 
 def memory_of_rank(job, layout, rank):

@@ -99,6 +99,8 @@ def megatron_written(job, layout):
         words["cp-comm-type"] = "p2p" if layout.cp_attention == "ring" else "a2a"
     if layout.zero:
         words |= {"use-distributed-optimizer": "", "overlap-param-gather": ""}
+        if layout.copies > 1:
+            words["num-distributed-optimizer-instances"] = layout.copies
     words["overlap-grad-reduce"] = ""
     if layout.recompute:
         words |= {"recompute-granularity": "full", "recompute-method": "uniform",
@@ -202,7 +204,8 @@ def titan_written(job, layout):
                      "seq_len": model.block_size, "mixed_precision_param": "bfloat16",
                      "mixed_precision_reduce": "float32"},
         "parallelism": {
-            "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": layout.dp,
+            "data_parallel_replicate_degree": layout.copies,
+            "data_parallel_shard_degree": layout.dp // layout.copies,
             "fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
             "tensor_parallel_degree": layout.tp, "context_parallel_degree": layout.cp,
             "pipeline_parallel_degree": layout.pp},
@@ -257,6 +260,7 @@ def deepspeed_lacks(job, layout):
         (layout.pp > 1 and layout.cp > 1, "--pp with --cp"),
         (layout.pp > 1 and layout.ep > 1, "--pp with --ep"),
         (layout.pp > 1 and layout.zero > 1, "ZeRO-2 or 3 in its pipeline"),
+        (layout.copies > 1, "--shard: shards over all data ranks"),
         (job.model.n_experts > 0 and layout.zero == 3, "experts under ZeRO-3"),
         (job.model.n_experts > 0 and job.model.top_k > 2, "more than 2 experts per token"),
         (layout.cp > 1 and layout.cp_attention == "ring", "ring attention: it has all-to-all"))
@@ -294,6 +298,7 @@ DEEPSPEED = Program(
             "--tp beside --pp, --cp, experts or ZeRO-3",
             "--pp beside --cp, --ep, ZeRO-2 or 3",
             "ring attention",
+            "--shard (its MiCS and hpZ are other forms)",
             "experts under ZeRO-3, and more than 2 experts per token"),
     lacks=deepspeed_lacks, written=deepspeed_written, notes=deepspeed_notes)
 
@@ -306,6 +311,7 @@ def nanotron_lacks(job, layout):
         (layout.schedule not in ("1f1b", "gpipe"),
          f"{layout.schedule}: nanotron has 1f1b and afab"),
         (layout.cp_attention != "ring", "attention by all-to-all"),
+        (layout.copies > 1, "--shard"),
         (layout.ep > 1, "expert ranks: its ranks are tp x cp x dp x pp"),
         (layout.tp > 1 and job.model.n_experts > 0, "experts beside --tp"))
 
@@ -365,6 +371,7 @@ NANOTRON = Program(
     cannot=("interleaved, zb-h1, zb-h2 and zb-v",
             "ZeRO-2 and 3",
             "attention by all-to-all",
+            "--shard",
             "expert ranks, though it has a flag for them",
             "experts beside --tp"),
     lacks=nanotron_lacks, written=nanotron_written, notes=nanotron_notes)

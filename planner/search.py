@@ -28,7 +28,8 @@ from sizes import LlamaConfig
 NOT_SEARCHED = """\
 tp beyond a node, more than 64 pipeline ranks,
 cp with fewer than 512 tokens on a rank, gpipe, more than 8 chunks unless the number of stages
-divides the number of blocks, more than 16 chunks, more than 16 sequences in a microbatch"""
+divides the number of blocks, more than 16 chunks, more than 16 sequences in a microbatch,
+copies of shards (--shard)"""
 
 
 def as_config(job, named):
@@ -49,8 +50,10 @@ def as_config(job, named):
 
 
 def layout_of(cfg):
-    """The Layout of train.py's flags."""
-    return Layout(*(getattr(cfg, name) for name in Layout._fields))
+    """The Layout of train.py's flags. Shards over all data ranks are shard 0, also where train.py
+    has filled in their number."""
+    layout = Layout(*(getattr(cfg, name) for name in Layout._fields))
+    return layout._replace(shard=0) if layout.shard == layout.dp else layout
 
 
 def departures(layout):
@@ -102,7 +105,7 @@ class Search:
                 continue
             if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
                 continue
-            for more in self.options(dp=[self.gpus // math.prod(axes.values())],
+            for more in self.options(dp=[self.gpus // math.prod(axes.values())], shard=[0],
                                      ep=divisors if experts else [1],
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):

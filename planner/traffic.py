@@ -57,9 +57,9 @@ def n_positions(model):
 
 
 def data_shards(layout):
-    """How many shards a gradient has when it is summed over ranks of other axes. The sum over the
-    data ranks comes first, and under ZeRO it leaves each data rank a shard."""
-    return layout.dp * layout.cp if layout.zero else 1
+    """How many shards a gradient has when it is summed over further groups of ranks. The sum over
+    the replicas comes first, and under ZeRO it leaves each of them a shard."""
+    return layout.replicas if layout.zero else 1
 
 
 def tp_messages(job, layout, part):
@@ -170,6 +170,15 @@ def dp_messages(job, layout, numel, replicas, gathered, suffix=""):
     return rows
 
 
+def copies_messages(job, layout, numel, replicas, suffix=""):
+    """--shard: the data ranks that hold the same shard, of the same `numel` parameters, sum their
+    gradients. replicas, suffix: like in dp_messages."""
+    copies = layout.copies
+    nbytes = numel / (replicas if layout.zero else 1) * job.grad_width
+    return [("dp", f"all-reduce of gradients{suffix} over copies of a shard", 1,
+             2 * (copies - 1) / copies * nbytes)]
+
+
 def messages(job, layout, rank=0):
     """[Message] of a step. rank: a pipeline rank; all ranks with its stages send as much."""
     model, T, E = job.model, layout.tp, layout.ep
@@ -179,11 +188,13 @@ def messages(job, layout, rank=0):
     # ZeRO-3 gathers each end's matrix and the positions for forward only, all else for backward too
     gathered = (part.embedding + part.head) * model.vocab_size * model.n_embd / T
     gathered += 2 * (dense + others) - part.embedding * n_positions(model)
-    replicas = layout.dp * layout.cp
+    replicas, others = layout.replicas, dense + vocabulary + others
     rows = [*tp_messages(job, layout, part), *cp_messages(job, layout, part),
             *ep_messages(job, layout, part), *pp_messages(job, layout, rank),
-            *dp_messages(job, layout, dense + vocabulary + others, replicas, gathered)]
+            *dp_messages(job, layout, others, replicas, gathered),
+            *copies_messages(job, layout, others, replicas)]
     if experts:
         rows += dp_messages(job, layout, experts, replicas // E, 2 * experts, " of experts")
+        rows += copies_messages(job, layout, experts, replicas // E, " of experts")
     # row[2] * row[3]: times * nbytes. Rows without bytes are left out
     return [Message(*row) for row in rows if row[2] * row[3] > 0]

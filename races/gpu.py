@@ -19,11 +19,10 @@ import torch.nn as nn
 import train
 from engine.mesh import Mesh
 from model import build
-from planner.hardware import MODELS, peak_flops
-from races.job import AXES
+from planner.hardware import MODELS
 from races.torch_side import adamw
-from run.config import Config
-from sizes import GPTConfig
+from run.config import Config, choose_parts
+from sizes import GPTConfig, peak_flops
 
 VOCABULARY = 50257
 PADDED = 50304  # the next multiple of 64, as in nanoGPT
@@ -82,15 +81,17 @@ PEERS = {"autocast": autocast_loop, "masters": masters_loop}
 
 def our_gpu_step(cfg, batches, device):
     """Returns the step function, and the FLOPs per token of its model."""
-    mesh = Mesh(device, native=True, **dict.fromkeys(AXES, 1))
+    cfg = replace(cfg, device=device.type, collectives="native")  # which needs all of the engine
+    choose_parts(cfg)
+    mesh = Mesh(device, native=True)
     t = train.Trainer(cfg, mesh, VOCABULARY)
 
     def step():
-        norm, read = t.gradients(batches)
-        t.update(norm, cfg.lr)
+        norm, _ = t.step(batches, cfg.lr)
         return norm
 
-    return step, t.model_config.flops_per_token(t.n_params)
+    n_params = sum(shape.numel() for shape in t.shapes.values())
+    return step, t.model_config.flops_per_token(n_params)
 
 
 @dataclass

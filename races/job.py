@@ -4,7 +4,6 @@ A row names two sides. A side is a function that takes a Job and returns a step 
 of the step function runs one step and returns this rank's share of the loss.
 """
 
-import math
 import os
 from collections import deque
 from dataclasses import replace
@@ -13,12 +12,13 @@ from typing import NamedTuple
 import torch
 
 import engine.collectives
+import engine.group
+import engine.mesh
+import group
 import mesh
 import train
-from engine.group import Group
-from engine.mesh import Mesh
 from run import checkpoint
-from run.config import Config
+from run.config import Config, choose_parts
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384)
 # name -> model, tokens per sequence, and batch_size: sequences in all or, if negative, sequences of
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     ours: object  # Job -> step function
     peer: object  # likewise
     goal: float | None  # the ratio aimed at
-    layout: dict = {}  # flags of Config
+    layout: dict = {}  # flags of Config; --fast if there is no "fast" among them
     limit: float = 1.0  # the peer's time is multiplied by this factor (bench.against_limits)
     steps: int = 1  # steps in a turn
 
@@ -69,7 +69,9 @@ class Job:
     def plan(self, layout):
         """Make cfg and this rank's batches for a layout, which may be another one than the row's.
         The data is the same in each, but for sizes that say sequences of each data rank."""
-        cfg = Config(**{"dp": 1, "microbatches": 1, "chunks": 1, **SIZES[self.row.size], **layout})
+        cfg = Config(**{"dp": 1, "microbatches": 1, "chunks": 1, "fast": "all",
+                        **SIZES[self.row.size], **layout})
+        choose_parts(cfg)
         if cfg.batch_size < 0:  # sequences of each data rank
             cfg.batch_size *= -cfg.dp
         generator = torch.Generator().manual_seed(0)
@@ -79,34 +81,36 @@ class Job:
         self.cfg = cfg
         self.batches = [(rows[:, :-1], rows[:, 1:], None) for rows in mine]
 
-    def mesh(self, group_class=Group):
-        """The row's ranks along the one axis that its layout has."""
+    def mesh(self, plain=False):
+        """The row's ranks along the one axis that its layout has. plain: of the root's Group, which
+        knows nothing of --fast."""
         layout = self.row.layout or {"dp": self.n}
         # max() takes the first of equal sizes. ep comes first, because where dp and ep are equal
         # the experts are shared by all data ranks
         axis = max(("ep", "dp", "pp", "cp", "tp"), key=lambda axis: layout.get(axis, 1))
-        sizes = {"dp": 1, "ep": 1, "pp": 1, "cp": 1, "tp": 1, axis: self.n}
-        self.last_mesh = RowMesh(self.rank, self.communicators[self.n], sizes, group_class)
+        group_class = group.Group if plain else engine.group.Group
+        self.last_mesh = RowMesh(self.rank, self.communicators[self.n], axis, self.n, group_class)
         return self.last_mesh
 
 
-class RowMesh(Mesh):
+class RowMesh(engine.mesh.Mesh):
     """The first n ranks of the bench, with communicators that all rows share: Mesh would make new
     ones for each row."""
 
-    def __init__(self, rank, communicators, sizes, group_class):
+    def __init__(self, rank, communicators, axis, n, group_class):
         """Sets the attributes that the two Mesh classes set (mesh.py, engine/mesh.py), but makes no
-        communicators. Left out is timeout: it is read when a communicator is made, and by groups
-        of GPUs. communicators: {name of a group: torch's ProcessGroup}."""
+        communicators. Left out are timeout, which is read when a communicator is made, and what
+        GPUs share. communicators: {name of a group: torch's ProcessGroup}; axis: that of the n
+        ranks. "dp": the data ranks, over all of which ZeRO shards."""
         self.rank = rank
         self.communicators = communicators
-        self.sizes = sizes
+        self.sizes = dict.fromkeys(AXES, 1) | {"shard" if axis == "dp" else axis: n}
         self.group_class = group_class
         self.device = torch.device("cpu")
         self.native = False
         self.pending = deque()
         self.groups = {}
-        self.world = self.join("world", [list(range(math.prod(sizes.values())))])
+        self.world = self.join("world", [list(range(n))])
 
     def join(self, name, rows):
         """Like the root: a group for each name, also of the root's Group."""
@@ -116,31 +120,31 @@ class RowMesh(Mesh):
         return self.communicators[name]
 
     def bytes_sent(self):
-        return sum(group.bytes_sent for group in self.groups.values())
+        return sum(each.bytes_sent for each in self.groups.values())
 
     def drain(self):
-        """Wait for all messages that travel in the background."""
-        for group in self.groups.values():
-            group.last.wait()
+        """Wait for all messages that travel in the background: only the engine's groups have any.
+        """
+        for each in self.groups.values():
+            if isinstance(each, engine.group.Group):
+                each.last.wait()
 
 
-# Names of groups that a side may make. Those along one axis share a communicator, because a row has
-# one axis with more than one rank.
-AXES = ("dp", "ep", "pp", "cp", "tp")
-JOINED = ("dp_ep", "dp_cp", "dp_ep_cp", "dp_pp", "pp_tp", "ep_pp_tp", "pp_ends", "world", "peer")
+# Axes of the mesh, the outermost first. Groups along one of them share a communicator, because a
+# row has one axis with more than one rank. Names of the other groups that a side may make:
+AXES = ("rep", "shard", "pp", "ep", "cp", "tp")
+JOINED = ("dp", "shard_ep_cp", "shard_cp", "pp_ends", "world", "peer")
 
 
 def trainer(job):
-    """The trainer of train.py."""
-    mesh = job.mesh()
+    """The trainer of train.py, with the parts that job.cfg.fast names."""
+    mesh = job.mesh(plain=not job.cfg.fast)
     t = train.Trainer(job.cfg, mesh, job.vocabulary)
     job.drain = mesh.drain
 
     def step():
-        norm, read = t.gradients(job.batches)
-        t.update(norm, job.cfg.lr)
-        loss, norm, scale = read()
-        return loss if job.rank == 0 else 0.0
+        _, sums = t.step(job.batches, job.cfg.lr)
+        return sums[0].item() if job.rank == 0 else 0.0  # the loss of all ranks together
 
     return step
 
@@ -151,8 +155,7 @@ def save_and_load(job):
     cfg = replace(job.cfg, out=f"{job.folder}/ours")
     os.makedirs(cfg.out, exist_ok=True)
     t = train.Trainer(cfg, job.mesh(), job.vocabulary)
-    norm, read = t.gradients(job.batches)
-    t.update(norm, job.cfg.lr)
+    t.step(job.batches, cfg.lr)
 
     def step():
         checkpoint.load(t, checkpoint.save(t, 1, job.folder))
@@ -180,6 +183,6 @@ def collective(job):
     """The engine's collective of the row's name; all_reduce for any other name."""
     function = getattr(engine.collectives, job.row.name, engine.collectives.all_reduce)
     tensor = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
-    group = job.mesh().group("dp")
-    assert group.size == job.n  # or nothing would be sent, very fast
-    return repeated(job, lambda: function(tensor, group))
+    ranks = job.mesh().group("dp")
+    assert ranks.size == job.n  # or nothing would be sent, very fast
+    return repeated(job, lambda: function(tensor, ranks))

@@ -12,16 +12,16 @@ import engine.collectives
 import engine.context_parallel
 import engine.ddp
 import engine.optimizer
+import engine.parts
 import engine.pipeline
 import engine.sequence_parallel
 import engine.tensor_parallel
 import engine.vocabulary_parallel
 import engine.zero
-import train
 from engine.collectives import all_gather
 from engine.group import Work
 from model import cross_entropy
-from optimizer import AdamWState, decays
+from optimizer import AdamWState
 from races.job import collective, trainer
 
 
@@ -79,9 +79,10 @@ first_gradient_copied = without(engine.ddp.DDP, zero_grad=clear_gradients)
 # ---- ZeRO ----
 
 
-def publish_and_wait(self, bucket):
+def publish_and_wait(self):
     """ZeRO1.publish() that returns when all ranks have the new weights."""
-    all_gather(bucket.full, bucket.group)
+    for bucket in self.buckets:
+        all_gather(bucket.full, bucket.group)
 
 
 weights_in_background = without(engine.zero.ZeRO1, publish=publish_and_wait)
@@ -126,11 +127,11 @@ input_gathered_again = without(engine.tensor_parallel.ColumnLinear, forward=save
 
 
 def columns_in_python(model, group, sp, defer):
-    """parallelize() that replaces linear layers in a group of one, too."""
+    """parallelize() that replaces linear layers in a group of one, too. defer: None."""
     engine.tensor_parallel.parallelize(model, group, sp, engine.tensor_parallel.compute_now)
 
 
-torchs_linear_layers = without(train, parallelize=columns_in_python)
+torchs_linear_layers = without(engine.parts, parallelize=columns_in_python)
 
 # ---- pipeline ----
 
@@ -189,14 +190,14 @@ def loss_of_all_tokens(self, x, targets):
 head_in_chunks = without(engine.vocabulary_parallel.ChunkedHead, loss=loss_of_all_tokens)
 
 
-def step_plainly(self, bucket, lr, grads, skip):
-    """AdamW.step_bucket with the root's AdamW, tensor by tensor."""
-    if not hasattr(bucket, "plain_states"):
-        bucket.plain_states = {
-            param: AdamWState(piece, self.weight_decay if decays(param.shard) else 0.0)
-            for param, piece in bucket.pieces(bucket.master)}
-    for param, grad in grads.items():
-        bucket.plain_states[param].step(grad, lr, self.beta1, self.beta2, int(self.updates))
+def update_plainly(self, grads, factor, finite, lr):
+    """AdamW.update with the root's AdamW, tensor by tensor."""
+    if not hasattr(self, "plain_states"):
+        self.plain_states = [AdamWState(master, self.settings(tag)[0])
+                             for master, tag in zip(self.masters, self.tags, strict=True)]
+    if finite:
+        for state, grad in zip(self.plain_states, self.scaled(grads, factor), strict=True):
+            state.step(grad, lr, self.cfg.beta1, self.cfg.beta2, int(self.updates))
 
 
-fused_adamw = without(engine.optimizer.AdamW, step_bucket=step_plainly)
+fused_adamw = without(engine.optimizer.AdamW, update=update_plainly)

@@ -84,7 +84,7 @@ def sound_config(values):
         value = getattr(config, field.name)
         require(type(value) is field.type, field.name)
         if field.type is int:
-            least = 0 if field.name == "n_experts" else 1
+            least = min(field.default, 1)  # 0 where 0 means none
             require(is_whole(value, 2**31) and value >= least, field.name)
         if field.type is float:
             require(0 <= value < math.inf, field.name)

@@ -60,3 +60,4 @@ def whole_slices(reducer, pieces):
         if reducer.sharded:
             all_reduce(whole, tag.sum_over[0])
         yield tag, whole.view(tag.slice_shape)
+        del whole  # free it before the next is made

@@ -218,7 +218,7 @@ class Log:
                 yield
             self.say(watch.story(self.cfg.watch))
         elif self.tracer and 2 <= step - self.start < 5:  # after two steps to warm up
-            with self.tracer.at(step):
+            with self.tracer.at(step, self.trainer.optimizer):
                 yield
         else:
             yield
@@ -331,23 +331,23 @@ class Log:
         self.complain(f"{what} step {step}; last good checkpoint: {self.saved or 'none'}; a lower "
                       "--lr may help")
 
+    def end_early(self):
+        """A signal, or too many steps that were not finite, have ended the run."""
+        if not self.gave_up:
+            self.say("stopped by a signal; --resume auto goes on from "
+                     f"{self.saved or 'the start'}")
+            self.ended_well = self.saved is not None
+
     def end(self, agree):
         """Collective: prepare the last lines, to be printed once the other ranks have left. agree:
-        do the replicas have the same weights? Asked only if the run is not over before its end."""
-        if not self.gave_up and (self.skipped or not self.healthy):
+        do the replicas have the same weights?"""
+        if self.skipped or not self.healthy:
             self.not_finite(self.done - 1)
-        if self.tracer and self.tracer.events and not self.stopping:
+        if self.tracer and self.tracer.events:
             from run.timeline import report
             pipeline = self.trainer.pipeline
             self.say(report(self.cfg.trace, self.tracer, self.trainer.mesh, pipeline.lists,
                             pipeline.where))
-        if self.gave_up:
-            return
-        if self.stopping:
-            self.say("stopped by a signal; --resume auto goes on from "
-                     f"{self.saved or 'the start'}")
-            self.ended_well = self.saved is not None
-            return
         self.ended_well = agree and self.healthy and not self.skipped
         cuda = self.trainer.mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()

@@ -94,12 +94,18 @@ class Tracer:
         return time.time() - self.ahead
 
     @contextmanager
-    def at(self, step):
-        """Record the spans inside this context, as spans of `step`."""
+    def at(self, step, optimizer):
+        """Record the spans inside this context, as spans of `step`; optimizer.step() is one."""
+        def recorded(*args, usual=optimizer.step):
+            with self.span("optimizer"):
+                usual(*args)
+
         self.step = step
-        self.mesh.span = self.span  # hides the method of the class, which records nothing
+        # These hide the methods of the classes, which record nothing
+        self.mesh.span = self.span
+        optimizer.step = recorded
         yield
-        del self.mesh.span
+        del self.mesh.span, optimizer.step
 
 
 # ---- evaluate ----

@@ -1,21 +1,21 @@
 """Runs the demonstration at the end of a technique's file: demo(mesh), on several processes of this
 machine. The demonstrations share the model, the sequences and the comparison below."""
 
-import math
 import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 import engine.mesh
-from collectives import all_gather, all_reduce, all_to_all, own_chunk
+from collectives import all_reduce, all_to_all
 from experts import kind_of
-from group import Group
 from mesh import Mesh
 from model import build, causal_attention
 from run import signals
+from run.copies import whole_slices
 from run.processes import init, shutdown
 from shard import tag_whole
 from sizes import GPTConfig
@@ -31,48 +31,30 @@ def ranks_asked(default):
     return int(given[0])
 
 
-def plain_mesh(sizes):
-    return Mesh(Group, **sizes)
-
-
-def engine_mesh(sizes):
-    return engine.mesh.Mesh(**sizes)
-
-
-def _demonstrate(rank, fn, make_mesh, sizes, folder):
+def _demonstrate(rank, ranks, fn, make_mesh, sizes, folder):
     """Run fn(mesh) in this process, one of several; print() writes to the folder's file."""
     signals.end_quietly()
     sys.stdout = open(f"{folder}/printed", "a", buffering=1)
-    init(url=f"file://{folder}/rendezvous", rank=rank, size=math.prod(sizes.values()))
-    fn(make_mesh(sizes))
+    init(url=f"file://{folder}/rendezvous", rank=rank, size=ranks)
+    fn(make_mesh(**sizes))
     shutdown()
 
 
-def demonstrate(fn, make_mesh=plain_mesh, **sizes):
-    """Run fn(mesh) on as many processes as the mesh has ranks; print their lines at the end."""
+def demonstrate(fn, make_mesh=Mesh, dp=1, pp=1, cp=1, tp=1, ep=1):
+    """Run fn(mesh) on as many processes as a mesh of these sizes has ranks; print their lines at
+    the end. ep: how many of the data ranks share the experts (mesh.py)."""
     signals.end_quietly()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ranks = dp * pp * cp * tp
+    sizes = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "ep": ep}
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_demonstrate, (fn, make_mesh, sizes, folder),
-                                    math.prod(sizes.values()))
+        torch.multiprocessing.spawn(_demonstrate, (ranks, fn, make_mesh, sizes, folder), ranks)
         print(Path(folder, "printed").read_text(), end="")
 
 
 def demonstrate_engine(fn, **sizes):
     """demonstrate() for a file of engine/, whose groups do more."""
-    demonstrate(fn, engine_mesh, **sizes)
-
-
-class NoReducer:
-    """Takes the place of DDP or ZeRO in a Pipeline (engine/pipeline.py) without replicas. Pipeline
-    reads every_microbatch, and calls the four methods below; each does nothing."""
-
-    every_microbatch = False  # True: gradients are reduced in each microbatch (ZeRO-2 and 3)
-
-    def nothing(self, *args):
-        pass
-
-    expect = grad_added = flush = release_weights = nothing
+    demonstrate(fn, engine.mesh.Mesh, **sizes)
 
 
 # 8 sequences of 8 token ids, the same on every rank
@@ -84,8 +66,15 @@ def small_gpt(mesh, n_layer=2, **more):
     config = GPTConfig(50, block_size=8, n_layer=n_layer, n_head=4, n_embd=16, **more)
     model = build(config, dtype=torch.double, kind=kind_of(config))
     index, size = mesh.place("dp")
-    tag_whole(model, mesh.group("dp", "ep"))
+    tag_whole(model, mesh.group("dp"))
     return model, SEQUENCES.chunk(size)[index]
+
+
+def flags(schedule, microbatches, chunks=1):
+    """The flags that a Pipeline reads. A batch of one sequence of one token: so nothing is divided,
+    and the loss is a sum, like one process's below."""
+    return SimpleNamespace(schedule=schedule, microbatches=microbatches, chunks=chunks,
+                           batch_size=1, block_size=1)
 
 
 def report_difference(name, rank, pairs):
@@ -117,11 +106,9 @@ def compare_reducer(name, mesh, reducer):
     """Run two microbatches under DDP or a stage of ZeRO. Print how far the gradients differ from
     one process's, and how many parameters rank 0 keeps. reducer: the class."""
     model, mine = small_gpt(mesh)
-    replicas = mesh.group("dp")
     psi = sum(param.numel() for param in model.parameters())
     layers = model.layers
-    whole_shapes = {param.shard.name: param.shape for param in model.parameters()}
-    ours = reducer(layers)
+    ours = reducer({0: layers})
     *before_head, head = layers
     for rows in mine.chunk(2):
         x = rows
@@ -136,14 +123,8 @@ def compare_reducer(name, mesh, reducer):
     alone = build(model.config, dtype=torch.double)
     alone(SEQUENCES, SEQUENCES).backward()
     one_process = {name: param.grad for name, param in alone.canonical_parameters()}
-    pairs = []
-    for param, grad in zip(ours.params, ours.gradients(), strict=True):
-        full = torch.zeros(whole_shapes[param.shard.name], dtype=torch.double)
-        if grad.shape != full.shape:  # this rank's chunk: gather all
-            own_chunk(full, replicas).copy_(grad)
-            grad = all_gather(full, replicas)
-        pairs.append((grad, one_process[param.shard.name]))
-    report_difference(name, mesh.rank, pairs)
+    report_difference(name, mesh.rank, [
+        (whole, one_process[tag.name]) for tag, whole in whole_slices(ours, ours.gradients())])
     if mesh.rank == 0:
         print(f"{name}: of {psi} parameters rank 0 keeps {held}, and its optimizer steps {stepped}")
 

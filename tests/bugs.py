@@ -12,12 +12,11 @@ them the doctor (run/doctor/) is judged, and the page "break it and see" is made
 from dataclasses import fields
 from typing import NamedTuple
 
-import plain
 import train
 from data.batches import Data
 from exercises.planted import planted
 from run.config import Config, check
-from run.doctor.record import write_plain, write_run
+from run.doctor.record import random_value, write_run
 from tests import mutants
 from tests.cover import layouts
 from tests.harness import VOCAB, config, mesh_of
@@ -44,6 +43,15 @@ def change(file, old, new):
     return ((file, old, new),)
 
 
+def flags_of(layout):
+    """The flags of a line such as "dp 2 sp". With "root" at the end it is a run of the root's
+    parts, else of engine/'s."""
+    line = layout.removesuffix(" root")
+    (flags,) = layouts(line)
+    parts = {} if line == layout else {"fast": ""}
+    return {**SIZES, "microbatches": 1, **flags, **parts}
+
+
 # ---- data ----
 
 DATA = [
@@ -61,7 +69,7 @@ DATA = [
     Bug("each data rank draws a batch of its own", "data",
         ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
         change("data/batches.py", "default_rng([cfg.seed, step])",
-               'default_rng([cfg.seed, step, mesh.place("dp", "ep")[0]])')),
+               'default_rng([cfg.seed, step, mesh.place("dp")[0]])')),
     Bug("tensor and pipeline ranks draw batches of their own", "loss",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("data/batches.py", "default_rng([cfg.seed, step])",
@@ -76,11 +84,11 @@ DRAW = "draw(tag.name, tag.shape, config, cfg.seed)"
 INITIAL_VALUES = [
     Bug("each rank draws with a seed of its own", "initial values",
         ("tp 3 microbatches 2", "dp 2 pp 3 microbatches 5"),
-        change("train.py", DRAW, DRAW.replace("cfg.seed", "cfg.seed + self.mesh.rank"))),
+        change("run/weights.py", DRAW, DRAW.replace("cfg.seed", "cfg.seed + mesh.rank"))),
     Bug("each tensor rank draws a slice instead of slicing the full draw", "initial values",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"),
-        change("train.py", f"tag.slice({DRAW})",
-               DRAW.replace("tag.shape", "tag.slice(torch.empty(tag.shape)).shape"))),
+        change("run/weights.py", "return tag.slice(full).to(",
+               f"return {DRAW.replace('tag.shape', 'tag.slice_shape')}.to(")),
     Bug("matrices are not scaled to the model's width", "initial values",
         ("dp 2", "tp 3 microbatches 2"),
         change("model.py", "std = 0.02 * math.sqrt(768 / config.n_embd)", "std = 0.02")),
@@ -96,6 +104,7 @@ INITIAL_VALUES = [
 
 # ---- loss ----
 
+TOKENS = "self.tokens = cfg.batch_size * cfg.block_size"
 # Some targets are padding (-1), and the loss is divided by the number of those that are not.
 # Window i of a batch has i * i % 7 padding tokens at its end
 PADDING = (
@@ -104,37 +113,35 @@ PADDING = (
      "            for window, start in zip(windows, part, strict=True):\n"
      "                place = list(starts).index(start)\n"
      "                window[self.block + 1 - place * place % 7 :] = ABSENT\n"),
-    ("train.py", "self.tokens = cfg.batch_size * cfg.block_size  #",
-     "self.tokens = cfg.batch_size * cfg.block_size\n"
-     "        self.tokens -= sum(i * i % 7 for i in range(cfg.batch_size))  #"))
-EXECUTE = "self.own(batches), self.tokens, scale)"
+    ("engine/pipeline.py", TOKENS,
+     f"{TOKENS}\n        self.tokens -= sum(i * i % 7 for i in range(cfg.batch_size))"))
 LOSS = [
     Bug("the loss is summed over the T ranks that all have it", "loss",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"),
-        change("train.py", 'loss / self.mesh.sizes["tp"], asked', "loss, asked")),
+        change("train.py", "loss / self.cfg.tp, asked", "loss, asked")),
     Bug("the loss of a microbatch is not divided by their number", "loss",
         ("dp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("train.py", EXECUTE,
-               "self.own(batches), self.tokens // self.cfg.microbatches, scale)")),
+        change("engine/pipeline.py", TOKENS, f"{TOKENS} // cfg.microbatches")),
     Bug("the loss of a microbatch is divided by their number twice", "loss",
         ("dp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("train.py", EXECUTE,
-               "self.own(batches), self.tokens * self.cfg.microbatches, scale)")),
+        change("engine/pipeline.py", TOKENS, f"{TOKENS} * cfg.microbatches")),
     Bug("the loss is a mean of each microbatch's mean", "loss",
         ("dp 2 microbatches 3", "pp 2 microbatches 5"),
-        (("train.py", EXECUTE,
-          "self.own(batches), self.cfg.dp * self.cfg.microbatches, scale)"),
-         ("engine/pipeline.py", "loss = loss / tokens",
-          "loss = loss / (targets >= 0).sum() / tokens")), PADDING),
+        (("engine/pipeline.py", "self.tokens -= sum(", "self.tokens = cfg.dp * cfg.microbatches\n"
+          "        0 * sum("),
+         ("engine/pipeline.py", "        losses = [part /",
+          "        if loss is not None:\n            loss = loss / (targets >= 0).sum()\n"
+          "        losses = [part /")), PADDING),
     Bug("the loss is a mean of the data ranks' means", "loss",
         ("dp 2 microbatches 3", "dp 3 microbatches 5"),
-        (("train.py", EXECUTE,
-          "self.own(batches), self.cfg.dp * sum((t >= 0).sum() for _, t, _ in batches), scale)"),),
+        (("engine/pipeline.py", "self.tokens -= sum(", "self.dp = cfg.dp\n        0 * sum("),
+         ("engine/pipeline.py", "        training = reducer is not None\n",
+          "        training = reducer is not None\n"
+          "        self.tokens = self.dp * sum((t >= 0).sum() for _, t, _ in batches)\n")),
         PADDING),
     Bug("padding tokens count in the mean", "loss",
         ("dp 2 microbatches 3", "tp 2 microbatches 5"),
-        change("train.py", EXECUTE,
-               "self.own(batches), self.cfg.batch_size * self.cfg.block_size, scale)"), PADDING),
+        change("engine/pipeline.py", "self.tokens -= sum(", "0 * sum("), PADDING),
 ]
 
 # ---- gradients: sums over ranks ----
@@ -157,7 +164,7 @@ SUMS = [
         change("engine/ddp.py", REDUCE, "pass")),
     Bug("gradients are summed over the data ranks, not over the context ranks", "gradients",
         ("cp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
-        change("engine/ddp.py", REDUCE, over('"dp", "ep"'))),
+        change("engine/ddp.py", REDUCE, over('"dp"'))),
     Bug("gradients are summed over the context ranks, not over the data ranks", "gradients",
         ("dp 2 microbatches 5", "dp 2 cp 3 microbatches 5"),
         change("engine/ddp.py", REDUCE, over('"cp"'))),
@@ -184,25 +191,27 @@ SUMS = [
 # ---- gradients: microbatches ----
 
 # The loss is scaled as for float16, in any number format
-SCALED = change("train.py", 'torch.tensor(2.0**16 if cfg.dtype == "float16" else 1.0,',
-                "torch.tensor(2.0**16,")
+SCALED = change("engine/optimizer.py", "2.0**16 if self.changes else 1.0,", "2.0**16,")
+# The loss that backward starts from
+LOSS_OF_BACKWARD = "sum(losses) * self.scale.value"
+# The pipeline knows the number of microbatches
+WITH_M = ("engine/pipeline.py", "        self.group = group  #",
+          "        self.m = cfg.microbatches\n        self.group = group  #")
 MICROBATCHES = [
     Bug("only the last microbatch's gradients count", "gradients",
         ("dp 2 microbatches 5", "pp 2 microbatches 3"),
-        change("engine/pipeline.py", "        x, y, loss = self.in_flight.pop((s, k))\n",
-               "        self.reducer.zero_grad()\n"
-               "        x, y, loss = self.in_flight.pop((s, k))\n")),
+        change("engine/pipeline.py", "            reducer.expect(s, last=",
+               "            reducer.zero_grad()\n            reducer.expect(s, last=")),
     Bug("only the last microbatch's gradients count, under ZeRO-2", "gradients",
         ("dp 2 zero 2 microbatches 5", "dp 3 tp 2 zero 2 microbatches 5"),
         change("engine/zero.py", "grad_shard.add_(", "grad_shard.copy_(")),
     Bug("only the first microbatch's gradients count", "gradients",
         ("dp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("engine/pipeline.py", "outputs.append(loss * scale)",
-               "outputs.append(loss * scale * (k == 0))")),
+        change("engine/pipeline.py", LOSS_OF_BACKWARD, f"{LOSS_OF_BACKWARD} * (k == 0)")),
     Bug("only the first microbatch's gradients are summed over the replicas", "gradients",
         ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
-        (("engine/pipeline.py", "for action in actions if action.kind in (\"B\", \"W\")}",
-          "for action in reversed(actions) if action.kind in (\"B\", \"W\")}"),
+        (("engine/pipeline.py", "for action in self.actions if action.kind in",
+          "for action in reversed(self.actions) if action.kind in"),
          ("engine/ddp.py", REDUCE, "reduction(bucket.grad, bucket.group)"))),
     Bug("the sum so far is summed over the replicas after each microbatch", "gradients",
         ("dp 2 microbatches 5", "dp 3 tp 2 microbatches 5"),
@@ -210,12 +219,10 @@ MICROBATCHES = [
          ("engine/ddp.py", REDUCE, "reduction(bucket.grad, bucket.group)"))),
     Bug("gradients are times m, of a loss that is right", "gradients",
         ("dp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("train.py", EXECUTE,
-               "self.own(batches), self.tokens, scale * self.cfg.microbatches)")),
+        (WITH_M, ("engine/pipeline.py", LOSS_OF_BACKWARD, f"{LOSS_OF_BACKWARD} * self.m"))),
     Bug("gradients are divided by m once more, of a loss that is right", "gradients",
         ("dp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("train.py", EXECUTE,
-               "self.own(batches), self.tokens, scale / self.cfg.microbatches)")),
+        (WITH_M, ("engine/pipeline.py", LOSS_OF_BACKWARD, f"{LOSS_OF_BACKWARD} / self.m"))),
     Bug("gradients are not zeroed between steps", "gradients",
         ("microbatches 5", "tp 3 microbatches 2"),
         change("engine/ddp.py", "        for param in self.home:\n            param.grad = None\n",
@@ -225,8 +232,8 @@ MICROBATCHES = [
         change("engine/zero.py", "bucket.grad_shard.zero_()", "pass")),
     Bug("the loss scale is applied twice, and taken out once", "gradients",
         ("dp 2 microbatches 5", "pp 2 microbatches 3"),
-        change("engine/pipeline.py", "outputs.append(loss * scale)",
-               "outputs.append(loss * scale * scale)"), SCALED),
+        change("engine/pipeline.py", LOSS_OF_BACKWARD, f"{LOSS_OF_BACKWARD} * self.scale.value"),
+        SCALED),
 ]
 
 # ---- gradients: f and g of tensor parallelism ----
@@ -383,21 +390,19 @@ PIPELINE = [
                'self.leaving["B", s, k] = x.grad / self.group.size  #')),
     Bug("the gradient is divided by m at each boundary", "gradients",
         ("pp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        (("engine/pipeline.py", "        training = any(",
-          "        self.m = len(batches)\n        training = any("),
-         ("engine/pipeline.py", 'self.leaving["B", s, k] = x.grad  #',
-          'self.leaving["B", s, k] = x.grad / self.m  #'))),
+        (WITH_M, ("engine/pipeline.py", 'self.leaving["B", s, k] = x.grad  #',
+                  'self.leaving["B", s, k] = x.grad / self.m  #'))),
     Bug("the activation is detached at a boundary: no gradient goes back", "gradients",
         ("pp 2 microbatches 5", "pp 3 microbatches 5"),
         change("engine/pipeline.py", 'self.leaving["B", s, k] = x.grad  #',
                'self.leaving["B", s, k] = torch.zeros_like(x.grad)  #')),
     Bug("a gradient meets the activation of the newest microbatch in flight", "gradients",
         ("pp 2 microbatches 5", "pp 3 microbatches 5"),
-        change("engine/pipeline.py", "x, y, loss = self.in_flight.pop((s, k))",
-               "x, y, loss = self.in_flight.popitem()[1]")),
+        change("engine/pipeline.py", "x, y, losses = self.in_flight.pop((s, k))",
+               "x, y, losses = self.in_flight.popitem()[1]")),
     Bug("an activation meets the targets of the microbatch before", "loss",
         ("pp 2 microbatches 5", "dp 2 pp 2 microbatches 3"),
-        change("engine/pipeline.py", "*batches[k], tokens", "*batches[k - (s > 0)], tokens")),
+        change("engine/pipeline.py", "*batches[k], training", "*batches[k - (s > 0)], training")),
     Bug("the activation is scaled at each boundary", "loss",
         ("pp 2 microbatches 5", "pp 3 microbatches 5"),
         change("engine/pipeline.py", "y = y.contiguous()  #", "y = 2 * y.contiguous()  #")),
@@ -446,49 +451,58 @@ SEQUENCES = [
 
 # ---- norm ----
 
-SQUARE = "square = all_reduce(self.optimizer.grad_square(), self.optimizer.norm_group)"
+SQUARE = "sums[2].sqrt()"  # the root of what all ranks have added up
+
+
+def norm_over(axes):
+    """The norm is summed over the ranks along these axes."""
+    return change("train.py", SQUARE, f"self.parts.all_reduce(parts[2:].clone(), "
+                                      f"self.mesh.group({axes}))[0].sqrt()")
+
+
 NORM = [
     Bug("the norm is that of the rank's own part", "norm",
         ("tp 3 microbatches 2", "dp 2 zero 1 pp 2 microbatches 5"),
-        change("train.py", SQUARE, "square = self.optimizer.grad_square()")),
+        change("train.py", SQUARE, "parts[2].sqrt()")),
     Bug("what several ranks hold counts several times in the norm", "norm",
         ("tp 3 microbatches 2", "pp 2 microbatches 5"),
-        change("engine/optimizer.py", "square() / self.copies).sum()", "square()).sum()")),
+        change("engine/optimizer.py", "square() / self.holders).sum()", "square()).sum()")),
     Bug("the norm is not the root of the sum of squares", "norm",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("train.py", "square.sqrt() / self.scale", "square / self.scale")),
+        change("train.py", SQUARE, "sums[2]")),
     Bug("the norm is over one stage", "norm", ("pp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
-        change("train.py", "mesh.one_replica()", 'mesh.group("ep", "tp")')),
+        norm_over('"dp", "cp", "tp"')),
     Bug("the norm is over one of the T ranks", "norm",
-        ("tp 3 microbatches 2", "tp 2 pp 3 microbatches 5"),
-        change("train.py", "mesh.one_replica()", 'mesh.group("ep", "pp")')),
+        ("tp 3 microbatches 2", "tp 2 pp 3 microbatches 5"), norm_over('"dp", "pp", "cp"')),
     Bug("the norm is over one shard of ZeRO", "norm",
         ("dp 2 zero 1 microbatches 5", "dp 3 zero 3 microbatches 5"),
-        change("train.py", " if cfg.zero == 0 else mesh.in_step()", "")),
+        norm_over('"pp", "cp", "tp"')),
     Bug("the norm is the root of the sum of norms", "norm",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("engine/optimizer.py", "exact_norms(grads, self.wide).square()",
                "exact_norms(grads, self.wide)")),
     Bug("the loss scale is left in the norm", "norm",
         ("dp 2 microbatches 5", "tp 2 microbatches 3"),
-        change("train.py", "square.sqrt() / self.scale", "square.sqrt()"), SCALED),
+        change("engine/optimizer.py", "return square / self.scale.value.double().square()",
+               "return square"), SCALED),
 ]
 
 # ---- update ----
 
-CLIP = "coefficient = clip_coefficient(norm, self.cfg.grad_clip)"
+CLIP = "clip_coefficient(norm, self.cfg.grad_clip)"
+DECAY = "self.cfg.weight_decay * decays(tag)"
 KERNEL = "torch._fused_adamw_("
 # The kernel, as a function of the same arguments
 BY_HAND = """\
 def by_hand(weights, grads, means, squares, _, steps, lr, beta1, beta2, weight_decay, **rest):
-                for w, g, mean, square, t in zip(weights, grads, means, squares, steps):
-                    mean.lerp_(g, 1 - beta1)
-                    square.lerp_(g.square(), 1 - beta2)
-                    root = {root}
-                    w.mul_(1 - lr * weight_decay)
-                    w.sub_(lr * mean / (1 - beta1**t) / root)
+                    for w, g, mean, square, t in zip(weights, grads, means, squares, steps):
+                        mean.lerp_(g, 1 - beta1)
+                        square.lerp_(g.square(), 1 - beta2)
+                        root = {root}
+                        w.mul_(1 - lr * weight_decay)
+                        w.sub_(lr * mean / (1 - beta1**t) / root)
 
-            by_hand("""
+                by_hand("""
 
 
 def adamw(root):
@@ -498,26 +512,25 @@ def adamw(root):
 
 UPDATE = [
     Bug("gradients are not clipped", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("train.py", CLIP, "coefficient = clip_coefficient(norm, 0)")),
+        change("engine/optimizer.py", CLIP, "clip_coefficient(norm, 0)")),
     Bug("each rank clips by the norm of its own part", "update",
         ("tp 3 microbatches 2", "pp 2 microbatches 5"),
-        change("train.py", CLIP,
-               "own = self.optimizer.grad_square().sqrt()\n"
-               "            coefficient = clip_coefficient(own, self.cfg.grad_clip)")),
+        change("engine/optimizer.py", CLIP,
+               "clip_coefficient(self.square(grads).sqrt(), self.cfg.grad_clip)")),
     Bug("gradients are clipped before the loss scale is taken out", "update",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("train.py", CLIP,
-               "coefficient = clip_coefficient(norm * self.scale, self.cfg.grad_clip)"), SCALED),
+        change("engine/optimizer.py", CLIP,
+               "clip_coefficient(norm * self.scale.value, self.cfg.grad_clip)"), SCALED),
     Bug("the loss scale is left in the gradients that AdamW gets", "update",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("train.py", "coefficient / self.scale", "coefficient"), SCALED),
+        change("engine/optimizer.py", f"{CLIP} / self.scale.value", CLIP), SCALED),
     Bug("clipping scales small gradients up", "update",
         ("dp 2 microbatches 5 grad_clip 1000", "tp 3 microbatches 2 grad_clip 1000"),
         change("optimizer.py", ".clamp(max=1.0)", "")),
     Bug("everything decays", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "self.weight_decay * decays(shard)", "self.weight_decay")),
+        change("engine/optimizer.py", DECAY, "self.cfg.weight_decay")),
     Bug("nothing decays", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "self.weight_decay * decays(shard)", "0.0")),
+        change("engine/optimizer.py", DECAY, "0.0")),
     Bug("the decay is coupled: added to the gradient", "update",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("engine/optimizer.py", KERNEL, "torch._fused_adam_(")),
@@ -534,9 +547,10 @@ UPDATE = [
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("engine/optimizer.py", "self.updates += finite", "self.updates.fill_(1)")),
     Bug("beta2 is 0.999", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "= cfg.beta1, cfg.beta2", "= cfg.beta1, 0.999")),
+        change("engine/optimizer.py", "beta2=self.cfg.beta2", "beta2=0.999")),
     Bug("beta1 and beta2 are swapped", "update", ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("engine/optimizer.py", "= cfg.beta1, cfg.beta2", "= cfg.beta2, cfg.beta1")),
+        (("engine/optimizer.py", "beta1=self.cfg.beta1", "beta1=self.cfg.beta2"),
+         ("engine/optimizer.py", "beta2=self.cfg.beta2", "beta2=self.cfg.beta1"))),
     Bug("a step has the rate of the next one", "update",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
         change("optimizer.py", "    if step < cfg.warmup_steps:",
@@ -554,8 +568,7 @@ UPDATE = [
                "    step *= cfg.dp\n    if step < cfg.warmup_steps:")),
     Bug("the rate is times D in the optimizer", "update",
         ("dp 2 microbatches 5", "dp 3 pp 2 microbatches 5"),
-        change("engine/optimizer.py", "lr=lr * rate, beta1",
-               "lr=lr * rate * bucket.group.size, beta1")),
+        change("engine/optimizer.py", "lr=lr * rate, beta1", "lr=lr * rate * self.cfg.dp, beta1")),
     Bug("under ZeRO the new weights are not gathered", "update",
         ("dp 2 zero 1 microbatches 5", "dp 3 zero 2 microbatches 5"),
         change("engine/zero.py",
@@ -566,12 +579,10 @@ UPDATE = [
 # ---- experts ----
 
 
-
 def balance(weight):
     """Another weight of the balance loss; the printed loss is still without it."""
-    return (("run/routing.py", "layer.mlp.balance_weight = cfg.balance",
-             f"layer.mlp.balance_weight = {weight}"),
-            ("run/routing.py", "self.weight = cfg.balance", f"self.weight = {weight}"))
+    return change("run/routing.py", "mlp.balance_weight = cfg.balance",
+                  f"mlp.balance_weight = {weight}")
 
 
 def of_experts(statement):
@@ -625,7 +636,8 @@ EXPERTS = [
                f'if ".experts." not in bucket.params[0].shard.name:\n            {REDUCE}')),
     Bug("experts' gradients are summed over ranks with other experts, too", "gradients",
         ("dp 2 ep 2 experts 4 microbatches 3", "dp 3 ep 3 experts 6 microbatches 5"),
-        of_experts("all_reduce(param.grad, self.home[param].group.mesh.replicas())")),
+        of_experts("all_reduce(param.grad, self.home[param].group.mesh.group("
+                   "'shard', 'ep', 'cp'))")),
     Bug("f is missing before the experts", "gradients",
         ("tp 3 experts 6 microbatches 2", "dp 2 tp 3 experts 6 microbatches 5"),
         change("engine/expert_parallel.py", "x = enter_region(x, self.region)  #",
@@ -644,17 +656,19 @@ BUGS = [*DATA, *INITIAL_VALUES, *LOSS, *SUMS, *MICROBATCHES, *TENSOR, *VOCABULAR
 # Layouts in which the lines of a file run. Left out: files whose lines change what is printed or
 # kept, not what is computed; those of GPUs; those of optimizers that the doctor does not replay
 LAYOUTS_OF_MUTANTS = {
-    "plain.py": ("pp 2 microbatches 5 plain", "dp 2 zero 1 microbatches 3 plain",
-                 "dp 2 zero 3 microbatches 3 plain"),
-    "collectives.py": ("dp 3 microbatches 2 plain",),
-    "ddp.py": ("dp 2 microbatches 5 plain",),
-    "zero.py": ("dp 3 zero 2 microbatches 2 plain", "dp 3 zero 3 microbatches 2 plain"),
-    "optimizer.py": ("dp 2 tp 3 microbatches 5 plain", "dp 2 experts 4 microbatches 3"),
-    "tensor_parallel.py": ("tp 3 microbatches 2 plain",),
-    "sequence_parallel.py": ("tp 3 sp microbatches 2",),
-    "context_parallel.py": ("cp 2 cp_attention all-to-all microbatches 3", "cp 3 microbatches 2"),
-    "expert_parallel.py": ("dp 2 ep 2 experts 4 microbatches 3",),
-    "pipeline.py": ("pp 2 microbatches 5 plain", "pp 3 microbatches 5"),
+    "collectives.py": ("dp 3 microbatches 2 root", "dp 2 ep 2 experts 4 microbatches 3 root"),
+    "ddp.py": ("dp 2 microbatches 5 root", "pp 2 microbatches 5 root"),
+    "zero.py": ("dp 3 zero 2 microbatches 2 root", "dp 3 zero 3 microbatches 2 root",
+                "dp 3 zero 1 pp 2 microbatches 5 root"),
+    "optimizer.py": ("tp 3 microbatches 5 root", "dp 2 experts 4 microbatches 3 root"),
+    "tensor_parallel.py": ("tp 3 microbatches 2 root",),
+    "sequence_parallel.py": ("tp 3 sp microbatches 2 root", "tp 3 sp microbatches 2"),
+    "context_parallel.py": ("cp 2 cp_attention all-to-all microbatches 3 root",
+                            "cp 3 microbatches 2 root"),
+    "expert_parallel.py": ("dp 2 ep 2 experts 4 microbatches 3 root",
+                           "dp 2 ep 2 experts 4 microbatches 3"),
+    "recompute.py": ("pp 2 microbatches 5 recompute root",),
+    "pipeline.py": ("pp 2 microbatches 5 root", "pp 3 microbatches 5 root"),
     "engine/ddp.py": ("dp 2 microbatches 5", "pp 2 schedule zb-v chunks 2 microbatches 5"),
     "engine/zero.py": ("dp 3 zero 2 microbatches 2", "dp 3 zero 3 microbatches 5"),
     "engine/optimizer.py": ("dp 2 tp 3 zero 1 microbatches 5",),
@@ -668,14 +682,16 @@ LAYOUTS_OF_MUTANTS = {
     "engine/mesh.py": ("dp 6 ep 2 experts 4 microbatches 5",),
     "shard.py": ("tp 3 microbatches 2",),
     "model.py": ("tp 3 microbatches 2", "dp 2 microbatches 5"),
-    "train.py": ("dp 2 ep 2 experts 4 microbatches 3",),
+    "train.py": ("dp 2 ep 2 experts 4 microbatches 3", "dp 2 zero 1 microbatches 3",
+                 "tp 2 sp microbatches 3", "pp 2 microbatches 5"),
     "data/batches.py": ("dp 2 microbatches 5", "dp 2 ep 2 experts 4 microbatches 3")}
 MUTANTS = [Bug(f"{file}: {old!r} -> {new!r}", file, places, ((file, old, new),))
-           for file, places in LAYOUTS_OF_MUTANTS.items() for old, new, _ in mutants.MUTANTS[file]]
+           for file, places in LAYOUTS_OF_MUTANTS.items()
+           for old, new, _ in mutants.MUTANTS.get(file, ())]
 
 # ---- right runs ----
 
-RIGHT_LAYOUTS = layouts("""
+RIGHT_LAYOUTS = """
     microbatches 3
     dp 2 microbatches 5
     dp 3 zero 1 microbatches 2
@@ -704,35 +720,34 @@ RIGHT_LAYOUTS = layouts("""
     arch llama n_kv_head 3 cp 2 tp 3 sp microbatches 2
     arch llama n_kv_head 4 dp 2 ep 2 experts 4 n_hidden 38 microbatches 3
     dp 2 tp 2 pp 2 microbatches 3 grad_dtype float32
-""")
+    dp 2 microbatches 5 root
+    dp 3 zero 1 tp 2 microbatches 2 root
+    dp 2 zero 2 microbatches 3 recompute root
+    dp 6 shard 3 zero 3 microbatches 5 root
+    cp 2 tp 2 sp microbatches 3 root
+    tp 3 pp 2 microbatches 5 root
+    cp 3 cp_attention all-to-all microbatches 2 root
+    dp 2 ep 2 tp 2 experts 4 zero 2 microbatches 3 root
+    arch llama n_kv_head 6 tp 3 pp 2 untied microbatches 5 root
+""".strip().splitlines()
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-RIGHT_RUNS = [{**SIZES, **flags, "dtype": dtype} for flags in RIGHT_LAYOUTS for dtype in DTYPES
-              if dtype != "float64" or "grad_dtype" not in flags]
+RIGHT_RUNS = [{**flags_of(layout), "dtype": dtype} for layout in RIGHT_LAYOUTS for dtype in DTYPES
+              if dtype != "float64" or "grad_dtype" not in layout]
 
 # ---- running them ----
-
-
-def flags_of(layout):
-    """The flags of a line such as "dp 2 sp"."""
-    (flags,) = layouts(layout)
-    return {**SIZES, "microbatches": 1, **flags}
 
 
 def _dump(rank, cfg, changes):
     """One rank of a run of two steps, with the changes, that writes a dump."""
     with planted(*changes):
-        if cfg.plain:
-            write_plain(cfg, mesh_of(cfg), Data(cfg), plain.training_steps)
-        else:
-            write_run(train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg))
+        write_run(train.Trainer(cfg, mesh_of(cfg), VOCAB, random_value), Data(cfg))
 
 
 def dump_run(corpus, folder, changes=(), timeout=HANG, **flags):
     """Write the dump of a run with these flags into the folder, which is made; return the folder.
     changes: those of a bug, or those that the right run has, too. AssertionError if the run fails,
     or takes more seconds than the timeout."""
-    # --plain has no --out
-    cfg = config(corpus, dump=str(folder), **{**flags, "out": Config.out})
+    cfg = config(corpus, dump=str(folder), **flags)
     pool(check(cfg, 1), _dump, cfg, changes, timeout=timeout)
     return folder
 

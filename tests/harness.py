@@ -61,7 +61,8 @@ def config(corpus, **flags):
     pp, chunks = flags.get("pp", 1), flags.get("chunks", 1)
     n_layer = max(SHAPE["n_layer"], pp, pp * chunks - 2)  # embedding and head are layers, too
     base = dict(SHAPE, n_layer=n_layer, fast=",".join(PARTS), data=corpus, dtype="float64",
-                batch_size=BATCH, steps=STEPS, lr=1e-2, dp=1, chunks=1, warmup_steps=1, grad_clip=0.2, device="cpu",
+                batch_size=BATCH, steps=STEPS, lr=1e-2, dp=1, chunks=1, warmup_steps=1,
+                grad_clip=0.2, device="cpu",
                 eval_interval=0, out=tempfile.gettempdir())
     return Config(**{**base, **flags})
 

@@ -36,7 +36,8 @@ MUTANTS = {
         ("(r - 2 - hop) % N", "(r - 1 - hop) % N", "collectives:definition"),
         ("outputs[r].copy_(inputs[r])", "pass", "collectives:definition")],
     "ddp.py": [
-        ("                all_reduce(grad, group)\n", "                pass\n", "layouts:root_parts"),
+        ("            for group in tag.sum_over:", "            for group in ():",
+         "layouts:root_parts"),
         ("grad, param.grad = param.grad, None", "grad = param.grad", "layouts:root_parts"),
         ("            for group in tag.sum_over:", "            for group in tag.sum_over[:1]:",
          "layouts:root_parts")],
@@ -46,8 +47,7 @@ MUTANTS = {
          "own_chunk(whole, replicas).clone()", "layouts:root_parts"),
         ("            all_gather(param.data, param.shard.sum_over[0])", " " * 12 + "pass",
          "layouts:root_parts"),
-        ("        param.grad = None\n\n    def gradients(self):\n        return sum",
-         "\n    def gradients(self):\n        return sum", "parts:table"),
+        ("\n        param.grad = None\n", "\n", "parts:table"),
         ("param.data = param.data.new_empty(0)", "pass", "parts:table"),
         ("return recompute(self.run, *inputs)", "return self.run(*inputs)", "parts:table"),
         ("            all_reduce(chunk, group)\n", "            pass\n", "layouts:root_parts"),
@@ -291,7 +291,7 @@ MUTANTS = {
         ("cores // int(os.environ.get(\"LOCAL_WORLD_SIZE\", 1))", "cores",
          "first_gpu:share_of_the_cores")],
     "train.py": [
-        ("torch.where(sums[0].isfinite(), sums[2].sqrt(), math.nan)", "sums[2].sqrt()",
+        ("torch.where(loss.isfinite(), square.sqrt(), math.nan)", "square.sqrt()",
          "faults:five_steps"),
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
         ("data.ahead(cfg, mesh, first)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
@@ -314,9 +314,7 @@ MUTANTS = {
     "run/doctor/record.py": [
         (" and shard.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
-        (" / scale for grad in grads", " for grad in grads", "dump:16_bits")],
-    "run/weights.py": [
-        ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no")],
+        (".div_(scale)", "", "dump:16_bits")],
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ("value.fill_(manifest[name])", "value.fill_(1)", "values:keeps"),
@@ -392,6 +390,7 @@ MUTANTS = {
     "run/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
+        ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no"),
         ("if part not in WRAPPERS", "", "foreign:wrappers"),
         ('wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)', "pass",
          "weights:larger_than_their_file"),
@@ -427,8 +426,9 @@ MUTANTS = {
         ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
     "planner/memory.py": [
         ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket"),
-        (", matrix), everything)", ", matrix), 1e9)", "planner:copies_one_bucket"),
-        ("layout.dp * layout.cp\n    per_other", "layout.dp\n    per_other", "planner:zero_paper"),
+        ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),
+        ("per_other = bytes_each(layout.replicas)", "per_other = bytes_each(layout.dp)",
+         "planner:zero_paper"),
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
         ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers"),
         ("(3 * 8 + 2 * wide)", "(2 * 8 + 2 * wide)", "planner:saves_the_bytes"),

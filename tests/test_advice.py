@@ -90,7 +90,7 @@ MEGATRON = {  # core_v0.14.0: options with a value; the others are switches
     "num-query-groups", "kv-channels", "normalization", "position-embedding-type", "rotary-base",
     "ffn-hidden-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
     "expert-model-parallel-size", "expert-tensor-parallel-size", "moe-token-dispatcher-type",
-    "moe-shared-expert-intermediate-size"}
+    "moe-shared-expert-intermediate-size", "num-distributed-optimizer-instances"}
 SWITCHES = {
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
     "sequence-parallel", "use-distributed-optimizer", "overlap-param-gather",
@@ -268,9 +268,11 @@ CANNOT = {
                    ({"pp": 15, "dp": 1}, "only the last may have fewer")],
     "deepspeed": [({"pp": 4, "schedule": "zb-v", "chunks": 2}, "schedules other than 1F1B"),
                   ({"tp": 2, "sp": True}, "--sp"), ({"tp": 2, "pp": 2}, "--tp beside --pp"),
-                  ({"pp": 2, "zero": 2}, "--pp beside"), ({"cp": 2}, "ring attention")],
+                  ({"pp": 2, "zero": 2}, "--pp beside"), ({"cp": 2}, "ring attention"),
+                  ({"zero": 3, "shard": 2}, "--shard")],
     "nanotron": [({"pp": 2, "schedule": "interleaved", "chunks": 2}, "interleaved"),
                  ({"zero": 3}, "ZeRO-2 and 3"), ({"ep": 2}, "expert ranks"),
+                 ({"zero": 1, "shard": 2}, "--shard"),
                  ({"cp": 2, "cp_attention": "all-to-all"}, "all-to-all")]}
 
 

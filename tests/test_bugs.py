@@ -13,11 +13,11 @@ import train
 from collectives import WithBackward
 from data import batches
 from engine import ddp, zero
+from engine import optimizer as engine_optimizer
 from engine.sequence_parallel import Region
 from exercises.planted import CannotPlant, changed_text, class_of, planted
-from forks.diloco import diloco
 from group import CommunicationError, naming
-from run.config import Config, check
+from run.config import check
 from run.doctor.dump import read_dump
 from shard import Shard
 from tests import bugs
@@ -37,14 +37,14 @@ def _seen(rank, changes, ask):
 
 def _subclass():
     """A method of DDP, by its subclass ZeRO-1, in another module."""
-    gathered = []
-    zero.ZeRO1.release_weights(SimpleNamespace(gather_weights=gathered.append))
-    return gathered
+    reducer = SimpleNamespace(flush=lambda: None, finish=lambda: None, buckets=[])
+    zero.ZeRO1.gradients(reducer)
+    return reducer.is_new_step
 
 
 def _imported():
-    """A function, by the name under which train.py imported it."""
-    return round(train.clip_coefficient(torch.tensor(2.0), 1.0).item(), 5)
+    """A function, by the name under which engine/optimizer.py imported it."""
+    return round(engine_optimizer.clip_coefficient(torch.tensor(2.0), 1.0).item(), 5)
 
 
 def _property():
@@ -78,7 +78,8 @@ def _cached():
 
 
 @pytest.mark.parametrize("ask,before,during,changes", [
-    (_subclass, [[]], [[1]], [("engine/ddp.py", "gather_weights([])", "gather_weights([1])")]),
+    (_subclass, True, None, [("engine/ddp.py", "self.is_new_step = True\n        return",
+                              "self.is_new_step = None\n        return")]),
     (_imported, 0.5, 2.0, [("optimizer.py", "(grad_clip / (norm + 1e-6))", "(norm / grad_clip)"),
                            ("optimizer.py", ".clamp(max=1.0)", "")]),
     (_property, 3, 1, [("shard.py", "group.size for group in self.shared_by)",
@@ -117,14 +118,15 @@ def test_what_cannot_be_planted_is_refused(changes, says):
 
 
 def test_a_class_is_found_that_a_decorator_has_replaced_by_a_subclass():
-    """Like a fork does with train.py's Trainer (forks/diloco.py); in that fork, too."""
+    """Like a fork may do with train.py's Trainer; in that fork, too."""
     usual = class_of(train.Trainer, "Trainer")
-    before = usual.update.__code__
-    bug = next(bug for bug in bugs.BUGS if bug.name == "gradients are not clipped")
-    with patch.object(train, "Trainer", diloco(usual)):
+    before = usual.step.__code__
+    bug = next(bug for bug in bugs.BUGS if bug.name == "the norm is not the root of the sum of "
+               "squares")
+    with patch.object(train, "Trainer", type("Subclass", (usual,), {})):
         with planted(*bug.changes):
-            assert usual.update.__code__ is not before
-        assert usual.update.__code__ is before
+            assert usual.step.__code__ is not before
+        assert usual.step.__code__ is before
 
 
 # ---- the table ----
@@ -140,8 +142,8 @@ def test_each_row_has_a_name_of_its_own_a_stage_and_two_layouts_that_can_be(corp
 
 def test_each_mutants_layouts_can_be(corpus):
     for mutant in bugs.MUTANTS:
-        flags = [{**bugs.flags_of(layout), "out": Config.out} for layout in mutant.layouts]
-        assert all(check(config(corpus, dump="dump", **given), 1) <= 8 for given in flags)
+        assert all(check(config(corpus, dump="dump", **bugs.flags_of(layout)), 1) <= 8
+                   for layout in mutant.layouts)
 
 
 def test_each_rows_changes_have_their_places():

@@ -16,7 +16,6 @@ import torch
 import collectives as plain
 import engine.collectives as c
 import engine.mesh as mesh_file
-import group as plain_group
 import mesh as plain_mesh
 from engine.group import Group, Work, queued
 from engine.mesh import Mesh
@@ -164,7 +163,7 @@ def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
 def _shown(rank, world):
     """What the ring's demonstration prints on this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        ring.demo(plain_mesh.Mesh(plain_group.Group, dp=world))
+        ring.demo(plain_mesh.Mesh(dp=world))
     return shown.getvalue()
 
 
@@ -185,7 +184,7 @@ def test_the_terms_of_64_ranks_are_told_apart():
 
 def _texts_and_copies(rank, world):
     """What run/ asks of the ranks, on groups of both floors; one rank has another copy of "b"."""
-    for mesh in (plain_mesh.Mesh(plain_group.Group, dp=world), Mesh(dp=world, in_order=IN_ORDER)):
+    for mesh in (plain_mesh.Mesh(dp=world), Mesh(dp=world, in_order=IN_ORDER)):
         assert all_gather_text("x" * rank, mesh.world) == ["x" * r for r in range(world)]
         for different, usual, other in itertools.product(range(world), *[(1.0, 2.0)] * 2):
             copies = Copies()

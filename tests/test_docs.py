@@ -38,6 +38,7 @@ from pathlib import Path
 import pytest
 
 import bench
+import mesh as mesh_file
 import plan
 from data.batches import Data
 from engine.mesh import Mesh
@@ -53,7 +54,7 @@ from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, need
 from tests.isolation import as_it_was
 from tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from tests.pool import HANG, pool
-from tests.runs import Run, apply, flags, main_of_plain, needs_git, start
+from tests.runs import Run, apply, flags, needs_git, start
 from tests.test_house import FOLDERS, HOUSE, MAY_IMPORT, ROOMS, imported, is_ours, room
 from tests.test_lab import KNOWN
 from tests.test_planner import _sent
@@ -93,8 +94,10 @@ OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which 
     "docs/runs-that-survive.md": {
         "out/step-00000600/model": "test_a_checkpoint_has_the_files_that_are_listed",
         "step    105  saved out": "test_a_signal_prints_the_lines_that_are_quoted",
-        "train.py: rank 0: operation 114": "test_dead_ranks_print_the_lines_that_are_quoted",
-        "train.py: rank 0: operation 474": "test_dead_ranks_print_the_lines_that_are_quoted"},
+        "train.py: rank 0: group pp_ends, receive from rank 1, send to rank 1: Timed":
+            "test_dead_ranks_print_the_lines_that_are_quoted",
+        "train.py: rank 0: group pp_ends, receive from rank 1, send to rank 1: Read":
+            "test_dead_ranks_print_the_lines_that_are_quoted"},
     "docs/tensor-parallelism.md": {"without    row -> all-reduce": "a picture"}}
 CODE = {  # {how code on a page begins, if no output follows: what it is}
     "grads = [take_gradient(param)": "an excerpt of ddp.py",
@@ -231,7 +234,7 @@ def printed(capsys, monkeypatch, tmp_path):
     def run_file(file, words):
         asked = []  # what the demonstration is to run: (module, make_mesh, sizes)
 
-        def demonstrate(fn, make_mesh=demonstrations.plain_mesh, **sizes):
+        def demonstrate(fn, make_mesh=mesh_file.Mesh, **sizes):
             module = Path(file).stem if fn.__module__ == "__main__" else fn.__module__
             asked.append((module, make_mesh, sizes))
 
@@ -331,7 +334,7 @@ def test_the_experiment_prints_the_pages_table_from_the_pages_results(capsys, mo
         return [{"step": 0, "loss": 1.0}, {"val_bits_per_byte": bits}]
 
     monkeypatch.setattr(large_batches, "train_once", train_once)
-    monkeypatch.setattr(large_batches, "demonstrate", lambda *args, **more: None)
+    monkeypatch.setattr(large_batches, "demonstrate_engine", lambda *args, **more: None)
     monkeypatch.setattr(sys, "argv", ["large_batches.py", "--out", str(tmp_path)])
     large_batches.main()
     assert lacking(block.output[: end + 1], capsys.readouterr().out.splitlines()) is None
@@ -365,7 +368,7 @@ def _describe(rank, words):
     cfg.device = "cpu"
     mesh = mesh_of(cfg)
     with redirect_stdout(io.StringIO()) as out:
-        Log(Trainer(cfg, mesh, VOCAB), None, 0, 0.0)
+        Log(Trainer(cfg, mesh, VOCAB), None, 0)
     return out.getvalue()
 
 
@@ -403,19 +406,11 @@ def form(lines):
             for line in masked(lines, all_numbers=True)]
 
 
-def test_a_dead_ranks_neighbour_prints_the_line_that_is_quoted(corpus, tmp_path):
-    run = Run(2, flags(corpus, tmp_path / "out", pp=2, steps=10**6), tmp_path)
-    run.until(lambda: "step      1" in run.read("stdout"))
-    run.signal(1, signal.SIGKILL)
-    assert run.wait(but=[1]) == [1]
-    for number in ("114", "474"):
-        quote = block_of("docs/runs-that-survive.md", f"train.py: rank 0: operation {number}").lines
-        assert form(quote[:1]) == form(run.read().splitlines())
+DEAD = "train.py: rank 0: group pp_ends, receive from rank 1, send to rank 1: "
 
 
-@needs_minutes
-@pytest.mark.parametrize("number,operation", [(signal.SIGSTOP, 114), (signal.SIGKILL, 474)])
-def test_dead_ranks_print_the_lines_that_are_quoted(corpus, tmp_path, number, operation):
+@pytest.mark.parametrize("number,says", [(signal.SIGSTOP, "Timed"), (signal.SIGKILL, "Read")])
+def test_dead_ranks_print_the_lines_that_are_quoted(corpus, tmp_path, number, says):
     run = start("train.py", *flags(corpus, tmp_path / "out", dp=2, pp=2, steps=10**6, timeout=5))
     for line in run.stdout:
         if line.startswith("step      2"):
@@ -426,7 +421,7 @@ def test_dead_ranks_print_the_lines_that_are_quoted(corpus, tmp_path, number, op
     os.kill(one, number)
     _, said = run.communicate(timeout=HANG)
     assert run.returncode == 1
-    quote = block_of("docs/runs-that-survive.md", f"train.py: rank 0: operation {operation}").lines
+    quote = block_of("docs/runs-that-survive.md", DEAD + says).lines
     assert form(said.splitlines()) == form(quote)
 
 
@@ -511,8 +506,8 @@ def test_the_pages_collective_passes_its_tests(corpus):
     _, cases = counted.pytestmark[0].args
     for world, n in cases:
         counted(world, n)
-    page["test_plain_py_on_doubling_equals_one_process"](corpus)
-    page["test_train_py_on_doubling_equals_one_process"](corpus)
+    page["test_the_root_on_doubling_equals_one_process"](corpus)
+    page["test_the_engine_on_doubling_equals_one_process"](corpus)
 
 
 # ---- figures on pages that commands print ----

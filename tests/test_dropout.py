@@ -30,7 +30,7 @@ BUGS = {  # name: (attribute of Dropout, what a mistake would put there, a layou
         "is_dropped", lambda self, place, number, width: usual(
             self, place, number - number % BATCH + number % (BATCH // 2), width), {"dp": 2}),
     "a block is recomputed with the masks of a later microbatch": (
-        "again", lambda self: (nullcontext(), nullcontext()),
+        "again", lambda self: nullcontext(),
         {"pp": 2, "microbatches": 3, "recompute": True}),
     "ranks with other tokens take the masks of the first tokens": (
         "attach", lambda self, model, positions: attach(
@@ -124,7 +124,6 @@ def test_a_resumed_run_goes_on_with_its_masks_and_validation_drops_nothing(corpu
 
 def test_what_cannot_be_dropped_is_refused(corpus):
     for more, says in (({"compile": True}, "--compile cannot compile"),
-                       ({"plain": True}, "--plain has no --dropout"),
                        ({"dump": "x"}, "--dump has no --dropout"), ({"dropout": 1.0}, "dropout")):
         with pytest.raises(ValueError, match=says):
             check(config(corpus, **{"dropout": 0.1, **more}), 1)

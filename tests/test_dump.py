@@ -13,18 +13,18 @@ import pytest
 import torch
 
 import engine.zero as engine_zero
-import plain
 import train
 import zero
 from data.batches import Data
 from experts import balance_loss, kind_of
-from optimizer import decays
+from optimizer import decays, learning_rate
 from run import files
 from run.checkpoint import EMBEDDING
 from run.config import Config, check
 from run.doctor import record
 from run.doctor.dump import read_dump
-from run.doctor.record import Writer, write_plain, write_run
+from run.doctor.groups import layer_number
+from run.doctor.record import Writer, random_value, write_run
 from run.hugging_face import CONV1D
 from shard import Shard
 from tests.harness import VOCAB, close, config, mesh_of, pool
@@ -34,12 +34,13 @@ from tests.test_planner import peak_of
 # ---- any layout writes what one process writes ----
 
 
+def trainer_of(cfg):
+    return train.Trainer(cfg, mesh_of(cfg), VOCAB, random_value)
+
+
 def _dump(rank, cfg, spoil=None):
     """spoil: see below, "copies that differ"."""
-    mesh = mesh_of(cfg)
-    if cfg.plain:
-        return write_plain(cfg, mesh, Data(cfg), plain.training_steps)
-    trainer = train.Trainer(cfg, mesh, VOCAB)
+    trainer = trainer_of(cfg)
     with spoil_gradient(trainer, *spoil) if spoil else nullcontext():
         write_run(trainer, Data(cfg))
 
@@ -106,6 +107,7 @@ def same_dump(got, want):
         assert getattr(got, name) == getattr(want, name), name
 
 
+ROOT = {"fast": ""}
 EXPERTS = {"experts": 4, "batch_size": 12}
 LLAMA = {"arch": "llama", "n_kv_head": 3, "n_hidden": 37, "n_embd": 24, "block_size": 24,
          "batch_size": 12}
@@ -119,12 +121,22 @@ LLAMA = {"arch": "llama", "n_kv_head": 3, "n_hidden": 37, "n_embd": 24, "block_s
     ({}, {"dp": 3, "zero": 3, "tp": 2, "microbatches": 2}),
     ({}, {"cp": 2, "dp": 2, "tp": 2, "zero": 3}),
     ({}, {"dp": 4, "recompute": True}),
-    ({}, {"plain": True}),
-    ({}, {"plain": True, "dp": 3, "zero": 1, "tp": 2}),
-    ({}, {"plain": True, "dp": 2, "zero": 3, "tp": 2, "pp": 2, "microbatches": 3}),
+    ({}, {"dp": 4, "shard": 2, "zero": 2}),
     (EXPERTS, {"dp": 4, "ep": 2, "tp": 2, "sp": True}),
     (EXPERTS, {"dp": 2, "ep": 2, "zero": 3, "cp": 2}),
-    (LLAMA, {"tp": 3, "pp": 2, "dp": 1, "microbatches": 2})], ids=str)
+    (LLAMA, {"tp": 3, "pp": 2, "dp": 1, "microbatches": 2}),
+    # the root's parts
+    ({}, ROOT),
+    ({}, ROOT | {"dp": 3, "zero": 1, "tp": 2}),
+    ({}, ROOT | {"dp": 2, "zero": 3, "tp": 2, "pp": 2, "microbatches": 3}),
+    ({}, ROOT | {"cp": 2, "tp": 3, "sp": True, "recompute": True}),
+    ({}, ROOT | {"dp": 4, "shard": 2, "zero": 3, "microbatches": 3}),
+    (EXPERTS, ROOT | {"dp": 4, "ep": 2, "tp": 2, "sp": True}),
+    (EXPERTS, ROOT | {"dp": 4, "ep": 2, "tp": 2, "zero": 3}),
+    (EXPERTS, ROOT | {"dp": 2, "ep": 2, "cp": 2, "pp": 2, "zero": 2, "microbatches": 3}),
+    # some of the engine's
+    ({}, {"fast": "pp,optimizer", "dp": 2, "zero": 3, "pp": 2, "microbatches": 3}),
+    ({}, {"fast": "ddp", "dp": 2, "zero": 3, "tp": 2})], ids=str)
 def test_any_layout_dumps_what_one_process_dumps(corpus, one, tmp_path, model, layout):
     depth = {name: layout[name] for name in ("n_layer",) if name in layout}
     got = dump_of(corpus, tmp_path / "dump", **{**model, **layout})
@@ -179,7 +191,9 @@ def test_a_dump_is_two_steps_of_a_plain_loop(one, model):
 @pytest.mark.parametrize("layout", [
     {"dtype": "float16", "tp": 2, "zero": 1, "dp": 2}, {"dtype": "bfloat16", "dp": 3, "zero": 3},
     {"dtype": "bfloat16", "grad_dtype": "float32", "pp": 2, "microbatches": 2},
-    {"dtype": "bfloat16", "plain": True, "tp": 2, "dp": 2, "zero": 2}], ids=str)
+    ROOT | {"dtype": "bfloat16", "tp": 2, "dp": 2, "zero": 2},
+    # float16 takes the engine's optimizer and pipeline; the rest is the root's
+    ROOT | {"dtype": "float16", "dp": 3, "zero": 3}], ids=str)
 def test_in_16_bits_gradients_are_unscaled_and_weights_are_rounded_masters(corpus, tmp_path,
                                                                             layout):
     dump = dump_of(corpus, tmp_path / "dump", **layout)
@@ -203,22 +217,22 @@ def test_in_16_bits_gradients_are_unscaled_and_weights_are_rounded_masters(corpu
 def spoil_gradient(trainer, rank, name):
     """From now on this rank adds 1 to the first element of its copy of a gradient. It must not
     write the copy: if two ranks did, the file would have that of the later one."""
-    usual = trainer.gradients
+    reducer = trainer.reducer
+    usual = reducer.gradients
     write = record.transfer_runs
 
     def written(entry, *args, **more):
         assert trainer.mesh.rank != rank or entry.name != name, "a second rank writes the tensor"
         return write(entry, *args, **more)
 
-    def gradients(batches):
-        result = usual(batches)
-        for bucket in trainer.reducer.buckets:
-            for param, grad in trainer.reducer.grad_pieces(bucket):
-                if trainer.mesh.rank == rank and param.shard.name == name:
-                    grad[0] += 1
-        return result
+    def gradients():
+        grads = usual()
+        for tag, grad in zip(reducer.tags, grads, strict=True):
+            if trainer.mesh.rank == rank and tag.name == name:
+                grad.view(-1)[0] += 1
+        return grads
 
-    trainer.gradients = gradients
+    reducer.gradients = gradients
     return patch.object(record, "transfer_runs", written)
 
 
@@ -227,7 +241,10 @@ def spoil_gradient(trainer, rank, name):
     ("transformer.h.0.attn.c_proj.bias", {"tp": 2}),  # tensor ranks
     ("transformer.ln_f.weight", {"tp": 2, "sp": True}),
     (EMBEDDING, {"pp": 2, "microbatches": 2}),  # both ends
-    ("transformer.h.2.mlp.c_proj.bias", {"tp": 2, "dp": 2, "zero": 2})], ids=str)
+    ("transformer.h.2.mlp.c_proj.bias", {"tp": 2, "dp": 2, "zero": 2}),
+    ("transformer.h.1.attn.c_attn.weight", ROOT | {"dp": 2}),
+    ("transformer.h.2.mlp.c_proj.bias", ROOT | {"tp": 2, "dp": 2, "zero": 2}),
+    (EMBEDDING, ROOT | {"pp": 2, "microbatches": 2})], ids=str)
 def test_copies_that_differ_are_named_and_the_file_has_the_first_ranks(corpus, one, tmp_path, name,
                                                                         layout):
     """The last rank's copy is spoiled (of --dp 2 --tp 2 under ZeRO: its piece). In the second step
@@ -242,14 +259,12 @@ def test_copies_that_differ_are_named_and_the_file_has_the_first_ranks(corpus, o
 
 
 def _dump_unpublished(rank, cfg):
-    nothing = patch.object(zero, "all_gather", lambda tensor, group: tensor)
-    if not cfg.plain:
-        nothing = patch.object(engine_zero.ZeRO1, "publish", lambda reducer, bucket: None)
-    with nothing:
+    zero_1 = engine_zero.ZeRO1 if cfg.fast else zero.ZeRO1
+    with patch.object(zero_1, "publish", lambda reducer: None):
         _dump(rank, cfg)
 
 
-@pytest.mark.parametrize("layout", [{}, {"plain": True}], ids=str)
+@pytest.mark.parametrize("layout", [{}, ROOT], ids=str)
 def test_weights_are_those_that_forward_uses(corpus, one, tmp_path, layout):
     """ZeRO-1 without its all-gather: rank 0 goes on with its own half of the new weights, and with
     the old other half. (The optimizers of both ranks together hold all of the new ones.)"""
@@ -268,9 +283,11 @@ def test_weights_are_those_that_forward_uses(corpus, one, tmp_path, layout):
 def _growth(rank, cfg):
     """(bytes of this rank's weights, of the largest of them, of the largest layer; the most that
     writing any file of a dump allocates at a time)."""
-    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    layers = [layer for stage in trainer.stages.values() for layer in stage.layers]
-    bytes_of = [[param.nbytes for param in layer.parameters()] for layer in layers]
+    trainer = trainer_of(cfg)
+    bytes_of = {}  # number of a layer -> [bytes of its weights]
+    for tag, weights in trainer.reducer.whole():
+        number = layer_number(tag.name, cfg.n_layer)
+        bytes_of.setdefault(number, []).append(weights.nbytes)
     peaks = []
 
     def watched(*args, usual=Writer.write_tensors):
@@ -280,12 +297,14 @@ def _growth(rank, cfg):
 
     with patch.object(Writer, "write_tensors", watched):
         write_run(trainer, Data(cfg))
-    own = sum(map(sum, bytes_of))
-    return own, max(map(max, bytes_of)), max(map(sum, bytes_of)), max(peaks)
+    layers = bytes_of.values()
+    return sum(map(sum, layers)), max(map(max, layers)), max(map(sum, layers)), max(peaks)
 
 
 @pytest.mark.parametrize("layout", [
-    {"dp": 2, "arch": "llama"}, {"dp": 2, "tp": 2, "zero": 1}, {"dp": 2, "zero": 3}], ids=str)
+    {"dp": 2, "arch": "llama"}, {"dp": 2, "tp": 2, "zero": 1}, {"dp": 2, "zero": 3},
+    ROOT | {"dp": 2, "arch": "llama"}, ROOT | {"dp": 2, "tp": 2, "zero": 1},
+    ROOT | {"dp": 2, "zero": 3}], ids=str)
 def test_writing_holds_one_slice_at_a_time(corpus, tmp_path, layout):
     """Its copy and, while it is summed, its messages. ZeRO-3: and one layer, gathered, and the
     layer that is freed then. 16 KB for small things."""
@@ -303,12 +322,11 @@ def _peaks(rank, cfg):
     dump). Each is measured twice, because the profiler may lose the events of a run."""
     def train_two_steps(trainer, data):
         for number in (0, 1):
-            norm, read = trainer.gradients(data.training(cfg, number, trainer.mesh))
-            trainer.update(norm, train.learning_rate(cfg, number))
-            read()
+            batches = data.training(cfg, number, trainer.mesh)
+            norm, sums = trainer.step(batches, learning_rate(cfg, number))
 
     def peak(run):
-        return max(peak_of(lambda: run(train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)))
+        return max(peak_of(lambda: run(trainer_of(cfg), Data(cfg)))
                    for _ in range(2))
 
     return peak(train_two_steps), peak(write_run)

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import collectives
 import context_parallel
@@ -41,7 +40,9 @@ from exercises.judge import Report, Wrong, attempt, said_by, verdict, while_tryi
 from exercises.messages import explain_sum
 from exercises.orders import play_form
 from exercises.start import load_forms
+from expert_parallel import dispatch_and_combine
 from model import ABSENT, cross_entropy
+from recompute import recompute
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
 from shard import Shard, bounds
 from tensor_parallel import Column, Row, sum_of_copy, sum_over_ranks, to_local
@@ -203,8 +204,8 @@ class Buckets(ddp.DDP):
     late = False
     empties = True
 
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         self.bucket, self.works = [], []
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.collect)
@@ -275,8 +276,8 @@ class NeverEmpties(Buckets):
 class KeepsBuffers(Buckets):
     """Empties its list, and keeps the last flat tensor in another one."""
 
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         self.kept = []
 
     def gradients(self):
@@ -326,39 +327,37 @@ class AfterBackward(Buckets):
 class TheEngines(ddp.DDP):
     """engine/ddp.py's DDP with the members of the root's."""
 
-    def __init__(self, layers):
-        values = {p.shard.name: p.data.clone() for layer in layers for p in layer.parameters()}
-        self.params = ddp.parameters_of(layers)
-        self.ours = engine.ddp.DDP({0: layers}, torch.double, "cpu",
-                                   lambda tags: [values[tag.name] for tag in tags], 8 * 600)
+    def __init__(self, stages, value=None):
+        self.params = ddp.parameters_of(stages)
+        values = {p.shard.name: p.data.clone() for p in self.params if not p.is_meta}
+        self.ours = engine.ddp.DDP(stages, value or (lambda tag: values[tag.name]), torch.double,
+                                   "cpu", 8 * 600)
         self.weights = [param.data for param in self.params]
-        self.ours.expect(0)
+        self.tags = [param.shard for param in self.params]
+        self.ours.expect(0, last=True)
 
     def gradients(self):
-        self.ours.flush()
-        self.ours.finish()
-        grads = {param: piece.view_as(param).clone() for bucket in self.ours.buckets
-                 for param, piece in self.ours.grad_pieces(bucket)}
-        self.ours.zero_grad()
-        self.ours.expect(0)
-        return [grads[param] for param in self.params]
+        grads = {tag.name: grad.clone() for grad, tag in
+                 zip(self.ours.gradients(), self.ours.tags, strict=True)}
+        self.ours.expect(0, last=True)  # drops the gradients
+        return [grads[param.shard.name].view_as(param) for param in self.params]
 
 
 class StepsWhole(zero.ZeRO1):
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         self.weights = [param.data for param in self.params]
 
 
 class StepsCopies(zero.ZeRO1):
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         self.weights = [weight.clone() for weight in self.weights]
 
 
 class StepsRecorded(zero.ZeRO1):
-    def __init__(self, layers):
-        super().__init__(layers)
+    def __init__(self, stages, value=None):
+        super().__init__(stages, value)
         self.weights = [own_chunk(param, param.shard.sum_over[0]) for param in self.params]
 
 
@@ -451,20 +450,20 @@ class Keeps(zero.Gathered):
 
 
 class KeepsWhatItClosesOver(zero.Gathered):
-    """Gathers outside of the function that checkpoint() runs."""
+    """Gathers outside of the function that recompute() runs."""
 
     def forward(self, *inputs):
         whole = {name: zero.gather(chunk, shape, chunk.shard.sum_over[0])
                  for name, (chunk, shape) in self.chunks.items()}
-        return checkpoint(lambda *x: functional_call(self.layer, whole, x), *inputs,
-                          use_reentrant=False)
+        return recompute(lambda *x: functional_call(self.layer, whole, x), *inputs)
 
 
-class Reentrant(zero.Gathered):
-    """Forgets use_reentrant=False."""
+class KeepsNothing(zero.Gathered):
+    """Frees the weights, and the graph with them."""
 
     def forward(self, *inputs):
-        return checkpoint(self.run, *inputs, use_reentrant=True)
+        with torch.no_grad():
+            return self.run(*inputs)
 
 
 # ---- tensor and sequence parallelism ----
@@ -693,20 +692,20 @@ def combine_wrong(x, gates, chosen, experts, group, gated=True, back=True, both=
     if not both:
         gates = torch.stack([gates[..., 0], torch.zeros_like(gates[..., 1])], -1)
     if not back:
-        y = expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+        y = dispatch_and_combine(x, gates, chosen, experts, group)
         return y.flatten(0, 1).roll(1, 0).view_as(y)
-    return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+    return dispatch_and_combine(x, gates, chosen, experts, group)
 
 
 def counts_unsent(x, gates, chosen, experts, group):
     """Takes what it sends for what it receives."""
     with patch.object(expert_parallel, "all_to_all", lambda outputs, inputs, group: [
             out.copy_(own) for out, own in zip(outputs, inputs, strict=True)]):
-        return expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+        return dispatch_and_combine(x, gates, chosen, experts, group)
 
 
 def combine_twice(x, gates, chosen, experts, group):
-    return 2 * expert_parallel.dispatch_and_combine(x, gates, chosen, experts, group)
+    return 2 * dispatch_and_combine(x, gates, chosen, experts, group)
 
 
 # ---- schedules ----
@@ -789,23 +788,29 @@ def tie_always(all_layers, group):
         all_layers[0].wte.weight.shard.shared_by += (group,)
 
 
-def norm_of(grads, tags, group, copies=1, root=True, summed=True):
-    square = torch.zeros((), dtype=torch.double)
-    for grad, tag in zip(grads, tags, strict=True):
-        square += grad.double().square().sum() / tag.copies**copies
-    if summed:
-        collectives.all_reduce(square, group)
+SQUARE = optimizer.AdamW.square  # kept, because the attempt takes its place
+
+
+def right_square(grads, holders):
+    return SQUARE(SimpleNamespace(holders=holders), grads)
+
+
+def square_of(grads, holders, power=1, root=False):
+    square = sum(grad.double().square().sum() / n**power
+                 for grad, n in zip(grads, holders, strict=True))
     return square.sqrt() if root else square
 
 
-def averaged_norm(grads, tags, group):
-    return norm_of(grads, tags, group) / math.sqrt(group.size)
+def averaged_square(grads, holders):
+    return right_square(grads, holders) / RANKS
 
 
-def sum_of_norms(grads, tags, group):
-    square = sum(grad.double().square().sum() / tag.copies
-                 for grad, tag in zip(grads, tags, strict=True))
-    return collectives.all_reduce(square.sqrt(), group)
+def sum_of_norms(grads, holders):
+    return sum(grad.double().norm() / n for grad, n in zip(grads, holders, strict=True))
+
+
+def square_in_place(grads, holders):
+    return sum(grad.mul_(grad).sum() / n for grad, n in zip(grads, holders, strict=True))
 
 
 def runs_from(tag, start, stop, change):
@@ -897,8 +902,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (gather_clone_as_it_lies, "(a gradient that is not contiguous: "
                                   "clone(memory_format=torch.contiguous_format))"),
         ({"Gathered": Keeps}, "the gathered weights are not freed"),
-        ({"Gathered": KeepsWhatItClosesOver}, "gather in the function that checkpoint() runs"),
-        ({"Gathered": Reentrant}, "was checkpoint() called with use_reentrant=False?")]),
+        ({"Gathered": KeepsWhatItClosesOver}, "gather in the function that recompute() runs"),
+        ({"Gathered": KeepsNothing}, "the layer runs without autograd")]),
     "e06_f_and_g": ({"copy_to_ranks": tensor_parallel.copy_to_ranks,
                      "sum_over_ranks": sum_over_ranks}, [
         ({"copy_to_ranks": nothing}, "the gradient in f's backward is this rank's own term"),
@@ -958,7 +963,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (partial(combine_wrong, both=False), "of one of a token's k experts only"),
         (partial(combine_wrong, back=False), "has the outputs at other tokens"),
         (combine_twice, "is 2 times what it should be"),
-        (partial(combine_wrong, trained=False), "a backward of a small GPT"),
+        (partial(combine_wrong, trained=False), "a training step (dp 4 x ep 4)"),
         (counts_unsent, "bytes to rank")]),
     "e12_one_f_one_b": ({"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}, [
         ({"one_f_one_b": warm_up_too_long}, "in flight, and should have at most"),
@@ -979,17 +984,17 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (partial(schedules.zero_bubble, 2), "rank 0 has 7 in flight, and may have 4"),
         (no_weights, "W(stage 0, microbatch 0) is missing"),
         (weights_first, 'entry 8 of the list, "W0", comes before its "I0"')]),
-    "e15_tied_norm": ({"tie_ends": pipeline.tie_ends, "global_norm": optimizer.global_norm}, [
+    "e15_tied_norm": ({"tie_ends": pipeline.tie_ends, "square": right_square}, [
         ({"tie_ends": tie_without_sum}, "sum_over lacks the two stages"),
         ({"tie_ends": tie_without_copies}, "shared_by lacks the two stages"),
         ({"tie_ends": tie_without_replicas}, "drops the replicas from sum_over"),
         ({"tie_ends": tie_always}, "tags a matrix that is not tied"),
-        ({"global_norm": partial(norm_of, copies=0)}, "which 4 ranks hold, 4 times"),
-        ({"global_norm": partial(norm_of, copies=2)}, "divide its square by tag.copies once"),
-        ({"global_norm": partial(norm_of, root=False)}, "is the square of the norm"),
-        ({"global_norm": partial(norm_of, summed=False)}, "is of this rank's gradients only"),
-        ({"global_norm": averaged_norm}, "is 1/2 of the right one: squares are never averaged"),
-        ({"global_norm": sum_of_norms}, "is a sum of norms")]),
+        ({"square": partial(square_of, power=0)}, "each of its n holders adds 1/n of its square"),
+        ({"square": partial(square_of, power=2)}, "divide the square of a gradient by n"),
+        ({"square": partial(square_of, root=True)}, "is a root: train.py takes the root"),
+        ({"square": averaged_square}, "is 1/4 of the right one: squares are never averaged"),
+        ({"square": sum_of_norms}, "is a sum of norms"),
+        ({"square": square_in_place}, "changes the gradients")]),
     "e16_checkpoint": ({"runs": Shard.runs}, [
         (partial(runs_from, change=counted_from_the_slice), "count the second number from start"),
         (runs_of_whole_slice, "elements outside of start and stop are in the runs"),

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import train
+import engine.parts
 from data.batches import Data
 from engine.zero import REDUCERS
 from forks import int8
@@ -16,6 +16,7 @@ from run.config import check
 from tests.cover import named
 from tests.harness import VOCAB, _train, close, config, equals_one_process, mesh_of
 from tests.pool import pool
+from tests.trainer import Trainer
 
 
 def exact_pack(x):
@@ -29,7 +30,7 @@ def exact_unpack(packed, dtype):
 @contextmanager
 def hook():
     """What --int8 changes."""
-    with patch.object(train, "REDUCERS", (int8.Int8DDP, *REDUCERS[1:])):
+    with patch.object(engine.parts, "REDUCERS", (int8.Int8DDP, *REDUCERS[1:])):
         yield
 
 
@@ -63,8 +64,8 @@ def _exact(rank, cfg, bug=None):
     {"dp": 2}, {"dp": 3, "microbatches": 2}, {"dp": 4, "bucket_mb": 0.02},
     {"dp": 2, "tp": 2, "sp": True, "microbatches": 2}, {"dp": 2, "cp": 2, "n_embd": 36},
     {"dp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 3},
-    {"dp": 2, "ep": 2, "tp": 2, "experts": 4}, {"dp": 2, "pp": 2, "tp": 2, "microbatches": 2}],
-    ids=named)
+    {"dp": 2, "ep": 2, "tp": 2, "experts": 4}, {"dp": 2, "pp": 2, "tp": 2, "microbatches": 2},
+    {"dp": 2, "pp": 2, "tp": 2, "microbatches": 2, "fast": "ddp"}], ids=named)
 def test_without_rounding_it_equals_one_process(corpus, flags):
     equals_one_process(corpus, _exact, **flags)
 
@@ -118,7 +119,7 @@ def test_blocks_of_zeros_and_of_extremes_come_back():
 
 
 def _losses_of(rank, cfg, rounded):
-    with hook() if rounded else patch.object(train, "REDUCERS", REDUCERS):
+    with hook() if rounded else patch.object(engine.parts, "REDUCERS", REDUCERS):
         return [step["loss"] for step in _train(rank, cfg, cfg.steps, kinds=())[1:]]
 
 
@@ -133,7 +134,7 @@ def test_the_loss_falls_as_without(learnable_corpus):
 
 def _refused(rank, cfg):
     with hook():
-        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+        trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     norm, _ = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     trainer.update(norm, 1e-2)
     folder = checkpoint.save(trainer, 1)

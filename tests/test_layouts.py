@@ -29,6 +29,7 @@ from tests.harness import (
     pool,
     train_with,
 )
+from tests.trainer import Trainer, state_bytes
 
 
 @pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"])
@@ -326,7 +327,7 @@ def test_all_blocks_of_a_deep_model_share_what_is_compiled_once(corpus):
 
 def _losses(rank, cfg):
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     losses = []
     for step in range(cfg.steps):
         norm, read = trainer.gradients(data.training(cfg, step, mesh))
@@ -360,8 +361,12 @@ def _patched(rank, cfg, bug):
         for bucket in self.buckets:
             bucket.grad_shard.div_(2)
 
-    def update_twice(self, norm, lr, update=train.Trainer.update):
-        update(self, norm * 1.5, lr)
+    def step(self, grads, norm, lr, step=Optimizer.step):
+        step(self, grads, norm * 1.5, lr)
+
+    def square(self, grads):  # of one replica
+        return sum(grad.square().sum() / tag.sum_over[0].size
+                   for grad, tag in zip(grads, self.tags, strict=True))
 
     def biased(self, x, forward=tensor_parallel.Row.forward):
         return forward(self, x) + self.bias * (self.region.group.size - 1)
@@ -370,11 +375,9 @@ def _patched(rank, cfg, bug):
         "gradients averaged, not summed": (ddp.DDP, "finish", divide),
         "ends of the tied embedding not summed": (
             train, "tie_ends", lambda layers, group: None),
-        "a wrong norm": (train.Trainer, "update", update_twice),
+        "a wrong norm": (Optimizer, "step", step),
         "row bias added by every rank": (tensor_parallel.Row, "forward", biased),
-        "replicated gradients counted T times": (Optimizer, "grad_square", lambda self: sum(
-            grad.square().sum() for bucket in self.reducer.buckets
-            for _, grad in self.reducer.grad_pieces(bucket))),
+        "replicated gradients counted T times": (Optimizer, "square", square),
         "nothing reduced": (ddp.DDP, "launch", lambda self, bucket: None),
     }
     return train_with(rank, cfg, *patches[bug])
@@ -396,7 +399,7 @@ def test_the_comparison_notices_and_the_doctor_says(corpus, bug, says):
 
 def _bytes(rank, cfg):
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     trainer.gradients(data.training(cfg, 0, mesh))
     blocks = sum(0 < i <= cfg.n_layer for s, (a, b) in enumerate(trainer.cuts)
                  if trainer.where[s] == mesh.group("pp").rank for i in range(a, b))
@@ -420,11 +423,12 @@ def test_bytes_sent_equal_the_formulas(corpus):
         gathered = b * S * width if stage == 1 else 0
         assert sent["tp"] == m * (reduced * 2 * (T - 1) // T + gathered * (T - 1))
         # one all-reduce a step, whatever m: a rank of two sends each bucket once
-        assert sent["dp_ep_cp"] == numels["all"] * width * 2 * (D - 1) // D
+        assert sent["shard_ep_cp"] == numels["all"] * width * 2 * (D - 1) // D
         assert sent["pp_ends"] == numels["tied"] * width
     assert sum(numels["blocks"] for _, numels in got) == layers * D * T
-    assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 2 * 8  # loss, stop
-    assert sum(sent["ep_pp_tp"] for sent, _ in got) == D * 2 * (4 - 1) * 8  # norm, in each replica
+    assert sum(sent["world"] for sent, _ in got) == 2 * (8 - 1) * 3 * 8  # loss, stop, norm
+    silent = got[0][0].keys() - {"pp", "tp", "shard_ep_cp", "pp_ends", "world"}
+    assert not any(sent[name] for sent, _ in got for name in silent)
 
 
 # ---- parameters that need no gradient ----
@@ -442,12 +446,17 @@ def freeze(model, trained):
         param.requires_grad_(FROZEN[trained](name))
 
 
-def _frozen(rank, cfg, trained, **more):
-    def tagged(model, data):
-        tag_whole(model, data)
+def tag_and_freeze(trained):
+    """What stands in the place of train.py's tag_whole."""
+    def tagged(model, data, copies=None):
+        tag_whole(model, data, copies)
         freeze(model, trained)
 
-    return train_with(rank, cfg, train, "tag_whole", tagged, **more)
+    return tagged
+
+
+def _frozen(rank, cfg, trained, **more):
+    return train_with(rank, cfg, train, "tag_whole", tag_and_freeze(trained), **more)
 
 
 @cache
@@ -468,7 +477,16 @@ def frozen_build(trained):
     ("the last block", {"dp": 2, "cp": 2, "zero": 1, "recompute": True}),
     ("the embedding", {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "pad_vocab": 16}),
     ("nothing but positions", {"pp": 3, "zero": 3, "dp": 2, "microbatches": 2}),
-    ("nothing but positions", {"tp": 2, "sp": True, "bucket_mb": 0.02})], ids=str)
+    ("nothing but positions", {"tp": 2, "sp": True, "bucket_mb": 0.02}),
+    ("the last block", {"dp": 4, "shard": 2, "zero": 3, "microbatches": 3}),
+    # the root's parts
+    ("biases", {"fast": "", "tp": 3, "pp": 2, "microbatches": 3}),
+    ("matrices", {"fast": "", "dp": 2, "tp": 2, "sp": True, "zero": 2, "microbatches": 2}),
+    ("the last block", {"fast": "", "pp": 4, "microbatches": 3, "schedule": "gpipe"}),
+    ("the last block", {"fast": "", "dp": 2, "cp": 2, "zero": 1, "recompute": True}),
+    ("the embedding", {"fast": "", "dp": 2, "pp": 2, "zero": 3, "microbatches": 3}),
+    ("nothing but positions", {"fast": "", "pp": 3, "zero": 3, "dp": 2, "microbatches": 2})],
+    ids=str)
 def test_frozen_parameters_stay_and_the_others_train_like_one_process(corpus, trained, flags):
     got, want = equals_one_process(corpus, _frozen, trained, build=frozen_build(trained), **flags)
     for name, value in want[0]["weights"].items():
@@ -476,31 +494,35 @@ def test_frozen_parameters_stay_and_the_others_train_like_one_process(corpus, tr
 
 
 def _held(rank, cfg, trained):
-    """(bytes of the states by the formula, live; elements with gradients; names in a checkpoint)"""
-    def tagged(model, data):
-        tag_whole(model, data)
-        freeze(model, trained)
-
-    with patch.object(train, "tag_whole", tagged):
-        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    """(bytes of the states by the formula, live; names in a checkpoint)"""
+    with patch.object(train, "tag_whole", tag_and_freeze(trained)):
+        trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    assert all(p.grad is None for bucket in trainer.reducer.frozen for p in bucket.params)
+    if cfg.fast:
+        frozen = [p for bucket in trainer.reducer.frozen_buckets for p in bucket.params]
+    else:
+        layers = trainer.pipeline.layers
+        frozen = [p for layer in layers for p in layer.parameters() if not p.requires_grad]
+    assert frozen and all(p.grad is None for p in frozen)
     trainer.update(norm, 1e-2)
     folder = checkpoint.save(trainer, 1)
-    moments = [x.clone() for b in trainer.reducer.buckets for x in b.moments.values()]
-    for bucket in trainer.reducer.buckets:
-        for x in (bucket.master, *bucket.moments.values()):
-            x.zero_()
+    states = [x for values in trainer.optimizer.named_states().values() for x in values]
+    weights = trainer.reducer.weights + [frozen for frozen, _, _ in trainer.reducer.frozen]
+    saved = [x.clone() for x in states + weights]
+    for x in states + weights:
+        x.zero_()
     assert checkpoint.load(trainer, folder) == 1
-    now = [x for b in trainer.reducer.buckets for x in b.moments.values()]
-    assert all(map(torch.equal, moments, now))
-    return trainer.optimizer.state_bytes(), tensorfile.read_header(folder / checkpoint.OPTIMIZER)
+    assert all(map(torch.equal, saved, states + weights))
+    held = state_bytes(trainer) if cfg.fast else (0, 0)
+    return held, tensorfile.read_header(folder / checkpoint.OPTIMIZER)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["engine", "root"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_frozen_parameters_have_neither_gradients_nor_moments_nor_entries(corpus, tmp_path, stage):
-    cfg = config(corpus, dp=2, pp=2, zero=stage, schedule="zb-h1", microbatches=2,
-                 out=str(tmp_path))
-    for (formula, live), entries in pool(4, _held, cfg, "biases"):
+def test_frozen_parameters_have_neither_gradients_nor_moments_nor_entries(corpus, tmp_path, stage,
+                                                                          fast):
+    more = {"schedule": "zb-h1"} if fast else {"fast": ""}
+    cfg = config(corpus, dp=2, pp=2, zero=stage, microbatches=2, out=str(tmp_path), **more)
+    for (formula, live), entries in pool(check(cfg, 1), _held, cfg, "biases"):
         assert formula == live
         assert all(".bias.exp_avg" in name for name in entries) and len(entries) == 2 * 19

@@ -305,7 +305,6 @@ FLAGS = [  # flags -> what the one line says
      "--n-embd 12 / --n-head 4: heads of 3 numbers; rotary positions need an even number"),
     ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama"), ("--untied", "--untied True is for"),
     ("--arch llama --rope-scaling 8,4,1,100", "must be four numbers above 0 such as 8,1,4,8192"),
-    ("--arch llama --plain", "--plain has no --arch; leave out one of the two"),
     ("--arch llama --norm-eps 2", "--norm-eps 2.0 must be from 0 to 1"),
 ]
 

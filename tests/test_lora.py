@@ -1,19 +1,19 @@
 """forks/lora.py: adapters train like one process's in any layout; the rest stays as it was."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-import engine.tensor_parallel
 import experts
 import model as model_file
 import train
 from data.batches import Data
 from forks import lora
 from run import checkpoint, tensorfile
+from run.config import check
 from shard import tag_replicated
 from sizes import GPTConfig
 from tests.cover import named
@@ -29,32 +29,59 @@ from tests.harness import (
     same_model,
 )
 from tests.pool import pool
+from tests.trainer import Trainer
 
+RANK = 4
 SIZES = GPTConfig(VOCAB, 8, n_layer=2, n_head=2, n_embd=8)
+
+
+def with_adapters(config):
+    """experts.kind_of in the fork."""
+    return lambda config: lora.add_adapters(experts.kind_of(config)(config), RANK)
 
 
 @contextmanager
 def hook():
-    """What forks/lora.patch changes."""
-    names = ("kind_of", "initial_value", "read_weights", "parallelize")
-    with (patch.multiple(train, **{name: getattr(lora, name) for name in names}),
-          patch.object(lora, "RANK", 4)):
+    """What --lora changes."""
+    def choose(cfg, usual=train.choose):
+        parts = usual(cfg)
+        lora.split_adapters(parts)
+        return parts
+
+    with (patch.multiple(train, kind_of=with_adapters, choose=choose,
+                         initial_slices=lora.initial_slices),
+          patch.object(lora, "usual", lambda config: config)):
         yield
 
 
 def build_whole(shape, seed, dtype, kind):
     """The whole model of one process. B is not zero, so that A has a gradient."""
-    with patch.object(lora, "RANK", 4):
-        model = lora.add_adapters(kind(shape)).to(dtype)
+    model = lora.add_adapters(kind(shape), RANK).to(dtype)
     for name, param in model.canonical_parameters():
         param.data.copy_(model_file.initial_value(name, param.shape, shape, seed))
     return model
 
 
+class OwnPart(nn.Module):
+    """A Row without its sum."""
+
+    def __init__(self, row):
+        super().__init__()
+        self.weight = row.weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def split_wrongly(linear, adapter, *parts, usual=lora.split_like):
+    split = usual(linear, adapter, *parts)
+    return split if parts else OwnPart(split)
+
+
 BUGS = {  # name: (owner, attribute, what a mistake would put there, a layout that shows it)
     "B of a column takes rows of q, k and v as they come": (
-        lora, "Column", lambda b, region, defer, parts: lora_column(b, region, defer),
-        {"tp": 2}),
+        lora, "split_like", lambda linear, adapter, *parts, usual=lora.split_like: usual(
+            linear, adapter), {"tp": 2}),
     "gradients of A are not summed over the tokens": (
         lora, "tag_replicated", lambda model, group, sum_gradients: tag_replicated(
             model, group, False), {"tp": 2, "sp": True}),
@@ -63,21 +90,12 @@ BUGS = {  # name: (owner, attribute, what a mistake would put there, a layout th
     "the matrices are trained, too": (
         nn.Module, "requires_grad_", lambda module, on=True: module, {"dp": 2}),
     "A of a row is applied to a slice, and not summed": (
-        lora, "Row", lambda a, region, defer: OwnPart(a, region), {"tp": 2})}
-lora_column = lora.Column
-
-
-class OwnPart(lora.Row):
-    def __init__(self, a, region):
-        super().__init__(a, region, None)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight)
+        lora, "split_like", split_wrongly, {"tp": 2, "fast": ""})}
 
 
 def _lora(rank, cfg, bug=None):
     owner, name, wrong, _ = BUGS.get(bug, (lora, "ALPHA", lora.ALPHA, {}))
-    with (hook(), patch.object(train, "initial_value", model_file.initial_value),
+    with (hook(), patch.object(lora, "first_value", lambda draw, *args: draw(*args)),
           patch.object(owner, name, wrong)):
         return _train(rank, cfg)
 
@@ -88,7 +106,10 @@ LAYOUTS = [
     {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 3},
     {"dp": 2, "pp": 2, "schedule": "zb-v", "microbatches": 3, "zero": 1},
     {"tp": 2, "arch": "llama", "n_kv_head": 6, "n_hidden": 37, "dp": 2, "zero": 1},
-    {"schedule": "zb-h1", "microbatches": 2}]
+    {"schedule": "zb-h1", "microbatches": 2}, {"dp": 2, "tp": 2, "zero": 3, "fast": ""},
+    {"tp": 3, "pp": 2, "microbatches": 2, "fast": ""},
+    {"tp": 2, "sp": True, "cp": 2, "recompute": True, "fast": ""},
+    {"tp": 2, "dp": 2, "zero": 2, "fast": "tp"}]
 
 
 @pytest.mark.parametrize("flags", LAYOUTS, ids=named)
@@ -115,14 +136,14 @@ def test_a_layer_with_an_adapter_is_the_layer_of_one_sum():
         for name, linear in plain.named_modules():
             if name.endswith(("c_attn", "c_fc", "c_proj")):
                 a, b = (adapters[f"{name}.adapter_{which}"].weight for which in "ab")
-                linear.weight += 8 / 4 * b @ a
+                linear.weight += 8 / RANK * b @ a
     close(plain(ids), want, "logits")
 
 
 def _from(rank, cfg):
     """(weights at the start, loss of the first step, names in optimizer.safetensors)"""
     with hook():
-        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+        trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     weights = local_tensors(trainer, "weights")
     norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     trainer.update(norm, 1e-2)
@@ -133,10 +154,7 @@ def _from(rank, cfg):
 
 def _saved(rank, cfg):
     """A checkpoint of the usual model."""
-    usual = {"kind_of": experts.kind_of, "initial_value": model_file.initial_value,
-             "parallelize": engine.tensor_parallel.parallelize}
-    with patch.multiple(train, **usual):
-        return checkpoint.save(train.Trainer(cfg, mesh_of(cfg), VOCAB), 0)
+    return checkpoint.save(Trainer(cfg, mesh_of(cfg), VOCAB), 0)
 
 
 def test_adapters_start_from_a_file_without_them_and_change_no_loss(corpus, tmp_path):
@@ -154,23 +172,23 @@ def test_adapters_start_from_a_file_without_them_and_change_no_loss(corpus, tmp_
 
 def _sent(rank, cfg, adapted):
     """Bytes that this rank sends to tensor ranks in forward and backward of a step."""
-    usual = {"kind_of": experts.kind_of, "initial_value": model_file.initial_value,
-             "parallelize": engine.tensor_parallel.parallelize}
-    with hook() if adapted else patch.multiple(train, **usual):
-        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-        group = trainer.mesh.group("tp")
-        batches = Data(cfg).training(cfg, 0, trainer.mesh)
-        before = group.bytes_sent
-        trainer.run_microbatches(trainer.actions, batches)
+    with hook() if adapted else nullcontext():
+        trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
+    group = trainer.mesh.group("tp")
+    batches = Data(cfg).training(cfg, 0, trainer.mesh)
+    before = group.bytes_sent
+    trainer.pipeline.run(trainer.own(batches), trainer.reducer)
     return group.bytes_sent - before
 
 
-def test_adapters_send_the_formula(corpus):
+@pytest.mark.parametrize("fast", ["", "all"])
+def test_adapters_send_the_formula(corpus, fast):
     """An all-reduce of RANK elements per token for each matrix more; and one of C less, because
     nothing below the first block's column is trained."""
     T = 3
-    cfg = config(corpus, tp=T, microbatches=1, n_layer=2)
+    cfg = config(corpus, tp=T, microbatches=1, n_layer=2, fast=fast)
+    check(cfg, 1)
     usual, with_adapters = (sum(pool(T, _sent, cfg, adapted)) for adapted in (False, True))
     tokens = cfg.batch_size * cfg.block_size
-    more = 4 * cfg.n_layer * 4 - cfg.n_embd
+    more = 4 * cfg.n_layer * RANK - cfg.n_embd
     assert with_adapters - usual == 8 * 2 * (T - 1) * tokens * more

@@ -7,8 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import engine.ddp
-import train
 from data.batches import Data
 from engine.layerwise import OPTIMIZERS
 from forks import muon
@@ -17,6 +15,7 @@ from sizes import MOMENTS
 from tests.cover import named
 from tests.harness import PLAIN, VOCAB, PlainAdamW, _train, config, equals_one_process, mesh_of
 from tests.pool import pool
+from tests.trainer import Trainer
 
 
 @contextmanager
@@ -56,15 +55,18 @@ PLAIN["muon"] = PlainMuon
 BUGS = {  # name: (owner, attribute, what a mistake would put there, a layout that shows it)
     "each rank orthogonalizes its slice": (
         muon, "all_reduce", lambda tensor, group: tensor, {"tp": 2}),
-    "a shard is taken for the matrix": (
-        engine.ddp, "all_gather", lambda tensor, group: tensor, {"dp": 2, "zero": 2}),
+    "a piece is taken for the slice": (
+        muon, "all_reduce", lambda tensor, group: tensor, {"dp": 2, "zero": 2}),
+    "each piece is taken for the first one": (
+        muon, "whole_matrix", lambda piece, tag, start, sharded, usual=muon.whole_matrix: usual(
+            piece, tag, 0, sharded), {"dp": 2, "zero": 1}),
     "q, k and v are placed as one range": (
         Shard, "place", lambda tag, part, full: full.narrow(
             tag.dim, tag.ranges[0][0], part.size(tag.dim)).copy_(part), {"tp": 3}),
     "the scale is that of another side": (
         muon, "update_scale", lambda shape: 0.2 * min(shape) ** 0.5, {}),
     "AdamW steps the matrices, too": (
-        muon.Muon, "settings", lambda optimizer, shard: (0.1, 1.0), {"pp": 2})}
+        muon.Muon, "settings", lambda optimizer, tag: (0.1, 1.0), {"pp": 2})}
 
 
 def _muon(rank, cfg, bug=None):
@@ -78,7 +80,8 @@ def _muon(rank, cfg, bug=None):
     {"dp": 2, "tp": 2, "sp": True, "zero": 1}, {"dp": 4, "zero": 3, "n_embd": 25, "n_head": 5},
     {"dp": 2, "cp": 2, "bucket_mb": 0.02}, {"tp": 2, "pp": 2, "dp": 2, "zero": 3},
     {"dp": 2, "pp": 2, "schedule": "zb-v", "microbatches": 3, "zero": 1},
-    {"dp": 2, "ep": 2, "tp": 2, "experts": 4, "zero": 2}], ids=named)
+    {"dp": 2, "ep": 2, "tp": 2, "experts": 4, "zero": 2},
+    {"dp": 4, "shard": 2, "zero": 3}], ids=named)
 def test_muon_equals_one_process(corpus, flags):
     with hook():
         equals_one_process(corpus, _muon, optimizer="muon", **flags)
@@ -100,40 +103,42 @@ def test_newton_schulz_brings_all_singular_values_near_one():
 def test_a_step_that_is_not_finite_changes_no_bit(corpus):
     cfg = config(corpus, optimizer="muon", microbatches=1)
     with hook():
-        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+        trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    held = [x for b in trainer.reducer.buckets for x in (b.master, *b.moments.values())]
+    optimizer = trainer.optimizer
+    held = [x for kind in (trainer.reducer.weights, optimizer.masters, *optimizer.moments.values())
+            for x in kind]
     before = [x.clone() for x in held]
-    for param in trainer.reducer.home:
-        param.grad[0] = math.nan
+    for grad in trainer.grads:
+        grad[0] = math.nan
     trainer.update(torch.tensor(math.nan), 1e-2)
     assert all(map(torch.equal, held, before))
 
 
 def _bytes(rank, cfg):
     """Bytes that this rank sends in a step of Muon and in a step of AdamW, less; the elements of
-    the matrices on this rank, in the buckets that have one, whole."""
+    the whole matrices."""
     sent = []
     for name in ("muon", "adamw"):
         cfg.optimizer = name
         with hook():
-            trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-            norm, _ = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-            groups = trainer.mesh.group("tp"), trainer.mesh.replicas()
-            before = [group.bytes_sent for group in groups]
-            trainer.update(norm, 1e-2)
-            trainer.reducer.gather_weights(trainer.stages[0].layers)
-            sent.append([group.bytes_sent - b for group, b in zip(groups, before, strict=True)])
-    has = [b for b in trainer.reducer.buckets if any(muon.is_for_muon(p.shard) for p in b.params)]
-    whole = sum(p.shard.shape.numel() for b in has for p in b.params if muon.is_for_muon(p.shard))
-    return [a - b for a, b in zip(*sent, strict=True)], whole, sum(b.numel for b in has)
+            trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
+        norm, _ = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
+        groups = trainer.mesh.group("tp"), trainer.mesh.group("shard", "ep", "cp")
+        before = [group.bytes_sent for group in groups]
+        trainer.update(norm, 1e-2)
+        for _ in trainer.reducer.whole():  # waits until the new weights have arrived
+            pass
+        sent.append([group.bytes_sent - b for group, b in zip(groups, before, strict=True)])
+    whole = sum(tag.shape.numel() for tag in trainer.reducer.tags if muon.is_for_muon(tag))
+    return [a - b for a, b in zip(*sent, strict=True)], whole
 
 
 @pytest.mark.parametrize("D,T,stage", [(2, 2, 1), (1, 4, 0), (4, 1, 2)])
 def test_a_step_sends_the_formula(corpus, D, T, stage):
     cfg = config(corpus, dp=D, tp=T, zero=stage, microbatches=1)
     got = pool(D * T, _bytes, cfg)
-    whole, gathered = got[0][1:]
-    tp, dp = (sum(more[i] for more, *_ in got) for i in (0, 1))
+    _, whole = got[0]
+    tp, dp = (sum(more[i] for more, _ in got) for i in (0, 1))
     assert tp == 8 * 2 * (T - 1) * whole * D
-    assert dp == 8 * (D - 1) * gathered * T
+    assert dp == (8 * 2 * (D - 1) * whole if stage else 0)

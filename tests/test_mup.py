@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import train
 from data.batches import Data
 from engine.layerwise import OPTIMIZERS
 from engine.optimizer import AdamW
@@ -18,6 +17,7 @@ from shard import Shard
 from sizes import MOMENTS
 from tests.cover import named
 from tests.harness import PLAIN, VOCAB, _train, config, equals_one_process, mesh_of, whole_batch
+from tests.trainer import Trainer
 
 FACTOR = 128 / 24  # of the tests' width
 
@@ -48,12 +48,12 @@ class PlainMuP:
 PLAIN["mup"] = PlainMuP
 
 BUGS = {  # name: a mistake in the place of settings
-    "the rate of the slice": lambda self, shard: (
-        0.1 * (len(shard.shape) > 1),
-        128 / min(stop - start for start, stop in shard.ranges) if mup.hidden(shard) else 1.0),
-    "the embedding is scaled, too": lambda self, shard: (
-        (0.1, FACTOR) if len(shard.shape) > 1 else (0.0, 1.0)),
-    "decay and rate change places": lambda self, shard: AdamW.settings(self, shard)[::-1]}
+    "the rate of the slice": lambda self, tag: (
+        0.1 * (len(tag.shape) > 1),
+        128 / min(stop - start for start, stop in tag.ranges) if mup.hidden(tag) else 1.0),
+    "the embedding is scaled, too": lambda self, tag: (
+        (0.1, FACTOR) if len(tag.shape) > 1 else (0.0, 1.0)),
+    "decay and rate change places": lambda self, tag: AdamW.settings(self, tag)[::-1]}
 
 
 def _mup(rank, cfg, bug=None):
@@ -77,9 +77,9 @@ def test_the_comparison_notices(corpus, bug):
 
 
 def test_at_the_base_width_the_rates_are_adamws():
-    usual = SimpleNamespace(weight_decay=0.1)
+    usual = SimpleNamespace(cfg=SimpleNamespace(weight_decay=0.1))
     optimizer = object.__new__(mup.MuP)
-    optimizer.weight_decay = 0.1
+    optimizer.cfg = usual.cfg
     for shape in ((384, 128), (128, 128), (512, 128), (128, 512), (128,)):
         tag = Shard("transformer.h.0.mlp.c_fc.weight", torch.Size(shape))
         assert optimizer.settings(tag) == AdamW.settings(usual, tag)
@@ -90,13 +90,14 @@ def moved(corpus, width, optimizer):
     cfg = config(corpus, n_embd=width, n_head=4, n_layer=2, optimizer=optimizer, microbatches=1,
                  lr=2e-3, warmup_steps=0, grad_clip=1.0, weight_decay=0.0)
     with hook(), patch.object(mup, "BASE_WIDTH", 32):
-        trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+        trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
         ids, _ = whole_batch(corpus, 0)
+        layers = trainer.pipeline.stages[0].layers
 
         @torch.no_grad()
         def output():
             x = ids
-            for layer in trainer.stages[0].layers[:-1]:
+            for layer in layers[:-1]:
                 x = layer(x)
             return x
 

@@ -13,8 +13,10 @@ import sizes
 import train
 from data.batches import Data
 from engine import layerwise
+from engine.collectives import all_reduce
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
+from engine.optimizer import LossScale
 from experiments.large_batches import TOKENS, curve, noise_scale
 from model import build, initial_value
 from optimizer import learning_rate
@@ -38,6 +40,7 @@ from tests.harness import (
 )
 from tests.runs import one_line
 from tests.test_zero import _counted
+from tests.trainer import Trainer, state_bytes
 
 KINDS = ("sgd", "lars", "lamb")
 
@@ -46,6 +49,9 @@ def with_a_zero(name, *rest):
     """Initial values with a matrix of zeros, by which that of c_attn has a gradient of zeros."""
     value = initial_value(name, *rest)
     return value.zero_() if name.endswith("h.1.attn.c_proj.weight") else value
+
+
+draws_a_zero = partial(Trainer, draw=with_a_zero)
 
 
 class ByThePaper:
@@ -99,27 +105,27 @@ def _trained(rank, cfg, bug):
 
     def reduced(squares, group):
         if bug != "the norm of the shard":
-            train.all_reduce(squares, group)
+            all_reduce(squares, group)
         norms.append(squares.sqrt().t())  # (tensors, 2)
         return squares
 
     def recorded(self, gradient):
-        kept = self.weight_decay, self.copies
+        kept = self.cfg, self.holders
         if bug == "decay outside of the norm":
-            self.weight_decay = 0.0
+            self.cfg = replace(cfg, weight_decay=0.0)
         if bug == "a replicated slice counted twice":
-            self.copies = torch.ones_like(self.copies)
+            self.holders = torch.ones_like(self.holders)
         ratios.append(original(self, gradient))
-        self.weight_decay, self.copies = kept
+        self.cfg, self.holders = kept
         return ratios[-1]
 
     kind.trust_ratios = recorded
     layerwise.all_reduce = reduced
     try:
-        trace = train_with(rank, cfg, train, "initial_value", with_a_zero, kinds=("weights",))
+        trace = train_with(rank, cfg, train, "Trainer", draws_a_zero, kinds=("weights",))
     finally:
         kind.trust_ratios = original
-        layerwise.all_reduce = train.all_reduce
+        layerwise.all_reduce = all_reduce
     norms = norms or [None] * len(ratios)  # SGD
     assert trace[0]["agree"]
     return [{**step, "ratios": x, "norms": y}
@@ -187,15 +193,13 @@ def _empty(rank, cfg, n):
     """(ratios, pieces on this rank) of a layer of fewer numbers than ranks."""
     mesh = mesh_of(cfg)
     layer = Small(n, mesh.group("dp"))
-    reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, torch.float64, "cpu",
-                                      lambda tags: [torch.full(tag.shape, 3.0) for tag in tags])
-    optimizer = OPTIMIZERS[cfg.optimizer](reducer, mesh.world, cfg, layer.shapes)
-    bucket, = reducer.buckets
-    reducer.zero_grad()
-    bucket.grad_shard.copy_(torch.full_like(bucket.full, 0.5)[bucket.own])
-    one = torch.ones((), dtype=torch.double)
-    optimizer.step(0.1, one, one.bool())
-    return optimizer.ratios.tolist(), len(optimizer.indices)
+    reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, lambda tag: torch.full(tag.shape, 3.0),
+                                      torch.float64, "cpu")
+    scale = LossScale(torch.float64, "cpu")
+    optimizer = OPTIMIZERS[cfg.optimizer](cfg, reducer, scale, layer.shapes, mesh.world)
+    grads = [torch.full_like(weights, 0.5) for weights in reducer.weights]
+    optimizer.step(grads, torch.zeros((), dtype=torch.double), 0.1)  # a norm that clips nothing
+    return optimizer.ratios.tolist(), sum(weights.numel() > 0 for weights in reducer.weights)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -211,36 +215,37 @@ def test_a_rank_with_an_empty_shard_has_the_same_ratios(corpus, kind, ratio, sta
 
 
 def _bytes(rank, cfg, kind):
-    """(bytes that norm_group's ranks send in a step, all-reduces of optimizer.py, tensors)."""
-    trainer, calls = train.Trainer(replace(cfg, optimizer=kind), mesh_of(cfg), VOCAB), []
+    """({group: bytes that its ranks send in a step of the optimizer}, all-reduces of layerwise.py,
+    tensors)"""
+    trainer, calls = Trainer(replace(cfg, optimizer=kind), mesh_of(cfg), VOCAB), []
     norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    group = trainer.optimizer.norm_group
     before = {name: other.bytes_sent for name, other in trainer.mesh.groups.items()}
-    layerwise.all_reduce = lambda *args: (calls.append(1), train.all_reduce(*args))[1]
+    layerwise.all_reduce = lambda *args: (calls.append(1), all_reduce(*args))[1]
     try:
         trainer.update(norm, 1e-3)
-        trainer.reducer.gather_weights(trainer.stages[0].layers) if cfg.zero in (1, 2) else None
+        if cfg.zero in (1, 2):
+            trainer.reducer.gather_weights(trainer.pipeline.stages[0].layers)
     finally:
-        layerwise.all_reduce = train.all_reduce
+        layerwise.all_reduce = all_reduce
     sent = {name: other.bytes_sent - before[name] for name, other in trainer.mesh.groups.items()}
-    return sent, len(calls), len(trainer.shapes), group.name
+    return sent, len(calls), len(trainer.shapes)
 
 
-@pytest.mark.parametrize("flags,world,groups", [
-    ({"dp": 2, "tp": 2}, 2, 2), ({"tp": 3}, 3, 1), ({"dp": 4, "zero": 1}, 4, 1)], ids=str)
-def test_a_step_sends_one_small_all_reduce_more(corpus, flags, world, groups):
-    """Two numbers of each tensor of the model, among the ranks that hold every gradient."""
+@pytest.mark.parametrize("flags", [
+    {"dp": 2, "tp": 2}, {"tp": 3}, {"dp": 4, "zero": 1}], ids=str)
+def test_a_step_sends_one_small_all_reduce_more(corpus, flags):
+    """Two numbers of each tensor of the model, among all ranks."""
     cfg = config(corpus, microbatches=1, **flags)
     ranks, usual = check(cfg, 1), None
     for kind in ("adamw", *KINDS):
         got = pool(ranks, _bytes, cfg, kind)
         total = {name: sum(sent[name] for sent, *_ in got) for name in got[0][0]}
         usual = usual or total
-        _, calls, tensors, group = got[0]
+        _, calls, tensors = got[0]
         adaptive = kind in ("lars", "lamb")
         assert calls == adaptive and all(row[1] == calls for row in got)
-        small = groups * 2 * (world - 1) * 2 * tensors * 8 if adaptive else 0
-        assert total == {**usual, group: usual[group] + small}
+        small = 2 * (ranks - 1) * 2 * tensors * 8 if adaptive else 0
+        assert total == {**usual, "world": usual["world"] + small}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,28 +262,25 @@ def _skipped(rank, cfg):
     found = {}
     for kind in KINDS:
         one = replace(cfg, optimizer=kind)
-        trainer, data = train.Trainer(one, mesh_of(one), VOCAB), Data(one)
+        trainer, data = Trainer(one, mesh_of(one), VOCAB), Data(one)
 
         def state(trainer=trainer):
-            held = [x for bucket in trainer.reducer.buckets
-                    for x in (bucket.weight_shard, bucket.master, *bucket.moments.values())]
-            return [x.clone() for x in held]
+            kinds = [trainer.reducer.weights, *trainer.optimizer.named_states().values()]
+            return [x.clone() for values in kinds for x in values if x.numel() > 0]
 
         changed = []
         for step in range(4):
             norm, read = trainer.gradients(data.training(one, step, trainer.mesh))
             before = state()
             if step % 2 == 0 and rank == 0:
-                for bucket in trainer.reducer.buckets:
-                    for _, grad in trainer.reducer.grad_pieces(bucket):
-                        grad[0] = math.inf
+                for grad in trainer.grads:
+                    grad.view(-1)[:1] = math.inf
             trainer.update(torch.tensor(math.nan) if step % 2 == 0 else norm, 1e-2)
             after = state()
             assert all(x.isfinite().all() for x in after)
             changed.append(sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         found[kind] = changed, len(after), int(trainer.optimizer.updates)
-        assert trainer.optimizer.finite()
-        formula, live = trainer.optimizer.state_bytes()
+        formula, live = state_bytes(trainer)
         assert formula == live, (kind, formula, live)
     return found
 
@@ -315,7 +317,7 @@ def test_rates_are_scaled_to_the_batch_and_the_log_shows_them(corpus, capsys):
             check_layout(cfg, 1)
         assert (cfg.lr, cfg.min_lr, cfg.warmup_steps) == (1e-3 * factor, 1e-4 * factor, 20)
         close(learning_rate(cfg, 20), 1e-3 * factor, "peak")
-    Log(train.Trainer(cfg, Mesh(dp=1), VOCAB), None, 0, 0.0)
+    Log(train.Trainer(cfg, Mesh(dp=1), VOCAB), None, 0)
     assert "adamw: learning rate up to 0.002 in 20 steps, then down to 0.0002" in (
         capsys.readouterr().out)
     for tokens, steps in ((20 * 1024, 80), (20 * 1024 + 127, 80), (20 * 1024 + 129, 81)):

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
+import engine.parts
 import experts
 import model as model_file
 import train
@@ -30,7 +31,8 @@ def parallelize(model, group, sp=False, defer=None):
 @contextmanager
 def hook():
     """What --parallel-block changes."""
-    with patch.multiple(train, kind_of=kind_of, parallelize=parallelize):
+    with (patch.object(train, "kind_of", kind_of),
+          patch.object(engine.parts, "parallelize", parallelize)):
         yield
 
 
@@ -70,7 +72,8 @@ def _parallel(rank, cfg, bug=None):
     {}, {"tp": 3, "dp": 2, "zero": 2}, {"tp": 2, "sp": True, "cp": 2, "recompute": True},
     {"pp": 2, "tp": 2, "schedule": "zb-h1", "microbatches": 2}, {"dp": 3, "zero": 3},
     {"tp": 2, "dp": 2, "sp": True, "zero": 3}, {"pp": 3, "microbatches": 4, "schedule": "zb-h2"},
-    {"tp": 2, "arch": "llama", "n_kv_head": 6, "n_hidden": 37, "pad_vocab": 8}], ids=named)
+    {"tp": 2, "arch": "llama", "n_kv_head": 6, "n_hidden": 37, "pad_vocab": 8},
+    {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "microbatches": 2, "fast": "tp"}], ids=named)
 def test_parallel_blocks_equal_one_process(corpus, flags):
     equals_one_process(corpus, _parallel, build=build, **flags)
 
@@ -88,7 +91,7 @@ def _sent(rank, cfg, is_parallel):
     group = trainer.mesh.group("tp")
     batches = Data(cfg).training(cfg, 0, trainer.mesh)
     before = group.bytes_sent
-    trainer.run_microbatches(trainer.actions, batches)
+    trainer.pipeline.run(trainer.own(batches), trainer.reducer)
     return group.bytes_sent - before
 
 

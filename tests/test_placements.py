@@ -30,7 +30,6 @@ from forks.placements import (
     product,
     redistribute,
 )
-from group import Group
 from mesh import Mesh
 from tests.harness import close
 from tests.pool import pool
@@ -58,7 +57,7 @@ EVERY = [REPLICATE, PARTIAL, Split(0), Split(1), Split(2)]
 
 def _table(rank, world):
     """{(source, target): bytes that this rank has sent}"""
-    group = Mesh(Group, dp=world).group("dp")
+    group = Mesh(dp=world).group("dp")
     full = random(world, 2 * world, 3 * world)
     sent = {}
     for source in EVERY:
@@ -102,7 +101,7 @@ def by_hand(x, group, forward, grad):
 
 
 def _same(rank, world):
-    group = Mesh(Group, tp=world).group("tp")
+    group = Mesh(tp=world).group("tp")
     B, S, C = 2, 2 * world, 3 * world
     full, full_grad = random(B, S, C, seed=90), random(B, S, C, seed=91)
     # name: (the function, source, target, how the gradient of its result arrives)
@@ -214,7 +213,7 @@ BUGS = {  # name: (attribute of placements, a mistake, a layout that shows it)
 
 def _mlp(rank, layout, bug=None):
     sizes, axes = LAYOUTS[layout]
-    mesh = Mesh(Group, **sizes)
+    mesh = Mesh(**sizes)
     B, S, C, H = 12, 12, 12, 24
     whole = [random(B, S, C, seed=1), random(H, C, seed=2), random(C, H, seed=3)]
     plans = [[(mesh.group(axis), pair[layer]) for axis, pair in axes.items()]

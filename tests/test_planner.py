@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
+import operator
 import re
 import sys
 import weakref
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
 from statistics import median
@@ -21,7 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.collectives as c
+import engine.optimizer
 import plan
+import recompute
 import schedules
 import sizes
 from data.batches import Data
@@ -29,21 +32,22 @@ from engine.ddp import DDP
 from engine.expert_parallel import spread_experts
 from engine.group import Group, Work
 from engine.mesh import Mesh
-from engine.optimizer import AdamW
 from engine.tensor_parallel import parallelize
 from experts import kind_of
 from mesh import lay_out
 from model import Block
+from optimizer import decays
 from planner import costs, habits, hardware, measure, memory, published, report, traffic
 from planner import search as search_file
 from planner.mixture import Mixture
 from run.config import check, check_layout, parse
+from run.log import predicted_bytes
 from schedules import make_schedule, simulate
 from shard import tag_whole
 from show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import VOCAB, config, mesh_of, pool
-from train import Trainer
+from tests.trainer import Trainer
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -181,7 +185,9 @@ def test_grouped_keys_and_values_are_what_context_ranks_send():
     {"dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "zero": 3},
     {"arch": "llama", "n_kv_head": 2, "tp": 2, "untied": True},
     {"dp": 4, "ep": 2, "experts": 4, "zero": 1, "microbatches": 3},
-    {"cp": 2, "tp": 2, "experts": 4, "zero": 3}],
+    {"cp": 2, "tp": 2, "experts": 4, "zero": 3},
+    {"dp": 4, "shard": 2, "zero": 3, "microbatches": 3},
+    {"dp": 4, "shard": 2, "ep": 2, "experts": 4, "zero": 2, "microbatches": 3}],
     ids=str)
 def test_model_states_are_those_that_train_py_prints(corpus, flags):
     """Of every pipeline rank, and so of the fullest."""
@@ -209,7 +215,19 @@ def _states(rank, cfg):
     """(place on the pipeline axis, bytes of model states that train.py predicts) of this rank."""
     mesh, data = mesh_of(cfg), Data(cfg)
     trainer = Trainer(cfg, mesh, data.vocab_size)
-    return mesh.group("pp").rank, trainer.optimizer.state_bytes()[0]
+    return mesh.group("pp").rank, predicted_bytes(trainer)
+
+
+def states_held(trainer):
+    """Bytes of the model states that this rank holds, in live storages."""
+    reducer, optimizer = trainer.reducer, trainer.optimizer
+    tensors = [*optimizer.masters, *itertools.chain(*optimizer.moments.values())]
+    for bucket in reducer.buckets + reducer.frozen_buckets:
+        tensors += [bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard]
+        tensors += [param.grad for param in bucket.params]
+    live = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()  # tensors share storages
+            for x in tensors if x is not None}
+    return sum(live.values())
 
 
 class Watch:
@@ -217,7 +235,7 @@ class Watch:
 
     def __init__(self, trainer):
         self.pipeline, self.buckets = trainer.pipeline, trainer.reducer.buckets
-        self.recomputed = [layer for stage in trainer.stages.values() for layer in stage.layers
+        self.recomputed = [layer for layer in trainer.reducer.layers
                            if trainer.cfg.recompute and isinstance(layer, Block)]
         self.saved = weakref.WeakSet()  # storages; leave the set when they are freed
         self.peak = 0
@@ -243,21 +261,33 @@ class Watch:
 
     @contextmanager
     def again(self):
-        """Around a second forward, whose tensors go to the hooks of torch's checkpoint."""
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        with saved_tensors_hooks(lambda tensor: pack(self.note(tensor)), unpack):
+        """Around a second forward, whose tensors go to the hooks of recompute.py."""
+        def noting(keep, kept):
+            return saved_tensors_hooks(lambda tensor: keep(self.note(tensor)), kept)
+
+        with patch.object(recompute, "saved_tensors_hooks", noting):
             yield
+
+    def note_input(self, block, args):
+        """recompute.py keeps the input of a block in a list of its own."""
+        for tensor in args:
+            self.note(tensor)
 
     @contextmanager
     def watching(self):
         self.pipeline.group.span = self.span
-        for block in self.recomputed:  # forward is a functools.partial, made in train.py
-            block.forward.keywords["context_fn"] = lambda: (nullcontext(), self.again())
+        usual = {}  # {block: its argument `again`}
+        hooks = []
+        for block in self.recomputed:  # forward is a functools.partial, made in recompute.py
+            usual[block] = block.forward.keywords["again"]
+            block.forward.keywords["again"] = self.again
+            hooks.append(block.register_forward_pre_hook(self.note_input))
         with saved_tensors_hooks(self.note, lambda tensor: tensor):
             yield
         del self.pipeline.group.span  # the class's, again
-        for block in self.recomputed:
-            del block.forward.keywords["context_fn"]
+        for block, hook in zip(self.recomputed, hooks, strict=True):
+            block.forward.keywords["again"] = usual[block]
+            hook.remove()
 
 
 def _held(rank, cfg):
@@ -268,11 +298,12 @@ def _held(rank, cfg):
     with watch.watching():
         norm, read = trainer.gradients(data.training(cfg, 0, mesh))
         trainer.update(norm, cfg.lr)
-    return trainer.optimizer.state_bytes()[1] + watch.peak
+    return states_held(trainer) + watch.peak
 
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2, "zero": 3, "microbatches": 2}, {"tp": 2, "pp": 2, "sp": True, "schedule": "gpipe"},
+    {"dp": 4, "shard": 2, "zero": 3, "microbatches": 2},
     {"pp": 2, "schedule": "zb-h1", "recompute": True}, {"cp": 2, "pp": 2, "dtype": "bfloat16"},
     {"dp": 2, "tp": 2, "schedule": "interleaved", "chunks": 1}], ids=str)
 def test_memory_is_predicted_within_5_percent(long_corpus, flags):
@@ -485,33 +516,40 @@ def peak_of(work):
 
 
 def _buffers(rank, cfg, words):
-    """Peaks of the optimizer's step, and of a forward of the head, of a model of so many words."""
+    """Of a model of so many words: bytes of the optimizer's copies in 32 bits, the peak of its
+    step, the peak of a forward of the head. On a CPU torch makes one more 32-bit copy before it
+    multiplies, where a GPU's kernel converts number by number: the first of the three has it."""
     mesh, data = mesh_of(cfg), Data(cfg)
     trainer = Trainer(cfg, mesh, words)
     batches = data.training(cfg, 0, mesh)
     norm, _ = trainer.gradients(batches)
     update = peak_of(lambda: trainer.update(norm, cfg.lr))
-    layers = trainer.stages[0].layers
+    held = [weights.numel() for weights, tag in zip(
+        trainer.reducer.weights, trainer.reducer.tags, strict=True) if decays(tag)]
+    copied = 4 * sum(held), 4 * max(map(operator.add, itertools.accumulate(held), held))
+    layers = trainer.reducer.layers
     trainer.reducer.gather_weights([layers[-1]])
     x = torch.zeros(trainer.pipeline.shape, dtype=trainer.dtype).requires_grad_()
     (_, targets, _), *_ = trainer.own(batches)
-    return update, peak_of(lambda: layers[-1](x, targets))
+    return copied, update, peak_of(lambda: layers[-1](x, targets))
 
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2}, {"dp": 4, "zero": 1}, {"dp": 3, "zero": 3, "tp": 2},
-    {"dp": 4, "ep": 2, "experts": 4, "zero": 3}, {"dp": 4, "ep": 2, "experts": 8, "zero": 2}],
-    ids=str)
-def test_the_optimizer_copies_one_bucket_as_planned(corpus, flags):
-    """In 32 bits: all of a small model under DDP; under ZeRO the largest layer's shard, which of
-    experts fewer ranks share. (Twice as much on a CPU: before it multiplies, torch makes a 32-bit
-    copy of the operand, where a GPU's kernel converts number by number.)"""
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 3}, {"dp": 4, "ep": 2, "experts": 8, "zero": 2},
+    {"dp": 4, "shard": 2, "zero": 1}], ids=str)
+def test_the_optimizer_copies_gradients_as_planned(corpus, flags):
+    """In 32 bits: those of all matrices of a small model; under ZeRO this rank's shard of them,
+    which of experts fewer ranks share."""
     cfg = config(corpus, dtype="bfloat16", microbatches=1, n_embd=48, n_layer=2, **flags)
-    measured = max(update for update, _ in pool(check(cfg, 1), _buffers, cfg, VOCAB))
+    ranks = pool(check(cfg, 1), _buffers, cfg, VOCAB)
     job, layout = planned(cfg)
     part, = memory.parts_of(job.model, "1f1b", 1, 1)
-    want = 2 * memory.optimizer_buffer(job, layout, part)
-    assert want <= measured < 1.02 * want + 512, (want, measured)
+    want = memory.optimizer_buffer(job, layout, part)
+    copied = [each for (each, _), *_ in ranks]
+    assert math.isclose(sum(copied) / len(ranks), want, rel_tol=0.02), (want, copied)
+    for (_, with_operand), measured, _ in ranks:
+        assert with_operand <= measured < 1.02 * with_operand + 512
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -521,7 +559,7 @@ def test_the_heads_buffers_are_as_planned(corpus, dtype, tp):
     what the head saves: its inputs, and the gradient of its matrix."""
     words = 4000
     cfg = config(corpus, dtype=dtype, microbatches=1, n_layer=1, tp=tp)
-    measured = max(head for _, head in pool(check(cfg, 1), _buffers, cfg, words))
+    measured = max(head for *_, head in pool(check(cfg, 1), _buffers, cfg, words))
     job, layout = planned(cfg)
     job = job._replace(model=replace(job.model, vocab_size=words))
     part, = memory.parts_of(job.model, "1f1b", 1, 1)
@@ -542,6 +580,7 @@ def _step(rank, cfg):
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2}, {"dp": 4, "zero": 2}, {"dp": 4, "zero": 3}, {"dp": 2, "zero": 3, "recompute": True},
+    {"dp": 4, "shard": 2, "zero": 3},
     {"dp": 2, "pp": 2, "microbatches": 4}, {"dp": 2, "tp": 2, "sp": True},
     {"dp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4, "recompute": True}], ids=str)
 def test_a_step_allocates_what_is_planned(long_corpus, flags):
@@ -567,9 +606,9 @@ def _sent(rank, cfg):
     norm, read = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, cfg.lr)
     if cfg.zero in (1, 2):  # new weights are still on their way
-        for stage in trainer.stages.values():
-            trainer.reducer.gather_weights(stage.layers)
-    groups = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp", "pp_ends"), "dp": ("dp_ep_cp", "dp_cp")}
+        trainer.reducer.gather_weights(trainer.reducer.layers)
+    groups = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp", "pp_ends"),
+              "dp": ("shard_ep_cp", "shard_cp", "rep")}
     sent = {name: group.bytes_sent for name, group in mesh.groups.items()}
     return {axis: sum(sent.get(name, 0) for name in names) for axis, names in groups.items()}
 
@@ -578,7 +617,10 @@ def _sent(rank, cfg):
     {"dp": 2, "zero": 2, "pp": 2}, {"dp": 2, "zero": 3, "pp": 2, "schedule": "zb-h1"},
     {"tp": 2, "sp": True, "dp": 2, "zero": 1, "pp": 2}, {"tp": 2, "cp": 2, "recompute": True},
     {"cp": 4, "cp_attention": "all-to-all"}, {"pp": 2, "schedule": "zb-v", "chunks": 2},
-    {"dp": 4, "ep": 2, "experts": 4, "zero": 1},
+    {"dp": 4, "ep": 2, "experts": 4, "zero": 1}, {"dp": 4, "shard": 2},
+    {"dp": 4, "shard": 2, "zero": 2}, {"dp": 4, "shard": 2, "zero": 3, "cp": 2},
+    {"dp": 4, "shard": 2, "ep": 2, "experts": 4, "zero": 1},
+    {"dp": 4, "shard": 2, "tp": 2, "sp": True, "zero": 1},
     {"arch": "llama", "n_kv_head": 3, "cp": 4, "untied": True, "dp": 2, "zero": 3},
     {"arch": "llama", "n_kv_head": 4, "cp": 2, "cp_attention": "all-to-all", "recompute": True},
     {"arch": "llama", "n_kv_head": 4, "tp": 2, "sp": True, "zero": 1, "pp": 2, "dp": 2},
@@ -612,15 +654,20 @@ class Unconnected(Mesh):
         return None
 
 
-def largest_bucket(model, layout):
-    """Elements of the largest bucket that the engine's DDP makes of rank 0's parameters."""
+def mesh_without_ranks(layout):
     world = {"is_initialized": lambda: True, "get_rank": lambda: 0,
-             "get_world_size": lambda: layout.dp * layout.tp}
+             "get_world_size": lambda: layout.ranks}
     with patch.multiple(torch.distributed, **world):
-        mesh = Unconnected(dp=layout.dp // layout.ep, ep=layout.ep, pp=1, cp=1, tp=layout.tp)
+        return Unconnected(**{axis: getattr(layout, axis)
+                              for axis in ("dp", "pp", "cp", "tp", "ep", "shard")})
+
+
+def matrices_of_rank(model, layout):
+    """The matrices of rank 0 without ZeRO, in the engine's order, on the meta device."""
+    mesh = mesh_without_ranks(layout)
     with torch.device("meta"):
         whole = kind_of(model)(model)
-    tag_whole(whole, data=mesh.replicas())
+    tag_whole(whole, mesh.group("shard", "ep", "cp"))
     parallelize(whole, mesh.group("tp"))
     if model.n_experts:
         spread_experts(whole, mesh)
@@ -629,8 +676,8 @@ def largest_bucket(model, layout):
     mebibytes = parse([]).bucket_mb
     assert memory.BUCKET == mebibytes * 2**20
     limit = SimpleNamespace(bucket_numel=memory.BUCKET // 2)  # of 16-bit weights
-    return max(sum(param.numel() for param in bucket)
-               for _, bucket in DDP.partition(limit, users))
+    buckets = [params for _, params in DDP.partition(limit, users)]
+    return [param for bucket in reversed(buckets) for param in bucket if decays(param.shard)]
 
 
 @pytest.mark.parametrize("model, layout, column", [
@@ -643,14 +690,21 @@ def largest_bucket(model, layout):
     (replace(hardware.MODELS["llama-7b"], vocab_size=256, n_experts=8, top_k=2),
      {"dp": 4, "ep": 2}, 2 * 2 * 11008 * 4096)],
     ids=["few experts", "GPT", "Llama", "Llama, T = 2", "Llama, experts"])
-def test_a_bucket_holds_its_largest_tensor(model, layout, column):
-    """Under DDP a tensor above 25 MiB has a bucket of its own: the engine makes that bucket, and
-    the planner plans the optimizer's 32-bit copy of it."""
+def test_the_optimizer_converts_gradients_up_to_the_largest_tensor(model, layout, column):
+    """... and CONVERTED elements: the planner plans the most that engine/optimizer.py can take at a
+    time, here under DDP, where gradients are whole."""
+    assert memory.CONVERTED == engine.optimizer.CONVERTED
     model = replace(model, n_layer=2)
     layout = memory.Layout(**layout)
-    assert largest_bucket(model, layout) == column
+    weights = matrices_of_rank(model, layout)
+    assert max(param.numel() for param in weights) == column
+    parts = engine.optimizer.AdamW.in_parts(SimpleNamespace(weights=weights), range(len(weights)))
+    assert sorted(itertools.chain(*parts)) == [*range(len(weights))]
+    most = max(sum(weights[i].numel() for i in part) for part in parts)
     part, = memory.parts_of(model, "1f1b", 1, 1)
-    assert memory.optimizer_buffer(memory.Job(model, 8), layout, part) == 4 * column
+    planned = memory.optimizer_buffer(memory.Job(model, 8), layout, part)
+    assert planned == 4 * (memory.CONVERTED + column)
+    assert column <= most < planned / 4
 
 
 def test_the_scaled_copy_of_gradients_is_the_optimizers():
@@ -658,15 +712,13 @@ def test_the_scaled_copy_of_gradients_is_the_optimizers():
     gradients it copies into 32 bits."""
     model = hardware.MODELS["gpt2"]
     part, = memory.parts_of(model, "1f1b", 1, 1)
-    largest = model.vocab_size * model.n_embd  # its bucket is the largest, too
+    most = memory.CONVERTED + model.vocab_size * model.n_embd
     for dtype, grad_dtype in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float),
                               (torch.float, torch.float), (torch.double, torch.double)):
         grad = torch.ones(3, dtype=grad_dtype)
-        factor = torch.ones(1, dtype=torch.promote_types(dtype, torch.float))
-        bucket = SimpleNamespace(grad_dtype=grad_dtype, grad_shard=grad,
-                                 pieces=lambda flat: [("weight", flat)])
-        scaled = AdamW.scaled(None, bucket, factor)["weight"]
-        copied = 0 if scaled.data_ptr() == grad.data_ptr() else largest * scaled.element_size()
+        factor = torch.ones((), dtype=torch.promote_types(dtype, torch.float))
+        scaled, = engine.optimizer.AdamW.scaled(None, [grad], factor)
+        copied = 0 if scaled.data_ptr() == grad.data_ptr() else most * scaled.element_size()
         job = memory.Job(model, 8, dtype.itemsize, grad_dtype.itemsize)
         got = memory.optimizer_buffer(job, memory.Layout(), part)
         assert got == copied, (dtype, grad_dtype)
@@ -742,22 +794,55 @@ def test_an_all_reduce_over_many_nodes_takes_the_trees_latency():
     assert costs.all_reduce_time(device, 8, 64, 1e10) == costs.ring_time(device, 8, 64, 1e10, 2)
 
 
-@pytest.mark.parametrize("dp,ep,pp,cp,tp", [
-    (16, 2, 1, 1, 4), (16, 8, 2, 1, 2), (4, 2, 1, 4, 1), (8, 2, 2, 2, 1), (8, 4, 1, 2, 2)])
-def test_ranks_that_sum_gradients_are_on_a_node_like_in_the_mesh(dp, ep, pp, cp, tp):
-    """Nodes of 8. The groups of all parameters, and of the experts, are those of engine/mesh.py."""
-    model = replace(hardware.MODELS["llama-7b"], n_experts=8)
+LAYOUTS_ON_NODES = [
+    {"dp": 16, "ep": 2, "tp": 4}, {"dp": 16, "ep": 8, "pp": 2, "tp": 2},
+    {"dp": 4, "ep": 2, "cp": 4}, {"dp": 8, "ep": 2, "pp": 2, "cp": 2},
+    {"dp": 8, "ep": 4, "cp": 2, "tp": 2}, {"dp": 16, "ep": 2, "pp": 2},
+    {"dp": 16, "shard": 4, "ep": 2}, {"dp": 8, "shard": 2, "tp": 2},
+    {"dp": 8, "shard": 4, "ep": 4, "pp": 2, "tp": 2}]
+
+
+@pytest.mark.parametrize("flags", LAYOUTS_ON_NODES, ids=str)
+def test_ranks_that_sum_gradients_are_on_a_node_like_in_the_mesh(flags):
+    """Nodes of 8. The groups of all parameters, of the experts, and of the copies of a shard, are
+    those of mesh.py."""
+    job = memory.Job(replace(hardware.MODELS["llama-7b"], n_experts=8), 64)
+    layout = memory.Layout(**flags)
+    planned = costs.Costs(job, hardware.DEVICES["h100"])
     found = []
 
     def collective(device, members, size, nbytes):
         found.append((members, size))
         return 0.0
 
-    costs.Costs(memory.Job(model, 64), hardware.DEVICES["h100"]).data_messages(
-        memory.Layout(dp=dp, ep=ep, pp=pp, cp=cp, tp=tp), memory.Part(0, 1, 0), 1e9, collective)
-    sizes_of_mesh = {"dp": dp // ep, "ep": ep, "pp": pp, "cp": cp, "tp": tp}
-    groups = [lay_out(sizes_of_mesh, axes)[0] for axes in (("dp", "ep", "cp"), ("dp", "cp"))]
-    assert found == [(sum(rank < 8 for rank in group), len(group)) for group in groups]
+    planned.data_messages(layout, memory.Part(0, 1, 0), 1e9, collective)
+    assert found == planned.replicas(layout)[: 1 if layout.ep == 1 else 2]
+    of_copies = set()
+    with patch.object(costs, "all_reduce_time", lambda device, members, size, nbytes:
+                      of_copies.add((members, size)) or 0.0):
+        planned.copies_messages(layout, memory.Part(0, 1, 0), 1e9)
+    groups = [lay_out(mesh_without_ranks(layout).sizes, axes)[0]
+              for axes in (("shard", "ep", "cp"), ("shard", "cp"), ("rep",))]
+    assert [*planned.replicas(layout), *(of_copies or {(1, 1)})] == [
+        (sum(rank < 8 for rank in group), len(group)) for group in groups]
+
+
+@pytest.mark.parametrize("flags", LAYOUTS_ON_NODES, ids=str)
+def test_experts_and_stages_are_on_a_node_like_in_the_mesh(flags):
+    """Nodes of 8: which links an all-to-all takes, and a message between stages."""
+    job = memory.Job(replace(hardware.MODELS["llama-7b"], n_experts=8), 64)
+    layout = memory.Layout(**flags)
+    experts, stages = (lay_out(mesh_without_ranks(layout).sizes, [axis])[0]
+                       for axis in ("ep", "pp"))
+    device = hardware.DEVICES["h100"]
+    with patch.object(costs, "swap_time", lambda device, members, size, nbytes: (members, size)[0]):
+        forward, *_ = costs.Costs(job, device).block(64, layout, split=False)
+    assert forward.ep == 2 * sum(rank < 8 for rank in experts)
+    near = [sum(rank < 8 for rank in stages), len(stages)]
+    nbytes = memory.tokens_of(job, layout) * job.model.n_embd * job.width
+    inside = nbytes / costs.link(device, *near) + device.latency if near[0] == near[1] else (
+        nbytes / costs.link(device, 1, len(stages)) + device.latency)
+    assert costs.Costs(job, device).boundary(layout) == inside
 
 
 def test_zero_has_a_collective_for_each_layer_and_under_ep_for_its_experts():
@@ -780,6 +865,26 @@ def test_plain_ddp_at_scale_is_not_all_latency(D):
         costs.Costs(memory.Job(model, n), hardware.DEVICES["h100"]).data_messages(
             memory.Layout(dp=n), part, 8e9, costs.all_reduce_time) for n in (8, D))
     assert few < many < 1.5 * few
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_copies_of_a_shard_are_summed_after_backward(zero):
+    """64 replicas with shards over the 8 of a node: a step is as long as that of a node alone with
+    1/8 of the batch, and all-reduces each rank's chunk of each layer over 8 nodes. (Under ZeRO-0
+    the chunk is whole, and there is one for each bucket.)"""
+    model, device = hardware.MODELS["llama-7b"], hardware.DEVICES["h100"]
+    layout = memory.Layout(dp=64, shard=8, zero=zero, microbatches=2)
+    seconds = costs.Costs(memory.Job(model, 128), device).step_time(layout)
+    alone = costs.Costs(memory.Job(model, 16), device).step_time(layout._replace(dp=8, shard=0))
+    dense, _ = memory.block_parameters(model)
+    numel = 32 * dense + 2 * model.vocab_size * model.n_embd
+    chunks = 2 * numel / (8 if zero else 1)  # bytes
+    times = 34 if zero else 2 * numel / memory.BUCKET
+    want = times * costs.all_reduce_time(device, 1, 8, chunks / times)
+    assert math.isclose(seconds - alone, want, rel_tol=1e-6)
+    held = [memory.memory(memory.Job(model, n), each)["total"]
+            for n, each in ((128, layout), (16, layout._replace(dp=8, shard=0)))]
+    assert held[0] == held[1]
 
 
 def test_messages_of_a_tied_embedding_are_the_pipelines():
@@ -844,7 +949,8 @@ def test_the_search_finds_the_best_of_each_kind_that_fits():
 def test_the_search_tries_all_within_the_limits_that_it_prints():
     """tp on a node of 8; 512 tokens and more on a context rank; up to 16 chunks and 16 sequences of
     a microbatch; every schedule but GPipe."""
-    limits = "fewer than 512 tokens", "gpipe", "more than 16 chunks", "more than 16 sequences"
+    limits = ("fewer than 512 tokens", "gpipe", "more than 16 chunks", "more than 16 sequences",
+              "copies of shards")
     assert all(limit in search_file.NOT_SEARCHED for limit in limits)
     model = GPTConfig(51200, 2048, n_layer=64, n_head=32, n_embd=2048)
     job, device = memory.Job(model, 64), hardware.DEVICES["h100"]
@@ -855,7 +961,8 @@ def test_the_search_tries_all_within_the_limits_that_it_prints():
     assert {layout.schedule for layout in found} == {*schedules.SCHEDULES} - {"gpipe"}
     chunks = {layout.chunks for layout in found if layout.schedule == "interleaved"}
     assert chunks == {*range(2, 9), 16}  # with 9 to 15 the number of stages does not divide 64
-    for name, value in (("tp", 16), ("cp", 8)):  # a flag may ask for more
+    assert {layout.shard for layout in found} == {0}
+    for name, value in (("tp", 16), ("cp", 8), ("shard", 2)):  # a flag may ask for more
         asked = [*search_file.Search(job, 16, device, {name: value}).layouts()]
         assert asked and {getattr(layout, name) for layout in asked} == {value}
 

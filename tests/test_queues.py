@@ -2,7 +2,6 @@
 
 import graphlib
 import itertools
-import math
 import threading
 import time
 from collections import deque
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 import engine.collectives as c
 import engine.group
-import train
 from data.batches import Data
 from engine.group import Group, Work
 from engine.mesh import Mesh
@@ -37,6 +35,7 @@ from tests.harness import (
 )
 from tests.isolation import as_it_was
 from tests.pool import HANG
+from tests.trainer import Trainer
 
 # ---- NCCL's manner, on a transport that has nothing else ----
 
@@ -134,11 +133,14 @@ class QueueGroup(InOrderGroup):
 
 
 class QueueMesh(Mesh):
-    def __init__(self, queues, rank, **sizes):
-        self.sizes, self.device, self.native = sizes, torch.device("cpu"), False
+    def __init__(self, queues, rank, dp=1, pp=1, cp=1, tp=1, ep=1, shard=0):
+        shard = shard or dp
+        self.sizes = {"rep": dp // shard, "shard": shard // ep, "pp": pp, "ep": ep, "cp": cp,
+                      "tp": tp}
+        self.device, self.native = torch.device("cpu"), False
         self.timeout, self.pending = HANG, deque()
         self.queues, self.rank, self.groups = queues, rank, {}
-        self.world = self.join("world", [list(range(math.prod(sizes.values())))])
+        self.world = self.join("world", [list(range(dp * pp * cp * tp))])
 
     def join(self, name, rows):
         if name not in self.groups:
@@ -149,11 +151,11 @@ class QueueMesh(Mesh):
 
 def on_queues(cfg, run, queues=None):
     """[run(rank, cfg, mesh)] of ranks that are threads, and the Queues that they used."""
-    sizes, queues = sizes_of(cfg), queues or Queues()
-    with as_it_was(), to_queues(), ThreadPoolExecutor(math.prod(sizes.values())) as ranks:
+    world, queues = cfg.dp * cfg.pp * cfg.cp * cfg.tp, queues or Queues()
+    with as_it_was(), to_queues(), ThreadPoolExecutor(world) as ranks:
         torch.set_num_threads(1)
-        jobs = [ranks.submit(run, rank, cfg, QueueMesh(queues, rank, **sizes))
-                for rank in range(math.prod(sizes.values()))]
+        jobs = [ranks.submit(run, rank, cfg, QueueMesh(queues, rank, **sizes_of(cfg)))
+                for rank in range(world)]
     return [job.result() for job in jobs], queues
 
 
@@ -181,7 +183,7 @@ def one_order(queues):
 
 
 def _step(rank, cfg, mesh):
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     norm, read = trainer.gradients(data.training(cfg, 0, mesh))
     grads = local_tensors(trainer, "grads")
     trainer.update(norm, cfg.lr)
@@ -189,8 +191,7 @@ def _step(rank, cfg, mesh):
     if cfg.zero == 3:
         trainer.validation_loss(data, 1)
     assert trainer.replicas_agree()
-    return [{}, {"loss": loss, "norm": norm, "grads": grads, "balance": trainer.routing.balance,
-                 "busiest": trainer.routing.busiest}]
+    return [{}, {"loss": loss, "norm": norm, "grads": grads, **trainer.statistics}]
 
 
 AXES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 1, "pp": 2, "cp": 2, "tp": 2, "sp": True},

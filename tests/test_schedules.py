@@ -18,7 +18,6 @@ import torch
 import engine.pipeline as pipeline
 import engine.tensor_parallel as tensor_parallel
 import schedules
-import train
 from data.batches import Data
 from engine.group import Group, Work
 from engine.mesh import Mesh
@@ -39,6 +38,7 @@ from tests.harness import (
     pool,
 )
 from tests.isolation import as_it_was
+from tests.trainer import Trainer
 
 # ---- schedules: pure lists ----
 
@@ -115,7 +115,7 @@ def test_simulator_reproduces_the_published_bubble_rates(P, m, costs, rates):
 def _live(rank, cfg):
     """(most microbatches whose activations live at once, as executed; as simulated; peak bytes)"""
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     batches, live, most = data.training(cfg, 0, mesh), weakref.WeakSet(), 0
 
     def count(module, args):
@@ -123,11 +123,11 @@ def _live(rank, cfg):
         live.add(args[0])  # saved for the weight gradient
         most = max(most, len(live))
 
-    for stage in trainer.stages.values():
+    for stage in trainer.pipeline.stages.values():
         block = next(layer for layer in stage.layers if hasattr(layer, "mlp"))
         block.mlp.c_fc.register_forward_pre_hook(count)
     trainer.gradients(batches)
-    simulated = simulate(trainer.lists, trainer.where).peak_in_flight
+    simulated = simulate(trainer.pipeline.lists, trainer.where).peak_in_flight
     simulated = simulated[mesh.group("pp").rank]
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         trainer.gradients(batches)
@@ -146,7 +146,7 @@ def test_the_executed_pipeline_holds_as_many_microbatches_as_the_simulated(corpu
 def _sent(rank, cfg):
     """(what is left of each tensor that was sent; most that a send found not yet freed)."""
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     pp = mesh.group("pp")
     kept, held, send = [], [], pp.send
 
@@ -213,17 +213,16 @@ class TellsItsWait(timeline.Tracer):
 
 def _traced(rank, cfg, told):
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     tracer = TellsItsWait(mesh)
     tracer.told = told
     for step in range(2):
-        with tracer.at(step):
+        with tracer.at(step, trainer.optimizer):
             while rank == 0 and step == 1 and not told.exists():
                 time.sleep(0.01)
             if rank == 0 and step == 1:
                 time.sleep(0.5)  # rank 1 has a bubble of about 0.5 s, however late it comes
-            norm, read = trainer.gradients(data.training(cfg, step, mesh))
-            trainer.update(norm, 1e-3)
+            trainer.step(data.training(cfg, step, mesh), 1e-3)
     every = [json.loads(text) for text in all_gather_text(json.dumps(tracer.events), mesh.world)]
     return every, timeline.shares(every, lambda rank, s: trainer.where[s])
 

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 
 import engine.context_parallel as context_parallel
 import engine.ddp as ddp
+import engine.parts as parts
 import engine.pipeline as pipeline
 import train
 from context_parallel import ring_attention, zigzag
@@ -39,6 +40,7 @@ from tests.pool import Pool
 from tests.test_layouts import _bytes
 from tests.test_schedules import _live
 from tests.test_zero import _overlap, _under_limit
+from tests.trainer import Trainer
 
 
 def _plain_attention(rank, cfg):
@@ -67,7 +69,7 @@ def test_the_ring_takes_any_strides():
 
 
 def _validation(rank, cfg):
-    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     return [trainer.validation_loss(data, batches) for batches in (1, 9, None)]
 
 
@@ -242,7 +244,7 @@ def test_torch_chooses_a_kernel_from_these_arguments():
 
 
 def _bug_of_split_sequences(rank, cfg, bug):
-    def from_zero(model, group, kind, split=train.split_sequences):
+    def from_zero(model, group, kind, split=context_parallel.split_sequences):
         own = split(model, group, kind)
         model.layers[0].positions = lambda idx: torch.arange(len(own))
         return own
@@ -252,8 +254,9 @@ def _bug_of_split_sequences(rank, cfg, bug):
                 for ids, targets, _ in batches]
         return [(row[:, :-1], row[:, 1:], None) for row in rows]
 
-    def divided_twice(self, actions, batches, tokens, *scale, execute=pipeline.Pipeline.execute):
-        return execute(self, actions, batches, tokens * cfg.cp, *scale)
+    def divided_twice(self, *args, run=pipeline.Pipeline.run):
+        self.tokens = cfg.batch_size * cfg.block_size * cfg.cp
+        return run(self, *args)
 
     def finish(self, averaged, finish=ddp.DDP.finish):
         groups = {bucket: bucket.sum_at_end for bucket in self.buckets}
@@ -281,9 +284,9 @@ def _bug_of_split_sequences(rank, cfg, bug):
     patches = {
         "replicated gradients not reduced": (ddp.DDP, "finish", lambda self: finish(self, False)),
         "replicated gradients averaged": (ddp.DDP, "finish", lambda self: finish(self, True)),
-        "positions start at 0": (train, "split_sequences", from_zero),
+        "positions start at 0": (parts, "split_sequences", from_zero),
         "targets shifted after the split": (train.Trainer, "own", shifted_late),
-        "loss divided twice": (pipeline.Pipeline, "execute", divided_twice),
+        "loss divided twice": (pipeline.Pipeline, "run", divided_twice),
         "keys of another owner": (context_parallel, "visible", another_owner),
         "merged in bfloat16": (context_parallel, "merge", narrow),
         "merged without rescaling": (context_parallel, "merge", last_part_only),
@@ -339,7 +342,7 @@ def test_split_sequences_send_the_formulas(corpus, flags):
 def _saved_by_a_block(rank, cfg):
     """Bytes that one block's forward leaves for backward, parameters not counted."""
     trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    block = trainer.stages[0].layers[1]
+    block = trainer.pipeline.stages[0].layers[1]
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
     x = torch.randn(trainer.pipeline.shape, dtype=trainer.dtype, requires_grad=True)
     kept = {}

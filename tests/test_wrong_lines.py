@@ -48,14 +48,15 @@ def test_the_page_says_of_each_wrong_line_what_two_steps_say():
 
 def _right(rank, folder, line):
     """Losses and weights of a row's layout without its wrong line, and of one process."""
-    runs = [train_changed(folder, line.layout, line.setting, steps=2),
+    runs = [train_changed(folder, line.layout, steps=2),
             train_changed(folder, break_it.flags_of_right(line), steps=2)]
     return [(losses, {**dump.weights(2)}) for losses, dump in runs]
 
 
-@pytest.mark.parametrize("line", [line for line in WRONG_LINES if line.setting],
+@pytest.mark.parametrize("line", [line for line in WRONG_LINES if {"sp", "cp"} & {*line.layout}],
                          ids=lambda line: line.name)
-def test_a_layout_that_plain_py_leaves_out_is_right_without_the_wrong_line(line):
+def test_a_layout_is_right_without_the_wrong_line(line):
+    """As threads, with another rank's tokens in the same process."""
     with tempfile.TemporaryDirectory() as folder:
         write_zen(folder)
         ((got, weights), (want, right)), = pool(1, _right, folder, line)

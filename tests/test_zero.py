@@ -12,15 +12,16 @@ import pytest
 import torch
 
 import engine.collectives as c
+import engine.ddp as ddp
 import engine.zero as zero
 import sizes
-import train
 from data.batches import Data
 from engine.group import Group
 from engine.mesh import Mesh
 from engine.optimizer import exact_norms
 from run import checkpoint, timeline
 from run.config import check
+from run.copies import whole_slices
 from shard import Shard
 from tests.harness import (
     FULL,
@@ -33,21 +34,22 @@ from tests.harness import (
     pool,
 )
 from tests.pool import Pool
+from tests.trainer import Trainer, state_bytes
 
 
 def _memory(rank, cfg):
     """Bytes of the states against the formula, and the most that a step holds beyond them."""
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     batch = data.training(cfg, 0, mesh)
     norm, read = trainer.gradients(batch)
     trainer.update(norm, 1e-3)
-    formula, measured = trainer.optimizer.state_bytes()
+    formula, measured = state_bytes(trainer)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         trainer.gradients(batch)
     memory = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
     layers = {}
-    for i, layer in enumerate(trainer.stages[0].layers):
+    for i, layer in enumerate(trainer.pipeline.stages[0].layers):
         buckets = {trainer.reducer.home[p] for p in layer.parameters()}
         layers[i] = sum(b.full.nbytes for b in buckets)
     empty = all(b.full.untyped_storage().nbytes() == 0 for b in trainer.reducer.buckets)
@@ -97,26 +99,29 @@ def test_bytes_per_parameter_are_the_published_ones(gb, psi):
 
 def _zero_bytes(rank, cfg):
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     norm, read = trainer.gradients(data.training(cfg, 0, mesh))
     trainer.update(norm, 1e-3)
     units = {b: b.full.numel() * 8 for b in trainer.reducer.buckets}
-    first = trainer.stages[0].layers[0]
+    first, block, *_ = trainer.pipeline.stages[0].layers
     wpe = units[trainer.reducer.home[first.wpe.weight]]
+    block = units[trainer.reducer.home[block.ln_1.weight]]
     if cfg.zero < 3:  # new weights are on their way after a step
-        trainer.reducer.gather_weights(trainer.stages[0].layers)
-    return mesh.group("dp", "ep", "cp").bytes_sent, sum(units.values()), wpe
+        trainer.reducer.gather_weights(trainer.pipeline.stages[0].layers)
+    return mesh.group("shard", "ep", "cp").bytes_sent, sum(units.values()), wpe, block
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("D,m", [(2, 1), (4, 3)])
 def test_zero_sends_the_formula(corpus, stage, D, m):
     got = pool(D, _zero_bytes, config(corpus, zero=stage, dp=D, microbatches=m))
-    total, psi, wpe = (sum(column) for column in zip(*got, strict=True))
-    psi, wpe = psi // D, wpe // D
+    total, psi, wpe, block = (sum(column) for column in zip(*got, strict=True))
+    psi, wpe, block = psi // D, wpe // D, block // D
     # Stage 3: 3 Psi. The tied weight is gathered twice too, but both times in forward, for each of
-    # its ends; backward does not read it. The embedding's backward does not read wpe either
-    want = {0: 2 * psi, 1: 2 * psi, 2: (1 + m) * psi, 3: m * (3 * psi - wpe)}[stage]
+    # its ends; backward does not read it. The embedding's backward does not read wpe either. The
+    # first block's weights stay from its backward to the next microbatch's forward
+    three = m * (3 * psi - wpe) - (m - 1) * block
+    want = {0: 2 * psi, 1: 2 * psi, 2: (1 + m) * psi, 3: three}[stage]
     assert total == (D - 1) * want
 
 
@@ -125,7 +130,7 @@ def test_a_bucket_has_the_mebibytes_of_its_flag(corpus, dtype, width):
     """The whole model, and not one byte less."""
     def buckets(mb):
         cfg = config(corpus, dtype=dtype, microbatches=1, bucket_mb=mb)
-        return train.Trainer(cfg, mesh_of(cfg), VOCAB).reducer.buckets
+        return Trainer(cfg, mesh_of(cfg), VOCAB).reducer.buckets
 
     (whole,) = buckets(25.0)
     n_bytes = whole.numel * width
@@ -141,10 +146,10 @@ def _overlap(rank, cfg):
     """(spans of a step, times of the launched reductions, whether each layer's forward began with
     the gathering of the next layer's weights under way)"""
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     tracer, ahead = timeline.Tracer(mesh), []
     if cfg.zero == 3:
-        layers = list(trainer.stages[0].layers)
+        layers = list(trainer.pipeline.stages[0].layers)
         for layer, following in itertools.pairwise(layers):
             bucket = trainer.reducer.home[next(iter(following.parameters()))]
             layer.register_forward_pre_hook(lambda *_, b=bucket: ahead.append(
@@ -161,8 +166,8 @@ def _overlap(rank, cfg):
             time.sleep(0.001)
 
     trainer.reducer.launch = launch_and_look
-    with tracer.at(0):
-        trainer.gradients(data.training(cfg, 0, mesh))
+    with tracer.at(0, trainer.optimizer):
+        trainer.step(data.training(cfg, 0, mesh), 1e-3)
     return tracer.events, launched, ahead
 
 
@@ -182,7 +187,7 @@ def test_reductions_start_while_backward_runs_and_weights_are_gathered_ahead(cor
 def _under_limit(rank, cfg, limit):
     """Whether one step of the layout fits into `limit` bytes of address space beyond the idle."""
     mesh = mesh_of(cfg)
-    for group in (mesh.group("dp", "ep", "cp"), mesh.group("cp"), mesh.world):
+    for group in (mesh.group("shard", "ep", "cp"), mesh.group("cp"), mesh.world):
         # its threads have their stacks by now
         c.all_reduce(torch.zeros(1), group, async_op=True).wait()
     idle = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -190,8 +195,8 @@ def _under_limit(rank, cfg, limit):
     resource.setrlimit(resource.RLIMIT_AS, (idle + limit, limits[1]))
     try:
         # no threads that draw: malloc reserves address space for each
-        with patch.object(train, "threads_per_rank", lambda: 1):
-            trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+        with patch.object(ddp, "threads_per_rank", lambda: 1):
+            trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
         norm, read = trainer.gradients(data.training(cfg, 0, mesh))
         trainer.update(norm, 1e-3)
         return "trains"
@@ -216,9 +221,9 @@ def test_zero3_trains_what_does_not_fit_into_one_rank(corpus, stage, outcome):
 
 def _overflow(rank, cfg):
     mesh = mesh_of(cfg)
-    trainer, data = train.Trainer(cfg, mesh, VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
     before = [w.clone() for _, w in local_tensors(trainer, "weights")]
-    launch, scale = trainer.reducer.launch, trainer.scale
+    launch, scale = trainer.reducer.launch, float(trainer.scale)
 
     def poisoned(bucket):
         if rank == 1:
@@ -246,12 +251,12 @@ def test_overflow_on_one_rank_skips_the_step_on_all(corpus, stage):
 
 
 def _grads(rank, cfg):
-    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     for _ in range(2):  # the second one must not add to the first
         trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     grads = local_tensors(trainer, "grads")
     trainer.update(torch.tensor(1.0), 1e-3)
-    return grads, trainer.optimizer.state_bytes(), trainer.reducer.buckets[0].numel
+    return grads, state_bytes(trainer)
 
 
 def test_16_bit_training_may_sum_its_gradients_in_32(corpus):
@@ -261,8 +266,8 @@ def test_16_bit_training_may_sum_its_gradients_in_32(corpus):
         for dp, m, stage in layouts:
             cfg = config(corpus, dtype="bfloat16", dp=dp, microbatches=m, zero=stage, **more)
             got = pool(check(cfg, 1), _grads, cfg)
-            assert all(live == formula for _, (formula, live), _ in got)
-            sums.append(assemble([grads for grads, *_ in got]))
+            assert all(live == formula for _, (formula, live) in got)
+            sums.append(assemble([grads for grads, _ in got]))
         return max((sums[0][name] - value).norm() / value.norm()
                    for other in sums[1:] for name, value in other.items())
 
@@ -289,25 +294,26 @@ class Launches(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def _counted(rank, cfg):
-    """(what a step calls to look into a tensor, operations of norm and optimizer, buckets)."""
-    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    """(what a step calls to look into a tensor, operations of norm and optimizer, weights)"""
+    trainer, data = Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     batches = [data.training(cfg, step, trainer.mesh) for step in range(2)]
-    norm, read = trainer.gradients(batches[0])
-    trainer.update(norm, 1e-3)
+    trainer.step(batches[0], 1e-3)
     reads, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
     for name, method in kept.items():
         setattr(torch.Tensor, name, lambda self, *args, method=method, name=name: (
             reads.append(name), method(self, *args))[1])
     try:
-        norm, read = trainer.gradients(batches[1])
+        norm, sums = trainer.step(batches[1], 1e-3)
+        read = trainer.mesh.world.start_read(torch.cat([norm.view(1), sums]))  # as in run/log.py
+        norm, _ = trainer.gradients(batches[0])
         with Launches() as launches:
-            trainer.optimizer.grad_square()
-            trainer.update(norm, 1e-3)
+            trainer.optimizer.square(trainer.grads)
+            trainer.optimizer.step(trainer.grads, norm, 1e-3)
         read()
     finally:
         for name, method in kept.items():
             setattr(torch.Tensor, name, method)
-    return reads, launches.counts, len(trainer.reducer.buckets)
+    return reads, launches.counts, len(trainer.reducer.weights)
 
 
 @pytest.mark.parametrize("flags", [
@@ -316,15 +322,17 @@ def _counted(rank, cfg):
     {"tp": 2, "cp": 2, "sp": True}], ids=str)
 def test_a_step_looks_at_the_device_once_and_the_optimizer_has_few_kernels(corpus, flags):
     cfg = config(corpus, microbatches=2, **flags)
-    for reads, counts, buckets in pool(check(cfg, 1), _counted, cfg):
+    for reads, counts, weights in pool(check(cfg, 1), _counted, cfg):
         assert reads == ["tolist"]
-        # Each bucket has two groups, with and without decay; it is scaled, rounded, copied
-        assert counts.pop("_fused_adamw_") <= 2 * buckets
-        of_buckets = [counts.pop(name, 0) for name in ("mul", "_to_copy", "copy_", "clone")]
-        assert sum(of_buckets) <= 4 * buckets + 4
+        is_narrow = cfg.dtype == "bfloat16" and cfg.grad_dtype == "same"
+        # Once for weights with decay, once for those without
+        assert counts.pop("_fused_adamw_") == 2
+        assert counts.pop("_foreach_mul_", 0) == (0 if is_narrow else 2)  # scaled in place
+        assert counts.pop("mul") <= 2 + is_narrow * weights  # scaled, and wider, one by one
+        assert counts.pop("_foreach_copy_", 0) == (cfg.dtype == "bfloat16")  # rounded
         assert counts.pop("_foreach_norm") == 1 and counts.pop("add_") == 1  # the counter of steps
         # The rest are of single numbers: norm, clipping, whether to skip
-        assert sum(counts.values()) <= 20, counts
+        assert counts.pop("_to_copy") <= 4 and sum(counts.values()) <= 20, counts
 
 
 def test_a_norm_of_many_elements_is_exact():
@@ -342,15 +350,18 @@ def test_18_bytes_per_parameter():
 
 
 def _unused(rank, world, stage, n):
-    """A layer with a parameter that the loss does not depend on, and one that only rank 0 uses; and
-    a layer of which other ranks use nothing."""
+    """{name: gradient} of a layer with a parameter that the loss does not depend on, and one that
+    only rank 0 uses; and of a layer of which other ranks use nothing."""
+    def parameter(name):
+        param = torch.nn.Parameter(torch.empty(n, device="meta"))
+        param.shard = Shard(name, param.shape, 0, ((0, n),), sum_over=(group,))
+        return param
+
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused, self.sometimes = (
-                torch.nn.Parameter(torch.empty(n, device="meta")) for _ in range(3))
-            for p in self.parameters():
-                p.shard = Shard("", p.shape, 0, ((0, n),), sum_over=(group,))
+            self.used, self.unused, self.sometimes = map(
+                parameter, ("used", "unused", "sometimes"))
 
         def forward(self, x):
             return x * self.used + (self.sometimes if rank == 0 else 0)
@@ -358,36 +369,22 @@ def _unused(rank, world, stage, n):
     class Lonely(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.empty(n, device="meta"))
-            self.weight.shard = Shard("", self.weight.shape, 0, ((0, n),), sum_over=(group,))
+            self.weight = parameter("lonely")
 
         def forward(self, x):
             return x + (3 * self.weight if rank == 0 else 0)
 
     group = Mesh(dp=world).group("dp")
     layers = [Layer(), Lonely()]
-    reducer = zero.REDUCERS[stage]({0: layers}, torch.float64, "cpu",
-                                   lambda tags: [torch.ones(n) for _ in tags])
+    reducer = zero.REDUCERS[stage]({0: layers}, lambda tag: torch.ones(n), torch.float64, "cpu")
     for bucket in reducer.buckets:
         bucket.grad_shard.fill_(7.0)  # as a step before might have left it
-    reducer.zero_grad()
     for last in (False, True):
         y = layers[1](layers[0](torch.full((n,), rank + 1.0))).sum()
-        reducer.release_weights()
-        if last or reducer.every_microbatch:
-            reducer.expect(0)
+        reducer.expect(0, last)
         y.backward()
-        reducer.flush()
-        reducer.release_weights()
-    reducer.finish()
-    found = []
-    for layer in layers:
-        bucket = reducer.home[next(layer.parameters())]
-        full = torch.zeros(bucket.numel, dtype=torch.float64)
-        full[bucket.offset : bucket.offset + len(bucket.grad_shard)] = bucket.grad_shard
-        c.all_gather(full, group) if stage else None
-        found += [bucket.view(full, p).tolist() for p in layer.parameters()]
-    return found
+    wholes = whole_slices(reducer, reducer.gradients())
+    return {tag.name: gradient.tolist() for tag, gradient in wholes}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -395,13 +392,14 @@ def _unused(rank, world, stage, n):
 def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
     total = 2.0 * sum(range(1, world + 1))
     for got in pool(world, _unused, world, stage, n):
-        assert got == [[total] * n, [0.0] * n, [2.0] * n, [6.0] * n]
+        assert got == {"used": [total] * n, "unused": [0.0] * n, "sometimes": [2.0] * n,
+                       "lonely": [6.0] * n}
 
 
 def _late(rank, cfg, seconds, load):
     """Loss and norm of three steps with collectives that start late. load: the last step after all
     weights were saved, overwritten and loaded."""
-    trainer, data = train.Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
+    trainer, data = Trainer(cfg, mesh_of(cfg), VOCAB), Data(cfg)
     group, submit = trainer.reducer.buckets[0].group, Group.submit
     group.submit = lambda job, name: submit(group, lambda: (time.sleep(seconds), job()), name)
     found = []
@@ -427,18 +425,20 @@ def test_a_layer_waits_for_its_new_weights_after_a_step_and_a_load(corpus, tmp_p
 def test_new_weights_are_sent_in_the_order_in_which_forward_uses_them(corpus):
     """Also where a rank has two stages: the first stage's weights go first."""
     cfg = config(corpus, zero=1, schedule="interleaved", chunks=2, microbatches=2)
-    trainer, sent = train.Trainer(cfg, mesh_of(cfg), VOCAB), []
-    trainer.reducer.publish = sent.append
-    trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
-    trainer.update(torch.tensor(1.0), 1e-3)
-    layers = [layer for s in sorted(trainer.stages) for layer in trainer.stages[s].layers]
+    trainer, sent = Trainer(cfg, mesh_of(cfg), VOCAB), []
+    with patch.object(zero, "all_gather", lambda full, group, async_op: sent.append(full)):
+        trainer.step(Data(cfg).training(cfg, 0, trainer.mesh), 1e-3)
+    stages = trainer.pipeline.stages
+    layers = [layer for s in sorted(stages) for layer in stages[s].layers]
     uses = [trainer.reducer.home[param] for layer in layers for param in layer.parameters()]
-    assert len(trainer.stages) == 2 and sent == list(dict.fromkeys(uses))
+    in_order = [bucket.full for bucket in dict.fromkeys(uses)]
+    assert len(stages) == 2 and len(sent) == len(in_order)
+    assert all(a is b for a, b in zip(sent, in_order, strict=True))
 
 
 def _disagree(rank, cfg, where):
     """replicas_agree() before and after rank 1 changes one bit of a weight."""
-    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     before = trainer.replicas_agree()
     for bucket in trainer.reducer.buckets if rank == 1 else ():
         for param in bucket.params:
@@ -451,10 +451,10 @@ def _disagree(rank, cfg, where):
 @pytest.mark.parametrize("flags,where", [
     ({"dp": 2}, "h.1.mlp.c_fc.bias"), ({"dp": 2, "zero": 1}, "h.1.mlp.c_fc.bias"),
     ({"cp": 2}, "h.0.ln_1.bias"), ({"tp": 2}, "h.0.attn.c_proj.bias"), ({"pp": 2}, "wte"),
-    ({"tp": 2}, "h.1.mlp.c_fc.bias")], ids=str)
+    ({"dp": 2, "shard": 1, "zero": 1}, "wte"), ({"tp": 2}, "h.1.mlp.c_fc.bias")], ids=str)
 def test_replicas_that_differ_in_one_bit_do_not_agree(corpus, flags, where):
-    """Data ranks, tensor ranks where they are replicated, both ends of the tied embedding; what a
-    tensor rank holds alone, the last case, may differ."""
+    """Data ranks, tensor ranks where they are replicated, both ends of the tied embedding, replicas
+    of shards (--shard); what a tensor rank holds alone, the last case, may differ."""
     cfg = config(corpus, n_layer=2, microbatches=1, **flags)
     alone = "tp" in flags and "c_fc" in where
     assert pool(2, _disagree, cfg, where) == [(True, alone)] * 2

@@ -6,6 +6,8 @@ import torch
 
 import train
 from run.copies import replicas_agree
+from run.log import held_bytes, predicted_bytes
+from sizes import bytes_per_parameter
 
 
 class Trainer(train.Trainer):
@@ -23,16 +25,14 @@ class Trainer(train.Trainer):
 
     def gradients(self, batches):
         """Forward and backward. Returns (norm, read): read() gives loss, norm and loss scale as
-        numbers. After: self.grads has the gradients, those of reducer.weights."""
-        taken = []
+        numbers."""
         # Instance attributes hide the methods meanwhile
-        self.optimizer.step = lambda *args: taken.append(args)
+        self.optimizer.step = lambda *args: None
         self.reducer.publish = lambda: None
         try:
             norm, sums = self.step(batches, 0.0)
         finally:
             del self.optimizer.step, self.reducer.publish
-        ((self.grads, _, _),) = taken
         numbers = torch.cat([torch.stack([norm, self.scale.to(norm.dtype)]), sums])
         reading = self.mesh.world.start_read(numbers)
 
@@ -57,3 +57,41 @@ class Trainer(train.Trainer):
     def replicas_agree(self):
         return replicas_agree(self)
 
+
+
+def state_bytes(trainer):
+    """Bytes of the model states of a Trainer of engine/'s parts on this rank: (by the formula, in
+    live storages). After a step."""
+    live = live_bytes(trainer)
+    assert live == held_bytes(trainer)  # what the last lines of a run say
+    return predicted_bytes(trainer) + padding_bytes(trainer), live
+
+
+def padding_bytes(trainer):
+    """Bytes of what buckets hold beside the formula: weights and gradients of rows of --pad-vocab
+    and of the elements by which ZeRO's shards become equal. Optimizer states of the latter there
+    are none, so a rank whose shard ends with them holds less than a D-th."""
+    cfg, reducer, optimizer = trainer.cfg, trainer.reducer, trainer.optimizer
+    total = 0.0
+    for bucket in reducer.buckets + reducer.frozen_buckets:
+        weights, grads, states = bytes_per_parameter(
+            cfg.zero, bucket.group.size, bucket.full.itemsize, bucket.grad_dtype.itemsize,
+            len(optimizer.moments))
+        slices = sum(param.shard.slice_shape.numel() for param in bucket.params)
+        total += (bucket.numel - slices) * (weights + bucket.trained * grads)
+        if bucket.trained:
+            pieces = sum(piece.numel() for _, piece in bucket.pieces(bucket.weight_shard))
+            total += (pieces * bucket.num_shards - slices) * states
+    return round(total)
+
+
+def live_bytes(trainer):
+    """Bytes of the storages that hold weights, gradients and optimizer states, each once, because
+    tensors share storages."""
+    reducer, optimizer = trainer.reducer, trainer.optimizer
+    held = [*optimizer.masters, *(x for values in optimizer.moments.values() for x in values)]
+    held += [*trainer.grads, *(param.grad for param in reducer.home)]
+    for bucket in reducer.buckets + reducer.frozen_buckets:
+        held += [bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard]
+    storages = [x.untyped_storage() for x in held if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,7 +1,7 @@
 """Writes a dump (run/doctor/dump.py): trains two steps and writes what one process would write.
 
-A Recorder stands in the place of the optimizer, and writes the gradients that it gets and the weights
-before and after. Each rank writes its own slices straight into the files, like in
+A Recorder stands in the place of the optimizer, and writes the gradients that it gets and the
+weights before and after. Each rank writes its own slices straight into the files, like in
 run/checkpoint.py. Where ranks hold copies of a slice, the first of these ranks writes it, so that a
 file is never a mixture. The names of tensors whose copies differ are noted.
 
@@ -182,9 +182,15 @@ class Recorder:
 
     def step(self, grads, norm, lr):
         self.number += 1
-        scale = self.scale()
-        unscaled = (grad.to(self.writer.wide) / scale for grad in grads)
-        self.writer.write_gradients(self.number, whole_slices(self.trainer.reducer, unscaled))
+        scale = self.scale()  # before the step, which may change the scale
+
+        def unscaled(held):
+            tag, grad = held
+            return tag, grad.to(self.writer.wide).div_(scale)
+
+        # map(), because a loop's variable would keep a slice while the next is made
+        slices = map(unscaled, whole_slices(self.trainer.reducer, grads))
+        self.writer.write_gradients(self.number, slices)
         self.optimizer.step(grads, norm, lr)
 
     def scale(self):
@@ -198,12 +204,12 @@ class Recorder:
         self.writer.write_weights(self.number, reducer.whole(), whole_slices(reducer, masters))
 
 
-def write_dump(cfg, mesh, data, make_trainer):
-    """Collective: train two steps, and write their dump into cfg.dump. make_trainer: the class
-    Trainer of train.py, given by the caller, which has imported train.py. Held beside the training:
-    one tensor's slice at a time."""
-    signals.end_on_stop("in --dump, which is not complete")
-    trainer = make_trainer(cfg, mesh, data.vocab_size, random_value)
+def write_run(trainer, data):
+    """Collective: train two steps, and write their dump into cfg.dump. trainer: a Trainer of
+    train.py, with initial values of random_value. Held beside the training: one tensor's slice at a
+    time."""
+    cfg = trainer.cfg
+    mesh = trainer.mesh
     writer = Writer(cfg, mesh, trainer.model_config, trainer.shapes, trainer.dtype)
     recorder = Recorder(trainer, writer)
     for number in (1, 2):
@@ -211,8 +217,16 @@ def write_dump(cfg, mesh, data, make_trainer):
         writer.write_tokens(number, batches)
         scale = recorder.scale()
         norm, sums = trainer.step(batches, learning_rate(cfg, number - 1))
-        writer.write_numbers(number, sums[0].item(), norm.item(), scale)
+        loss, norm = mesh.world.read(torch.stack([sums[0], norm]))
+        writer.write_numbers(number, loss, norm, scale)
         recorder.write_weights()
     writer.end()
+
+
+def write_dump(cfg, mesh, data, make_trainer):
+    """write_run() for train.py's flag --dump. make_trainer: the class Trainer of train.py, given by
+    the caller, which has imported train.py."""
+    signals.end_on_stop("in --dump, which is not complete")
+    write_run(make_trainer(cfg, mesh, data.vocab_size, random_value), data)
     if mesh.rank == 0:
         print(f"dump of two steps in {cfg.dump}", flush=True)

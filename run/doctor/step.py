@@ -22,20 +22,13 @@ from itertools import product
 import torch
 
 from collectives import all_reduce
-from context_parallel import all_to_all_attention, ring_attention, split_sequences
+from context_parallel import split_sequences
 from experts import MixtureOfExperts, balance_loss, kind_of
 from model import ABSENT, UNTIED
 from run.doctor.threads import World
 from sequence_parallel import gather_tokens, positions_of_own_tokens, scatter_tokens
 from shard import tag_replicated, tag_whole
-from tensor_parallel import (
-    Column,
-    Row,
-    VocabularyEmbedding,
-    copy_to_ranks,
-    sum_over_ranks,
-    vocabulary_loss,
-)
+from tensor_parallel import copy_to_ranks, split_layers, sum_over_ranks
 
 EMBEDDING = "transformer.wte.weight"
 # While causes are tried, at most so many elements of a tensor are compared. (Whether MINE's tensor
@@ -99,20 +92,6 @@ class Change:
 
 
 UNCHANGED = Change("the right step")
-
-
-def split_but_experts(model, group, f, g):
-    """Like tensor_parallel.split_layers, but each rank keeps all experts."""
-    embedding, *blocks, head = model.layers
-    embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
-    for block in blocks:
-        block.attn.c_attn = Column(block.attn.c_attn, group, f, block.attn.parts)
-        block.attn.c_proj = Row(block.attn.c_proj, group, g)
-        if not isinstance(block.mlp, MixtureOfExperts):
-            block.mlp.c_fc = Column(block.mlp.c_fc, group, f, block.mlp.parts)
-            block.mlp.c_proj = Row(block.mlp.c_proj, group, g)
-    head.lm_head = Column(head.lm_head, group, f)
-    head.loss = partial(vocabulary_loss, words=embedding.wte.words, group=group)
 
 
 def served(n_experts, E, T, t):
@@ -256,12 +235,10 @@ class SimulatedStep:
         context = mesh.group("cp")
         tensor = mesh.group("tp")
         sp = self.layout["sp"] and tensor.size > 1
-        is_ring = self.layout["cp_attention"] == "ring"
-        attention = ring_attention if is_ring else all_to_all_attention
         f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
         tag_whole(model, data=context)
-        positions = split_sequences(model, context, attention)
-        split_but_experts(model, tensor, f, g)
+        positions = split_sequences(model, context, self.layout["cp_attention"])
+        split_layers(model, tensor, f, g)
         tag_replicated(model, tensor, sum_gradients=sp)
         if sp:
             positions_of_own_tokens(model, tensor)

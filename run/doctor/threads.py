@@ -8,13 +8,13 @@ A queue has no limit, so a send never waits. A receive waits for its peer. A ran
 None into all queues, which wakes the ranks that wait for a message of the failed rank.
 """
 
+import math
 import queue
 import threading
 from itertools import product
 
 import torch
 
-from group import Group
 from mesh import Mesh
 
 
@@ -58,13 +58,12 @@ class Communicator:
 class ThreadMesh(Mesh):
     """The Mesh of one thread. Mesh.group() calls communicator() in place of mesh.py's own."""
 
-    def __init__(self, rank, sizes, world):
+    def __init__(self, rank, world):
         """world: the World that has started the threads."""
         self.rank = rank
-        self.sizes = sizes
-        self.queues_of = world.queues_of
-        self.group_class = Group
         self.device = torch.device("cpu")
+        self.sizes = world.sizes
+        self.queues_of = world.queues_of
         self.groups = {}
         self.world = self.join("world", [list(range(world.size))])
 
@@ -76,11 +75,15 @@ class ThreadMesh(Mesh):
 
 
 class World:
-    """Threads on a mesh of these sizes, such as {"cp": 2, "tp": 3}."""
+    """Threads on a mesh."""
 
-    def __init__(self, sizes):
-        self.sizes = sizes
-        self.size = torch.Size(sizes.values()).numel()
+    def __init__(self, flags):
+        """flags: sizes like those of train.py's flags, such as {"dp": 2, "tp": 3}; of dp, pp, ep,
+        cp and tp those that are not 1."""
+        inner = {axis: flags.get(axis, 1) for axis in ("pp", "ep", "cp", "tp")}
+        # Like Mesh.sizes (mesh.py)
+        self.sizes = {"shard": flags.get("dp", 1) // inner["ep"], **inner}
+        self.size = math.prod(self.sizes.values())
         self.queues = {}  # (group's name, its ranks) -> {(source, destination): Queue}
         self.failed = False  # has a rank raised an error?
         self.barrier = threading.Barrier(self.size)  # for fn, to let ranks wait for one another
@@ -105,7 +108,7 @@ class World:
 
         def run_rank(rank):
             try:
-                results[rank] = fn(ThreadMesh(rank, self.sizes, self))
+                results[rank] = fn(ThreadMesh(rank, self))
             except Exception as error:
                 errors.append(error)
                 with self.lock:  # wake the ranks that wait for this rank
