@@ -280,7 +280,8 @@ def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
 
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
     """It says at once what it trains: the launcher does not import torch, which takes a second. A
-    rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one."""
+    rank imports no compiler, and for a sample none: torch._dynamo and sympy take another one.
+    Without --fast it imports nothing of engine/."""
     def argv(name, **more):
         return flags(corpus, tmp_path / name, metrics=tmp_path / f"{name}.log", **more)
 
@@ -295,10 +296,14 @@ def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus,
     (tmp_path / "a name with spaces").mkdir()
     with ThreadPoolExecutor(2) as threads:
         runs = (threads.submit(train_py, "alone", eval_interval=9),
+                threads.submit(train_py, "fast", eval_interval=9, fast=True),
                 threads.submit(train_py, "four", tp=2, pp=2, **more))
-    (_, rank), (said, four_and_launcher) = (run.result() for run in runs)
+    (_, rank), (_, fast_rank), (said, four_and_launcher) = (run.result() for run in runs)
     assert four_and_launcher["argparse"] == 5 and four_and_launcher["torch"] == 4
-    assert rank["torch"] == 1 and not rank.keys() & {"torch._dynamo", "sympy"}
+    for imported in (rank, fast_rank):
+        assert imported["torch"] == 1 and not imported.keys() & {"torch._dynamo", "sympy"}
+    assert fast_rank["engine.parts"] == 1
+    assert not any(name.startswith("engine") for name in rank.keys() | four_and_launcher.keys())
     assert said.startswith("GPT of 2 layers, 8 wide, on 4 ranks: 2 pipeline x 2 tensor; "
                            "loading torch\n")
     assert [int(n) for n in re.findall(r"^step +(\d+)  loss", said, re.MULTILINE)] == [
