@@ -43,12 +43,12 @@ class Layout(NamedTuple):
     ep: int = 1
     sp: bool = False
     zero: int = 0
-    shard: int = 0
     schedule: str = "1f1b"
     chunks: int = 1
     microbatches: int = 1
     recompute: bool = False
     cp_attention: str = "ring"
+    shard: int = 0
 
     @property
     def ranks(self):

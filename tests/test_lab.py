@@ -392,7 +392,8 @@ def job_cases(rng):
         except ValueError as error:
             yield case, str(error)
             continue
-        words = report.command(cfg, layout.ranks, 8)
+        # (check_layout has also filled in --shard and --fast, which no control of the page sets)
+        words = report.command(replace(cfg, shard=0, fast=""), layout.ranks, 8)
         yield case, [None, cfg.microbatches, cfg.chunks, words]
         layout = layout._replace(microbatches=cfg.microbatches, chunks=cfg.chunks)
         asked = [{**job._asdict(), "model": asdict(model)}, layout._asdict()]
@@ -408,7 +409,7 @@ def other_cases(rng):
         for name, device in DEVICES.items()}
     yield ["() => [NODE, RESERVE]"], [DEVICES["h100"].node, DEVICES["h100"].reserve]
     for name, model in MODELS.items():
-        # Few tokens and words: the optimizer's copy of the largest bucket decides
+        # Few tokens and words: the optimizer's copy of some gradients decides
         small = replace(model, n_layer=2, block_size=64, vocab_size=256)
         for layout in (memory.Layout(dp=2), memory.Layout(dp=2, tp=2)):
             job = memory.Job(small, 2)
@@ -424,10 +425,12 @@ def other_cases(rng):
     for _ in range(300):
         split = rng.randint(0, 3), rng.randint(1, 4096), rng.choice((2, 4, 8)), rng.choice((2, 4))
         yield ["bytes_per_parameter", *split], [*map(float, sizes.bytes_per_parameter(*split))]
-        mesh = {axis: rng.randint(1, 3) for axis in ("dp", "ep", "pp", "cp", "tp")}
+        mesh = {axis: rng.randint(1, 3) for axis in ("shard", "pp", "ep", "cp", "tp")}
         axes, rank = rng.sample(list(mesh), 2), rng.randrange(math.prod(mesh.values()))
-        yield ["group_of", rank, mesh, axes], next(
-            sorted(row) for row in lay_out(mesh, axes) if rank in row)
+        names = dict(zip(mesh, ("dp", "pp", "ep", "cp", "tp"), strict=True))  # those of the page
+        yield (["group_of", rank, {names[axis]: n for axis, n in mesh.items()},
+                [names[axis] for axis in axes]],
+               next(sorted(row) for row in lay_out(mesh, axes) if rank in row))
         layers = rng.choices(range(10), k=rng.randint(3, 12))
         n = rng.randint(1, len(layers))
         yield ["cut", layers, n], schedules.cut(layers, n)
