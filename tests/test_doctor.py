@@ -159,6 +159,8 @@ NAMED = {
     "the norm is that of the rank's own part": "part only",
     "what several ranks hold counts several times in the norm":
         "replicated gradients count|the tied matrix counts twice",
+    "each rank adds the whole square of what it holds":
+        "and replicated ones 6 times|and those of experts count 3 times",
     "the norm is not the root of the sum of squares": "its square",
     "the norm is over one stage": "pipeline stage 0's part only",
     "the norm is over one of the T ranks": "tensor rank 0's part only",

@@ -25,6 +25,7 @@ def wrong_sums(squares, layout):
     """{words: the norm that this wrong way of adding squares gives}. squares: {name: sum of the
     squares of the gradient}."""
     D = layout["dp"]
+    N = layout["cp"]
     T = layout["tp"]
     P = layout["pp"]
     E = layout["ep"]
@@ -32,6 +33,7 @@ def wrong_sums(squares, layout):
     # Squares of gradients that all T ranks hold, and of gradients that are split over the T ranks
     copies = sum(square for name, square in squares.items() if is_replicated(name))
     parts = sum(square for name, square in squares.items() if not is_replicated(name))
+    experts = sum(square for name, square in squares.items() if ".experts." in name)
     sum_of_norms = sum(math.sqrt(square) for square in squares.values())
     found = {
         "its square: the root is missing": whole,
@@ -45,13 +47,18 @@ def wrong_sums(squares, layout):
             "replicated gradients are left out (tp)": math.sqrt(parts),
             f"split gradients count as 1/{T} (tp)": math.sqrt(parts / T + copies),
             f"replicated gradients count as 1/{T} (tp)": math.sqrt(parts + copies / T)}
+    if T > 1 and D * N > 1:
+        found[f"all gradients count {D * N} times, for each replica (dp, cp), and replicated ones "
+              f"{D * N * T} times (tp)"] = math.sqrt(D * N * (parts + T * copies))
+    if T > 1 and experts:  # all T ranks hold whole experts, as in the root's expert_parallel.py
+        found[f"replicated gradients and those of experts count {T} times (tp)"] = math.sqrt(
+            whole + (T - 1) * (copies + experts))
     if E > 1:
-        experts = sum(square for name, square in squares.items() if ".experts." in name)
         found[f"the gradients of all but experts count {E} times (ep)"] = math.sqrt(
             experts + E * (whole - experts))
         found[f"the gradients of experts count as 1/{E} (ep)"] = math.sqrt(
             experts / E + (whole - experts))
-    for name, size in (("data", D), ("tensor", T), ("pipeline", P)):
+    for name, size in (("data", D), ("context", N), ("tensor", T), ("pipeline", P)):
         if size > 1:
             found |= {
                 f"all gradients count {size} times, for each {name} rank": math.sqrt(size * whole),
