@@ -4,7 +4,7 @@
 Here too: the flags of sample.py, run/export.py, run/doctor, bench.py, tests/first_gpu.py and
 experiments/. These programs read their flags before they import torch, so that --help and a wrong
 flag do not wait for torch. This file can be imported without torch; the files with their main()
-functions cannot. The flags of train.py and plain.py: run/config.py.
+functions cannot. The flags of train.py: run/config.py.
 """
 
 import argparse

@@ -35,7 +35,7 @@ RUN_BY = {
             "schedule": ("1f1b", "interleaved")},
     # Megatron's guide, megatron/core/transformer/moe/README.md: E 8 and T 1 is better than E 4 and
     # T 2; parallelism as small as memory allows
-    "mixtral": {"tp": (1,), "pp": (1, 4), "ep": (8,), "cp": (1,), "zero": (1, 2)},
+    "mixtral": {"tp": (1,), "pp": (2, 4), "ep": (8,), "cp": (1,), "zero": (1, 2)},
     # NeMo's long sequences: T 4, C 4 on 128 GPUs; its llama3_8b_128k: T 4, P 2, C 8
     "131k": {"tp": (4,), "cp": (4, 8), "pp": (1, 2), "zero": (1,)},
     # Llama 3, arXiv 2407.21783, table 4: T 8, P 16. Megatron Bridge's recipe: T 8, P 8, C 2
