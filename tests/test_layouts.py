@@ -11,10 +11,10 @@ import engine.tensor_parallel as tensor_parallel
 import train
 from data.batches import Data
 from engine.optimizer import Optimizer
+from experts import kind_of
 from model import build, initial_value
 from run import checkpoint, tensorfile
 from run.config import check
-from shard import tag_whole
 from sizes import GPTConfig
 from tests.cover import covering, layouts, named
 from tests.harness import (
@@ -446,17 +446,18 @@ def freeze(model, trained):
         param.requires_grad_(FROZEN[trained](name))
 
 
-def tag_and_freeze(trained):
-    """What stands in the place of train.py's tag_whole."""
-    def tagged(model, data, copies=None):
-        tag_whole(model, data, copies)
+def frozen_kind(trained):
+    """What stands in the place of train.py's kind_of."""
+    def made(config):
+        model = kind_of(config)(config)
         freeze(model, trained)
+        return model
 
-    return tagged
+    return lambda config: made
 
 
 def _frozen(rank, cfg, trained, **more):
-    return train_with(rank, cfg, train, "tag_whole", tag_and_freeze(trained), **more)
+    return train_with(rank, cfg, train, "kind_of", frozen_kind(trained), **more)
 
 
 @cache
@@ -495,7 +496,7 @@ def test_frozen_parameters_stay_and_the_others_train_like_one_process(corpus, tr
 
 def _held(rank, cfg, trained):
     """(bytes of the states by the formula, live; names in a checkpoint)"""
-    with patch.object(train, "tag_whole", tag_and_freeze(trained)):
+    with patch.object(train, "kind_of", frozen_kind(trained)):
         trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
     norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     if cfg.fast:
