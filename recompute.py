@@ -3,13 +3,14 @@
 Held for backward: the block's input, B S C elements, instead of all that autograd would save in the
 block: some 16 times as much on one rank, (4 + 12/T) times under tensor parallelism (the table in
 engine/tensor_parallel.py). Paid: a second forward of each block, a third more FLOPs per step; the
-block's forward messages are sent again, except those after the last saved tensor (tensor
-parallelism's last all-reduce). Also called activation checkpointing: Chen et al., arXiv 1604.06174.
-ZeRO-3 (zero.py) frees weights in the same way.
+block's forward messages are sent again (on the root's parts without tensor parallelism's last
+all-reduce, which comes after the last saved tensor). Also called activation checkpointing: Chen et
+al., arXiv 1604.06174. ZeRO-3 (zero.py) frees weights in the same way.
 
     torchrun train.py --pp 2 --recompute
 """
 
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -25,42 +26,61 @@ class Enough(Exception):
     """All that backward needs has been computed again."""
 
 
-def recompute(run, *inputs, again=nullcontext):
-    """run(*inputs), but autograd saves numbers instead of tensors: i for the i-th tensor that run
-    saves. At backward's first request, whichever number it is for, run is repeated from the same
-    state of torch's random numbers, and this time its tensors are kept.
+class StandIn:
+    """What autograd saves for backward instead of a tensor."""
 
-    inputs: tensors. again() is called now; it returns a context for the repetition."""
-    num_saved = 0
-    saved = []
+    value = None  # the tensor, once it has been computed again
+
+
+def recompute(run, *inputs, again=nullcontext):
+    """run(*inputs), but autograd saves StandIns. At backward's first request for one of their
+    values, run is repeated, from the same state of torch's random numbers, and its i-th tensor to
+    save becomes the value of the i-th StandIn. A value is freed when autograd frees its StandIn.
+
+    inputs: tensors, which must not be changed in place before backward. again() is called now; it
+    returns a context for the repetition. (Autocast is not repeated: autocast inside of run.)"""
+    stand_ins = []  # weak references: autograd alone keeps the StandIns
     repeating = again()
     random_state = torch.get_rng_state()
+    versions = [x._version for x in inputs]
 
-    def number(tensor):
-        nonlocal num_saved
-        num_saved += 1
-        return num_saved - 1
+    def stand_in(tensor):
+        saved = StandIn()
+        stand_ins.append(weakref.ref(saved))
+        return saved
 
-    def keep(tensor):
-        saved.append(tensor.detach())
-        if len(saved) == num_saved:
-            raise Enough
+    def repeat():
+        if [x._version for x in inputs] != versions:
+            raise RuntimeError("an input of recompute() was changed in place before backward")
+        num_computed = 0
 
-    def tensor_of(i):
-        if not saved:
-            now = torch.get_rng_state()
-            torch.set_rng_state(random_state)
-            # detached: the repetition has a graph of its own, which nobody uses
-            alone = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            try:
-                with repeating, torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept):
-                    run(*alone)
-            except Enough:
-                pass
+        def keep(tensor):
+            nonlocal num_computed
+            saved = stand_ins[num_computed]()
+            num_computed += 1
+            if saved is not None:  # else autograd needs it no more
+                saved.value = tensor.detach()
+            if num_computed == len(stand_ins):
+                raise Enough
+
+        # detached: the repetition has a graph of its own, which nobody uses
+        alone = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        now = torch.get_rng_state()
+        torch.set_rng_state(random_state)
+        try:
+            with repeating, torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept):
+                run(*alone)
+        except Enough:
+            pass
+        finally:
             torch.set_rng_state(now)
-        return saved[i]
 
-    with saved_tensors_hooks(number, tensor_of):
+    def value_of(saved):
+        if saved.value is None:
+            repeat()
+        return saved.value
+
+    with saved_tensors_hooks(stand_in, value_of):
         return run(*inputs)
 
 

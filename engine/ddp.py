@@ -205,11 +205,8 @@ class DDP:
             bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
-        """Drop the gradients. A bucket with views keeps its old values: the next gradients are
-        copied over them, which is faster than clearing. Without views collect() adds to the
-        bucket, so it is cleared."""
-        for param in self.home:
-            param.grad = None
+        """Clear the buckets to which gradients are added. A bucket with views keeps its old values:
+        the next gradients are copied over them, which is faster."""
         for bucket in self.buckets:
             if bucket.grad is not None and not bucket.views:
                 bucket.grad.zero_()
@@ -255,7 +252,7 @@ class DDP:
 
     def flush(self):
         """Launch the buckets that the previous backward has left. Before the first backward of a
-        step also drop the previous step's gradients."""
+        step also clear the buckets, where they are to be cleared."""
         self.launch_rest()
         if self.is_new_step:
             self.is_new_step = False
@@ -289,7 +286,10 @@ class DDP:
         self.flush()
         self.finish()
         self.is_new_step = True
-        return [grad for bucket in self.buckets for _, grad in self.grad_pieces(bucket)]
+        grads = [grad for bucket in self.buckets for _, grad in self.grad_pieces(bucket)]
+        for param in self.home:
+            param.grad = None
+        return grads
 
     def grad_pieces(self, bucket):
         """(parameter, this rank's piece of its summed gradient) for a bucket, after finish()."""

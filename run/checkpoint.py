@@ -345,7 +345,8 @@ def is_finite(trainer):
     held = [*trainer.reducer.weights, *frozen, *(values for kind in states for values in kind)]
     held = [values for values in held if values.numel()]
     # the largest element of each: makes no copy. An empty list, or an empty tensor, has none
-    return not held or all(norm.isfinite() for norm in torch._foreach_norm(held, math.inf))
+    norms = [norm.double() for norm in torch._foreach_norm(held, math.inf)] if held else []
+    return not norms or bool(torch.stack(norms).isfinite().all())  # one wait for the device
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ def read_weights(path, shapes, config):
 
 def initial_slices(cfg, shapes, config, mesh, draw):
     """A function value(tag): the slice with which this rank begins, of the run's dtype, on its
-    device. The values are those of --init-from, or draw(name, shape, config, seed); zeros if a
+    CPU. The values are those of --init-from, or draw(name, shape, config, seed); zeros if a
     checkpoint is going to replace them. Collective: CheckpointError on all ranks if --init-from
     cannot be read on one."""
     given = None  # a function from a name to the full tensor
@@ -205,7 +205,7 @@ def initial_slices(cfg, shapes, config, mesh, draw):
         else:
             full = draw(tag.name, tag.shape, config, cfg.seed)
         # a copy: a view of the slice would keep the full tensor in memory
-        return tag.slice(full).to(mesh.device, getattr(torch, cfg.dtype), copy=True,
+        return tag.slice(full).to(getattr(torch, cfg.dtype), copy=True,
                                   memory_format=torch.contiguous_format)
 
     return value

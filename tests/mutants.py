@@ -53,8 +53,8 @@ MUTANTS = {
         ("            all_reduce(chunk, group)\n", "            pass\n", "layouts:root_parts"),
         ("clone(), param.requires_grad)", "clone())", "layouts:frozen")],
     "recompute.py": [
-        ("        if not saved:\n", "        if True:\n", "parts:recomputed"),
-        ("            raise Enough\n", "            pass\n", "zero:recompute"),
+        ("        if saved.value is None:\n", "        if True:\n", "zero:recompute"),
+        ("                raise Enough\n", "                pass\n", "zero:recompute"),
         ("torch.set_rng_state(random_state)", "pass", "zero:random_numbers")],
     "optimizer.py": [
         (".clamp(max=1.0)", "", "values:clipping"),
