@@ -188,7 +188,7 @@ def read_weights(path, shapes, config):
 
 
 def initial_slices(cfg, shapes, config, mesh, draw):
-    """A function value(tag): the slice with which this rank begins, of the run's dtype, on its
+    """A function value(tag): the slice with which this rank begins, of the run's dtype, on the
     CPU. The values are those of --init-from, or draw(name, shape, config, seed); zeros if a
     checkpoint is going to replace them. Collective: CheckpointError on all ranks if --init-from
     cannot be read on one."""

@@ -53,9 +53,11 @@ MUTANTS = {
         ("            all_reduce(chunk, group)\n", "            pass\n", "layouts:root_parts"),
         ("clone(), param.requires_grad)", "clone())", "layouts:frozen")],
     "recompute.py": [
-        ("        if saved.value is None:\n", "        if True:\n", "zero:recompute"),
-        ("                raise Enough\n", "                pass\n", "zero:recompute"),
-        ("torch.set_rng_state(random_state)", "pass", "zero:random_numbers")],
+        ("        if saved.value is None:\n", "        if True:\n", "parts:repeats"),
+        ("                raise Enough\n", "                pass\n", "parts:repeats"),
+        ("torch.set_rng_state(random_state)", "pass", "parts:repeats"),
+        ("weakref.ref(saved)", "lambda saved=saved: saved", "parts:repeats"),
+        ("if [x._version for x in inputs] != versions:", "if False:", "parts:repeats")],
     "optimizer.py": [
         (".clamp(max=1.0)", "", "values:clipping"),
         ("square().sum() / n", "square().sum()", "layouts:root_parts"),

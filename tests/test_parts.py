@@ -1,6 +1,7 @@
 """What is read is what runs: train.py trains with the root's files or, with --fast, with engine/'s;
 what the root's parts send and hold; the folders that train.py does not need."""
 
+import gc
 import importlib
 import itertools
 import shutil
@@ -20,6 +21,7 @@ from mesh import Mesh
 from model import ABSENT, build, cross_entropy
 from pipeline import Pipeline as RootPipeline
 from run.config import PARTS, check, choose_parts, needed_parts, words_of_parts
+from recompute import StandIn, recompute
 from shard import tag_whole
 from sizes import GPTConfig
 from tensor_parallel import vocabulary_loss
@@ -321,6 +323,46 @@ def test_in_fewer_bits_both_floors_agree_as_far_as_rounding_allows(corpus, flags
     {"recompute": True, "arch": "llama", "cp": 2}], ids=str)
 def test_recomputed_blocks_of_the_root_equal_one_process(corpus, flags):
     equals_one_process(corpus, **{"microbatches": 1, "fast": "", **flags})
+
+
+def test_recompute_repeats_a_layer_once_from_the_same_random_numbers():
+    """... up to the last tensor that backward needs; a value is freed when backward has used it."""
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.GELU(),
+                                 torch.nn.Linear(8, 8))
+    calls = []
+    for i, layer in enumerate(layers):
+        layer.register_forward_hook(lambda layer, inputs, output, i=i: calls.append(i))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    gradients = []
+    for run in (layers, lambda x: recompute(layers, x)):
+        torch.manual_seed(1)
+        layers.zero_grad()
+        x.grad = None
+        y = run(x)
+        after_forward = torch.rand(1)  # backward leaves the random numbers as they are
+        calls.clear()
+        y.sum().backward()
+        gradients.append([x.grad, *(param.grad for param in layers.parameters()), after_forward,
+                          torch.rand(1)])
+    assert calls == [0, 1, 2]  # of the last layer backward needs the input only
+    assert all(map(torch.equal, *gradients))
+
+    held = []  # values that are alive when backward comes to the layer's input
+
+    def count(grad):
+        held.append(sum(isinstance(x, StandIn) and x.value is not None for x in gc.get_objects()))
+
+    z = x * 1.0
+    z.register_hook(count)
+    recompute(lambda z: z.exp().exp().exp().exp(), z).sum().backward()
+    assert held[0] <= 1, "of four"
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        z = x * 1.0
+        y = recompute(layers, z)
+        with torch.no_grad():
+            z.mul_(2)
+        y.sum().backward()
 
 
 # ---- the engine's pipeline, with stages that the project does not have ----
