@@ -213,7 +213,7 @@ SAME_NUMBERS = {
 NAMED_MUTANTS = {
     "ddp.py: '            for group in tag.sum_over:' -> '            for group in ()":
         "not summed over the data ranks",
-    "ddp.py: '            for group in tag.sum_over:' -> '            for group in tag.sum_over[:1]":
+    "ddp.py: '            for group in tag.sum_over:' -> '            for group in tag.sum":
         "the tied matrix lacks the head's term",
     "zero.py: '            all_reduce(chunk,": "the tied matrix lacks the head's term",
     "zero.py: 'self.sums.get(param, 0) +": "only the last microbatch|the first microbatch is miss",
