@@ -451,19 +451,20 @@ SEQUENCES = [
 
 # ---- norm ----
 
-SQUARE = "sums[2].sqrt()"  # the root of what all ranks have added up
+SQUARE = "square.sqrt()"  # the root of what all ranks have added up
+OWN_SQUARE = "self.optimizer.square(self.grads)"
 
 
 def norm_over(axes):
-    """The norm is summed over the ranks along these axes."""
-    return change("train.py", SQUARE, f"self.parts.all_reduce(parts[2:].clone(), "
+    """The squares are added up over the ranks along these axes only."""
+    return change("train.py", SQUARE, f"self.parts.all_reduce({OWN_SQUARE}.view(1), "
                                       f"self.mesh.group({axes}))[0].sqrt()")
 
 
 NORM = [
     Bug("the norm is that of the rank's own part", "norm",
         ("tp 3 microbatches 2", "dp 2 zero 1 pp 2 microbatches 5"),
-        change("train.py", SQUARE, "parts[2].sqrt()")),
+        change("train.py", SQUARE, f"{OWN_SQUARE}.sqrt()")),
     Bug("what several ranks hold counts several times in the norm", "norm",
         ("tp 3 microbatches 2", "pp 2 microbatches 5"),
         change("engine/optimizer.py", "square() / self.holders).sum()", "square()).sum()")),
@@ -472,7 +473,7 @@ NORM = [
         change("optimizer.py", "square().sum() / n", "square().sum()")),
     Bug("the norm is not the root of the sum of squares", "norm",
         ("dp 2 microbatches 5", "tp 3 microbatches 2"),
-        change("train.py", SQUARE, "sums[2]")),
+        change("train.py", SQUARE, "square")),
     Bug("the norm is over one stage", "norm", ("pp 2 microbatches 5", "tp 2 pp 3 microbatches 5"),
         norm_over('"dp", "cp", "tp"')),
     Bug("the norm is over one of the T ranks", "norm",

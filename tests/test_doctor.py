@@ -211,8 +211,10 @@ SAME_NUMBERS = {
 
 # What the doctor says of some mutants, whose names (bugs.py) begin like this
 NAMED_MUTANTS = {
-    "ddp.py: '                all_reduce(grad": "not summed over the data ranks",
-    "ddp.py: '            for group in tag.sum": "the tied matrix lacks the head's term",
+    "ddp.py: '            for group in tag.sum_over:' -> '            for group in ()":
+        "not summed over the data ranks",
+    "ddp.py: '            for group in tag.sum_over:' -> '            for group in tag.sum":
+        "the tied matrix lacks the head's term",
     "zero.py: '            all_reduce(chunk,": "the tied matrix lacks the head's term",
     "zero.py: 'self.sums.get(param, 0) +": "only the last microbatch|the first microbatch is miss",
     "zero.py: '            all_gather(param.data": "keeps its old values",
