@@ -326,7 +326,7 @@ MUTANTS = {
         ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file"),
         ('"False" in all_gather_text(str(is_finite(trainer)), world)', "not is_finite(trainer)",
          "checkpoint:one_ranks_shard"),
-        ("held = [*trainer.reducer.weights, *(values for kind in states for values in kind)]",
+        ("held = [*trainer.reducer.weights, *frozen, *(values for kind in states for values in kind)]",
          "held = trainer.reducer.weights", "checkpoint:one_ranks_shard"),
         ('os.rename(final, f"{final}.old.tmp")', "remove(final)", "checkpoint:two_renames"),
         ("for path in (*folder.iterdir(), folder):", "for path in (folder,):",
