@@ -330,7 +330,9 @@ def demo(mesh):
     ddp.expect(0, last=True)
     model(mine, mine).backward()
     launched = len(ddp.works)
-    ddp.gradients()
+    params = [param for bucket in ddp.buckets for param in bucket.params]
+    for param, grad in zip(params, ddp.gradients(), strict=True):
+        param.grad = grad.view_as(param)
     show_difference("buckets", mesh, model, summed=True)
     print(f"rank {mesh.rank}: {launched} of {len(ddp.buckets)} buckets were on their way when "
           "backward ended")
