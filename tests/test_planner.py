@@ -47,7 +47,7 @@ from shard import tag_whole
 from show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import VOCAB, config, mesh_of, pool
-from tests.trainer import Trainer
+from tests.trainer import Trainer, live_bytes
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -218,18 +218,6 @@ def _states(rank, cfg):
     return mesh.group("pp").rank, predicted_bytes(trainer)
 
 
-def states_held(trainer):
-    """Bytes of the model states that this rank holds, in live storages."""
-    reducer, optimizer = trainer.reducer, trainer.optimizer
-    tensors = [*optimizer.masters, *itertools.chain(*optimizer.moments.values())]
-    for bucket in reducer.buckets + reducer.frozen_buckets:
-        tensors += [bucket.full, bucket.grad, bucket.weight_shard, bucket.grad_shard]
-        tensors += [param.grad for param in bucket.params]
-    live = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()  # tensors share storages
-            for x in tensors if x is not None}
-    return sum(live.values())
-
-
 class Watch:
     """The most bytes at a time that autograd keeps for backward, without parameters."""
 
@@ -298,7 +286,7 @@ def _held(rank, cfg):
     with watch.watching():
         norm, read = trainer.gradients(data.training(cfg, 0, mesh))
         trainer.update(norm, cfg.lr)
-    return states_held(trainer) + watch.peak
+    return live_bytes(trainer) + watch.peak
 
 
 @pytest.mark.parametrize("flags", [
