@@ -88,7 +88,7 @@ MUTANTS = {
         ("sum_over=(same_experts, *others)", "sum_over=full.shard.sum_over", "layouts:root_parts")],
     "pipeline.py": [
         ("in_flight.popleft()", "in_flight.pop()", "layouts:root_parts"),
-        ("    wait_all(grad_sends)\n", "", "layouts:root_parts"),
+        ("        wait_all(grad_sends)\n", "", "layouts:root_parts"),
         ("weight.shard.sum_over += (group,)", "pass", "layouts:layout_equals")],
     "engine/ddp.py": [
         ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),

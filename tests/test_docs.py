@@ -409,9 +409,12 @@ def form(lines):
 DEAD = "train.py: rank 0: group pp_ends, receive from rank 1, send to rank 1: "
 
 
-@pytest.mark.parametrize("number,says", [(signal.SIGSTOP, "Timed"), (signal.SIGKILL, "Read")])
-def test_dead_ranks_print_the_lines_that_are_quoted(corpus, tmp_path, number, says):
-    run = start("train.py", *flags(corpus, tmp_path / "out", dp=2, pp=2, steps=10**6, timeout=5))
+@pytest.mark.parametrize("number,says,timeout", [
+    pytest.param(signal.SIGSTOP, "Timed", 5, marks=needs_minutes),  # 5 s: on a quiet machine
+    (signal.SIGKILL, "Read", HANG // 2)])
+def test_dead_ranks_print_the_lines_that_are_quoted(corpus, tmp_path, number, says, timeout):
+    run = start("train.py", *flags(corpus, tmp_path / "out", dp=2, pp=2, steps=10**6,
+                                   timeout=timeout))
     for line in run.stdout:
         if line.startswith("step      2"):
             break
