@@ -331,14 +331,11 @@ class Log:
         self.complain(f"{what} step {step}; last good checkpoint: {self.saved or 'none'}; a lower "
                       "--lr may help")
 
-    def say_if_unhealthy(self):
-        if self.skipped or not self.healthy:
-            self.not_finite(self.done - 1)
-
     def end_early(self):
         """A signal, or too many steps that were not finite, have ended the run."""
         if not self.gave_up:
-            self.say_if_unhealthy()
+            if self.skipped or not self.healthy:
+                self.not_finite(self.done - 1)
             self.say("stopped by a signal; --resume auto goes on from "
                      f"{self.saved or 'the start'}")
             self.ended_well = self.saved is not None
@@ -346,7 +343,8 @@ class Log:
     def end(self, agree):
         """Collective: prepare the last lines, to be printed once the other ranks have left. agree:
         do the replicas have the same weights?"""
-        self.say_if_unhealthy()
+        if self.skipped or not self.healthy:
+            self.not_finite(self.done - 1)
         if self.tracer and self.tracer.events:
             from run.timeline import report
             pipeline = self.trainer.pipeline
