@@ -78,8 +78,8 @@ def _cached():
 
 
 @pytest.mark.parametrize("ask,before,during,changes", [
-    (_subclass, True, None, [("engine/ddp.py", "self.is_new_step = True\n        return",
-                              "self.is_new_step = None\n        return")]),
+    (_subclass, True, None, [("engine/ddp.py", "self.is_new_step = True\n        grads",
+                              "self.is_new_step = None\n        grads")]),
     (_imported, 0.5, 2.0, [("optimizer.py", "(grad_clip / (norm + 1e-6))", "(norm / grad_clip)"),
                            ("optimizer.py", ".clamp(max=1.0)", "")]),
     (_property, 3, 1, [("shard.py", "group.size for group in self.shared_by)",
@@ -102,7 +102,7 @@ def test_a_change_is_planted_seen_and_gone(ask, before, during, changes):
     ([("optimizer.py", "no such line", "")], "contains 'no such line' 0 times"),
     ([("optimizer.py", "import", "")], "contains 'import' "),
     ([("optimizer.py", "# `weights` itself", "# itself")], "nothing but comments"),
-    ([("engine/ddp.py", "    sharded = False\n", "    one = 1\n    sharded = False\n")], "is added"),
+    ([("engine/ddp.py", "    unsaved = \"\"\n", "    one = 1\n    unsaved = \"\"\n")], "is added"),
     ([("group.py", "@contextmanager\n", "")], "cannot swap"),
     ([("model.py", "seed=0,", "seed=1,")], "cannot swap"),
     ([("shard.py", "dim: int = 0", "dim: int = 1")], "cannot swap"),
