@@ -63,7 +63,7 @@ def recompute(run, *inputs, again=nullcontext):
             if num_computed == len(stand_ins):
                 raise Enough
 
-        # detached: the repetition has a graph of its own, which nobody uses
+        # detached: the repetition has a graph of its own, which is dropped
         alone = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         now = torch.get_rng_state()
         torch.set_rng_state(random_state)

@@ -136,7 +136,7 @@ class Pipeline:
                        for s, layers in stages.items()}
         self.group = group  # the ranks of the pipeline
         self.shape, self.dtype = shape, dtype  # shape of an activation, (B, S, C); its dtype
-        self.tokens = cfg.batch_size * cfg.block_size  # of a step, on all ranks
+        self.tokens = cfg.batch_size * cfg.block_size  # tokens of a step, all ranks
         self.deferred = deferred or Deferred()
         self.dropout = dropout or Dropout()
         self.scale = scale or LossScale(dtype, group.device)

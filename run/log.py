@@ -98,7 +98,7 @@ class Log:
         self.world = trainer.mesh.world
         self.data = data
         self.start = start
-        self.tokens = self.cfg.batch_size * self.cfg.block_size  # of a step, on all ranks
+        self.tokens = self.cfg.batch_size * self.cfg.block_size  # tokens of a step
         self.n_params = sum(shape.numel() for shape in trainer.shapes.values())
         self.silent = trainer.mesh.rank != 0
         # FLOP/s of all GPUs together, known for 16 bits only; 0: the log leaves MFU out
