@@ -133,7 +133,7 @@ def tie_ends(all_layers, group):
 def demo(mesh):
     """Gradients of both schedules, compared with one process's."""
     from ddp import DDP
-    from show.demonstrations import flags, show_difference, small_gpt
+    from show.demonstrations import pipeline_flags, show_difference, small_gpt
     group = mesh.group("pp")
     for name in ("gpipe", "1f1b"):
         model, ids = small_gpt(mesh, n_layer=6)
@@ -142,7 +142,7 @@ def demo(mesh):
         stages = {group.rank: list(model.layers[start:stop])}
         batches = [(row, row, None) for row in ids.split(1)]
         shape = (1, 8, 16)  # (B, S, C) of small_gpt
-        pipeline = Pipeline(stages, group, flags(name, len(batches)), shape, torch.double)
+        pipeline = Pipeline(stages, group, pipeline_flags(name, len(batches)), shape, torch.double)
         ddp = DDP(stages)
         pipeline.run(batches, ddp)
         for param, grad in zip(ddp.params, ddp.gradients(), strict=True):

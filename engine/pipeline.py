@@ -269,7 +269,7 @@ class Pipeline:
 def demo(mesh):
     """Gradients of three schedules, compared with one process's."""
     from ddp import DDP
-    from show.demonstrations import flags, show_difference, small_gpt
+    from show.demonstrations import pipeline_flags, show_difference, small_gpt
     group = mesh.group("pp")
     P = group.size
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
@@ -280,7 +280,7 @@ def demo(mesh):
         cuts = cut(model.config.layer_costs(), P * v)
         stages = {s: list(model.layers[start:stop]) for s, (start, stop) in enumerate(cuts)
                   if where[s] == group.rank}
-        cfg = flags(name, len(batches), v)
+        cfg = pipeline_flags(name, len(batches), v)
         ddp = DDP(stages)
         Pipeline(stages, group, cfg, (1, 8, 16), torch.double).run(batches, ddp)
         for param, grad in zip(ddp.params, ddp.gradients(), strict=True):

@@ -70,7 +70,7 @@ def small_gpt(mesh, n_layer=2, **more):
     return model, SEQUENCES.chunk(size)[index]
 
 
-def flags(schedule, microbatches, chunks=1):
+def pipeline_flags(schedule, microbatches, chunks=1):
     """The flags that a Pipeline reads. A batch of one sequence of one token: so nothing is divided,
     and the loss is a sum, like one process's below."""
     return SimpleNamespace(schedule=schedule, microbatches=microbatches, chunks=chunks,
