@@ -102,6 +102,6 @@ class WithBackward(torch.autograd.Function):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate, ranks_asked
-    from show.ring import demo
+    from extras.show.demonstrations import demonstrate, ranks_asked
+    from extras.show.ring import demo
     demonstrate(demo, dp=ranks_asked(4))

@@ -159,10 +159,10 @@ def split_sequences(model, group, kind="ring", kinds=KINDS):
 
 
 def demo(mesh):
-    """Print which rank attends to which keys in which hop (show/tables.py); then the gradients of
+    """Print which rank attends to which keys in which hop (extras/show/tables.py); then the gradients of
     each form, compared with one process's."""
-    from show.demonstrations import compare_attention
-    from show.tables import zigzag_table
+    from extras.show.demonstrations import compare_attention
+    from extras.show.tables import zigzag_table
 
     group = mesh.group("cp")
     if group.rank == 0:
@@ -172,5 +172,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate, ranks_asked
+    from extras.show.demonstrations import demonstrate, ranks_asked
     demonstrate(demo, cp=ranks_asked(4))

@@ -98,7 +98,7 @@ class DDP:
 
 def demo(mesh):
     """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
-    from show.demonstrations import show_difference, small_gpt
+    from extras.show.demonstrations import show_difference, small_gpt
     model, mine = small_gpt(mesh)
     ddp = DDP({0: model.layers})
     model(mine, mine).backward()
@@ -108,5 +108,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate
+    from extras.show.demonstrations import demonstrate
     demonstrate(demo, dp=4)

@@ -108,7 +108,7 @@ def spread_experts(model, mesh, sp=False):
 
 def demo(mesh):
     """Print where 16 tokens of each rank go; then the gradients, compared with one process's."""
-    from show.demonstrations import show_difference, show_routes, small_gpt
+    from extras.show.demonstrations import show_difference, show_routes, small_gpt
     group = mesh.group("ep")
     model, mine = small_gpt(mesh, n_experts=8, top_k=2)
     spread_experts(model, mesh)
@@ -118,5 +118,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate
+    from extras.show.demonstrations import demonstrate
     demonstrate(demo, dp=4, ep=4)

@@ -24,7 +24,7 @@ nothing in a group of one, so the code that trains need not ask for sizes.
 """
 
 if __name__ == "__main__":  # before torch is imported: a wrong command line need not wait for that
-    from show.tables import mesh_command
+    from extras.show.tables import mesh_command
     mesh_command()
 
 import math

@@ -133,7 +133,7 @@ def tie_ends(all_layers, group):
 def demo(mesh):
     """Gradients of both schedules, compared with one process's."""
     from ddp import DDP
-    from show.demonstrations import pipeline_flags, show_difference, small_gpt
+    from extras.show.demonstrations import pipeline_flags, show_difference, small_gpt
     group = mesh.group("pp")
     for name in ("gpipe", "1f1b"):
         model, ids = small_gpt(mesh, n_layer=6)
@@ -151,5 +151,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate
+    from extras.show.demonstrations import demonstrate
     demonstrate(demo, pp=4)

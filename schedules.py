@@ -537,5 +537,5 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
 
 
 if __name__ == "__main__":
-    from show.draw import schedules_command
+    from extras.show.draw import schedules_command
     schedules_command()

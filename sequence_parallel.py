@@ -73,7 +73,7 @@ def positions_of_own_tokens(model, group):
 def demo(mesh):
     """Gradients of a small GPT under tensor and under sequence parallelism, compared with one
     process's; and the bytes that each of the two sends."""
-    from show.demonstrations import show_difference, small_gpt
+    from extras.show.demonstrations import show_difference, small_gpt
     from tensor_parallel import tensor_parallel
     group = mesh.group("tp")
     for technique in (tensor_parallel, sequence_parallel):
@@ -88,5 +88,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate
+    from extras.show.demonstrations import demonstrate
     demonstrate(demo, tp=4)

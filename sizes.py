@@ -123,5 +123,5 @@ def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
 
 
 if __name__ == "__main__":
-    from show.tables import sizes_command
+    from extras.show.tables import sizes_command
     sizes_command()

@@ -153,7 +153,7 @@ def tensor_parallel(model, group):
 
 def demo(mesh):
     """Gradients of a small GPT, compared with one process's; and what rank 0 holds of it."""
-    from show.demonstrations import show_difference, small_gpt
+    from extras.show.demonstrations import show_difference, small_gpt
     model, ids = small_gpt(mesh)
     tensor_parallel(model, mesh.group("tp"))
     model(ids, ids).backward()
@@ -165,5 +165,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate
+    from extras.show.demonstrations import demonstrate
     demonstrate(demo, dp=1, tp=4)

@@ -246,7 +246,7 @@ def main():
         mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
                                 ep=cfg.ep, shard=cfg.shard)
         if cfg.dump:
-            from run.doctor.record import write_dump
+            from extras.doctor.record import write_dump
             return write_dump(cfg, mesh, data, Trainer)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
         log = train(cfg, data, mesh)

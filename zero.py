@@ -178,11 +178,11 @@ REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
 def demo(mesh):
     """Two microbatches of a small GPT, under each stage: the gradients, against one process; and
     how many elements of the weights rank 0 keeps, and how many of them its optimizer updates."""
-    from show.demonstrations import compare_reducer
+    from extras.show.demonstrations import compare_reducer
     for stage, reducer in enumerate(REDUCERS):
         compare_reducer(f"ZeRO-{stage}", mesh, reducer)
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate
+    from extras.show.demonstrations import demonstrate
     demonstrate(demo, dp=4)

@@ -228,11 +228,11 @@ def split_sequences(model, group, kind="ring"):
 
 def demo(mesh):
     """The gradients of the ring, compared with one process's."""
-    from show.demonstrations import compare_attention
+    from extras.show.demonstrations import compare_attention
     group = mesh.group("cp")
     compare_attention("fast ring", partial(ring_attention, group=group), group)
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate_engine, ranks_asked
+    from extras.show.demonstrations import demonstrate_engine, ranks_asked
     demonstrate_engine(demo, cp=ranks_asked(4))

@@ -99,7 +99,7 @@ class Bucket:
     def whole(self, own_pieces, dtype):
         """Put the shards of all replicas together: [(parameter, whole tensor)] of all parameters.
         own_pieces: the (parameter, piece) pairs of this rank's shard, such as those of
-        self.pieces(self.weight_shard). All replicas call this together (forks/muon.py)."""
+        self.pieces(self.weight_shard). All replicas call this together (extras/forks/muon.py)."""
         flat = self.full.new_zeros(self.numel, dtype=dtype)
         for param, piece in own_pieces:
             start = self.starts[param] + self.start_of_piece(param)
@@ -126,7 +126,7 @@ class DDP:
     # True: reduce each microbatch's gradients. False: reduce their sum, in the last microbatch
     every_microbatch = False
     # Names a state that differs from data rank to data rank, such as "rounding errors of --int8"
-    # (forks/int8.py). A checkpoint leaves it out, so --resume is refused. "": there is none
+    # (extras/forks/int8.py). A checkpoint leaves it out, so --resume is refused. "": there is none
     unsaved = ""
 
     def __init__(self, stages, value, dtype, device, bucket_bytes=25 << 20, grad_dtype=None):
@@ -323,7 +323,7 @@ class DDP:
 
 def demo(mesh):
     """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
-    from show.demonstrations import show_difference, small_gpt
+    from extras.show.demonstrations import show_difference, small_gpt
     model, mine = small_gpt(mesh)
     values = {name: param.data for name, param in model.canonical_parameters()}
     ddp = DDP({0: model.layers}, lambda tag: values[tag.name], torch.double, "cpu", 20_000)
@@ -339,5 +339,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate_engine
+    from extras.show.demonstrations import demonstrate_engine
     demonstrate_engine(demo, dp=4)

@@ -71,7 +71,7 @@ class Optimizer:
 
     def settings(self, tag):
         """(weight decay, factor of the learning rate) of the parameter of this tag. The factor is 1
-        here; forks/mup.py and forks/muon.py override this."""
+        here; extras/forks/mup.py and extras/forks/muon.py override this."""
         return self.cfg.weight_decay * decays(tag), 1.0
 
     def square(self, grads):

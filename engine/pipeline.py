@@ -269,7 +269,7 @@ class Pipeline:
 def demo(mesh):
     """Gradients of three schedules, compared with one process's."""
     from ddp import DDP
-    from show.demonstrations import pipeline_flags, show_difference, small_gpt
+    from extras.show.demonstrations import pipeline_flags, show_difference, small_gpt
     group = mesh.group("pp")
     P = group.size
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
@@ -289,5 +289,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate_engine
+    from extras.show.demonstrations import demonstrate_engine
     demonstrate_engine(demo, pp=4)

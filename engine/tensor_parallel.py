@@ -169,7 +169,7 @@ def parallelize(model, group, sp=False, defer=None):
 
 def demo(mesh):
     """Gradients of a small GPT, compared with one process's, without --sp and with it."""
-    from show.demonstrations import show_difference, small_gpt
+    from extras.show.demonstrations import show_difference, small_gpt
     for sp in (False, True):
         model, ids = small_gpt(mesh)
         parallelize(model, mesh.group("tp"), sp)
@@ -178,5 +178,5 @@ def demo(mesh):
 
 
 if __name__ == "__main__":
-    from show.demonstrations import demonstrate_engine
+    from extras.show.demonstrations import demonstrate_engine
     demonstrate_engine(demo, dp=1, tp=4)

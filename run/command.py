@@ -1,8 +1,8 @@
 """Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
 (data/prepare.py and tests/mutants.py make parsers of their own.)
 
-Here too: the flags of sample.py, run/export.py, run/doctor, bench.py, tests/first_gpu.py and
-experiments/. These programs read their flags before they import torch, so that --help and a wrong
+Here too: the flags of sample.py, run/export.py, extras/doctor, bench.py, tests/first_gpu.py and
+extras/show/. These programs read their flags before they import torch, so that --help and a wrong
 flag do not wait for torch. This file can be imported without torch; the files with their main()
 functions cannot. The flags of train.py: run/config.py.
 """

@@ -117,7 +117,7 @@ class Config:
     metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
     dump: str = flag("", "run", "write a dump of two steps into this folder, for python -m "
-                     "run.doctor, and end")
+                     "extras.doctor, and end")
     watch: str = flag("", "run", "print every message of the first step, then train on; "
                       "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
     verbose: bool = flag(False, "run", "print all flags as they were resolved")

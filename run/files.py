@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"  # makes the folder of a checkpoint complete (run/che
 FOLDER = re.compile(r"step-\d{8,}")  # the name of that folder, less .tmp or .old.tmp
 LOCK = ".lock"  # in --out: locked by the run that writes there (claim in run/checkpoint.py)
 
-# The files of a dump (run/doctor/dump.py). DUMP_BEGUN becomes DUMP when the dump is complete
+# The files of a dump (extras/doctor/dump.py). DUMP_BEGUN becomes DUMP when the dump is complete
 DUMP, DUMP_BEGUN = "dump.json", "dump.json.tmp"
 DUMP_MARK = '{"format": 1'  # the first characters of both
 # weights-0: before the first step; weights-1: after step 1; tokens-1: read in step 1

@@ -29,8 +29,8 @@ import torch
 from torch.autograd import DeviceType
 
 import train
-from planner.hardware import DEVICES, card
-from planner.published import ATTENTION as ATTENTION_SPEED
+from extras.planner.hardware import DEVICES, card
+from extras.planner.published import ATTENTION as ATTENTION_SPEED
 from run.config import Config, check_layout
 from sizes import GPTConfig, peak_flops
 from tests.counts import GPT2, PRODUCTS, VOCABULARY, count_step

@@ -36,7 +36,7 @@ from model import build
 from run.config import PARTS, Config, check, check_layout
 from run.copies import replicas_agree, whole_slices
 from sizes import config_of
-from tests.diagnosis import diagnosis
+from extras.doctor.tests.diagnosis import diagnosis
 from tests.pool import pool
 
 # This file is imported where processes are forked from: CUDA is not to be touched there

@@ -302,7 +302,7 @@ MUTANTS = {
         ('copies=mesh.group("rep"))', "copies=None)", "layouts:root_parts"),
         ("        self.routing.clear()\n", "", "layouts:experts"),
         ("self.where[0] != self.where[-1]", "False", "layouts:layout_equals")],
-    "exercises/break_it.py": [
+    "extras/exercises/break_it.py": [
         ("abs(loss - right) > spread", "loss - right > spread", "wrong_lines:apart"),
         ("if all(apart[i : i + IN_A_ROW])", "if apart[i]", "wrong_lines:apart"),
         ("elif not torch.equal(held, part) and", "elif False and", "wrong_lines:copies"),
@@ -313,7 +313,7 @@ MUTANTS = {
         ("(shard.sum_over[0], *shard.shared_by)", "shard.shared_by", "zero:bit"),
         ("whole[start : start + piece.numel()]", "whole[: piece.numel()]", "dump:any_layout"),
         ("if reducer.sharded:", "if False:", "dump:any_layout")],
-    "run/doctor/record.py": [
+    "extras/doctor/record.py": [
         (" and shard.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
         (".div_(scale)", "", "dump:16_bits")],
@@ -365,31 +365,31 @@ MUTANTS = {
     "run/hugging_face.py": [
         ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
          "weights:starts_from or exported")],
-    "run/doctor/foreign.py": [
+    "extras/doctor/foreign.py": [
         ("heads[:, of_q], heads[:, of_q + 1]", "heads[:, of_q + 1], heads[:, of_q]",
          "foreign:megatrons"),
         ("return tensor[: shape[0]]", "return tensor", "foreign:megatrons"),
         ("name = name.replace(fused, apart)", "pass", "foreign:megatrons")],
-    "run/doctor/diagnose.py": [
+    "extras/doctor/diagnose.py": [
         ("if examined.distance > FAR:", "if False:", "foreign:from_other_weights")],
-    "run/doctor/examined.py": [
+    "extras/doctor/examined.py": [
         ("torch.finfo(self.dtype).eps + self.distance", "torch.finfo(self.dtype).eps",
          "foreign:as_much_as_the_weights"),
         ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic"),
         ("FLOOR * (1 - 1 / NOISE)", "FLOOR", "doctor:equal_in_float64")],
-    "run/doctor/gradients.py": [
+    "extras/doctor/gradients.py": [
         ("[check_loss(examined, number, of_loss), finding]",
          "[check_loss(examined, number, []), finding]", "foreign:shifted_twice"),
         ("if of_both:\n        return of_both, of_both\n    return causes_of_loss(examined, loss),",
          "return list(shares),", "doctor:cause_explains"),
         ("wrong, known) if known else {}", "wrong, known)", "doctor:cause_is_unknown")],
-    "run/doctor/inputs.py": [
+    "extras/doctor/inputs.py": [
         ("torch.cat([dump.ids(number), dump.targets(number)], dim=-1)", "dump.ids(number)",
          "doctor:other_sequences"),
         ("given[name].shape != right[name].shape\n             or", "", "foreign:another_shape")],
-    "run/doctor/norm.py": [
+    "extras/doctor/norm.py": [
         ("grad.chunk(D)", "grad.chunk(1)", "foreign:ranks_shards")],
-    "run/doctor/changes/model.py": [
+    "extras/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
         ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no"),
@@ -426,7 +426,7 @@ MUTANTS = {
         ("args.top_k, args.seed)", "args.top_k)", "weights:seed_decides"),
         ("top_k or V", "top_k or 50", "weights:top_k_0"),
         ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
-    "planner/memory.py": [
+    "extras/planner/memory.py": [
         ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket"),
         ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),
         ("per_other = bytes_each(layout.replicas)", "per_other = bytes_each(layout.dp)",
@@ -435,12 +435,12 @@ MUTANTS = {
         ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers"),
         ("(3 * 8 + 2 * wide)", "(2 * 8 + 2 * wide)", "planner:saves_the_bytes"),
         ("up * (inner + shared)", "up * (inner - shared)", "planner:mlp_beside")],
-    "planner/search.py": [
+    "extras/planner/search.py": [
         ("if tp > self.device.node and", "if tp >= self.device.node and", "planner:limits_that"),
         ("S // cp < 512 and", "S // cp <= 512 and", "planner:limits_that"),
         ("for v in range(2, 17) if", "for v in range(2, 16) if", "planner:limits_that"),
         ("for b in range(1, 17) if", "for b in range(1, 16) if", "planner:limits_that")],
-    "planner/measure.py": [
+    "extras/planner/measure.py": [
         ("2 * (n - 1) / n * long.nbytes", "(n - 1) / n * long.nbytes", "planner:measured_links"),
         (" / hops(tiny, world)", "", "planner:measured_links")],
     "run/tensorfile.py": [
@@ -457,7 +457,7 @@ MUTANTS = {
         ('    "group.py", "engine/group.py",', '    "engine/group.py",', "watch:my_own"),
         ("carrier or collective or method", "collective or method", "watch:every_message"),
         ("self.here.what = what", "pass", "watch:every_message")],
-    "experiments/eight_ranks.py": [
+    "extras/show/eight_ranks.py": [
         ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
     "run/processes.py": [
         ('options["device_id"] =', "device =", "first_gpu:connects_at_init")],
@@ -481,26 +481,26 @@ MUTANTS = {
         ("cut = newline + 1 if", "cut = newline if", "commands:end_of_a_line"),
         ("                    mark.unlink()", "                    pass", "commands:half_replaced"),
         ("8 * gzip_bytes / len", "gzip_bytes / len", "commands:gzips_bits")],
-    "planner/costs.py": [
+    "extras/planner/costs.py": [
         ("return max(inside, outside) + (size", "return inside + outside + (size",
          "planner:textbooks"),
         ("members - 1 + math.ceil(math.log2(size / members))", "size - 1",
          "planner:trees_latency")],
-    "planner/hardware.py": [
+    "extras/planner/hardware.py": [
         ("self.gb * (1 - self.reserve)", "self.gb", "advice:first_row")],
-    "planner/habits.py": [
+    "extras/planner/habits.py": [
         ('Price(8, "tensor ranks', 'Price(0, "tensor ranks', "advice:first_row")],
-    "planner/programs.py": [
+    "extras/planner/programs.py": [
         ('"always" if layout.zero == 3 else "never"', '"never" if layout.zero == 3 else "always"',
          "advice:programs_words")],
-    "planner/calibrate.py": [
+    "extras/planner/calibrate.py": [
         ("times[SKIPPED:]", "times", "advice:flags_or_a_file")],
-    "planner/report.py": [
+    "extras/planner/report.py": [
         ("* row['step_s'] / 86400", "* row['step_s'] / 3600", "planner:speed_and_days")],
     "sizes.py": [
         ("+ 12 * self.n_layer * self", "+ 6 * self.n_layer * self",
          "planner:llm_foundry")],
-    "lab.html": [
+    "docs/lab.html": [
         ('[[1e9, "GB"], [1e6', '[[2**30, "GB"], [1e6', "lab:powers_of_ten"),
         ("(100 * x).toFixed(1)", "(100 * x).toFixed(0)", "lab:powers_of_ten"),
         ("(rank - hop + N) % N", "(rank + hop) % N", "lab:computes"),

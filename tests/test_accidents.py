@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bench
+import extras.bench.__main__ as bench
 import sample
 import train
 from data import prepare
@@ -28,7 +28,7 @@ from data.batches import Data
 from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
 from run.files import DUMP
-from show import draw, pictures
+from extras.show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import HERE, needs_minutes
 from tests.isolation import as_it_was
@@ -45,8 +45,8 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
 
 
 PROGRAMS = ["sample.py", "bench.py", "mesh.py", "plan.py", "schedules.py", "sizes.py",
-            "-m run.export", "-m show.pictures", "-m experiments.large_batches",
-            "-m experiments.eight_ranks", "-m tests.first_gpu", "data/prepare.py",
+            "-m run.export", "-m extras.show.pictures", "-m extras.show.large_batches",
+            "-m extras.show.eight_ranks", "-m tests.first_gpu", "data/prepare.py",
             "tests/mutants.py"]
 
 
@@ -189,8 +189,8 @@ def closed_pipe():
 
 
 PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "plan.py --help", "sample.py --help",
-          "bench.py --help", "-m run.export --help", "-m show.pictures --help",
-          "-m experiments.large_batches --help", "-m experiments.eight_ranks --help",
+          "bench.py --help", "-m run.export --help", "-m extras.show.pictures --help",
+          "-m extras.show.large_batches --help", "-m extras.show.eight_ranks --help",
           "schedules.py 1f1b 2 4", "sizes.py",
           "plan.py --model gpt2 --gpus 2", "plan.py --published", "collectives.py 1"]
 

@@ -24,7 +24,7 @@ from group import CommunicationError
 from run.copies import Copies
 from run.processes import all_gather_text
 from shard import Shard
-from show import ring
+from extras.show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 from tests.pool import HANG
 

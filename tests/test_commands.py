@@ -21,7 +21,7 @@ import pytest
 import regex
 import torch
 
-import bench
+import extras.bench.__main__ as bench
 import train
 from data.batches import Data, DataError, load_tokenizer
 from data.prepare import (

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-import bench
+import extras.bench.__main__ as bench
 import train
 from engine.ahead import compute_ahead, threads_per_rank
 from engine.collectives import all_gather
@@ -28,7 +28,7 @@ from engine.vocabulary_parallel import ChunkedHead, add_weight_gradient, positio
 from engine.zero import ZeRO2
 from group import CommunicationError, naming
 from mesh import connection_options
-from races import gpu
+from extras.bench import gpu
 from run import launch, processes
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of, peak_flops

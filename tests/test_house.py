@@ -18,7 +18,7 @@ from data.batches import Data
 from group import CommunicationError, naming
 from run import export as export_file
 from run.log import peak_of_process
-from show import demonstrations, tables
+from extras.show import demonstrations, tables
 from tests.harness import HERE, config
 from tests.runs import command, one_line
 
@@ -28,7 +28,7 @@ ROOMS = {
                     expert_parallel recompute schedules pipeline""".split(),
     "command": "train sample plan bench test_all".split()}
 ROOT = ["ground", "technique"]
-# What planner/ may use of the engine, to measure a machine: messages
+# What extras/planner/ may use of the engine, to measure a machine: messages
 MESSAGES = ["engine.collectives", "engine.group", "engine.mesh"]
 MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
     "ground": ["ground"], "technique": ROOT, "engine": [*ROOT, "engine"],
@@ -43,7 +43,7 @@ MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
 FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))
            if path.parent.name != "tests"]
 FILES = [*HERE.glob("*.py"), *(path for folder in FOLDERS for path in folder.rglob("*.py"))]
-HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path  # "run.doctor.dump": its file
+HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path  # "extras.doctor.dump": its file
          for path in FILES if path.name != "__init__.py"}
 
 
@@ -113,8 +113,8 @@ def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
 
 def test_arrows_point_down():
     """The root imports neither the engine nor a room; the engine imports the root; data/ and run/
-    neither the engine nor planner/; planner/ of the engine only messages; only commands,
-    experiments/ and exercises/ import them, and nothing imports exercises/. No circle."""
+    neither the engine nor extras/planner/; extras/planner/ of the engine only messages; only commands,
+    extras/show/ and extras/exercises/ import them, and nothing imports extras/exercises/. No circle."""
     imports = {module: imported(path) for module, path in HOUSE.items()}
     up = [(module, other) for module, others in imports.items() for other in others
           if is_ours(module) and is_ours(other) and room(other) != "forks"  # which patches import
@@ -160,8 +160,8 @@ def test_messages_pass_through_the_ground():
                if is_ours(module) and module != "bench" and room(module) != "races" and
                re.search("import torch.distributed|torch.distributed[.]", path.read_text())}
     assert talkers <= {"mesh", "engine.mesh", "engine.group", "engine.nccl_group",
-                       "engine.collectives", "run.processes", "exercises.board",
-                       "exercises.judge"}
+                       "engine.collectives", "run.processes", "extras.exercises.board",
+                       "extras.exercises.judge"}
 
 
 def test_one_name_means_one_thing():

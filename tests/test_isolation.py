@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-import plan
+import extras.planner.__main__ as plan
 import sample
 import train
 from data import prepare
 from run import export
-from show import draw, pictures, tables
+from extras.show import draw, pictures, tables
 from tests import isolation
 from tests.runs import command, one_line
 
@@ -32,7 +32,7 @@ def test_ctrl_c_after_a_command_is_reported(tmp_path):
     """pytest says so and in which test; without isolation.py it would end without a word."""
     (tmp_path / "test_it.py").write_text(
         "import signal\n"
-        "from show.draw import schedules_command\n"
+        "from extras.show.draw import schedules_command\n"
         "from tests.runs import one_line\n"
         # A shell that starts pytest in the background has it ignore Ctrl-C
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -22,11 +22,11 @@ from data.batches import Data
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.sequence_parallel import Region
-from planner import costs
+from extras.planner import costs
 from run import timeline
 from run.processes import all_gather_text
 from schedules import Action, lower, make_schedule, simulate, validate
-from show import draw
+from extras.show import draw
 from tests.harness import (
     FULL,
     VOCAB,

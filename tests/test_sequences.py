@@ -22,7 +22,7 @@ from engine.group import Work
 from engine.mesh import Mesh
 from experts import kind_of
 from model import build, causal_attention
-from planner import memory
+from extras.planner import memory
 from run.config import check
 from sizes import GPTConfig, config_of
 from tests.harness import (

@@ -12,7 +12,7 @@ import train
 from collectives import all_reduce
 from data.batches import Data
 from ddp import DDP
-from experiments.eight_ranks import LAYOUT, eight_ranks, held_matrices
+from extras.show.eight_ranks import LAYOUT, eight_ranks, held_matrices
 from group import wait_all
 from mesh import Mesh
 from run.config import check
@@ -307,7 +307,7 @@ def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
     """In each stage the T slices of a split matrix make the whole, and of each slice the D replicas
     step every row once."""
     ranks = pool(8, _held, 1024, tmp_path / "ranks.svg")
-    assert (tmp_path / "ranks.svg").read_text() == (HERE / "pictures/ranks.svg").read_text()
+    assert (tmp_path / "ranks.svg").read_text() == (HERE / "docs/pictures/ranks.svg").read_text()
     parts = {}  # (stage, name) -> {(d, t): HeldMatrix}
     for (d, p, t), matrices in ranks:
         for held in matrices:

@@ -1,1 +1,0 @@
-"""Write it yourself: python -m exercises"""

@@ -1,0 +1,171 @@
+"""Changes of experts: gates, capacity, the balance loss, gradients of tokens and gates under --tp.
+
+An expert layer gives run_experts the tokens x (B, S, C) and, for each token, its experts and their
+gates: chosen and gates (B, S, k). A bug of gates or capacity gives it other gates.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from experts import MixtureOfExperts
+from extras.doctor.changes.tensor import unsummed
+from extras.doctor.finding import axes_by_size
+from extras.doctor.step import Change, served
+from tensor_parallel import copy_to_ranks
+
+
+def mixtures(model):
+    return [layer for layer in model.modules() if isinstance(layer, MixtureOfExperts)]
+
+
+# ---- gates and capacity ----
+
+
+def replace_gates(change):
+    """change(x, gates, chosen, layer): the gates (B, S, k) in place of the right ones."""
+    def run(x, gates, chosen, right, layer):
+        return right(x, change(x, gates, chosen, layer), chosen)
+
+    def before(model):
+        for layer in mixtures(model):
+            layer.run_experts = partial(run, right=layer.run_experts, layer=layer)
+
+    return before
+
+
+def all_ones(x, gates, chosen, layer):
+    return torch.ones_like(gates)
+
+
+def detached_gates(x, gates, chosen, layer):
+    return gates.detach()
+
+
+def other_order(x, gates, chosen, layer):
+    return gates.flip(-1)
+
+
+def softmax_over_all(x, gates, chosen, layer):
+    """The chosen experts' gates from the softmax over all experts, not over the chosen ones."""
+    wide = torch.promote_types(x.dtype, torch.float)
+    scores = F.linear(x.to(wide), layer.router.weight.to(wide)).softmax(-1)
+    return scores.gather(-1, chosen).to(x.dtype)
+
+
+def gates_in_order_of_tokens(T, E):
+    """Each tensor rank sorts its experts' rows by expert, but takes as many gates from the start of
+    the list of all tokens. For four tokens with one expert each, T = 1:
+
+        chosen    2 0 1 0          rows sorted by expert: tokens 1 3 2 0
+        gates     a b c d          so token 1 gets a, 3 gets b, 2 gets c, 0 gets d: d a c b
+
+    For T = 2 and four experts, tensor rank 1 has experts 2 and 3: its only row, token 0, gets a.
+    """
+    def change(x, gates, chosen, layer):
+        flat = gates.flatten()  # (B S k,)
+        experts = chosen.flatten()
+        wrong = torch.zeros_like(flat)
+        for t in range(T):
+            is_served = served(layer.n_experts, E, T, t)[experts]
+            order = experts.masked_fill(~is_served, layer.n_experts).argsort(stable=True)
+            rows = order[: int(is_served.sum())]  # those of this rank, sorted by expert
+            wrong = wrong.index_copy(0, rows, flat[: len(rows)])
+        return wrong.view_as(gates)
+    return change
+
+
+def with_capacity(factor):
+    """An expert takes at most `factor` times its share of an even spread; later tokens of the
+    microbatch are dropped: gate 0."""
+    def change(x, gates, chosen, layer):
+        experts = chosen.flatten()  # (B S k,)
+        one_hot = F.one_hot(experts, layer.n_experts)  # (B S k, n_experts)
+        before = one_hot.cumsum(0) - one_hot  # how often each expert was chosen before
+        place = before.gather(1, experts.unsqueeze(1)).squeeze(1)  # in the expert's queue, from 0
+        is_kept = place < int(factor * len(experts)) // layer.n_experts
+        return gates * is_kept.view_as(gates)
+    return change
+
+
+# ---- gradients of tokens and gates ----
+
+
+def spread_over_tensor_ranks(E, f_of_tokens, f_of_gates):
+    """In backward a tensor rank has the gradients of tokens and gates from its own experts only. f
+    adds these gradients up over the ranks: copy_to_ranks is right, unsummed the bug."""
+    def run(x, gates, chosen, right, is_served, group):
+        own = is_served[chosen]  # (B, S, k)
+        # Here each rank runs all experts. Those of other tensor ranks add their outputs, so that
+        # forward is right, but pass no gradient to tokens and gates, like in a run
+        outputs = right(f_of_tokens(x, group), f_of_gates(gates, group) * own, chosen)
+        return outputs + right(x.detach(), (gates * ~own).detach(), chosen)
+
+    def after(model, mesh):
+        group = mesh.group("tp")
+        for layer in mixtures(model):
+            is_served = served(layer.n_experts, E, group.size, group.rank)
+            layer.run_experts = partial(run, right=layer.run_experts, is_served=is_served,
+                                        group=group)
+
+    return after
+
+
+# ---- the balance loss ----
+
+
+def balance_times(factor):
+    def after(model, mesh):
+        for layer in mixtures(model):
+            layer.balance_weight *= factor
+    return after
+
+
+def balance_of_own_tokens(model, mesh):
+    for layer in mixtures(model):
+        layer.sum_counts = lambda counts: counts
+
+
+def balance_changes(layout):
+    found = [Change("the experts' balance loss is missing", after=balance_times(0.0),
+                    forward=False)]
+    sharing = layout["cp"] * (layout["tp"] if layout["sp"] else 1)  # ranks that share a sequence
+    if sharing > 1:
+        found.append(Change("the balance loss counts a rank's own tokens of a sequence only",
+                            after=balance_of_own_tokens, forward=False))
+    axes_of = axes_by_size(layout, ("dp", "ep", "tp", "cp", "pp", "microbatches"))
+    for size, axes in axes_of.items():
+        which = " or ".join(axes)
+        found += [Change(f"the balance loss counts {size} times ({which})",
+                         after=balance_times(size), forward=False),
+                  Change(f"the balance loss is divided by {size} ({which})",
+                         after=balance_times(1 / size), forward=False)]
+    return found
+
+
+def expert_changes(layout):
+    T = layout["tp"]
+    E = layout["ep"]
+    found = [
+        Change("experts' outputs are not multiplied by their gates",
+               before=replace_gates(all_ones)),
+        Change("no gradient reaches the router through the gates",
+               before=replace_gates(detached_gates), forward=False),
+        Change("gates are not normalized over the chosen experts (softmax over all)",
+               before=replace_gates(softmax_over_all)),
+        Change("gates are in the wrong order", before=replace_gates(other_order)),
+        Change("gates are in the order of the tokens, rows in that of the experts",
+               before=replace_gates(gates_in_order_of_tokens(T, E)), by_microbatch=True)]
+    for factor in (1.0, 1.25, 1.5, 2.0):
+        found.append(Change("experts drop tokens beyond a capacity: "
+                            f"{factor:g} times the tokens per expert",
+                            before=replace_gates(with_capacity(factor)), by_microbatch=True))
+    if T > 1 and not layout["sp"]:
+        found += [
+            Change("f is missing before the experts: the gradient of their tokens is not summed "
+                   "over the tensor ranks (tp)",
+                   after=spread_over_tensor_ranks(E, unsummed, copy_to_ranks), forward=False),
+            Change("the gates' gradient is not summed over the tensor ranks (tp)",
+                   after=spread_over_tensor_ranks(E, copy_to_ranks, unsummed), forward=False)]
+    return found + balance_changes(layout)

@@ -1,0 +1,1 @@
+"""Write it yourself: python -m extras.exercises"""
