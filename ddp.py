@@ -26,7 +26,7 @@ def parameters_of(stages):
 def give_values(param, values):
     """Give values to a parameter of the meta device, which has only a shape and a tag."""
     real = torch.nn.Parameter(values, param.requires_grad)
-    real.shard = param.shard
+    real.tag = param.tag
     # Exchanges the contents: `param`, the object that layers refer to, becomes `real`, tag included
     torch.utils.swap_tensors(param, real)
 
@@ -64,14 +64,14 @@ class DDP:
         every = parameters_of(stages)
         if value:
             for param in every:
-                give_values(param, value(param.shard))
+                give_values(param, value(param.tag))
         self.params = [param for param in every if param.requires_grad]
         self.weights = [param.data for param in self.params]
-        self.tags = [param.shard for param in self.params]
+        self.tags = [param.tag for param in self.params]
         # For checkpoints: where each of `weights` starts in the slice that its tag describes; and
         # (weights, tag, start) of parameters that are not trained
         self.starts = [0] * len(self.params)
-        self.frozen = [(param.data, param.shard, 0) for param in every if not param.requires_grad]
+        self.frozen = [(param.data, param.tag, 0) for param in every if not param.requires_grad]
 
     def expect(self, stage, last):
         """Nothing to prepare: gradients stay in param.grad until the last backward is over."""
@@ -91,7 +91,7 @@ class DDP:
     def whole(self):
         """Yields (tag, this rank's whole slice) of every parameter. Collective in ZeRO3."""
         for param in self.params:
-            yield param.shard, param.data
+            yield param.tag, param.data
         for weights, tag, _ in self.frozen:
             yield tag, weights
 

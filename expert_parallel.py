@@ -99,8 +99,8 @@ def spread_experts(model, mesh, sp=False):
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
                 # others: replicas of shards; under sp the tensor ranks
-                _, *others = full.shard.sum_over
-                tag = replace(full.shard, ranges=(own,), sum_over=(same_experts, *others))
+                _, *others = full.tag.sum_over
+                tag = replace(full.tag, ranges=(own,), sum_over=(same_experts, *others))
                 setattr(stack, name, take_slice(full, tag))
         layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
         layer.sum_counts = sum_counts

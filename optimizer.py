@@ -19,10 +19,10 @@ def learning_rate(cfg, step):
     return cfg.min_lr + cosine * (cfg.lr - cfg.min_lr)
 
 
-def decays(shard):
+def decays(tag):
     """Does weight decay apply to the parameter of this tag? Only to matrices. (The name is checked
     too, because the stacked biases of a layer's experts are a tensor of two dims.)"""
-    return len(shard.shape) > 1 and shard.name.endswith("weight")
+    return len(tag.shape) > 1 and tag.name.endswith("weight")
 
 
 def clip_coefficient(norm, grad_clip):

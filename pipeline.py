@@ -126,8 +126,8 @@ def tie_ends(all_layers, group):
     weight = all_layers[0].wte.weight
     is_tied = weight is all_layers[-1].lm_head.weight
     if is_tied and group.size > 1:
-        weight.shard.shared_by += (group,)
-        weight.shard.sum_over += (group,)
+        weight.tag.shared_by += (group,)
+        weight.tag.sum_over += (group,)
 
 
 def demo(mesh):

@@ -18,7 +18,7 @@ import torch
 
 
 @dataclass
-class Shard:
+class Tag:
     name: str  # canonical name in the full model
     shape: torch.Size  # full shape
     dim: int = 0  # the dim that is split
@@ -107,7 +107,7 @@ def tag_whole(model, data, copies=None):
     gradient is to be summed over it, too."""
     others = (copies,) if copies and copies.size > 1 else ()
     for name, param in model.canonical_parameters():
-        param.shard = Shard(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
+        param.tag = Tag(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
                             sum_over=(data, *others))
 
 
@@ -116,7 +116,7 @@ def take_slice(full, tag):
     shape only."""
     held = tag.slice(full.detach()).clone(memory_format=torch.contiguous_format)
     part = torch.nn.Parameter(held, full.requires_grad)
-    part.shard = tag
+    part.tag = tag
     return part
 
 
@@ -133,7 +133,7 @@ def split(full, dim, group, parts=()):
             start, stop = bounds(size, group)
             ranges.append((begin + start, begin + stop))
             begin += size
-        tag = replace(full.shard, dim=dim, ranges=tuple(ranges), split_over=group)
+        tag = replace(full.tag, dim=dim, ranges=tuple(ranges), split_over=group)
         full.own_slice = take_slice(full, tag)
     return full.own_slice
 
@@ -143,7 +143,7 @@ def tag_replicated(model, group, sum_gradients):
     model has been split over the group. sum_gradients: the ranks see different tokens, so gradients
     of whole parameters are to be summed over the group."""
     for param in model.parameters():
-        if group.size > 1 and param.shape == param.shard.shape:
-            param.shard.shared_by += (group,)
+        if group.size > 1 and param.shape == param.tag.shape:
+            param.tag.shared_by += (group,)
             if sum_gradients:
-                param.shard.sum_over += (group,)
+                param.tag.sum_over += (group,)

@@ -104,7 +104,7 @@ class VocabularyEmbedding(nn.Module):
         self.group = group
         self.g = g
         self.weight = split(embedding.weight, 0, group)  # (V/T, C)
-        self.words = self.weight.shard.ranges[0]  # start and stop in the vocabulary
+        self.words = self.weight.tag.ranges[0]  # start and stop in the vocabulary
 
     def forward(self, idx):  # (B, S)
         local, outside = to_local(idx, *self.words)
@@ -160,8 +160,8 @@ def demo(mesh):
     show_difference("tp", mesh, model)
     if mesh.rank == 0:
         for param in model.parameters():
-            full = str([*param.shard.shape])
-            print(f"{param.shard.name:34} {full:>9} on rank 0: {[*param.shape]}")
+            full = str([*param.tag.shape])
+            print(f"{param.tag.name:34} {full:>9} on rank 0: {[*param.shape]}")
 
 
 if __name__ == "__main__":

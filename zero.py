@@ -48,20 +48,20 @@ class ZeRO1(DDP):
     def __init__(self, stages, value=None):
         super().__init__(stages, value)
         # Views: to step a chunk in place changes the parameter
-        self.weights = [own_chunk(param.data, param.shard.sum_over[0]) for param in self.params]
-        self.starts = [bounds(param.numel(), param.shard.sum_over[0])[0] for param in self.params]
+        self.weights = [own_chunk(param.data, param.tag.sum_over[0]) for param in self.params]
+        self.starts = [bounds(param.numel(), param.tag.sum_over[0])[0] for param in self.params]
 
     def gradients(self):
         chunks = []
         for param in self.params:
-            replicas = param.shard.sum_over[0]
+            replicas = param.tag.sum_over[0]
             grad = reduce_scatter(take_gradient(param), replicas)  # other chunks: partial sums
             chunks.append(own_chunk(grad, replicas))
         return sum_over_others(chunks, self.tags)
 
     def publish(self):
         for param in self.params:
-            all_gather(param.data, param.shard.sum_over[0])
+            all_gather(param.data, param.tag.sum_over[0])
 
 
 class ZeRO2(ZeRO1):
@@ -77,7 +77,7 @@ class ZeRO2(ZeRO1):
     def keep_own_chunk(self, param):
         """Called by autograd when param.grad is complete, once in each backward. All replicas run
         the same graph, so they call this in the same order, and no rank waits forever."""
-        replicas = param.shard.sum_over[0]
+        replicas = param.tag.sum_over[0]
         chunk = own_chunk(reduce_scatter(param.grad, replicas), replicas)
         # Not `chunk` itself: a view, which would keep the whole gradient in memory
         self.sums[param] = self.sums.get(param, 0) + chunk
@@ -119,7 +119,7 @@ class Gathered(torch.nn.Module):
         return recompute(self.run, *inputs)
 
     def run(self, *inputs):
-        whole = {name: gather(chunk, shape, chunk.shard.sum_over[0])
+        whole = {name: gather(chunk, shape, chunk.tag.sum_over[0])
                  for name, (chunk, shape) in self.chunks.items()}
         return functional_call(self.layer, whole, inputs)  # the layer, with these weights
 
@@ -136,10 +136,10 @@ class ZeRO3(DDP):
     def __init__(self, stages, value=None):
         chunk_of = {}  # whole parameter -> (this rank's chunk, shape of the whole)
         for param in parameters_of(stages):
-            replicas = param.shard.sum_over[0]
-            whole = value(param.shard) if value else param.data
+            replicas = param.tag.sum_over[0]
+            whole = value(param.tag) if value else param.data
             chunk = torch.nn.Parameter(own_chunk(whole, replicas).clone(), param.requires_grad)
-            chunk.shard = param.shard
+            chunk.tag = param.tag
             chunk_of[param] = chunk, param.shape
         for layers in stages.values():
             for i, layer in enumerate(layers):
@@ -151,12 +151,12 @@ class ZeRO3(DDP):
         self.chunks = list(chunk_of.values())  # (this rank's chunk, shape of the whole)
         self.params = [chunk for chunk, _ in self.chunks if chunk.requires_grad]
         self.weights = [chunk.data for chunk in self.params]
-        self.tags = [chunk.shard for chunk in self.params]
+        self.tags = [chunk.tag for chunk in self.params]
         start_of = {}  # chunk -> where it starts in the flattened whole parameter
         for chunk, shape in self.chunks:
-            start_of[chunk], _ = bounds(shape.numel(), chunk.shard.sum_over[0])
+            start_of[chunk], _ = bounds(shape.numel(), chunk.tag.sum_over[0])
         self.starts = [start_of[chunk] for chunk in self.params]
-        self.frozen = [(chunk.data, chunk.shard, start_of[chunk]) for chunk, _ in self.chunks
+        self.frozen = [(chunk.data, chunk.tag, start_of[chunk]) for chunk, _ in self.chunks
                        if not chunk.requires_grad]
 
     def gradients(self):
@@ -169,7 +169,7 @@ class ZeRO3(DDP):
 
     def whole(self):
         for chunk, shape in self.chunks:
-            yield chunk.shard, gather(chunk.data, shape, chunk.shard.sum_over[0])
+            yield chunk.tag, gather(chunk.data, shape, chunk.tag.sum_over[0])
 
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage

@@ -45,7 +45,7 @@ class Bucket:
         self.params = params
         self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
         self.grad_dtype = grad_dtype or dtype
-        self.group, *self.sum_at_end = params[0].shard.sum_over  # the replicas; then others
+        self.group, *self.sum_at_end = params[0].tag.sum_over  # the replicas; then others
         self.starts = {}  # parameter -> its first element in the buffer
         self.numel = 0  # length of the buffer
         for param in params:
@@ -70,12 +70,12 @@ class Bucket:
         """Turn a parameter of the meta device into a view of the buffer that holds these values;
         rows beyond them (--pad-vocab) stay zero. The layers keep the same Parameter object."""
         view = self.view(self.full, param)
-        dim = param.shard.dim
+        dim = param.tag.dim
         view.narrow(dim, 0, values.size(dim)).copy_(values)
         # .data: a tensor with a version counter of its own, so that ZeRO-3 may refill the buffer
         # between forward and backward without an error of autograd
         real = torch.nn.Parameter(view.data, param.requires_grad)
-        real.shard = param.shard
+        real.tag = param.tag
         # swap_tensors: `param` itself, the object that layers and dicts refer to, becomes `real`
         torch.utils.swap_tensors(param, real)
 
@@ -147,7 +147,7 @@ class DDP:
         # through C++, which the gc cannot see
         hook = WeakMethod(self.grad_added)
         partition = self.partition(users)
-        tags = [param.shard for _, params in partition for param in params]
+        tags = [param.tag for _, params in partition for param in params]
         values = compute_ahead(value, tags, threads_per_rank())
         for stage, params in partition:
             split = self.is_split(params[0].requires_grad)
@@ -173,7 +173,7 @@ class DDP:
 
     def held(self, buckets):
         """[(piece of a parameter that this rank holds, the parameter's tag, start of the piece)]"""
-        return [(weights, param.shard, bucket.start_of_piece(param)) for bucket in buckets
+        return [(weights, param.tag, bucket.start_of_piece(param)) for bucket in buckets
                 for param, weights in bucket.pieces(bucket.weight_shard)]
 
     def partition(self, users):
@@ -183,7 +183,7 @@ class DDP:
         still_open = {}  # (stage, groups to sum over, trained?) -> the bucket that takes more
         for param, where in reversed(users.items()):
             stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
-            key = (stage, param.shard.sum_over, param.requires_grad)
+            key = (stage, param.tag.sum_over, param.requires_grad)
             bucket = still_open.get(key)
             if bucket is None or sum(p.numel() for p in bucket) + param.numel() > self.bucket_numel:
                 bucket = still_open[key] = []
@@ -313,7 +313,7 @@ class DDP:
                     seen.add(param)
                     # A copy: callers make a numpy array of it, and torch cannot resize a storage
                     # that numpy shares; but ZeRO-3 resizes this one, to free the weights
-                    yield param.shard, param.detach().clone()
+                    yield param.tag, param.detach().clone()
         self.gather_weights([])
 
     def gather_weights(self, layers):

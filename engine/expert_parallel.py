@@ -113,7 +113,7 @@ def spread_experts(model, mesh, sp=False):
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
                 # copies: replicas of shards (--shard)
-                copies = [group for group in full.shard.shared_by if group is not tp]
-                tag = replace(full.shard, ranges=((own[0], own[-1] + 1),), shared_by=(*copies,),
+                copies = [group for group in full.tag.shared_by if group is not tp]
+                tag = replace(full.tag, ranges=((own[0], own[-1] + 1),), shared_by=(*copies,),
                               sum_over=(mesh.group("shard", "cp"), *copies))
                 setattr(stack, name, take_slice(full, tag))

@@ -20,7 +20,7 @@ import torch
 from engine.collectives import all_reduce
 from engine.optimizer import AdamW, Optimizer, exact_norms
 from optimizer import decays
-from shard import Shard
+from shard import Tag
 
 
 class Layerwise(Optimizer):
@@ -39,7 +39,7 @@ class Layerwise(Optimizer):
         # For each of the weights: index_of its tensor
         self.indices = torch.tensor([self.index_of[tag.name] for tag in self.tags],
                                     dtype=torch.long, device=self.device)
-        self.is_matrix = torch.tensor([decays(Shard(name, shape))
+        self.is_matrix = torch.tensor([decays(Tag(name, shape))
                                        for name, shape in shapes.items()], device=self.device)
 
     def update(self, grads, factor, finite, lr):

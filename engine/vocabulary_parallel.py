@@ -36,7 +36,7 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, idx):  # (B, S)
         if self.region.sp:  # rank by rank (Region)
             idx = idx.unflatten(1, (self.region.group.size, -1)).movedim(1, 0).flatten(0, 1)
-        local, outside = to_local(idx, *self.weight.shard.ranges[0])
+        local, outside = to_local(idx, *self.weight.tag.ranges[0])
         x = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
         return leave_region(x, self.region)  # (B, S, C), under --sp (B, S/T, C)
 
@@ -130,7 +130,7 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, head, training):
         region = head.region
         group = region.group
-        start, stop = weight.shard.ranges[0]  # this rank's words
+        start, stop = weight.tag.ranges[0]  # this rank's words
         wide = torch.promote_types(x.dtype, torch.float)  # sums have 32 bits at least
         parts = group.size if region.sp else 1  # the sequence is in so many parts, one per rank
         B, length, C = x.shape  # length: S, under --sp S/T
@@ -221,5 +221,5 @@ def pad_vocabulary(model, multiple):
             # zeros
             shape = (weight.size(0) + missing, weight.size(1))
             padded[weight] = nn.Parameter(weight.new_empty(shape), weight.requires_grad)
-            padded[weight].shard = weight.shard
+            padded[weight].tag = weight.tag
         layer.weight = padded.get(weight, weight)

@@ -58,7 +58,7 @@ class ZeRO1(DDP):
 
     def common(self, param, where):
         """(groups to sum over, users, trained?) of a parameter."""
-        return param.shard.sum_over, tuple(where), param.requires_grad
+        return param.tag.sum_over, tuple(where), param.requires_grad
 
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)

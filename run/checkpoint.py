@@ -279,7 +279,7 @@ def transfer(trainer, entries, saving):
             transfer_runs(entries[name], tag, start + first, values[first:stop], saving)
 
 
-def transfer_runs(entry, shard, start, values, saving):
+def transfer_runs(entry, tag, start, values, saving):
     """Write `values`, the elements from index `start` on of the slice that the tag describes, to
     their places in the file of the full tensor; or read them from there. (Rows of --pad-vocab at
     the end of `values` lie beyond the slice, so runs() leaves them out.)
@@ -291,7 +291,7 @@ def transfer_runs(entry, shard, start, values, saving):
     data = memoryview(buffer.view(torch.uint8).numpy())
     width = buffer.element_size()
     with about(entry.path, entry.name), open(entry.path, "r+b" if saving else "rb") as file:
-        for in_full, in_values, length in shard.runs(start, start + len(values)):
+        for in_full, in_values, length in tag.runs(start, start + len(values)):
             file.seek(entry.begin + in_full * width)
             run = data[in_values * width : (in_values + length) * width]
             moved = file.write(run) if saving else file.readinto(run)

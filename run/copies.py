@@ -16,13 +16,13 @@ class Copies:
     def __init__(self):
         self.hashes = {}  # group -> {name: hash of this rank's copy}
 
-    def add(self, shard, copy):
+    def add(self, tag, copy):
         """Keep the hash of `copy`, a tensor on the CPU: this rank's whole slice of the parameter of
-        the tag `shard`. Every rank of a group adds the group's tensors in the same order."""
+        this tag. Every rank of a group adds the group's tensors in the same order."""
         digest = hashlib.sha256(copy.contiguous().view(-1).view(torch.uint8).numpy()).digest()
         number = int.from_bytes(digest[:7], "little")  # 7 bytes fit a torch.long, which is signed
-        for group in (shard.sum_over[0], *shard.shared_by):
-            self.hashes.setdefault(group, {})[shard.name] = number
+        for group in (tag.sum_over[0], *tag.shared_by):
+            self.hashes.setdefault(group, {})[tag.name] = number
 
     def differing(self, names, world):
         """Collective: the names of tensors whose copies differ. names: all tensors of the model,

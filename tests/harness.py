@@ -147,9 +147,9 @@ def reference(corpus, build=build, **flags):
     return trace
 
 
-def bare(shard):
+def bare(tag):
     """A tag without its groups, which cannot go from process to process."""
-    return replace(shard, split_over=None, shared_by=(), sum_over=())
+    return replace(tag, split_over=None, shared_by=(), sum_over=())
 
 
 def local_tensors(trainer, kind):

@@ -45,7 +45,7 @@ MUTANTS = {
         ("self.sums.get(param, 0) + chunk", "chunk.clone()", "layouts:root_parts"),
         ("own_chunk(reduce_scatter(whole, replicas), replicas).clone()",
          "own_chunk(whole, replicas).clone()", "layouts:root_parts"),
-        ("            all_gather(param.data, param.shard.sum_over[0])", " " * 12 + "pass",
+        ("            all_gather(param.data, param.tag.sum_over[0])", " " * 12 + "pass",
          "layouts:root_parts"),
         ("\n        param.grad = None\n", "\n", "parts:table"),
         ("param.data = param.data.new_empty(0)", "pass", "parts:table"),
@@ -66,7 +66,7 @@ MUTANTS = {
         ("(1 - beta2**num_steps)", "1", "layouts:root_parts"),
         ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
         ("(step - cfg.warmup_steps) /", "step /", "values:rate"),
-        ('> 1 and shard.name.endswith("weight")', "> 1", "layouts:experts")],
+        ('> 1 and tag.name.endswith("weight")', "> 1", "layouts:experts")],
     "tensor_parallel.py": [
         ("f, block.attn.parts)", "f)", "layouts:root_parts"),
         ("lambda grad: sum_of_copy(grad, group)", "lambda grad: grad", "layouts:root_parts"),
@@ -85,11 +85,11 @@ MUTANTS = {
     "expert_parallel.py": [
         ("return outputs[order.argsort()]", "return outputs", "layouts:experts"),
         ("gates.flatten()[order]", "gates.flatten()", "layouts:root_parts"),
-        ("sum_over=(same_experts, *others)", "sum_over=full.shard.sum_over", "layouts:root_parts")],
+        ("sum_over=(same_experts, *others)", "sum_over=full.tag.sum_over", "layouts:root_parts")],
     "pipeline.py": [
         ("in_flight.popleft()", "in_flight.pop()", "layouts:root_parts"),
         ("        wait_all(grad_sends)\n", "", "layouts:root_parts"),
-        ("weight.shard.sum_over += (group,)", "pass", "layouts:layout_equals")],
+        ("weight.tag.sum_over += (group,)", "pass", "layouts:layout_equals")],
     "engine/ddp.py": [
         ("reduction(bucket.grad,", "reduction(bucket.grad.div_(2),", "layouts:layout_equals"),
         ("wait_all(self.works)", "", "collectives:change_nothing"),
@@ -187,7 +187,7 @@ MUTANTS = {
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
     "engine/expert_parallel.py": [
         ("(cp, tp) if sp else (cp,)", "(cp,)", "layouts:experts"),
-        ('sum_over=(mesh.group("shard", "cp"), *copies)', "sum_over=full.shard.sum_over",
+        ('sum_over=(mesh.group("shard", "cp"), *copies)', "sum_over=full.tag.sum_over",
          "layouts:experts")],
     "run/routing.py": [
         ("mean(1)).max()", "mean(1)).mean()", "layouts:experts"),
@@ -310,11 +310,11 @@ MUTANTS = {
         ("changes, random_value, 2)", "changes, initial_value, 2)", "wrong_lines:two_steps")],
     "run/copies.py": [
         ("differ[name] |= is_unequal", "pass", "zero:one_bit"),
-        ("(shard.sum_over[0], *shard.shared_by)", "shard.shared_by", "zero:bit"),
+        ("(tag.sum_over[0], *tag.shared_by)", "shard.shared_by", "zero:bit"),
         ("whole[start : start + piece.numel()]", "whole[: piece.numel()]", "dump:any_layout"),
         ("if reducer.sharded:", "if False:", "dump:any_layout")],
     "extras/doctor/record.py": [
-        (" and shard.sum_over[0].rank == 0", "", "dump:copies"),
+        (" and tag.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
         (".div_(scale)", "", "dump:16_bits")],
     "run/checkpoint.py": [

@@ -23,7 +23,7 @@ from engine.nccl_group import CudaGroup
 from group import CommunicationError
 from run.copies import Copies
 from run.processes import all_gather_text
-from shard import Shard
+from shard import Tag
 from extras.show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 from tests.pool import HANG
@@ -189,7 +189,7 @@ def _texts_and_copies(rank, world):
         for different, usual, other in itertools.product(range(world), *[(1.0, 2.0)] * 2):
             copies = Copies()
             for name, value in (("a", usual), ("b", other if rank == different else usual)):
-                tag = Shard(name, torch.Size([1]), sum_over=(mesh.group("dp"),))
+                tag = Tag(name, torch.Size([1]), sum_over=(mesh.group("dp"),))
                 copies.add(tag, torch.tensor([value]))
             assert copies.differing(["a", "b"], mesh.world) == ["b"] * (usual != other)
 

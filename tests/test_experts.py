@@ -140,7 +140,7 @@ def _bug_of_experts(rank, cfg, bug):
     def averaged(self, finish=ddp.DDP.finish):
         finish(self)
         for bucket in self.buckets:
-            if any("experts" in p.shard.name for p in bucket.params):
+            if any("experts" in p.tag.name for p in bucket.params):
                 for _, grad in self.grad_pieces(bucket):
                     grad.div_(cfg.dp)
 

@@ -24,7 +24,7 @@ from extras.planner import memory
 from run import checkpoint
 from run.config import check, check_layout
 from run.log import Log
-from shard import Shard
+from shard import Tag
 from tests.cover import covering, named
 from tests.harness import (
     PLAIN,
@@ -185,7 +185,7 @@ class Small(torch.nn.Module):
         self.shapes = {"weight": torch.Size((n, 1)), "bias": torch.Size((1,))}
         for name, shape in self.shapes.items():
             param = torch.nn.Parameter(torch.empty(shape, device="meta"))
-            param.shard = Shard(name, shape, 0, ((0, shape[0]),), sum_over=(group,))
+            param.tag = Tag(name, shape, 0, ((0, shape[0]),), sum_over=(group,))
             setattr(self, name, param)
 
 

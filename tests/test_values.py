@@ -120,7 +120,7 @@ def test_routers_and_losses_of_16_bit_models_compute_in_32():
 
 def chunked(head, x, targets):
     """The loss of a head as train.py computes it: in chunks of at least 256 tokens."""
-    head.lm_head.weight.shard = SimpleNamespace(ranges=((0, VOCAB),))
+    head.lm_head.weight.tag = SimpleNamespace(ranges=((0, VOCAB),))
     region = Region(Group(Mesh(dp=1), "solo", [0], 0))
     return ChunkedHead(head, region)(x, targets)
 
@@ -156,7 +156,7 @@ def test_the_heads_gradient_stays_in_float16s_range():
     plain.ln_f = torch.nn.Identity()
     weight = plain.lm_head.weight
     weight.data.zero_()
-    weight.shard = SimpleNamespace(ranges=((0, 8),))
+    weight.tag = SimpleNamespace(ranges=((0, 8),))
     x = torch.zeros(1, 1024, 1024).half().requires_grad_()
     x.data[..., 0] = 100
     targets = torch.zeros(1, 1024, dtype=torch.long)

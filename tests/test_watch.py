@@ -179,7 +179,7 @@ def _with_a_technique_of_my_own(rank, cfg):
     def gradients_of_my_own(ddp):
         grads = [param.grad for param in ddp.params]
         for param, grad in zip(ddp.params, grads, strict=True):
-            group = param.shard.sum_over[0]
+            group = param.tag.sum_over[0]
             if grad.dim() == 1:  # of two ranks
                 received = torch.empty_like(grad)
                 wait_all([group.recv(received, group.prev), group.send(grad, group.next)])

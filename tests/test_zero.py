@@ -22,7 +22,7 @@ from engine.optimizer import exact_norms
 from run import checkpoint, timeline
 from run.config import check
 from run.copies import whole_slices
-from shard import Shard
+from shard import Tag
 from tests.harness import (
     FULL,
     SHAPE,
@@ -351,7 +351,7 @@ def _unused(rank, world, stage, n):
     only rank 0 uses; and of a layer of which other ranks use nothing."""
     def parameter(name):
         param = torch.nn.Parameter(torch.empty(n, device="meta"))
-        param.shard = Shard(name, param.shape, 0, ((0, n),), sum_over=(group,))
+        param.tag = Tag(name, param.shape, 0, ((0, n),), sum_over=(group,))
         return param
 
     class Layer(torch.nn.Module):
@@ -439,7 +439,7 @@ def _disagree(rank, cfg, where):
     before = trainer.replicas_agree()
     for bucket in trainer.reducer.buckets if rank == 1 else ():
         for param in bucket.params:
-            if where in param.shard.name:
+            if where in param.tag.name:
                 piece = bucket.full.narrow(0, bucket.starts[param], param.numel())
                 piece[-1] = math.nextafter(piece[-1], 1)
     return before, trainer.replicas_agree()

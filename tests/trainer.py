@@ -77,7 +77,7 @@ def padding_bytes(trainer):
         weights, grads, states = bytes_per_parameter(
             cfg.zero, bucket.group.size, bucket.full.itemsize, bucket.grad_dtype.itemsize,
             len(optimizer.moments))
-        slices = sum(param.shard.slice_shape.numel() for param in bucket.params)
+        slices = sum(param.tag.slice_shape.numel() for param in bucket.params)
         total += (bucket.numel - slices) * (weights + bucket.trained * grads)
         if bucket.trained:
             pieces = sum(piece.numel() for _, piece in bucket.pieces(bucket.weight_shard))

@@ -21,7 +21,7 @@ from run.checkpoint import together, transfer_runs
 from run.copies import Copies, whole_slices
 from run.files import DUMP, DUMP_BEGUN, DUMP_MARK, DUMP_TENSORS
 from run.tensorfile import DTYPES, CheckpointError, about
-from shard import Shard
+from shard import Tag
 
 LAYOUT = ("dp", "ep", "pp", "cp", "tp", "sp", "cp_attention", "zero", "schedule", "chunks",
           "microbatches")  # the flags that are a dump's layout
@@ -88,14 +88,14 @@ class Writer:
                 path.write_bytes(head)
         copies = Copies()
         failed = None  # this rank's first error. The rank goes on: others wait for its messages
-        for shard, values in held:
+        for tag, values in held:
             values = values.detach().cpu().flatten().to(dtype)
-            copies.add(shard, values)
+            copies.add(tag, values)
             # Is this the first rank with this slice in the first replica?
-            is_writer = shard.first and shard.sum_over[0].rank == 0
+            is_writer = tag.first and tag.sum_over[0].rank == 0
             if failed is None and is_writer:
                 try:
-                    transfer_runs(entries[shard.name], shard, start=0, values=values, saving=True)
+                    transfer_runs(entries[tag.name], tag, start=0, values=values, saving=True)
                 except CheckpointError as error:
                     failed = error
             del values  # free it before the next is made
@@ -114,7 +114,7 @@ class Writer:
         shape = torch.Size((n_data_ranks, *both[0].shape))
         # Tokens are not summed. sum_over[0] only names the ranks that hold the same tokens; the
         # first of these ranks writes them (write_tensors)
-        held = [(Shard(name, shape, 0, ((index, index + 1),), sum_over=(replica,)), tensor)
+        held = [(Tag(name, shape, 0, ((index, index + 1),), sum_over=(replica,)), tensor)
                 for name, tensor in zip(("ids", "targets"), both, strict=True)]
         shapes = dict.fromkeys(("ids", "targets"), shape)
         self.write_tensors(f"tokens-{number}", torch.int64, shapes, held)

@@ -120,7 +120,7 @@ def expert_gradients_of_one_rank(model, E, mesh):
             for param in layer.experts.parameters():  # (n_experts, ...)
                 others = ~is_own.view(-1, *[1] * (param.dim() - 1))
                 param.register_hook(partial(torch.masked_fill, mask=others, value=0.0))
-                param.shard = replace(param.shard, sum_over=(*param.shard.sum_over, group))
+                param.tag = replace(param.tag, sum_over=(*param.tag.sum_over, group))
 
 
 def own_tokens(ids, targets, k, positions):
@@ -154,7 +154,7 @@ class Boards:
     def make(self, model):
         """Called by rank 0: boards for the parameters of its part of the model."""
         for param in model.parameters():
-            tag = param.shard
+            tag = param.tag
             R = self.T if param.shape == tag.shape else 1
             # Not filled with zeros: the ranks fill each board, all of it
             self.boards[tag.name] = torch.empty(self.N, R, *tag.shape, dtype=self.wide)
@@ -165,7 +165,7 @@ class Boards:
     def put(self, model, c, t, scale):
         """Called by each rank: move its gradients, divided by the loss scale, to their boards."""
         for param in model.parameters():
-            tag = param.shard
+            tag = param.tag
             board = self.boards[tag.name][c]  # (R, full shape)
             if param.grad is None:  # an expert that got no tokens has no gradient
                 grad = torch.zeros(param.shape, dtype=self.wide)
@@ -256,7 +256,7 @@ class SimulatedStep:
         def rank(mesh):
             model = self.whole_model(torch.double)
             self.parallel(model, mesh)
-            return {param.shard.name: param.shard for param in model.parameters()}
+            return {param.tag.name: param.tag for param in model.parameters()}
         return World({"cp": 1, "tp": self.layout["tp"]}).run(rank)
 
     def divisor(self):

@@ -29,7 +29,7 @@ from extras.doctor.finding import (
     unexamined,
 )
 from extras.doctor.update import Replay, Way, ways
-from shard import Shard
+from shard import Tag
 
 RIGHT_WAY = Way()
 # Elements of a tensor that one operation takes. torch shares longer operations among its threads,
@@ -83,7 +83,7 @@ class Steps:
     def is_matrix(self, name, shape):
         """Does the right step decay this tensor? In a model of another form every tensor of two
         dims, like in the loops of docs/check-your-own-trainer.md: names of matrices are unknown."""
-        return decays(Shard(name, shape)) if self.mine.model else len(shape) > 1
+        return decays(Tag(name, shape)) if self.mine.model else len(shape) > 1
 
     def replay_of(self, replay, number, name, shape, way):
         """A function (weights, gradients) -> weights after the step, computed again. Its arguments

@@ -143,7 +143,7 @@ EXERCISES = (
          "Square in float64, add up, divide by n, add that to the sum so far.")),
     Exercise(
         "e16_checkpoint", "a checkpoint for another layout", ("runs",),
-        "shard.py: runs, of the class Shard", "states.judge_checkpoint",
+        "shard.py: runs, of the class Tag", "states.judge_checkpoint",
         ("One index along dim has inner = shape[dim + 1:].numel() elements side by side; there are "
          "shape[:dim].numel() rows of shape[dim] * inner elements.",
          "Walk over rows, then ranges. Keep `position`, the place in the flattened slice: a range "

@@ -14,7 +14,7 @@ BUCKET = 600  # numbers
 
 
 class BucketDDP(DDP):
-    """param.shard.sum_over[0] is the group of replicas, the same for all parameters.
+    """param.tag.sum_over[0] is the group of replicas, the same for all parameters.
 
     Parameters of 500, 80 and 100 numbers, whose gradients come in this order: the first two are a
     bucket, which is sent when the third gradient comes. A parameter larger than BUCKET is a bucket

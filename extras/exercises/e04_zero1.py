@@ -9,7 +9,7 @@ from ddp import DDP
 
 
 class ZeRO1(DDP):
-    """param.shard.sum_over[0] is the group of replicas. After backward gradients() is called; then
+    """param.tag.sum_over[0] is the group of replicas. After backward gradients() is called; then
     the optimizer steps self.weights in place; then publish() is called.
 
     Two replicas, a parameter [1 2 3 4]: on rank 0 its entry of self.weights is a view of 1 2. With

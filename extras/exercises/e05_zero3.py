@@ -25,7 +25,7 @@ def gather(chunk, shape, replicas):
 
 class Gathered(torch.nn.Module):
     """functional_call(layer, {name: weight}, inputs) runs the layer with these weights. chunks:
-    {name: (this rank's chunk, shape of the whole)}; chunk.shard.sum_over[0] is the group of
+    {name: (this rank's chunk, shape of the whole)}; chunk.tag.sum_over[0] is the group of
     replicas. recompute(run, *inputs) runs run(*inputs) in forward, and again in backward."""
 
     def __init__(self, layer, chunks):

@@ -10,7 +10,7 @@ import torch
 
 def tie_ends(all_layers, group):
     """If the matrix is tied, all_layers[0].wte.weight and all_layers[-1].lm_head.weight are one
-    Parameter; else there is nothing to do. Its tag, .shard, has two tuples of groups: sum_over and
+    Parameter; else there is nothing to do. Its tag, .tag, has two tuples of groups: sum_over and
     shared_by. group: the two stages that hold it. Any other rank is alone in its group, and has
     nothing to do."""
     raise NotImplementedError

@@ -55,7 +55,7 @@ def said_by(error):
     key = error.args[0] if error.args else None
     lines = str(error).strip().splitlines() or [""]
     if isinstance(key, torch.Tensor):  # a KeyError: its text would be the tensor's numbers
-        said = f"the parameter {key.shard.name}" if hasattr(key, "shard") else "a tensor"
+        said = f"the parameter {key.tag.name}" if hasattr(key, "tag") else "a tensor"
     else:
         said = " ... ".join([lines[0], *lines[1:][-1:]])
     return said + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

@@ -20,7 +20,7 @@ from extras.exercises.judge import (
     while_trying,
 )
 from model import build
-from shard import Shard, tag_whole
+from shard import Tag, tag_whole
 from sizes import GPTConfig
 
 SMALL = GPTConfig(21, block_size=4, n_layer=2, n_head=4, n_embd=8)
@@ -80,7 +80,7 @@ def check_sums(reducer, grads, whole, terms, group):
         raise Wrong(f"rank {group.rank}: gradients() has returned, and {group.unjoined} of "
                     f"{group.submitted} all-reduces were not waited for")
     for grad, param in zip(grads, reducer.params, strict=True):
-        name = param.shard.name
+        name = param.tag.name
         if grad is None or not same(grad, whole[name]):
             others = [other for other, summed in whole.items()
                       if grad is not None and same(grad, summed)]
@@ -112,13 +112,13 @@ def check_large_first(form, group):
     for i, layer in enumerate(layers):
         shape = layer.weight.shape
         layer.weight.data.copy_(torch.arange(shape.numel()).view(shape) % 7 - 2)
-        layer.weight.shard = Shard(f"layers.{i}.weight", shape, 0, ((0, shape[0]),),
+        layer.weight.tag = Tag(f"layers.{i}.weight", shape, 0, ((0, shape[0]),),
                                    sum_over=(group,))
 
     def gradients_of_rows(rows):
         weights = [layer.weight for layer in layers]
         grads = torch.autograd.grad(layers[1](layers[0](rows)).sum(), weights)
-        return {weight.shard.name: grad for weight, grad in zip(weights, grads, strict=True)}
+        return {weight.tag.name: grad for weight, grad in zip(weights, grads, strict=True)}
 
     mine = inputs[group.rank : group.rank + 1]
     whole, terms = gradients_of_rows(inputs), gradients_of_rows(mine)
@@ -177,17 +177,17 @@ def judge_zero1(make_mesh, forms):
         chunk = own_chunk(param.data, group)
         if weight.numel() != chunk.numel():
             raise Wrong(f"self.weights has {weight.numel()} of the {param.numel()} numbers of "
-                        f"{param.shard.name}: this rank's chunk has {chunk.numel()}")
+                        f"{param.tag.name}: this rank's chunk has {chunk.numel()}")
         if weight.requires_grad:
             raise Wrong("autograd records what is done to self.weights: take the chunks of "
                         "param.data, because the optimizer steps them in place")
         if weight.numel() and weight.data_ptr() != chunk.data_ptr():
             raise Wrong(f"self.weights has other memory than this rank's chunk of "
-                        f"{param.shard.name}: keep a view, so that a step changes the parameter")
+                        f"{param.tag.name}: keep a view, so that a step changes the parameter")
     model(mine, mine).backward()
-    before = {param.shard.name: param.detach().clone() for param in params}
+    before = {param.tag.name: param.detach().clone() for param in params}
     for weight, grad, param in zip(reducer.weights, reducer.gradients(), params, strict=True):
-        name = param.shard.name
+        name = param.tag.name
         want = own_chunk(whole[name], group)
         if grad is None or not same(grad, want):
             own = own_chunk(terms[name], group)
@@ -197,13 +197,13 @@ def judge_zero1(make_mesh, forms):
     check_cleared(params)
     reducer.publish()
     for param in params:
-        old = before[param.shard.name]
-        new = old - whole[param.shard.name]
+        old = before[param.tag.name]
+        new = old - whole[param.tag.name]
         parts = [tensor.detach().view(-1).tensor_split(RANKS) for tensor in (param, old, new)]
         for rank, (chunk, was, want) in enumerate(zip(*parts, strict=True)):
             if not same(chunk, want):
                 raise Wrong(f"after publish(), rank {group.rank}: chunk {rank} of "
-                            f"{param.shard.name} " + explain_new(chunk, was))
+                            f"{param.tag.name} " + explain_new(chunk, was))
     psi = sum(param.numel() for param in params)
     own = sum(own_chunk(param.data, group).numel() for param in params)
     of_next = sum(param.data.view(-1).tensor_split(RANKS)[group.next].numel() for param in params)

@@ -20,7 +20,7 @@ from extras.exercises.judge import (
     transposed,
     while_trying,
 )
-from shard import Shard, bounds
+from shard import Tag, bounds
 
 
 def random_tensor(*shape, seed=0):
@@ -126,7 +126,7 @@ def tagged_linear(n_in, n_out):
     linear.weight.data.copy_(random_tensor(n_out, n_in, seed=1))
     linear.bias.data.copy_(random_tensor(n_out, seed=2))
     for name, param in linear.named_parameters():
-        param.shard = Shard(name, param.shape, 0, ((0, n_out),), sum_over=(Alone().world,))
+        param.tag = Tag(name, param.shape, 0, ((0, n_out),), sum_over=(Alone().world,))
     return linear
 
 

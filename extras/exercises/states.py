@@ -12,7 +12,7 @@ from extras.exercises.judge import Wrong, check_shape, in_numbers, same, trains
 from extras.exercises.slices import random_tensor
 from model import build
 from optimizer import AdamW
-from shard import Shard, bounds, tag_whole
+from shard import Tag, bounds, tag_whole
 from sizes import GPTConfig
 
 
@@ -39,7 +39,7 @@ def check_tie(form, mesh):
         tag_whole(model, replicas)
         weight = layers[0].wte.weight
         form(layers, ends)
-        tag = weight.shard
+        tag = weight.tag
         at_end = tied and ends.size > 1
         if tag.sum_over[:1] != (replicas,):
             raise Wrong("tie_ends drops the replicas from sum_over: append to it")
@@ -102,11 +102,11 @@ def tags_of(group):
     of the flattened slice."""
     T, t = group.size, group.rank
     shape = torch.Size((6, 8))
-    rows = Shard("rows", shape, 0, (bounds(6, group),))
-    columns = Shard("columns", shape, 1, (bounds(8, group),))
-    parts = Shard("q, k, v", torch.Size((3 * T, 2)), 0, tuple((T * i + t, T * i + t + 1)
+    rows = Tag("rows", shape, 0, (bounds(6, group),))
+    columns = Tag("columns", shape, 1, (bounds(8, group),))
+    parts = Tag("q, k, v", torch.Size((3 * T, 2)), 0, tuple((T * i + t, T * i + t + 1)
                                                               for i in range(3)))
-    whole = Shard("a chunk of the whole", shape, 0, ((0, 6),))
+    whole = Tag("a chunk of the whole", shape, 0, ((0, 6),))
     half = replace(columns, name="a chunk of columns",
                    ranges=((0, 4),) if t < T // 2 else ((4, 8),))
     # Two ranks share four columns, 24 elements, cut at 11

@@ -30,7 +30,7 @@ OUTER_LR, MOMENTUM = 0.7, 0.9
 def keep_apart(stages, workers):
     """Gradients of these stages are not to be summed over the group `workers`."""
     for param in parameters_of(stages):
-        tag = param.shard
+        tag = param.tag
         tag.sum_over = tuple(group for group in tag.sum_over if group is not workers)
 
 

@@ -93,10 +93,10 @@ def show_difference(name, mesh, model, summed=False):
     held = [param for param in model.parameters() if param.grad is not None]
     if not summed:
         for param in held:
-            for group in param.shard.sum_over:
+            for group in param.tag.sum_over:
                 all_reduce(param.grad, group)
     report_difference(name, mesh.rank, [
-        (param.grad, param.shard.slice(whole[param.shard.name])) for param in held])
+        (param.grad, param.tag.slice(whole[param.tag.name])) for param in held])
 
 
 # ---- comparisons for single techniques: DDP and ZeRO, context parallelism, experts ----

@@ -174,15 +174,15 @@ SUMS = [
     Bug("under --sp LayerNorm's gradients are not summed over the T ranks", "gradients",
         ("tp 3 sp microbatches 2", "dp 2 tp 3 sp microbatches 5"),
         change("shard.py", "            if sum_gradients:",
-               '            if sum_gradients and ".ln_" not in param.shard.name:')),
+               '            if sum_gradients and ".ln_" not in param.tag.name:')),
     Bug("under --sp row biases' gradients are not summed over the T ranks", "gradients",
         ("tp 3 sp microbatches 2", "tp 3 pp 2 sp microbatches 5"),
         change("shard.py", "            if sum_gradients:",
-               '            if sum_gradients and "c_proj.bias" not in param.shard.name:')),
+               '            if sum_gradients and "c_proj.bias" not in param.tag.name:')),
     Bug("under --sp the positions' gradients are not summed over the T ranks", "gradients",
         ("tp 3 sp microbatches 2", "tp 3 pp 2 sp microbatches 5"),
         change("shard.py", "            if sum_gradients:",
-               '            if sum_gradients and "wpe" not in param.shard.name:')),
+               '            if sum_gradients and "wpe" not in param.tag.name:')),
     Bug("gradients of replicated parameters are summed over the T ranks, without --sp",
         "gradients", ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"),
         change("shard.py", "            if sum_gradients:", "            if True:")),
@@ -246,21 +246,21 @@ ROW_BACKWARD = "grad = ctx.region.enter(grad.contiguous())"
 def without_f(layer):
     """The columns of these layers do not sum their input's gradient."""
     return change("engine/tensor_parallel.py", COLUMN,
-                  f'skip = "{layer}" in ctx.weight.shard.name\n        {COLUMN} if not skip else '
+                  f'skip = "{layer}" in ctx.weight.tag.name\n        {COLUMN} if not skip else '
                   "lambda kept=grad_x: kept")
 
 
 def without_g(layer):
     """The rows of these layers do not sum their output."""
     return change("engine/tensor_parallel.py", ROW,
-                  f'y = F.linear(x, weight)\n        return y if "{layer}" in weight.shard.name '
+                  f'y = F.linear(x, weight)\n        return y if "{layer}" in weight.tag.name '
                   "else region.leave(y)")
 
 
 def g_twice(layer):
     """The rows of these layers sum the gradient of their output, too."""
     return change("engine/tensor_parallel.py", ROW_BACKWARD,
-                  f'{ROW_BACKWARD}\n        if "{layer}" in ctx.weight.shard.name:\n'
+                  f'{ROW_BACKWARD}\n        if "{layer}" in ctx.weight.tag.name:\n'
                   "            grad = ctx.region.leave(grad.clone())")
 
 
@@ -333,23 +333,23 @@ TENSOR = [
 
 # ---- the vocabulary in slices ----
 
-OWN_WORDS = "start, stop = weight.shard.ranges[0]  # this rank's words"
+OWN_WORDS = "start, stop = weight.tag.ranges[0]  # this rank's words"
 VOCABULARY = [
     Bug("the embedding's slices begin at rank * rows, where the first ranks have a row more",
         "loss", ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("engine/vocabulary_parallel.py",
-               "local, outside = to_local(idx, *self.weight.shard.ranges[0])",
+               "local, outside = to_local(idx, *self.weight.tag.ranges[0])",
                "rows = self.weight.size(0)\n"
                "        start = self.region.group.rank * rows\n"
                "        local, outside = to_local(idx, start, start + rows)")),
     Bug("the embedding's words are off by one", "loss",
         ("tp 3 microbatches 2", "dp 2 tp 3 microbatches 5"),
-        change("engine/vocabulary_parallel.py", "to_local(idx, *self.weight.shard.ranges[0])",
-               "to_local(idx, *(word + 1 for word in self.weight.shard.ranges[0]))")),
+        change("engine/vocabulary_parallel.py", "to_local(idx, *self.weight.tag.ranges[0])",
+               "to_local(idx, *(word + 1 for word in self.weight.tag.ranges[0]))")),
     Bug("the head's words are off by one", "loss",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("engine/vocabulary_parallel.py", OWN_WORDS,
-               "start, stop = (word + 1 for word in weight.shard.ranges[0])")),
+               "start, stop = (word + 1 for word in weight.tag.ranges[0])")),
     Bug("words of other ranks are not masked in the embedding", "loss",
         ("tp 3 microbatches 2", "tp 3 pp 2 microbatches 5"),
         change("engine/vocabulary_parallel.py", ".masked_fill(outside.unsqueeze(-1), 0)\n", "\n")),
@@ -371,7 +371,7 @@ VOCABULARY = [
 PIPELINE = [
     Bug("the tied matrix's two terms are not summed", "gradients",
         ("pp 2 microbatches 5", "pp 3 microbatches 5"),
-        change("pipeline.py", "weight.shard.sum_over += (group,)", "pass")),
+        change("pipeline.py", "weight.tag.sum_over += (group,)", "pass")),
     Bug("the tied matrix's two terms are summed twice", "gradients",
         ("pp 2 microbatches 5", "pp 3 microbatches 5"),
         change("engine/ddp.py", "for group in bucket.sum_at_end:",
@@ -593,7 +593,7 @@ def of_experts(statement):
     """What happens to the gradient of each expert's parameters once all are summed."""
     return change("engine/ddp.py", "        wait_all(self.works)\n",
                   "        wait_all(self.works)\n        for param in self.home:\n"
-                  f'            if ".experts." in param.shard.name:\n                {statement}\n')
+                  f'            if ".experts." in param.tag.name:\n                {statement}\n')
 
 
 EXPERTS = [
@@ -637,7 +637,7 @@ EXPERTS = [
         ("dp 6 ep 2 experts 4 microbatches 5",
          "cp 2 dp 2 ep 2 experts 4 microbatches 5"),
         change("engine/ddp.py", REDUCE,
-               f'if ".experts." not in bucket.params[0].shard.name:\n            {REDUCE}')),
+               f'if ".experts." not in bucket.params[0].tag.name:\n            {REDUCE}')),
     Bug("experts' gradients are summed over ranks with other experts, too", "gradients",
         ("dp 2 ep 2 experts 4 microbatches 3", "dp 3 ep 3 experts 6 microbatches 5"),
         of_experts("all_reduce(param.grad, self.home[param].group.mesh.group("

@@ -19,7 +19,7 @@ from extras.exercises.planted import CannotPlant, changed_text, class_of, plante
 from group import CommunicationError, naming
 from run.config import check
 from extras.doctor.dump import read_dump
-from shard import Shard
+from shard import Tag
 from extras.doctor.tests import bugs
 from tests.harness import FULL, config
 from tests.pool import pool
@@ -48,7 +48,7 @@ def _imported():
 
 
 def _property():
-    return Shard("w", torch.Size([1]), shared_by=(SimpleNamespace(size=3),)).copies
+    return Tag("w", torch.Size([1]), shared_by=(SimpleNamespace(size=3),)).copies
 
 
 def _nested():

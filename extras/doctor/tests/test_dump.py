@@ -26,7 +26,7 @@ from extras.doctor.dump import read_dump
 from extras.doctor.groups import layer_number
 from extras.doctor.record import Writer, random_value, write_run
 from run.hugging_face import CONV1D
-from shard import Shard
+from shard import Tag
 from tests.harness import VOCAB, close, config, mesh_of, pool
 from tests.runs import Run, flags, one_line, rewrite
 from extras.planner.tests.test_planner import peak_of
@@ -160,7 +160,7 @@ def test_a_dump_is_two_steps_of_a_plain_loop(one, model):
              if ".ln_" in name and name.endswith("weight")]
     assert (not biases or 0.07 < torch.cat([bias.flatten() for bias in biases]).std() < 0.13)
     assert 0.07 < torch.cat(gains).std() < 0.13 and 0.9 < torch.cat(gains).mean() < 1.1
-    matrices = [decays(Shard(name, param.shape)) for name, param in params.items()]
+    matrices = [decays(Tag(name, param.shape)) for name, param in params.items()]
     optimizer = torch.optim.AdamW(
         [{"params": [p for p, is_matrix in zip(params.values(), matrices, strict=True)
                      if is_matrix == kind], "weight_decay": 0.1 * kind} for kind in (True, False)],

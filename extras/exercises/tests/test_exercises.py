@@ -44,7 +44,7 @@ from expert_parallel import dispatch_and_combine
 from model import ABSENT, cross_entropy
 from recompute import recompute
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
-from shard import Shard, bounds
+from shard import Tag, bounds
 from tensor_parallel import Column, Row, sum_of_copy, sum_over_ranks, to_local
 from tests.harness import HERE, pool
 from tests.isolation import as_it_was
@@ -218,7 +218,7 @@ class Buckets(ddp.DDP):
     def send(self):
         if self.bucket or self.sends_empty:
             flat = torch.cat([param.grad.flatten() for param in self.bucket]) / self.divide
-            group = self.bucket[0].shard.sum_over[0]
+            group = self.bucket[0].tag.sum_over[0]
             work = engine.collectives.all_reduce(flat, group, async_op=True)
             if self.waits_at_once:
                 work.wait()
@@ -329,18 +329,18 @@ class TheEngines(ddp.DDP):
 
     def __init__(self, stages, value=None):
         self.params = ddp.parameters_of(stages)
-        values = {p.shard.name: p.data.clone() for p in self.params if not p.is_meta}
+        values = {p.tag.name: p.data.clone() for p in self.params if not p.is_meta}
         self.ours = engine.ddp.DDP(stages, value or (lambda tag: values[tag.name]), torch.double,
                                    "cpu", 8 * 600)
         self.weights = [param.data for param in self.params]
-        self.tags = [param.shard for param in self.params]
+        self.tags = [param.tag for param in self.params]
         self.ours.expect(0, last=True)
 
     def gradients(self):
         grads = {tag.name: grad.clone() for grad, tag in
                  zip(self.ours.gradients(), self.ours.tags, strict=True)}
         self.ours.expect(0, last=True)  # drops the gradients
-        return [grads[param.shard.name].view_as(param) for param in self.params]
+        return [grads[param.tag.name].view_as(param) for param in self.params]
 
 
 class StepsWhole(zero.ZeRO1):
@@ -358,7 +358,7 @@ class StepsCopies(zero.ZeRO1):
 class StepsRecorded(zero.ZeRO1):
     def __init__(self, stages, value=None):
         super().__init__(stages, value)
-        self.weights = [own_chunk(param, param.shard.sum_over[0]) for param in self.params]
+        self.weights = [own_chunk(param, param.tag.sum_over[0]) for param in self.params]
 
 
 class NeverPublishes(zero.ZeRO1):
@@ -369,21 +369,21 @@ class NeverPublishes(zero.ZeRO1):
 class GathersChunks(zero.ZeRO1):
     def publish(self):
         for param, weight in zip(self.params, self.weights, strict=True):
-            all_gather(weight, param.shard.sum_over[0])
+            all_gather(weight, param.tag.sum_over[0])
 
 
 class KeepsGradients(zero.ZeRO1):
     def gradients(self):
-        return [own_chunk(reduce_scatter(param.grad, param.shard.sum_over[0]),
-                          param.shard.sum_over[0]) for param in self.params]
+        return [own_chunk(reduce_scatter(param.grad, param.tag.sum_over[0]),
+                          param.tag.sum_over[0]) for param in self.params]
 
 
 class AllReduces(zero.ZeRO1):
     def gradients(self):
         for param in self.params:
-            all_gather(reduce_scatter(param.grad, param.shard.sum_over[0]),
-                       param.shard.sum_over[0])
-            param.kept = own_chunk(param.grad, param.shard.sum_over[0])
+            all_gather(reduce_scatter(param.grad, param.tag.sum_over[0]),
+                       param.tag.sum_over[0])
+            param.kept = own_chunk(param.grad, param.tag.sum_over[0])
             param.grad = None
         return [param.kept for param in self.params]
 
@@ -453,7 +453,7 @@ class KeepsWhatItClosesOver(zero.Gathered):
     """Gathers outside of the function that recompute() runs."""
 
     def forward(self, *inputs):
-        whole = {name: zero.gather(chunk, shape, chunk.shard.sum_over[0])
+        whole = {name: zero.gather(chunk, shape, chunk.tag.sum_over[0])
                  for name, (chunk, shape) in self.chunks.items()}
         return recompute(lambda *x: functional_call(self.layer, whole, x), *inputs)
 
@@ -768,24 +768,24 @@ def weights_first(P, m, v, rank):
 
 def tie_without_sum(all_layers, group):
     if group.size > 1 and all_layers[0].wte.weight is all_layers[-1].lm_head.weight:
-        all_layers[0].wte.weight.shard.shared_by += (group,)
+        all_layers[0].wte.weight.tag.shared_by += (group,)
 
 
 def tie_without_copies(all_layers, group):
     if group.size > 1 and all_layers[0].wte.weight is all_layers[-1].lm_head.weight:
-        all_layers[0].wte.weight.shard.sum_over += (group,)
+        all_layers[0].wte.weight.tag.sum_over += (group,)
 
 
 def tie_without_replicas(all_layers, group):
     if group.size > 1 and all_layers[0].wte.weight is all_layers[-1].lm_head.weight:
-        all_layers[0].wte.weight.shard.sum_over = (group,)
-        all_layers[0].wte.weight.shard.shared_by += (group,)
+        all_layers[0].wte.weight.tag.sum_over = (group,)
+        all_layers[0].wte.weight.tag.shared_by += (group,)
 
 
 def tie_always(all_layers, group):
     if group.size > 1:
-        all_layers[0].wte.weight.shard.sum_over += (group,)
-        all_layers[0].wte.weight.shard.shared_by += (group,)
+        all_layers[0].wte.weight.tag.sum_over += (group,)
+        all_layers[0].wte.weight.tag.shared_by += (group,)
 
 
 SQUARE = optimizer.AdamW.square  # kept, because the attempt takes its place
@@ -814,7 +814,7 @@ def square_in_place(grads, holders):
 
 
 def runs_from(tag, start, stop, change):
-    """Shard.runs, with each run changed."""
+    """Tag.runs, with each run changed."""
     return [change(run, start) for run in tag.runs(start, stop)]
 
 
@@ -995,7 +995,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"square": averaged_square}, "is 1/4 of the right one: squares are never averaged"),
         ({"square": sum_of_norms}, "is a sum of norms"),
         ({"square": square_in_place}, "changes the gradients")]),
-    "e16_checkpoint": ({"runs": Shard.runs}, [
+    "e16_checkpoint": ({"runs": Tag.runs}, [
         (partial(runs_from, change=counted_from_the_slice), "count the second number from start"),
         (runs_of_whole_slice, "elements outside of start and stop are in the runs"),
         (runs_of_first_range, "of the full tensor are missing"),
@@ -1034,7 +1034,7 @@ def test_an_exception_is_told_in_one_line():
         layer(*layer[0])
     assert said_by(error.value) == (
         "Sequential( ... ) argument after * must be an iterable, not Linear")
-    layer[0].weight.shard = Shard("h.0.weight", layer[0].weight.shape)
+    layer[0].weight.tag = Tag("h.0.weight", layer[0].weight.shape)
     assert said_by(KeyError(layer[0].weight)) == "the parameter h.0.weight"
     assert said_by(KeyError(layer[0].bias)) == "a tensor"
     with pytest.raises(Wrong) as wrong, while_trying("in step 2"):

@@ -10,7 +10,7 @@ import torch
 from data.batches import Data
 from engine.layerwise import OPTIMIZERS
 from extras.forks import muon
-from shard import Shard
+from shard import Tag
 from sizes import MOMENTS
 from tests.cover import named
 from tests.harness import PLAIN, VOCAB, PlainAdamW, _train, config, equals_one_process, mesh_of
@@ -61,7 +61,7 @@ BUGS = {  # name: (owner, attribute, what a mistake would put there, a layout th
         muon, "whole_matrix", lambda piece, tag, start, sharded, usual=muon.whole_matrix: usual(
             piece, tag, 0, sharded), {"dp": 2, "zero": 1}),
     "q, k and v are placed as one range": (
-        Shard, "place", lambda tag, part, full: full.narrow(
+        Tag, "place", lambda tag, part, full: full.narrow(
             tag.dim, tag.ranges[0][0], part.size(tag.dim)).copy_(part), {"tp": 3}),
     "the scale is that of another side": (
         muon, "update_scale", lambda shape: 0.2 * min(shape) ** 0.5, {}),

@@ -13,7 +13,7 @@ from data.batches import Data
 from engine.layerwise import OPTIMIZERS
 from engine.optimizer import AdamW
 from extras.forks import mup
-from shard import Shard
+from shard import Tag
 from sizes import MOMENTS
 from tests.cover import named
 from tests.harness import PLAIN, VOCAB, _train, config, equals_one_process, mesh_of, whole_batch
@@ -81,7 +81,7 @@ def test_at_the_base_width_the_rates_are_adamws():
     optimizer = object.__new__(mup.MuP)
     optimizer.cfg = usual.cfg
     for shape in ((384, 128), (128, 128), (512, 128), (128, 512), (128,)):
-        tag = Shard("transformer.h.0.mlp.c_fc.weight", torch.Size(shape))
+        tag = Tag("transformer.h.0.mlp.c_fc.weight", torch.Size(shape))
         assert optimizer.settings(tag) == AdamW.settings(usual, tag)
 
 

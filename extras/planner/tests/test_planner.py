@@ -665,7 +665,7 @@ def matrices_of_rank(model, layout):
     assert memory.BUCKET == mebibytes * 2**20
     limit = SimpleNamespace(bucket_numel=memory.BUCKET // 2)  # of 16-bit weights
     buckets = [params for _, params in DDP.partition(limit, users)]
-    return [param for bucket in reversed(buckets) for param in bucket if decays(param.shard)]
+    return [param for bucket in reversed(buckets) for param in bucket if decays(param.tag)]
 
 
 @pytest.mark.parametrize("model, layout, column", [
