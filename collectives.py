@@ -11,7 +11,7 @@ is cut into N chunks (torch.tensor_split, so any n); rank r owns chunk r. Sent b
 No all-reduce can send less (Patarasuk and Yuan 2009). The ring takes 2 (N-1) hops: in a hop each
 rank sends one message. All ranks end with the same bits.
 
-    python collectives.py        a ring of 4 processes, hop by hop, and the bytes it sends
+    python -m extras.show collectives  a ring of 4 processes, hop by hop, and the bytes it sends
 """
 
 import torch
@@ -99,9 +99,3 @@ class WithBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return ctx.backward_of_x(grad), None, None
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate, ranks_asked
-    from extras.show.ring import demo
-    demonstrate(demo, dp=ranks_asked(4))

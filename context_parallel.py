@@ -12,7 +12,7 @@ attention sends. Elements that each of N ranks sends per block and microbatch:
 Held: 1/N of what a block saves for backward. The ring here saves more, for a rank's own keys and
 those of N - 1 hops: B nh S^2/N scores, and 2 B S C elements of keys and values.
 
-    python context_parallel.py        who meets whom, on 4 ranks
+    python -m extras.show context_parallel        who meets whom, on 4 ranks
 """
 
 import math
@@ -156,21 +156,3 @@ def split_sequences(model, group, kind="ring", kinds=KINDS):
         for block in model.layers[1:-1]:
             block.attn.attend = partial(kinds[kind], group=group)
     return positions
-
-
-def demo(mesh):
-    """Print which rank attends to which keys in which hop (extras/show/tables.py); then the gradients of
-    each form, compared with one process's."""
-    from extras.show.demonstrations import compare_attention
-    from extras.show.tables import zigzag_table
-
-    group = mesh.group("cp")
-    if group.rank == 0:
-        print(zigzag_table(8 * group.size, group.size))
-    for attention in (ring_attention, all_to_all_attention):
-        compare_attention(attention.__name__, partial(attention, group=group), group)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate, ranks_asked
-    demonstrate(demo, cp=ranks_asked(4))

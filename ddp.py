@@ -7,7 +7,7 @@ No average is taken. The loss was divided by the number of tokens in the whole b
 backward, so the sum of the ranks' gradients is the gradient of the whole batch. PyTorch
 Distributed, arXiv 2006.15704.
 
-    python ddp.py                  a small GPT on 4 ranks
+    python -m extras.show ddp                  a small GPT on 4 ranks
     torchrun train.py --dp 2       train.py on 2 ranks
 """
 
@@ -94,19 +94,3 @@ class DDP:
             yield param.tag, param.data
         for weights, tag, _ in self.frozen:
             yield tag, weights
-
-
-def demo(mesh):
-    """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
-    from extras.show.demonstrations import show_difference, small_gpt
-    model, mine = small_gpt(mesh)
-    ddp = DDP({0: model.layers})
-    model(mine, mine).backward()
-    for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
-        param.grad = grad
-    show_difference("DDP", mesh, model, summed=True)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate
-    demonstrate(demo, dp=4)

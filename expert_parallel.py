@@ -7,7 +7,7 @@ Replicated: the router. Sent per rank, layer and microbatch if the experts are e
 elements for k experts per token, as many back, and in backward the same two again.
 GShard, arXiv 2006.16668.
 
-    python expert_parallel.py        who sends what, on 4 ranks
+    python -m extras.show expert_parallel        who sends what, on 4 ranks
 """
 
 from dataclasses import replace
@@ -104,19 +104,3 @@ def spread_experts(model, mesh, sp=False):
                 setattr(stack, name, take_slice(full, tag))
         layer.run_experts = partial(dispatch_and_combine, experts=layer.experts, group=group)
         layer.sum_counts = sum_counts
-
-
-def demo(mesh):
-    """Print where 16 tokens of each rank go; then the gradients, compared with one process's."""
-    from extras.show.demonstrations import show_difference, show_routes, small_gpt
-    group = mesh.group("ep")
-    model, mine = small_gpt(mesh, n_experts=8, top_k=2)
-    spread_experts(model, mesh)
-    model(mine, mine).backward()
-    show_routes(model.layers[1].mlp.load, group)
-    show_difference("spread", mesh, model)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate
-    demonstrate(demo, dp=4, ep=4)

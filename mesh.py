@@ -20,12 +20,8 @@ mesh.group("tp") is [4, 5], and mesh.group("pp", "tp") is [4, 5, 6, 7], which is
 the model (a replica). A collective (an operation that all ranks of a group call together) does
 nothing in a group of one, so the code that trains need not ask for sizes.
 
-    python mesh.py 2 2 1 1 2        sizes of dp pp ep cp tp: prints ranks, and groups of each axis
+    python -m extras.show mesh 2 2 1 1 2    prints the ranks and groups of dp 2 pp 2 ep 1 cp 1 tp 2
 """
-
-if __name__ == "__main__":  # before torch is imported: a wrong command line need not wait for that
-    from extras.show.tables import mesh_command
-    mesh_command()
 
 import math
 from datetime import timedelta

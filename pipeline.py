@@ -10,7 +10,7 @@ until the step ends.)
 The price is the bubble: while the pipeline fills and drains, ranks idle, (P-1)/(m+P-1) of the time
 for P ranks and m microbatches. GPipe, arXiv 1811.06965; 1F1B, PipeDream 1806.03377.
 
-    python pipeline.py        both on 4 ranks
+    python -m extras.show pipeline        both on 4 ranks
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ import torch
 
 from experts import balance_loss
 from group import Work, wait_all
-from schedules import SCHEDULES, cut
+from schedules import SCHEDULES
 
 
 class Pipeline:
@@ -42,8 +42,7 @@ class Pipeline:
         self.shape = shape
         self.dtype = dtype
         self.tokens = cfg.batch_size * cfg.block_size
-        # A list of "F0" (a forward) and "B0" (a backward). Unlike in the example above 0 is not the
-        # microbatch, but the chunk (schedules.py): a rank has only one
+        # "F", a forward, and "B", a backward, in their order
         self.order = SCHEDULES[cfg.schedule].actions(group.size, cfg.microbatches, 1, group.rank)
 
     def receive(self, source):
@@ -100,7 +99,7 @@ class Pipeline:
         num_backwards = 0
         with torch.set_grad_enabled(reducer is not None):
             for action in self.order:
-                if action == "F0":
+                if action == "F":
                     ids, targets, _ = to_forward.popleft()
                     x, outputs, send = self.forward(ids, targets)
                     in_flight.append((x, outputs, send))
@@ -128,28 +127,3 @@ def tie_ends(all_layers, group):
     if is_tied and group.size > 1:
         weight.tag.shared_by += (group,)
         weight.tag.sum_over += (group,)
-
-
-def demo(mesh):
-    """Gradients of both schedules, compared with one process's."""
-    from ddp import DDP
-    from extras.show.demonstrations import pipeline_flags, show_difference, small_gpt
-    group = mesh.group("pp")
-    for name in ("gpipe", "1f1b"):
-        model, ids = small_gpt(mesh, n_layer=6)
-        tie_ends(model.layers, mesh.ends("pp"))
-        start, stop = cut(model.config.layer_costs(), group.size)[group.rank]
-        stages = {group.rank: list(model.layers[start:stop])}
-        batches = [(row, row, None) for row in ids.split(1)]
-        shape = (1, 8, 16)  # (B, S, C) of small_gpt
-        pipeline = Pipeline(stages, group, pipeline_flags(name, len(batches)), shape, torch.double)
-        ddp = DDP(stages)
-        pipeline.run(batches, ddp)
-        for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
-            param.grad = grad
-        show_difference(name, mesh, model, summed=True)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate
-    demonstrate(demo, pp=4)

@@ -19,7 +19,7 @@ is done and whose backward is not, on the rank with the most of them, which hold
 make_schedule makes a list of Actions for each rank; lower adds their messages, validate checks any
 lists, and simulate times them.
 
-    python schedules.py 1f1b 4 8        python schedules.py 4 8 --compare
+    python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8 --compare
 """
 
 from collections import Counter, deque
@@ -28,21 +28,31 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. "F1" is a
-# forward of the rank's chunk 1; the first "F1" of a list is for microbatch 0, the second "F1" for
-# microbatch 1, and so on. The letters:
+# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. The first
+# "F" of a list is the forward of microbatch 0, the second that of microbatch 1, and so on. A digit
+# is a microbatch everywhere: `python -m extras.show schedules` prints "F" "F" "B" "B" as F0 F1 B0
+# B1. If a rank has several chunks, a small letter names the chunk: "Fa" is a forward of its first
+# chunk, "Fb" of its second. The capitals:
 #     F   forward
 #     B   backward
 #     I   half a backward: the gradient of the stage's input. The previous stage waits for it
 #     W   the other half: the gradients of the stage's weights. Only the optimizer waits for them
-# In quotes the digit is the chunk. Without quotes, as `python schedules.py` prints an action, it is
-# the microbatch: F0 F1 B0 B1 are the actions "F0" "F0" "B0" "B0".
+
+
+def letter(chunk):
+    """The small letter of a chunk: a, b, c, ..."""
+    return chr(ord("a") + chunk)
+
+
+def chunk_of(action):
+    """The chunk that an action such as "Fb" names: 1. "F" names none: the rank has only chunk 0."""
+    return ord(action[1]) - ord("a") if len(action) > 1 else 0
 
 
 def gpipe(P, m, v, rank):
     """All forwards, then all backwards. In between, all m microbatches are in flight, and the rank
     holds the activations of each."""
-    return ["F0"] * m + ["B0"] * m
+    return ["F"] * m + ["B"] * m
 
 
 def one_f_one_b(P, m, v, rank):
@@ -51,15 +61,15 @@ def one_f_one_b(P, m, v, rank):
 
     P = 4, rank 1, m = 4:   warm up F0 F1   steady F2 B0 F3 B1   cool down B2 B3"""
     num_warmup = min(P - 1 - rank, m)  # one forward for each later rank
-    warm_up = ["F0"] * num_warmup
-    steady = ["F0", "B0"] * (m - num_warmup)
-    cool_down = ["B0"] * num_warmup
+    warm_up = ["F"] * num_warmup
+    steady = ["F", "B"] * (m - num_warmup)
+    cool_down = ["B"] * num_warmup
     return warm_up + steady + cool_down
 
 
 def weave(forwards, backwards, num_warmup):
     """1F1B of any two lists: num_warmup forwards, then one forward and one backward in turn, then
-    the backwards that are left. one_f_one_b is weave(["F0"] * m, ["B0"] * m, num_warmup)."""
+    the backwards that are left. one_f_one_b is weave(["F"] * m, ["B"] * m, num_warmup)."""
     actions = forwards[:num_warmup]
     steady = forwards[num_warmup:]
     for forward, backward in zip(steady, backwards, strict=False):
@@ -73,11 +83,11 @@ def interleaved(P, m, v, rank):
     of P.
 
     P = 2, v = 2, m = 4:
-        forwards  "F0" "F0" "F1" "F1" "F0" "F0" "F1" "F1"
-        backwards "B1" "B1" "B0" "B0" "B1" "B1" "B0" "B0" """
+        forwards  Fa Fa Fb Fb Fa Fa Fb Fb
+        backwards Bb Bb Ba Ba Bb Bb Ba Ba"""
     chunks = [i // P % v for i in range(m * v)]  # P = 2, v = 2, m = 4: 0 0 1 1 0 0 1 1
-    forwards = [f"F{chunk}" for chunk in chunks]
-    backwards = [f"B{v - 1 - chunk}" for chunk in chunks]
+    forwards = ["F" + letter(chunk) for chunk in chunks]
+    backwards = ["B" + letter(v - 1 - chunk) for chunk in chunks]
     if v == 1:
         return weave(forwards, backwards, P - 1 - rank)
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
@@ -107,14 +117,14 @@ def zero_bubble(depth, P, m, v, rank):
     (The paper steps first and checks the norm later.)"""
     num_warmup = min(depth * (P - 1 - rank), m)
     lag = min(depth * rank, m)
-    actions = ["F0"] * num_warmup
+    actions = ["F"] * num_warmup
     for k in range(m):
         if num_warmup + k < m:
-            actions.append("F0")
-        actions.append("I0")
+            actions.append("F")
+        actions.append("I")
         if k >= lag:
-            actions.append("W0")
-    return actions + ["W0"] * lag
+            actions.append("W")
+    return actions + ["W"] * lag
 
 
 # ---- zb-v ----
@@ -132,8 +142,8 @@ def zb_v_lists(P, m):
     """The lists of all ranks, played on a clock: F, I and W take one tick each. In each tick a
     rank runs, of the actions that can run, the first in this order:
 
-        while it has forwards to run   "W1" "W0", to free memory; "F1" "F0", to use it; "I0" "I1"
-        after its last forward         "I1" "I0", for which other ranks wait; "W1" "W0"
+        while it has forwards to run   Wb Wa, to free memory; Fb Fa, to use it; Ia Ib
+        after its last forward         Ib Ia, for which other ranks wait; Wb Wa
 
     A forward can run if there is memory: a rank holds at most 2P pairs of chunk and microbatch,
     from their F to their W, as much as P whole microbatches. (The paper, in its
@@ -158,8 +168,8 @@ def zb_v_lists(P, m):
         stages = [rank, last - rank]  # of its chunks 0 and 1
         held = sum(done["F", s] - done["W", s] for s in stages)
         has_forwards = done["F", stages[1]] < m
-        for action in ("W1 W0 F1 F0 I0 I1" if has_forwards else "I1 I0 W1 W0").split():
-            kind, s = action[0], stages[int(action[1])]
+        for action in ("Wb Wa Fb Fa Ia Ib" if has_forwards else "Ib Ia Wb Wa").split():
+            kind, s = action[0], stages[chunk_of(action)]
             if waiting(kind, s) and (kind != "F" or held < 2 * P):
                 return action, s
         return None
@@ -178,6 +188,32 @@ def zb_v_lists(P, m):
 def zb_v(P, m, v, rank):
     """1F1B on a V of 2P stages, with I and W: no bubble, and the memory of P microbatches."""
     return zb_v_lists(P, m)[rank]
+
+
+# ---- the bubble, by the papers' formulas ----
+# f, i, w: seconds of F, I and W for a microbatch and all v stages of a rank; a stage takes 1/v of
+# them. Each function returns v times the seconds that a rank idles, by the formula of the
+# schedule's paper; None where the paper's assumptions do not hold. (v times, so that no formula
+# divides by v: closed_form adds v times the seconds that the rank works.)
+
+
+def idle_of_1f1b(P, m, f, i, w):
+    """For each other rank, a rank idles for an F and a B of one stage: (f + i + w) / v seconds.
+    (GPipe and interleaved have the same formula.)"""
+    return (P - 1) * (f + i + w)
+
+
+def idle_of_zero_bubble(depth, P, m, f, i, w):
+    """For each other rank, a rank would idle for an F and an I. zb-h1 (depth 1) fills each of these
+    P-1 gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I, and enough
+    microbatches to fill the pipeline."""
+    idle = (P - 1) * (f + i - depth * w)
+    return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
+
+
+def idle_of_zb_v(P, m, f, i, w):
+    """No rank idles, if F = I = W and the microbatches fill the pipeline."""
+    return 0 if f == i == w and m >= 2 * P - 1 else None
 
 
 # ---- what each schedule declares ----
@@ -200,15 +236,16 @@ class Schedule(NamedTuple):
     place: Callable = in_turn  # place(P, v): the list `where`; where[s] is the rank of stage s
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
     grows: bool = False  # microbatches in flight grow with m, not only with P
+    idle: Callable = None  # idle(P, m, f, i, w): the paper's formula of the bubble, as above
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, grows=True),
-    "1f1b": Schedule(one_f_one_b),
-    "interleaved": Schedule(interleaved, chunks=0, in_rounds=True),
-    "zb-h1": Schedule(partial(zero_bubble, 1)),
-    "zb-h2": Schedule(partial(zero_bubble, 2)),
-    "zb-v": Schedule(zb_v, chunks=2, place=v_shape),
+    "gpipe": Schedule(gpipe, grows=True, idle=idle_of_1f1b),
+    "1f1b": Schedule(one_f_one_b, idle=idle_of_1f1b),
+    "interleaved": Schedule(interleaved, chunks=0, in_rounds=True, idle=idle_of_1f1b),
+    "zb-h1": Schedule(partial(zero_bubble, 1), idle=partial(idle_of_zero_bubble, 1)),
+    "zb-h2": Schedule(partial(zero_bubble, 2), idle=partial(idle_of_zero_bubble, 2)),
+    "zb-v": Schedule(zb_v, chunks=2, place=v_shape, idle=idle_of_zb_v),
 }
 
 
@@ -232,6 +269,16 @@ def chunks_of(name, asked=0):
 def placement(name, P, v=1):
     """The list `where`: where[s] is the rank of stage s."""
     return SCHEDULES[name].place(P, v)
+
+
+def closed_form(name, P, m, v, costs):
+    """The published bubble, idle / (idle + work). costs: (f, i, w, seconds of a message). None if
+    messages take time, if the schedule has no formula, or if the formula's assumptions do not
+    hold."""
+    f, i, w, comm = costs
+    idle_of = SCHEDULES[name].idle
+    idle = idle_of(P, m, f, i, w) if idle_of and comm == 0 else None
+    return None if idle is None else idle / (idle + v * m * (f + i + w))
 
 
 @cache
@@ -280,7 +327,7 @@ def cut(costs, n):
 
 # ---- the lists as train.py runs them: checked, timed, and with their messages ----
 #
-#     make_schedule   "F0" "B0" ... -> lists of Actions, one list per rank
+#     make_schedule   "F" "B" ...  ->  lists of Actions, one list per rank
 #     play            runs lists against a clock, by what each action needs
 #     lower           adds the sends and receives between ranks, in an order that cannot deadlock
 #     validate        checks any lists, those that you wrote by hand too
@@ -325,20 +372,19 @@ def make_schedule(name, P, m, v=0):
 
 def actions_of(name, P, m, v, rank):
     """One rank's list. interleaved, P = 2, v = 2, rank 0, whose chunk 1 is stage 2: the first two
-    "F1" become F(stage 2, microbatch 0) and F(stage 2, microbatch 1). B and I count together,
-    because each is a microbatch's backward: "B0" "I0" are B of microbatch 0 and I of microbatch 1.
-    A W is of the oldest I whose W has not run: after these two, "W0" is W of microbatch 1."""
+    "Fb" become F(stage 2, microbatch 0) and F(stage 2, microbatch 1). B and I count together,
+    because each is a microbatch's backward: "Ba" "Ia" are B of microbatch 0 and I of microbatch 1.
+    A W is of the oldest I whose W has not run: after these two, "Wa" is W of microbatch 1."""
     stages = [s for s, owner in enumerate(placement(name, P, v)) if owner == rank]
-    count = Counter()  # count["F", 1]: number of "F1" so far
+    count = Counter()  # count["F", 1]: number of "Fb" so far
     deferred = {chunk: deque() for chunk in range(v)}  # microbatches between I and W
     actions = []
-    for code in SCHEDULES[name].actions(P, m, v, rank):  # such as "F1"
-        kind, chunk = code[0], int(code[1:])
+    for code in SCHEDULES[name].actions(P, m, v, rank):  # such as "Fb"
+        kind, chunk = code[0], chunk_of(code)
         if kind == "W" and deferred[chunk]:
             k = deferred[chunk].popleft()
         else:  # F, B, I; or a W without an I: a wrong list, which validate() refuses
-            letter = "B" if kind == "I" else kind  # B and I count together
-            turn = letter, chunk
+            turn = "B" if kind == "I" else kind, chunk  # B and I count together
             k = count[turn]
             count[turn] += 1
         if kind == "I":
@@ -534,8 +580,3 @@ def simulate(lists, where, costs=(1, 1, 1, 0)):
     work = m * v * (f + i + w)  # one rank's time busy
     times = [[(action, start / v, end / v) for action, start, end in row] for row in times]
     return Timeline(times, span / v, max(0, span - work) / span, peak)
-
-
-if __name__ == "__main__":
-    from extras.show.draw import schedules_command
-    schedules_command()

@@ -14,7 +14,7 @@ each of the T ranks computes these gradients from 1/T of the tokens: 2 (T-1)/T (
 elements. Held: 1/T of the activations from a row's output to the next all-gather. What the
 all-gather returns, a column's input, is saved whole for backward. arXiv 2205.05198.
 
-    python sequence_parallel.py        a GPT on 4 ranks
+    python -m extras.show sequence_parallel        a GPT on 4 ranks
 """
 
 import torch
@@ -68,25 +68,3 @@ def positions_of_own_tokens(model, group):
     if embedding in model.positioned():
         positions = embedding.positions  # gives the positions of all tokens
         embedding.positions = lambda idx: own_chunk(positions(idx), group)
-
-
-def demo(mesh):
-    """Gradients of a small GPT under tensor and under sequence parallelism, compared with one
-    process's; and the bytes that each of the two sends."""
-    from extras.show.demonstrations import show_difference, small_gpt
-    from tensor_parallel import tensor_parallel
-    group = mesh.group("tp")
-    for technique in (tensor_parallel, sequence_parallel):
-        model, ids = small_gpt(mesh)
-        technique(model, group)
-        before = group.bytes_sent
-        model(ids, ids).backward()
-        sent = group.bytes_sent - before
-        show_difference(technique.__name__, mesh, model)
-        if mesh.rank == 0:
-            print(f"{technique.__name__}: {sent} bytes sent")
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate
-    demonstrate(demo, tp=4)

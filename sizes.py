@@ -1,4 +1,7 @@
-"""Sizes of a model, FLOPs, bytes per parameter, without torch: python sizes.py 7e9 --gpu-gb 80"""
+"""Sizes of a model, FLOPs, bytes per parameter. Imports no torch.
+
+    python -m extras.show sizes 7e9 --gpu-gb 80
+"""
 
 from dataclasses import dataclass, fields
 
@@ -120,8 +123,3 @@ def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
     gradients = grad_width or width
     return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),
             optimizer / (ranks if zero >= 1 else 1))
-
-
-if __name__ == "__main__":
-    from extras.show.tables import sizes_command
-    sizes_command()

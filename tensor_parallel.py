@@ -12,7 +12,7 @@ numbers per token.
 Held: 1/T of the matrices, and of the activations inside of attention and MLP (between c_attn or
 c_fc and the c_proj that follows). Megatron-LM, arXiv 1909.08053.
 
-    python tensor_parallel.py        a GPT on 4 ranks
+    python -m extras.show tensor_parallel        a GPT on 4 ranks
 """
 
 from functools import partial
@@ -149,21 +149,3 @@ def tensor_parallel(model, group):
     tagged as held by all ranks of the group."""
     split_layers(model, group, f=copy_to_ranks, g=sum_over_ranks)
     tag_replicated(model, group, sum_gradients=False)
-
-
-def demo(mesh):
-    """Gradients of a small GPT, compared with one process's; and what rank 0 holds of it."""
-    from extras.show.demonstrations import show_difference, small_gpt
-    model, ids = small_gpt(mesh)
-    tensor_parallel(model, mesh.group("tp"))
-    model(ids, ids).backward()
-    show_difference("tp", mesh, model)
-    if mesh.rank == 0:
-        for param in model.parameters():
-            full = str([*param.tag.shape])
-            print(f"{param.tag.name:34} {full:>9} on rank 0: {[*param.shape]}")
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate
-    demonstrate(demo, dp=1, tp=4)

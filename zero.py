@@ -17,8 +17,8 @@ is this rank's slice.) arXiv 1910.02054.
 Hybrid sharding (--shard R): shards over R of the D ranks, so R stands for D in the table, and the
 chunks of the D/R copies are summed once a step: 2 (D/R - 1)/(D/R) Psi/R elements more.
 
-    python zero.py              each stage, on 4 ranks
-    python sizes.py 7e9         the bytes of a rank, for 7e9 parameters
+    python -m extras.show zero              each stage, on 4 ranks
+    python -m extras.show sizes 7e9         the bytes of a rank, for 7e9 parameters
 """
 
 import torch
@@ -173,16 +173,3 @@ class ZeRO3(DDP):
 
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage
-
-
-def demo(mesh):
-    """Two microbatches of a small GPT, under each stage: the gradients, against one process; and
-    how many elements of the weights rank 0 keeps, and how many of them its optimizer updates."""
-    from extras.show.demonstrations import compare_reducer
-    for stage, reducer in enumerate(REDUCERS):
-        compare_reducer(f"ZeRO-{stage}", mesh, reducer)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate
-    demonstrate(demo, dp=4)

@@ -224,15 +224,3 @@ KINDS = {"ring": ring_attention, "all-to-all": partial(all_to_all_attention, all
 def split_sequences(model, group, kind="ring"):
     """context_parallel.split_sequences with one of KINDS."""
     return context_parallel.split_sequences(model, group, kind, KINDS)
-
-
-def demo(mesh):
-    """The gradients of the ring, compared with one process's."""
-    from extras.show.demonstrations import compare_attention
-    group = mesh.group("cp")
-    compare_attention("fast ring", partial(ring_attention, group=group), group)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate_engine, ranks_asked
-    demonstrate_engine(demo, cp=ranks_asked(4))

@@ -10,7 +10,7 @@
 Sent: as by the root's DDP. Held: the same, and a gradient until it is copied into its bucket;
 --grad-dtype float32 doubles 16-bit gradients.
 
-    python -m engine.ddp                        a small GPT on 4 ranks
+    python -m extras.show engine.ddp                        a small GPT on 4 ranks
     torchrun train.py --dp 2 --fast ddp         train.py with this file
 """
 
@@ -319,25 +319,3 @@ class DDP:
     def gather_weights(self, layers):
         """Return when the weights of `layers` are whole: ZeRO1 waits for those on their way, ZeRO3
         gathers them and frees all others. Called before a layer runs, by ZeRO's hooks."""
-
-
-def demo(mesh):
-    """One backward of a small GPT: 2 sequences on each rank, against all of them in one process."""
-    from extras.show.demonstrations import show_difference, small_gpt
-    model, mine = small_gpt(mesh)
-    values = {name: param.data for name, param in model.canonical_parameters()}
-    ddp = DDP({0: model.layers}, lambda tag: values[tag.name], torch.double, "cpu", 20_000)
-    ddp.expect(0, last=True)
-    model(mine, mine).backward()
-    launched = len(ddp.works)
-    params = [param for bucket in ddp.buckets for param in bucket.params]
-    for param, grad in zip(params, ddp.gradients(), strict=True):
-        param.grad = grad.view_as(param)
-    show_difference("buckets", mesh, model, summed=True)
-    print(f"rank {mesh.rank}: {launched} of {len(ddp.buckets)} buckets were on their way when "
-          "backward ended")
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate_engine
-    demonstrate_engine(demo, dp=4)

@@ -10,7 +10,7 @@
 1F1B takes 2 to 4% longer than in pipeline.py (docs/measured.md): what this file adds is the other
 schedules, and memory.
 
-    python -m engine.pipeline                   three schedules on 4 ranks
+    python -m extras.show engine.pipeline                   three schedules on 4 ranks
     torchrun train.py --pp 2 --fast pp          train.py with this file
 """
 
@@ -24,8 +24,7 @@ from engine.dropout import Dropout
 from engine.group import Work
 from engine.optimizer import LossScale
 from experts import balance_loss
-from pipeline import tie_ends
-from schedules import DIRECTION, cut, lower, make_schedule, placement, validate
+from schedules import DIRECTION, lower, make_schedule, placement, validate
 
 
 class Stage:
@@ -264,30 +263,3 @@ class Pipeline:
         with self.group.span("wait"):
             work.wait()
         tensor.untyped_storage().resize_(0)
-
-
-def demo(mesh):
-    """Gradients of three schedules, compared with one process's."""
-    from ddp import DDP
-    from extras.show.demonstrations import pipeline_flags, show_difference, small_gpt
-    group = mesh.group("pp")
-    P = group.size
-    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        model, ids = small_gpt(mesh, n_layer=6)
-        tie_ends(model.layers, mesh.ends("pp"))
-        batches = [(row, row, None) for row in ids.split(1)]
-        where = placement(name, P, v)
-        cuts = cut(model.config.layer_costs(), P * v)
-        stages = {s: list(model.layers[start:stop]) for s, (start, stop) in enumerate(cuts)
-                  if where[s] == group.rank}
-        cfg = pipeline_flags(name, len(batches), v)
-        ddp = DDP(stages)
-        Pipeline(stages, group, cfg, (1, 8, 16), torch.double).run(batches, ddp)
-        for param, grad in zip(ddp.params, ddp.gradients(), strict=True):
-            param.grad = grad
-        show_difference(name, mesh, model, summed=True)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate_engine
-    demonstrate_engine(demo, pp=4)

@@ -11,7 +11,7 @@ or under --sp gathers and scatters tokens. Elements sent: as in tensor_parallel.
 (engine/vocabulary_parallel.py). --sp adds half an all-reduce per column, for the second gather, and
 once a step the sum of the replicated gradients, 2 (T-1)/T (6 C L + 2 C + S C).
 
-    python -m engine.tensor_parallel            a GPT on 4 ranks
+    python -m extras.show engine.tensor_parallel            a GPT on 4 ranks
     torchrun train.py --tp 2 --fast tp          train.py with this file
 """
 
@@ -165,18 +165,3 @@ def parallelize(model, group, sp=False, defer=None):
     tag_replicated(model, group, sum_gradients=sp)
     if sp:
         positions_of_own_tokens(model, group)
-
-
-def demo(mesh):
-    """Gradients of a small GPT, compared with one process's, without --sp and with it."""
-    from extras.show.demonstrations import show_difference, small_gpt
-    for sp in (False, True):
-        model, ids = small_gpt(mesh)
-        parallelize(model, mesh.group("tp"), sp)
-        model(ids, ids).backward()
-        show_difference("fast --sp" if sp else "fast", mesh, model)
-
-
-if __name__ == "__main__":
-    from extras.show.demonstrations import demonstrate_engine
-    demonstrate_engine(demo, dp=1, tp=4)

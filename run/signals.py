@@ -49,8 +49,10 @@ def local_rank():
 
 
 def program():
-    """The name with which this program's lines begin, such as train.py."""
-    return os.path.basename(sys.argv[0])
+    """The name with which this program's lines begin: train.py or, of python -m extras.planner,
+    planner."""
+    folder, name = os.path.split(sys.argv[0])
+    return os.path.basename(folder) if name == "__main__.py" else name
 
 
 def in_words(error):

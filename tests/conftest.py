@@ -47,8 +47,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     if any("test_docs.py" in report.nodeid for report in terminalreporter.stats.get("failed", ())):
-        terminalreporter.write_line("extras/show/tests/test_docs.py compares README.md, docs/ and this "
-                                    "repository as it stands: in a fork, delete it")
+        terminalreporter.write_line("test_docs.py compares README.md, docs/ and this repository as "
+                                    "it stands: in a fork, delete it")
     if config.getoption("--quick"):
         terminalreporter.write_line("--quick left out: all cases of a test but its first; "
                                     f"{', '.join(SLOW)}; tests of {', '.join(LONG)}")

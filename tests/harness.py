@@ -32,11 +32,11 @@ from data.batches import Data
 from engine.dropout import Dropout
 from engine.mesh import Mesh
 from experts import balance_loss, kind_of
+from extras.doctor.tests.diagnosis import diagnosis
 from model import build
 from run.config import PARTS, Config, check, check_layout
 from run.copies import replicas_agree, whole_slices
 from sizes import config_of
-from extras.doctor.tests.diagnosis import diagnosis
 from tests.pool import pool
 
 # This file is imported where processes are forked from: CUDA is not to be touched there

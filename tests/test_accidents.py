@@ -25,10 +25,10 @@ import sample
 import train
 from data import prepare
 from data.batches import Data
+from extras.show import draw, pictures
 from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
 from run.files import DUMP
-from extras.show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import HERE, needs_minutes
 from tests.isolation import as_it_was

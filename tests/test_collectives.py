@@ -20,11 +20,11 @@ import mesh as plain_mesh
 from engine.group import Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
+from extras.show import ring
 from group import CommunicationError
 from run.copies import Copies
 from run.processes import all_gather_text
 from shard import Tag
-from extras.show import ring
 from tests.harness import IN_ORDER, equals_one_process, pool, train_with
 from tests.pool import HANG
 

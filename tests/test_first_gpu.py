@@ -26,9 +26,9 @@ from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
 from engine.vocabulary_parallel import ChunkedHead, add_weight_gradient, positions_of_chunk
 from engine.zero import ZeRO2
+from extras.bench import gpu
 from group import CommunicationError, naming
 from mesh import connection_options
-from extras.bench import gpu
 from run import launch, processes
 from run.config import Config, check_layout, choose_gpu_or_cpu, parse
 from sizes import config_of, peak_flops

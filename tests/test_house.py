@@ -15,10 +15,10 @@ import schedules
 from data import batches
 from data import prepare as prepare_file
 from data.batches import Data
+from extras.show import demonstrations, tables
 from group import CommunicationError, naming
 from run import export as export_file
 from run.log import peak_of_process
-from extras.show import demonstrations, tables
 from tests.harness import HERE, config
 from tests.runs import command, one_line
 
@@ -43,7 +43,8 @@ MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
 FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))
            if path.parent.name != "tests"]
 FILES = [*HERE.glob("*.py"), *(path for folder in FOLDERS for path in folder.rglob("*.py"))]
-HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path  # "extras.doctor.dump": its file
+# "extras.doctor.dump": its file
+HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path
          for path in FILES if path.name != "__init__.py"}
 
 
@@ -113,8 +114,9 @@ def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
 
 def test_arrows_point_down():
     """The root imports neither the engine nor a room; the engine imports the root; data/ and run/
-    neither the engine nor extras/planner/; extras/planner/ of the engine only messages; only commands,
-    extras/show/ and extras/exercises/ import them, and nothing imports extras/exercises/. No circle."""
+    neither the engine nor extras/planner/; extras/planner/ of the engine only messages; only
+    commands, extras/show/ and extras/exercises/ import them, and nothing imports extras/exercises/.
+    No circle."""
     imports = {module: imported(path) for module, path in HOUSE.items()}
     up = [(module, other) for module, others in imports.items() for other in others
           if is_ours(module) and is_ours(other) and room(other) != "forks"  # which patches import

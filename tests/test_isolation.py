@@ -11,8 +11,8 @@ import extras.planner.__main__ as plan
 import sample
 import train
 from data import prepare
-from run import export
 from extras.show import draw, pictures, tables
+from run import export
 from tests import isolation
 from tests.runs import command, one_line
 

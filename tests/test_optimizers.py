@@ -17,10 +17,10 @@ from engine.collectives import all_reduce
 from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
 from engine.optimizer import LossScale
+from extras.planner import memory
 from extras.show.large_batches import TOKENS, curve, noise_scale
 from model import build, initial_value
 from optimizer import learning_rate
-from extras.planner import memory
 from run import checkpoint
 from run.config import check, check_layout
 from run.log import Log

@@ -22,11 +22,10 @@ from data.batches import Data
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.sequence_parallel import Region
-from extras.planner import costs
+from extras.show import draw
 from run import timeline
 from run.processes import all_gather_text
 from schedules import Action, lower, make_schedule, simulate, validate
-from extras.show import draw
 from tests.harness import (
     FULL,
     VOCAB,
@@ -356,14 +355,14 @@ def test_schedules_have_the_published_bubble_and_memory(P, m, v):
     """Of the schedules of papers. One of a fork's own has no formula."""
     peak = {"gpipe": m, "1f1b": P, "interleaved": v * P + P - 1 if v > 1 else P, "zb-h1": P,
             "zb-h2": 2 * P - 1, "zb-v": 2 * P}
-    assert peak.keys() == costs.IDLE.keys()
+    assert peak.keys() == {name for name, one in schedules.SCHEDULES.items() if one.idle}
     for name, most in peak.items():
         chunks = schedules.chunks_of(name, v if name == "interleaved" else 0)
         lists = make_schedule(name, P, m, chunks)
         t = simulate(lists, schedules.placement(name, P, chunks))
-        assert t.bubble == costs.closed_form(name, P, m, chunks, (1, 1, 1, 0))
+        assert t.bubble == schedules.closed_form(name, P, m, chunks, (1, 1, 1, 0))
         assert max(t.peak_in_flight) == most
-    assert costs.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
+    assert schedules.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
 
 
 def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
@@ -397,14 +396,14 @@ def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
 def _every_other(P, m, v, rank):
     """1F1B whose odd microbatches have I, and W one forward later."""
     num_warmup = min(P - 1 - rank, m)
-    actions = ["F0"] * num_warmup
+    actions = ["F"] * num_warmup
     for k in range(m):
         if num_warmup + k < m:
-            actions.append("F0")
+            actions.append("F")
         if k % 2 == 0 and k > 0:
-            actions.append("W0")
-        actions.append("I0" if k % 2 else "B0")
-    return actions + ["W0"] * (m % 2 == 0)
+            actions.append("W")
+        actions.append("I" if k % 2 else "B")
+    return actions + ["W"] * (m % 2 == 0)
 
 
 MIXED = {"mixed": schedules.Schedule(_every_other)}

@@ -21,8 +21,8 @@ from data.batches import Data
 from engine.group import Work
 from engine.mesh import Mesh
 from experts import kind_of
-from model import build, causal_attention
 from extras.planner import memory
+from model import build, causal_attention
 from run.config import check
 from sizes import GPTConfig, config_of
 from tests.harness import (

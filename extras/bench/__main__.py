@@ -10,17 +10,17 @@ the peer of "to 2 threads" and "growth" is one process with as many threads as w
 memory: how much a process grows while it builds one side and takes two steps (Linux; resident
 bytes).
 
-    python -m extras.bench                  every row but growth's (how long that takes: docs/measured.md)
-    python -m extras.bench --quick          does it run? small model, two turns per side, rows of up to 4
-                                     ranks: its figures mean nothing
-    python -m extras.bench --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
-    python -m extras.bench --only without   rows named "..., without": the gain from a trick of the engine.
-                                     The peer is the engine with this one trick switched off
-    python -m extras.bench --only growth    step and memory against the length of a sequence (1 to 4 ranks)
-    python -m extras.bench --json out.json  the figures for a program
-    python -m extras.bench --gpu            one GPU, bfloat16: beside two loops like nanoGPT's; and our MFU
+    python -m extras.bench             every row but growth's (how long: docs/measured.md)
+        --quick          does it run? small model, two turns per side, rows of up to 4 ranks: its
+                         figures mean nothing
+        --only ddp       rows with that in their name; --only scaling: 1 to 8 ranks
+        --only without   rows named "..., without": the gain from a trick of the engine. The peer is
+                         the engine with this one trick switched off
+        --only growth    step and memory against the length of a sequence (1 to 4 ranks)
+        --json out.json  the figures for a program
+        --gpu            one GPU, bfloat16: beside two loops like nanoGPT's; and our MFU
 
-The sides of the rows: extras/bench/.
+The sides of the rows: job.py (ours), torch_side.py, plain_side.py, without.py, gpu.py.
 """
 
 from run.command import bench_flags
@@ -62,7 +62,7 @@ from run.processes import init, shutdown
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # ---- the rows ----
-# A Row (extras/bench/job.py) races two sides on n ranks, for one layout and one size of model or tensor.
+# A Row (job.py) races two sides on n ranks, for one layout and one size of model or tensor.
 # A side is a function that takes a Job and returns a step function. Each call of the step function
 # runs one step and returns this rank's share of the loss. Here our side is the trainer of train.py
 # --fast, its checkpoint (one row), or a collective of the engine. Goals are ratios. Row(
@@ -89,7 +89,7 @@ T2_SP = (2, {"tp": 2, "sp": True})
 N2 = (2, {"cp": 2})
 LLAMA = {"arch": "llama", "n_kv_head": 2, "n_hidden": 1024}
 
-# Names of SIZES (extras/bench/job.py). Data parallelism is raced in a size whose steps are mostly compute,
+# Names of SIZES (job.py). Data parallelism is raced in a size whose steps are mostly compute,
 # and in one whose steps are mostly messages; pipeline and tensor parallelism in the first of these,
 # and in a size whose messages are tiny
 COMPUTE_AND_COMMUNICATION = ("compute", "communication")

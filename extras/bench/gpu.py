@@ -18,9 +18,9 @@ import torch.nn as nn
 
 import train
 from engine.mesh import Mesh
-from model import build
-from extras.planner.hardware import MODELS
 from extras.bench.torch_side import adamw
+from extras.planner.hardware import MODELS
+from model import build
 from run.config import Config, choose_parts
 from sizes import GPTConfig, peak_flops
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from experts import kind_of
-from model import build, cross_entropy
 from extras.bench.job import repeated
+from model import build, cross_entropy
 from schedules import cut
 from sizes import config_of
 

@@ -20,9 +20,9 @@ import engine.vocabulary_parallel
 import engine.zero
 from engine.collectives import all_gather
 from engine.group import Work
+from extras.bench.job import collective, trainer
 from model import cross_entropy
 from optimizer import AdamWState
-from extras.bench.job import collective, trainer
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     python train.py --dump reference --dtype float64         one process: REFERENCE
     torchrun train.py --tp 2 --pp 2 --dump mine              any layout, fork or trainer: MINE
     python -m extras.doctor reference mine
-    python -m extras.doctor reference mine again        AGAIN, a second run of MINE, has the same bits?
+    python -m extras.doctor reference mine again  AGAIN, a second run of MINE, has the same bits?
 
 Exit code 0: equal, but for the rounding errors of MINE's dtype. 1: something differs: a line for
 each comparison says where, and below it are the known bugs that give the same numbers. 2: the two
@@ -26,11 +26,11 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
 
-from run.config import fail
 from extras.doctor.again import check_again
 from extras.doctor.diagnose import diagnose
 from extras.doctor.dump import read_dump
 from extras.doctor.words import lines
+from run.config import fail
 
 # Weights of the matrices that a token runs through x tokens of a step, below which all known bugs
 # are tried without --deep. (Each bug takes a step in float64 on the CPU.)

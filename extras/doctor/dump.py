@@ -10,7 +10,7 @@
         masters-1.safetensors     16-bit weights only: their 32-bit masters (also masters-0)
         tokens-2, gradients-2, weights-2, masters-2             the same of step 2
 
-Names and shapes are nanoGPT's, the tied matrix once, or those of extras/doctor/foreign.py. This file
+Names and shapes are nanoGPT's, the tied matrix once, or those of foreign.py. This file
 reads a dump of any trainer, of which only dump.json and weights-0 must be there;
 extras/doctor/record.py writes ours.
 """
@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 
 from experts import kind_of
+from extras.doctor.foreign import NAMES, readers
 from model import ABSENT
 from run import tensorfile
 from run.checkpoint import sound_config
 from run.config import require
-from extras.doctor.foreign import NAMES, readers
 from run.files import DUMP, DUMP_TENSORS
 from run.tensorfile import DAMAGED, FLOATS, about, is_whole
 from run.weights import read_tensor, unwrapped

@@ -20,9 +20,9 @@ from functools import cached_property
 
 import torch
 
-from model import ABSENT
 from extras.doctor.finding import NOISE, norm_of, off
 from extras.doctor.step import SimulatedStep, Terms, sampled
+from model import ABSENT
 
 FLOOR = 8  # least tolerance, relative to the right number, in roundings of the dtype
 UNMEASURED = 8  # noise where noise is not measured, in roundings of the dtype

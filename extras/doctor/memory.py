@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from data.batches import Data
-from run.config import Config
 from extras.doctor.dump import Dump
 from extras.doctor.record import LAYOUT
+from run.config import Config
 from schedules import chunks_of
 from sizes import config_of
 
@@ -47,7 +47,7 @@ def tokens_of_step(cfg, step):
 
 def in_memory(cfg: Config, states, vocab_size):
     """A Dump of a run's first two steps. states: a dict before step 1, {"weights"}, and one after
-    each step, {"loss", "norm", "lr", "grads", "weights"}, with full tensors; extras/exercises/break_it.py
+    each step, {"loss", "norm", "lr", "grads", "weights"}, with full tensors; exercises/break_it.py
     and tests/harness.py make such lists. A state may have "gradients_differ" and "weights_differ",
     too: names of tensors whose copies differ between ranks."""
     tensors = {f"weights-{n}": states[n]["weights"] for n in (0, 1, 2)}

@@ -10,10 +10,10 @@ import math
 
 import torch
 
-from model import UNTIED
 from extras.doctor.finding import NOISE, RESOLVED, Finding, norm_of, ratio_words, unexamined
 from extras.doctor.groups import cut_by_layout, is_replicated, layer_number
 from extras.doctor.step import EMBEDDING, SimulatedStep, served
+from model import UNTIED
 from schedules import placement
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model import UNTIED
 from extras.doctor.step import EMBEDDING
+from model import UNTIED
 
 
 @dataclass

@@ -24,8 +24,8 @@ import torch
 from collectives import all_reduce
 from context_parallel import split_sequences
 from experts import MixtureOfExperts, balance_loss, kind_of
-from model import ABSENT, UNTIED
 from extras.doctor.threads import World
+from model import ABSENT, UNTIED
 from sequence_parallel import gather_tokens, positions_of_own_tokens, scatter_tokens
 from shard import tag_replicated, tag_whole
 from tensor_parallel import copy_to_ranks, split_layers, sum_over_ranks

@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 
-from optimizer import decays
 from extras.doctor.finding import (
     NOISE,
     Finding,
@@ -29,6 +28,7 @@ from extras.doctor.finding import (
     unexamined,
 )
 from extras.doctor.update import Replay, Way, ways
+from optimizer import decays
 from shard import Tag
 
 RIGHT_WAY = Way()

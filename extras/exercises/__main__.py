@@ -1,4 +1,5 @@
-"""Write the techniques yourself: each exercise is one file in extras/exercises/, tested on real processes.
+"""Write the techniques yourself: each exercise is one file in extras/exercises/, tested on real
+processes.
 
     python -m extras.exercises                 the list, and what is solved
     python -m extras.exercises 3               test exercise 3: right, or what differs
@@ -53,8 +54,8 @@ def overview(exercises, progress):
         yield (f"{number:3}  extras/exercises/{exercise.name + '.py':28} {exercise.title:52} "
                f"{state_of(exercise.name, progress)}")
     yield ""
-    yield ("python -m extras.exercises 1 tests the first; --hint helps; python -m extras.exercises quiz asks; "
-           "break shows wrong lines")
+    yield ("python -m extras.exercises 1 tests the first; --hint helps; quiz asks; break shows "
+           "wrong lines")
 
 
 def next_hint(exercise, progress):
@@ -150,5 +151,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "exercises"  # error lines begin with this name, not with __main__.py
     main()

@@ -1,5 +1,6 @@
-"""python -m extras.exercises break: each wrong line trains a small GPT, beside the right one. Which of
-these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor (extras/doctor)?
+"""python -m extras.exercises break: each wrong line trains a small GPT, beside the right one. Which
+of these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor
+(extras/doctor)?
 
 A row is a wrong line. Its ranks are threads (extras/doctor/threads.py), which run train.py; as many
 rows as there are cores run at a time, each in a process. The right run of a row has one rank,
@@ -25,15 +26,15 @@ import torch
 
 import train
 from data.batches import Data
+from extras.doctor.diagnose import diagnose
+from extras.doctor.memory import in_memory
+from extras.doctor.record import Recorder, random_value
+from extras.doctor.threads import World
 from extras.exercises.planted import planted
 from extras.exercises.wrong_lines import WRONG_LINES, WrongLine
 from model import initial_value
 from optimizer import learning_rate
 from run.config import Config
-from extras.doctor.diagnose import diagnose
-from extras.doctor.memory import in_memory
-from extras.doctor.record import Recorder, random_value
-from extras.doctor.threads import World
 
 STEPS = 60
 SEEDS = (1337, 1, 2, 3, 4, 5, 6, 7)  # seeds of the right runs; wrong runs have the first
@@ -68,8 +69,8 @@ def write_zen(folder):
 
 
 class KeptDump:
-    """Has the members of a Writer that a Recorder uses (extras/doctor/record.py), and keeps one rank's
-    gradients and weights in memory."""
+    """Has the members of a Writer that a Recorder uses (extras/doctor/record.py), and keeps one
+    rank's gradients and weights in memory."""
 
     def __init__(self, dtype):
         # The Recorder converts gradients to this dtype. (A Writer's has 32 bits at least; here all

@@ -6,7 +6,7 @@ F, I and W take one tick each. A microbatch is in flight from its F to the end o
 
 
 def own_schedule(P, m, v, rank):
-    """One rank's list: for each of m microbatches "F0", and either "B0" or "I0" and "W0"; v is 1.
-    The tester plays and draws the lists. P = 2, m = 2: rank 0  F0 F0 I0 W0 I0 W0, rank 1  F0 I0 F0
-    I0 W0 W0 take 7 ticks: rank 1 puts its Ws off to the end, so rank 0 waits less. 1F1B takes 9."""
+    """One rank's list: for each of m microbatches "F", and either "B" or "I" and "W"; v is 1.
+    The tester plays and draws the lists. P = 2, m = 2: rank 0  F F I W I W, rank 1  F I F I W W
+    take 7 ticks: rank 1 puts its Ws off to the end, so rank 0 waits less. 1F1B takes 9."""
     raise NotImplementedError

@@ -5,21 +5,23 @@ from unittest.mock import patch
 import schedules
 from extras.exercises.catalogue import RANKS
 from extras.exercises.judge import Wrong, trains
-from schedules import Schedule, make_schedule, simulate, validate
 from extras.show.draw import schedule_text
+from schedules import Schedule, letter, make_schedule, simulate, validate
 
 
 def actions_of_form(form, P, m, v):
     """The ranks' lists of Actions. Raises Wrong if the form returns anything but a list of actions
-    like "F0"."""
+    like "F" or, with several chunks, "Fb"."""
     lists = []
     for rank in range(P):
         codes = form(P, m, v, rank)
         for i, code in enumerate(codes if isinstance(codes, list) else [codes]):
-            letter, chunk = (code[:1], code[1:]) if isinstance(code, str) else ("", "")
-            if letter not in tuple("FBIW") or not chunk.isdecimal() or int(chunk) >= v:
-                raise Wrong(f'rank {rank}: {code!r} is no action: return a list of "F0", "B0", ...')
-            if letter == "W" and codes[:i].count(code) >= codes[:i].count("I" + chunk):
+            kind, chunk = (code[:1], code[1:]) if isinstance(code, str) else ("", "")
+            chunks = [""] * (v == 1) + [letter(k) for k in range(v)]
+            if kind not in tuple("FBIW") or chunk not in chunks:
+                example = '"F", "B"' if v == 1 else '"Fa", "Bb"'
+                raise Wrong(f"rank {rank}: {code!r} is no action: return a list of {example}, ...")
+            if kind == "W" and codes[:i].count(code) >= codes[:i].count("I" + chunk):
                 raise Wrong(f'rank {rank}: entry {i} of the list, "{code}", comes before its '
                             f'"I{chunk}"')
         lists.append(codes)

@@ -1,5 +1,5 @@
-"""The picture of python -m extras.exercises break: a panel for each wrong line, with its loss curve and
-those of the right runs."""
+"""The picture of python -m extras.exercises break: a panel for each wrong line, with its loss curve
+and those of the right runs."""
 
 from extras.exercises.break_it import SMOOTH, running_means, shown_from
 from extras.show.draw import CURVES, GRID, INK, Picture, scale

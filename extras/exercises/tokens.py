@@ -8,10 +8,10 @@ import torch
 import context_parallel
 import expert_parallel
 from context_parallel import zigzag as zigzag_of
+from experts import MixtureOfExperts
 from extras.exercises.catalogue import RANKS
 from extras.exercises.judge import Wrong, beside, check_shape, factor, in_numbers, same, trains
 from extras.exercises.slices import random_tensor
-from experts import MixtureOfExperts
 from model import causal_attention
 from sizes import GPTConfig
 

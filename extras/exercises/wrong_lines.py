@@ -1,5 +1,5 @@
-"""Fifteen wrong lines in this repository's own files, for python -m extras.exercises break: bugs that
-trainers have had."""
+"""Fifteen wrong lines in this repository's own files, for python -m extras.exercises break: bugs
+that trainers have had."""
 
 from typing import NamedTuple
 

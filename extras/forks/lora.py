@@ -22,7 +22,8 @@ apart.
 Initial values of W: --init-from, or random. The techniques that split matrices may be the root's or
 the engine's. Left out: merging W + B A into one matrix.
 
-    git apply extras/forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from model.safetensors
+    git apply extras/forks/lora.patch && torchrun train.py --tp 2 --lora 4 --init-from
+    model.safetensors
 """
 
 from dataclasses import replace

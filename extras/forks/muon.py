@@ -15,7 +15,8 @@ number of elements of the whole matrices of a stage, each rank sends, beside wha
 --tp 2 (T-1)/T M, and under ZeRO 2 (D-1)/D M/T. (A gather of the pieces would send half of that.)
 All D x T ranks of a stage orthogonalize each of its matrices: the same work, D x T times.
 
-    git apply extras/forks/muon.patch && torchrun train.py --tp 2 --zero 1 --optimizer muon --beta1 0.95
+    git apply extras/forks/muon.patch && torchrun train.py --tp 2 --zero 1 --optimizer muon --beta1
+    0.95
 """
 
 import math

@@ -23,7 +23,7 @@ dual            the placement that a tensor's gradient must get: REPLICATE for a
                 PARTIAL. From there to Split is a reduce-scatter: the backward of an all-gather.
 
 Megatron's f and g, --sp's enter and leave, ZeRO's messages and Ulysses' all-to-all are transitions
-in this table (extras/forks/tests/test_placements.py). Linear, below, names none of them, and derives all.
+in this table (tests/test_placements.py). Linear, below, names none of them, and derives all.
 Sizes must be multiples of N.
 """
 

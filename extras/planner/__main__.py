@@ -1,17 +1,17 @@
 """Which layout? Lists layouts that fit, for a model and a cluster: fast and easy to run ones first.
 
     python -m extras.planner --model gpt3-175b --gpus 1024 --gpu a100-80
-    python -m extras.planner --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout
-    python -m extras.planner --model llama-70b --gpus 64 --for megatron    the layout in Megatron-LM's flags
-    python -m extras.planner --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"    with the speed of your run
-    python -m extras.planner --published                published runs beside their predictions
-    python -m extras.planner --measure                  measures this node; prints the flags to plan with
+        --model gpt3-175b --gpus 1024 --tp 8 --pp 8 --layout    this one layout
+        --model llama-70b --gpus 64 --for megatron              in Megatron-LM's flags
+        --model gpt2 --gpus 8 --measured "SECONDS s: dp 8"      with the speed of your run
+        --published                                             published runs, and predictions
+        --measure               measures this node; prints the flags to plan with
 
-Flags of the layout are train.py's, and so are most flags of the model. plan.py adds --model,
+Flags of the layout are train.py's, and so are most flags of the model. The planner adds --model,
 --vocab-size, the flags that --help lists under "experts and heads of a Llama", --no-sp and
---no-recompute. A layout flag that is given stays; the planner searches values for the others. In
-extras/planner/: bytes in memory.py, seconds in costs.py, devices in hardware.py, the search in search.py,
-the order of the list in habits.py, other programs' words in programs.py, the text in report.py.
+--no-recompute. A layout flag that is given stays; the planner searches values for the others. Bytes
+are in memory.py, seconds in costs.py, devices in hardware.py, the search in search.py, the order
+of the list in habits.py, other programs' words in programs.py, the text in report.py.
 """
 
 import argparse
@@ -19,7 +19,14 @@ import gc
 import json
 from dataclasses import asdict, fields, replace
 
-from extras.planner.calibrate import Measured, chosen, factor_of_runs, measured_in, seconds_in, slower
+from extras.planner.calibrate import (
+    Measured,
+    chosen,
+    factor_of_runs,
+    measured_in,
+    seconds_in,
+    slower,
+)
 from extras.planner.hardware import DEVICES, MODELS, Device
 from extras.planner.memory import Job, Layout
 from extras.planner.mixture import Mixture

@@ -1,10 +1,11 @@
-"""A device as fast as your own runs: python -m extras.planner --calibrate FILE ..., or --measured "..."
+"""A device as fast as your own runs: python -m extras.planner --calibrate FILE ..., or --measured
+"..."
 
 One factor lengthens products, attention and memory traffic, such that the prediction of the run's
 step equals the measured time. Messages and launches of kernels keep their time, so layouts may
-change places. With several runs the median of their factors counts. `python -m extras.planner --published`
-prints how well a published run is predicted by the factor of one other run of its source, and by
-the median factor of all others."""
+change places. With several runs the median of their factors counts. `python -m extras.planner
+--published` prints how well a published run is predicted by the factor of one other run of its
+source, and by the median factor of all others."""
 
 import json
 import math

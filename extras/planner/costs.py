@@ -22,9 +22,10 @@ F, I and W for one microbatch and all stages of a rank.
 import math
 import operator
 from collections import deque
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
+import schedules
 from extras.planner.memory import (
     BUCKET,
     block_parameters,
@@ -126,50 +127,6 @@ class Time(NamedTuple):
 
     def plus(self, other, times=1):
         return Time(*(a + times * b for a, b in zip(self, other, strict=True)))
-
-
-# ---- the bubble, by formula ----
-# f, i, w: seconds of F, I and W for a microbatch and all v stages of a rank; a stage takes 1/v of
-# them. Each function returns v times the seconds that a rank idles, by the formula of the
-# schedule's paper; None where the paper's assumptions do not hold. (v times, so that no formula
-# divides by v: closed_form adds v times the seconds that the rank works.)
-
-
-def idle_of_1f1b(P, m, f, i, w):
-    """For each other rank, a rank idles for an F and a B of one stage: (f + i + w) / v seconds.
-    (GPipe and interleaved have the same formula.)"""
-    return (P - 1) * (f + i + w)
-
-
-def idle_of_zero_bubble(depth, P, m, f, i, w):
-    """For each other rank, a rank would idle for an F and an I. zb-h1 (depth 1) fills each of these
-    P-1 gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I, and enough
-    microbatches to fill the pipeline."""
-    idle = (P - 1) * (f + i - depth * w)
-    return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
-
-
-def idle_of_zb_v(P, m, f, i, w):
-    """No rank idles, if F = I = W and the microbatches fill the pipeline."""
-    return 0 if f == i == w and m >= 2 * P - 1 else None
-
-
-IDLE = {"gpipe": idle_of_1f1b, "1f1b": idle_of_1f1b, "interleaved": idle_of_1f1b,
-        "zb-h1": partial(idle_of_zero_bubble, 1), "zb-h2": partial(idle_of_zero_bubble, 2),
-        "zb-v": idle_of_zb_v}
-
-
-def closed_form(name, P, m, v, costs):
-    """The published bubble, idle / (idle + work). costs: (f, i, w, seconds of a message). None if
-    messages take time, if the schedule has no formula, or if the formula's assumptions do not
-    hold."""
-    f, i, w, comm = costs
-    if comm != 0 or name not in IDLE:
-        return None
-    idle = IDLE[name](P, m, f, i, w)
-    if idle is None:
-        return None
-    return idle / (idle + v * m * (f + i + w))
 
 
 # ---- the makespan, by the clock ----
@@ -505,7 +462,7 @@ class Costs:
         return self.known[numbers]
 
     def parts(self, layout):
-        """The different Parts (extras/planner/memory.py) of the pipeline ranks. A Part says how many
+        """The different Parts (memory.py) of the pipeline ranks. A Part says how many
         layers of each kind a rank has: embedding, blocks, head."""
         return self.different_parts(layout.schedule, layout.pp, layout.chunks)
 
@@ -551,7 +508,7 @@ class Costs:
         bound is the shortest time that rank 0 can take."""
         seconds, _ = self.busiest_rank(layout)  # [f, i, w]
         P, m, v = layout.pp, layout.microbatches, layout.chunks
-        bubble = closed_form(layout.schedule, P, m, v, (*seconds, 0.0))
+        bubble = schedules.closed_form(layout.schedule, P, m, v, (*seconds, 0.0))
         if bubble is not None:
             return m * sum(seconds) / (1 - bubble)
         # trip: seconds in which the first microbatch goes forward through all stages, and back

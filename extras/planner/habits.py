@@ -6,7 +6,7 @@ harder to run must be clearly faster to come first. Layouts whose time is within
 the PRICES that the layout pays, each some percent. For example, a layout with a price of 1.05 comes
 before one with a price of 1 only if its seconds x 1.05 are fewer. Slower layouts follow,
 sorted likewise. The percents are chosen such that the first rows of six jobs are layouts that
-published runs have, or that the guides of other programs (extras/planner/programs.py) recommend (a test
+published runs have, or that the guides of other programs (programs.py) recommend (a test
 names them). They are fitted to no time.
 """
 

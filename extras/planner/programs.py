@@ -1,4 +1,5 @@
-"""Layouts in other programs' words: python -m extras.planner --for megatron|torchtitan|deepspeed|nanotron
+"""Layouts in other programs' words: python -m extras.planner --for
+megatron|torchtitan|deepspeed|nanotron
 
 A Program says which layouts it can run (the search leaves out the others), and writes one as its
 own flags, TOML, JSON or YAML. Names of options are those of these versions:

@@ -14,7 +14,8 @@ from schedules import SCHEDULES
 
 # The planner's median error on one set of published runs to which nothing was fitted: the third set
 # that was held out. (The first two sets were fitted later. Smaller sets, held out as well, do not
-# count here.) python -m extras.planner --published prints the error, in the line "held out third: 28 rows"
+# count here.) python -m extras.planner --published prints the error, in the line "held out third:
+# 28 rows"
 BAND = 0.14
 # Columns of every table. Another field of Layout has a column if its value in some row is not that
 # of one process

@@ -7,8 +7,8 @@
     python -m extras.show.pictures --svg docs/pictures        writes all three
 """
 
-from schedules import cut, make_schedule, simulate
 from extras.show.draw import COLORS, CURVES, INK, Picture
+from schedules import cut, make_schedule, simulate
 from sizes import GPTConfig, bytes_per_parameter
 
 BLUE, GREEN, YELLOW = COLORS["F"], COLORS["B"], COLORS["W"]

@@ -1,7 +1,7 @@
 """Timelines for a terminal; charts and timelines as SVG, on a transparent background; and the
 command line that shows schedules.
 
-    python schedules.py 1f1b 4 8 --svg schedule.svg
+    python -m extras.show schedules 1f1b 4 8 --svg schedule.svg
     python -m extras.show.pictures --svg docs/pictures --metrics one.jsonl eight.jsonl
 """
 
@@ -12,10 +12,8 @@ from html import escape
 from pathlib import Path
 
 import schedules
-from extras.planner.costs import closed_form
 from run.command import Parser
 from run.files import refuse_foreign
-from run.signals import end_quietly
 from schedules import make_schedule, simulate, validate
 
 # Colors of actions
@@ -178,7 +176,7 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None, differ
     return str(picture)
 
 
-# ---- python schedules.py ----
+# ---- the command schedules ----
 
 
 def time_schedule(name, P, m, v, costs):
@@ -192,7 +190,7 @@ def time_schedule(name, P, m, v, costs):
 
 def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line."""
-    bubble = closed_form(name, P, m, v, costs)
+    bubble = schedules.closed_form(name, P, m, v, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
     # peak_in_flight counts pairs of a stage and a microbatch. A pair holds the activations of one
     # stage, 1/v of the rank's layers
@@ -239,8 +237,8 @@ def shown(args):
             line_of_figures(name, P, m, v, args.costs, timeline)]
 
 
-def schedules_command():
-    end_quietly()
+def schedules_command(words):
+    """schedules 1f1b 4 8: the timeline of a schedule, and its figures."""
     parser = Parser(schedules.__doc__)
     parser.add_argument("schedule", nargs="?", default="1f1b", help=", ".join(schedules.SCHEDULES))
     parser.add_argument("P", type=int, help="ranks")
@@ -253,7 +251,7 @@ def schedules_command():
     output.add_argument("--compare", action="store_true", help="every schedule, one line each")
     output.add_argument("--json", action="store_true", help="print the figures only")
     output.add_argument("--svg", metavar="FILE", help="write the picture there as well")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.P * args.m > 10**6:
         parser.error(f"{args.P} ranks x {args.m} microbatches are more than a million actions")
     try:

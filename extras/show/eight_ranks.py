@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import Data
-from run.config import check_layout, parse
-from run.files import write_new
-from run.processes import all_gather_text
 from extras.show.chapters import BOLD, ELSEWHERE, HELD, SMALL
 from extras.show.demonstrations import demonstrate
 from extras.show.draw import COLORS, Picture
+from run.config import check_layout, parse
+from run.files import write_new
+from run.processes import all_gather_text
 from train import Trainer
 
 WORDS_OF_RUN = "--dp 2 --tp 2 --pp 2 --zero 1"

@@ -28,10 +28,10 @@ import torch
 from data.batches import Data
 from engine.collectives import all_reduce
 from extras.planner.table import table
-from run.config import Config, check
-from run.files import write_new
 from extras.show.demonstrations import demonstrate_engine
 from extras.show.draw import curves_svg
+from run.config import Config, check
+from run.files import write_new
 
 # fast: LAMB and LARS are engine/'s only, so that all rules train with the same parts
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "fast": "all"}

@@ -1,7 +1,7 @@
 """Pictures as SVG: the drawings of the chapters, or curves of runs, from the files that
-train.py --metrics wrote. Drawn elsewhere: schedules by python schedules.py 1f1b 4 8 --svg FILE;
-large-batches.svg and ranks.svg in extras/show/; wrong-lines.svg by python -m extras.exercises break --svg
-FILE. Pictures that move are in docs/lab.html.
+train.py --metrics wrote. Drawn elsewhere: schedules by python -m extras.show schedules 1f1b 4 8
+--svg FILE; large-batches.svg and ranks.svg by the files of these names; wrong-lines.svg by
+python -m extras.exercises break --svg FILE. Pictures that move are in docs/lab.html.
 
     python -m extras.show.pictures --svg docs/pictures
     python -m extras.show.pictures --svg docs/pictures --metrics one.jsonl eight.jsonl
@@ -12,12 +12,12 @@ import math
 from pathlib import Path
 from statistics import fmean
 
+from extras.show.chapters import DRAWINGS
+from extras.show.draw import CURVES, curves_svg
 from run.command import Parser
 from run.config import MARKS
 from run.files import write_new
 from run.signals import end_quietly
-from extras.show.chapters import DRAWINGS
-from extras.show.draw import CURVES, curves_svg
 
 
 def running_mean(points):

@@ -1,23 +1,22 @@
-"""The tables that `python mesh.py`, `python sizes.py` and `python context_parallel.py` print."""
+"""The tables that `python -m extras.show` prints for mesh, sizes and context_parallel."""
 
 import sys
 
 import sizes
 from run.command import Parser
-from run.signals import end_quietly, note
+from run.signals import note
 
 
-def mesh_command():
-    """python mesh.py 2 2 1 1 2: the ranks in rows; then all groups along each axis longer than 1,
+def mesh_command(words):
+    """mesh 2 2 1 1 2: the ranks in rows; then all groups along each axis longer than 1,
     along dp and cp (replicas), and along pp and tp (one replica)."""
-    end_quietly()
-    given = sys.argv[1:] or ["2", "2", "1", "1", "2"]
+    given = words or ["2", "2", "1", "1", "2"]
     if len(given) != 5 or not all(size.isdecimal() and int(size) for size in given):
-        note("mesh.py: give the sizes of dp, pp, ep, cp and tp, like 2 2 1 1 2")
+        note("mesh: give the sizes of dp, pp, ep, cp and tp, like 2 2 1 1 2")
         sys.exit(2)
     D, P, E, C, T = map(int, given)
     if D % E:
-        note(f"mesh.py: ep {E} must divide dp {D}")
+        note(f"mesh: ep {E} must divide dp {D}")
         sys.exit(2)
     # Imported here, because mesh.py imports torch, and a wrong command line does without torch
     from mesh import grid, lay_out
@@ -30,14 +29,13 @@ def mesh_command():
         print(f"group({', '.join(axes)}):", *lay_out(ranks, axes))
 
 
-def sizes_command():
-    """python sizes.py 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
-    end_quietly()
+def sizes_command(words):
+    """sizes 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
     parser = Parser(sizes.__doc__)
     parser.add_argument("parameters", nargs="?", type=float, default=7e9)
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
     parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if not (0 < args.parameters < 1e18 and 0 < args.gpu_gb < 1e18):
         parser.error("parameters and --gpu-gb must be above 0, and below 1e18")
     print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "

@@ -16,9 +16,9 @@ import torch
 
 from collectives import WithBackward, all_gather
 from context_parallel import zigzag
-from model import causal_attention
 from extras.doctor.changes.sequence import from_zero, positions_from
 from extras.doctor.step import Change
+from model import causal_attention
 from tensor_parallel import sum_of_copy
 
 # ---- positions and targets ----

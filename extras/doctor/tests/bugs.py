@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import train
 from data.batches import Data
+from extras.doctor.record import random_value, write_run
 from extras.exercises.planted import planted
 from run.config import Config, check
-from extras.doctor.record import random_value, write_run
 from tests import mutants
 from tests.cover import layouts
 from tests.harness import VOCAB, config, mesh_of

@@ -15,12 +15,12 @@ from data import batches
 from engine import ddp, zero
 from engine import optimizer as engine_optimizer
 from engine.sequence_parallel import Region
+from extras.doctor.dump import read_dump
+from extras.doctor.tests import bugs
 from extras.exercises.planted import CannotPlant, changed_text, class_of, planted
 from group import CommunicationError, naming
 from run.config import check
-from extras.doctor.dump import read_dump
 from shard import Tag
-from extras.doctor.tests import bugs
 from tests.harness import FULL, config
 from tests.pool import pool
 

@@ -36,17 +36,17 @@ from extras.doctor.inputs import check_initial_weights
 from extras.doctor.norm import judge_norm
 from extras.doctor.shares import known_shares
 from extras.doctor.step import SimulatedStep
+from extras.doctor.tests import bugs
+from extras.doctor.tests.test_bugs import numbers, numbers_that_differ
+from extras.doctor.tests.test_dump import EXPERTS, LLAMA, change_json, dumps_of_one_process
 from extras.doctor.threads import World
 from extras.doctor.update import Way
 from extras.doctor.weights import Steps, check_updates, known_ways
 from extras.doctor.words import lines
 from run.files import DUMP
 from run.weights import read_tensor
-from extras.doctor.tests import bugs
 from tests.harness import FULL, needs_minutes
 from tests.runs import rewrite
-from extras.doctor.tests.test_bugs import numbers, numbers_that_differ
-from extras.doctor.tests.test_dump import EXPERTS, LLAMA, change_json, dumps_of_one_process
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
 # says nothing, or which stage differs.

@@ -17,19 +17,19 @@ import train
 import zero
 from data.batches import Data
 from experts import balance_loss, kind_of
-from optimizer import decays, learning_rate
-from run import files
-from run.checkpoint import EMBEDDING
-from run.config import Config, check
 from extras.doctor import record
 from extras.doctor.dump import read_dump
 from extras.doctor.groups import layer_number
 from extras.doctor.record import Writer, random_value, write_run
+from extras.planner.tests.test_planner import peak_of
+from optimizer import decays, learning_rate
+from run import files
+from run.checkpoint import EMBEDDING
+from run.config import Config, check
 from run.hugging_face import CONV1D
 from shard import Tag
 from tests.harness import VOCAB, close, config, mesh_of, pool
 from tests.runs import Run, flags, one_line, rewrite
-from extras.planner.tests.test_planner import peak_of
 
 # ---- any layout writes what one process writes ----
 

@@ -16,20 +16,26 @@ from types import ModuleType
 import pytest
 import torch
 
-from run.config import check_layout, parse
 from extras.doctor.diagnose import diagnose
 from extras.doctor.dump import Dump, Tensors, read_dump
 from extras.doctor.examined import Computed, InOwnDtype, step_of
 from extras.doctor.finding import first_difference, norm_of, ratio_words
 from extras.doctor.inputs import causes_of_tokens, check_initial_weights
 from extras.doctor.norm import judge_norm, norms_of_parts, sum_of_squares, wrong_sums
+from extras.doctor.tests.test_dump import (
+    EXPERTS,
+    LLAMA,
+    change_json,
+    dumps_of_one_process,
+    every_tensor,
+)
 from extras.doctor.weights import check_updates
 from extras.doctor.words import lines
+from extras.show.tests.pages import BLOCKS, PAGES, masked
+from run.config import check_layout, parse
 from run.hugging_face import CONV1D
 from tests.harness import HERE, pool
-from extras.show.tests.pages import BLOCKS, PAGES, masked
 from tests.runs import Run, rewrite
-from extras.doctor.tests.test_dump import EXPERTS, LLAMA, change_json, dumps_of_one_process, every_tensor
 
 PAGE = "docs/check-your-own-trainer.md"
 DUMPING, *LOOPS = ("\n".join(block.lines) for block in BLOCKS

@@ -32,6 +32,7 @@ import schedules
 import tensor_parallel
 import zero
 from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
+from expert_parallel import dispatch_and_combine
 from extras.exercises import __main__ as program
 from extras.exercises import quiz, start
 from extras.exercises.board import ENDED, JOINS, RECV, WAITS, Board
@@ -40,7 +41,6 @@ from extras.exercises.judge import Report, Wrong, attempt, said_by, verdict, whi
 from extras.exercises.messages import explain_sum
 from extras.exercises.orders import play_form
 from extras.exercises.start import load_forms
-from expert_parallel import dispatch_and_combine
 from model import ABSENT, cross_entropy
 from recompute import recompute
 from sequence_parallel import all_tokens, gather_tokens, own_tokens_of_sum, scatter_tokens
@@ -712,11 +712,11 @@ def combine_twice(x, gates, chosen, experts, group):
 
 
 def warm_up_too_long(P, m, v, rank):
-    return schedules.weave(["F0"] * m, ["B0"] * m, P - rank)
+    return schedules.weave(["F"] * m, ["B"] * m, P - rank)
 
 
 def no_warm_up(P, m, v, rank):
-    return ["F0", "B0"] * m
+    return ["F", "B"] * m
 
 
 def one_backward_missing(P, m, v, rank):
@@ -724,18 +724,19 @@ def one_backward_missing(P, m, v, rank):
 
 
 def backward_first(P, m, v, rank):
-    return ["B0"] * m + ["F0"] * m
+    return ["B"] * m + ["F"] * m
 
 
-def letters(P, m, v, rank):
-    return ["F"] * m + ["B"] * m
+def digits(P, m, v, rank):
+    return ["F0"] * m + ["B0"] * m
 
 
 def interleaved_of(P, m, v, rank, num_warmup=None, order=None, reverse=True):
     chunks = order(P, m, v) if order else [i // P % v for i in range(m * v)]
     warm = num_warmup(P, v, rank) if num_warmup else (v - 1) * P + 2 * (P - 1 - rank)
-    return schedules.weave([f"F{c}" for c in chunks],
-                           [f"B{v - 1 - c if reverse else c}" for c in chunks],
+    letter = schedules.letter
+    return schedules.weave(["F" + letter(c) for c in chunks],
+                           ["B" + letter(v - 1 - c if reverse else c) for c in chunks],
                            warm if v > 1 else P - 1 - rank)
 
 
@@ -756,11 +757,11 @@ def chunk_by_chunk(P, m, v):
 
 
 def no_weights(P, m, v, rank):
-    return [action for action in schedules.zero_bubble(1, P, m, v, rank) if action != "W0"]
+    return [action for action in schedules.zero_bubble(1, P, m, v, rank) if action != "W"]
 
 
 def weights_first(P, m, v, rank):
-    return ["F0"] * m + ["W0", "I0"] * m
+    return ["F"] * m + ["W", "I"] * m
 
 
 # ---- tags, norm, checkpoint ----
@@ -970,7 +971,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"one_f_one_b": no_warm_up}, "who waits, and for what?"),
         ({"one_f_one_b": one_backward_missing}, "is missing"),
         ({"one_f_one_b": backward_first}, "misordered: rank"),
-        ({"one_f_one_b": letters}, "'F' is no action"),
+        ({"one_f_one_b": digits}, "'F0' is no action"),
         ({"gpipe": schedules.one_f_one_b}, "a backward comes before the last forward")]),
     "e13_interleaved": ({"interleaved": schedules.interleaved}, [
         (partial(interleaved_of, num_warmup=warm_up_once), "messages of 0.1 F: it takes"),
@@ -983,7 +984,7 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (schedules.gpipe, "rank 0 has 8 in flight, and may have 4"),
         (partial(schedules.zero_bubble, 2), "rank 0 has 7 in flight, and may have 4"),
         (no_weights, "W(stage 0, microbatch 0) is missing"),
-        (weights_first, 'entry 8 of the list, "W0", comes before its "I0"')]),
+        (weights_first, 'entry 8 of the list, "W", comes before its "I"')]),
     "e15_tied_norm": ({"tie_ends": pipeline.tie_ends, "square": right_square}, [
         ({"tie_ends": tie_without_sum}, "sum_over lacks the two stages"),
         ({"tie_ends": tie_without_copies}, "shared_by lacks the two stages"),
@@ -1043,11 +1044,11 @@ def test_an_exception_is_told_in_one_line():
 
 
 def one_backward_whole(P, m, v, rank):
-    """The repository's zb-h1, but rank 0 runs "B0" in the place of its first "I0" "W0"."""
+    """The repository's zb-h1, but rank 0 runs "B" in the place of its first "I" "W"."""
     actions = schedules.zero_bubble(1, P, m, v, rank)
     if rank == 0:
-        first = actions.index("I0")
-        actions[first : first + 2] = ["B0"]
+        first = actions.index("I")
+        actions[first : first + 2] = ["B"]
     return actions
 
 
@@ -1159,7 +1160,8 @@ def test_an_error_of_one_rank_is_told_and_not_that_the_others_wait_for_it():
 
 @pytest.fixture
 def learner(tmp_path, monkeypatch):
-    """extras/exercises/ as a learner's own folder; a function that runs the command in this process."""
+    """extras/exercises/ as a learner's own folder; a function that runs the command in this
+    process."""
     folder = tmp_path / "exercises"
     folder.mkdir()
     for exercise in EXERCISES:

@@ -1,4 +1,5 @@
-"""python -m extras.exercises break: docs/what-a-loss-curve-hides.md says what its wrong lines do."""
+"""python -m extras.exercises break: docs/what-a-loss-curve-hides.md says what its wrong lines
+do."""
 
 import re
 import subprocess
@@ -115,7 +116,8 @@ def test_copies_that_differ_are_named_and_the_first_one_counts():
 @needs_minutes
 def test_the_command_prints_the_page_and_draws_its_picture(tmp_path):
     file = tmp_path / "x.svg"
-    run = subprocess.run([sys.executable, "-m", "extras.exercises", "break", "--svg", file], cwd=HERE,
+    run = subprocess.run([sys.executable, "-m", "extras.exercises", "break", "--svg", file],
+                         cwd=HERE,
                          text=True, capture_output=True, timeout=HANG)
     assert run.stdout.splitlines() == quoted() and run.stderr == ""
     assert file.read_text() == PICTURE

@@ -1,4 +1,4 @@
-"""extras/forks/diloco.py: workers in any layout train like workers of one process each; with H = 1 and SGD
+"""diloco.py: workers in any layout train like workers of one process each; with H = 1 and SGD
 they are data parallelism; what they send; stops between meetings."""
 
 from unittest.mock import patch

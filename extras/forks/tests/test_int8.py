@@ -1,4 +1,4 @@
-"""extras/forks/int8.py does not equal one process. Without rounding it does; it sends the formula; what
+"""int8.py does not equal one process. Without rounding it does; it sends the formula; what
 rounding loses is not lost; the loss falls as without."""
 
 from contextlib import contextmanager

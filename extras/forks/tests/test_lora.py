@@ -1,4 +1,4 @@
-"""extras/forks/lora.py: adapters train like one process's in any layout; the rest stays as it was."""
+"""lora.py: adapters train like one process's in any layout; the rest stays as it was."""
 
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch

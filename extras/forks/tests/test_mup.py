@@ -1,4 +1,4 @@
-"""extras/forks/mup.py: rates by the full tensor in any layout; a step moves activations as much in a wide
+"""mup.py: rates by the full tensor in any layout; a step moves activations as much in a wide
 model as in a narrow one."""
 
 import math

@@ -1,4 +1,4 @@
-"""extras/forks/parallel_block.py equals one process, and sends half of what two halves of a block send."""
+"""parallel_block.py equals one process, and sends half of what two halves of a block send."""
 
 from contextlib import contextmanager
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""extras/forks/placements.py: each transition equals its definition and sends the formula; the techniques
+"""placements.py: each transition equals its definition and sends the formula; the techniques
 of the repository are transitions; layers whose messages are derived equal one process."""
 
 from contextlib import ExitStack

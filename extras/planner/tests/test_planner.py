@@ -34,17 +34,17 @@ from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.tensor_parallel import parallelize
 from experts import kind_of
-from mesh import lay_out
-from model import Block
-from optimizer import decays
 from extras.planner import costs, habits, hardware, measure, memory, published, report, traffic
 from extras.planner import search as search_file
 from extras.planner.mixture import Mixture
+from extras.show import draw, pictures
+from mesh import lay_out
+from model import Block
+from optimizer import decays
 from run.config import check, check_layout, parse
 from run.log import predicted_bytes
 from schedules import make_schedule, simulate
 from shard import tag_whole
-from extras.show import draw, pictures
 from sizes import GPTConfig
 from tests.harness import VOCAB, config, mesh_of, pool
 from tests.trainer import Trainer, live_bytes

@@ -38,26 +38,25 @@ from pathlib import Path
 import pytest
 
 import extras.bench.__main__ as bench
-import mesh as mesh_file
 import extras.planner.__main__ as plan
+import mesh as mesh_file
 from data.batches import Data
 from engine.mesh import Mesh
-from extras.show import large_batches
-from extras.planner import measure
 from extras.bench.job import SIZES
+from extras.planner import measure
+from extras.planner.tests.test_planner import _sent
+from extras.show import demonstrations, large_batches
+from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
+from extras.show.tests.test_lab import KNOWN
 from run.config import Config, check_layout, parse
 from run.log import Log
 from schedules import SCHEDULES
-from extras.show import demonstrations
 from tests import mutants
 from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
 from tests.isolation import as_it_was
-from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from tests.pool import HANG, pool
 from tests.runs import Run, apply, flags, needs_git, start
 from tests.test_house import FOLDERS, HOUSE, MAY_IMPORT, ROOMS, imported, is_ours, room
-from extras.show.tests.test_lab import KNOWN
-from extras.planner.tests.test_planner import _sent
 from train import Trainer
 
 if not (HERE / "README.md").read_text().startswith("# nanoParallel\n"):
@@ -131,7 +130,7 @@ def block_of(page, words):
 def test_a_page_is_read_as_its_blocks():
     page = """Text, shortened:
 
-    python sizes.py
+    python -m extras.show sizes
 
     one
       two
@@ -153,8 +152,9 @@ Then
     torchrun b.py
 """
     quote, other, code, printed, commands = blocks("page", page)
-    assert quote == ("page", 3, "", ["python sizes.py", "", "one", "  two"], "Text, shortened:")
-    assert quote.command == "python sizes.py" and quote.output == ["one", "  two"]
+    lines = ["python -m extras.show sizes", "", "one", "  two"]
+    assert quote == ("page", 3, "", lines, "Text, shortened:")
+    assert quote.command == "python -m extras.show sizes" and quote.output == ["one", "  two"]
     assert other == ("page", 8, "", ["torchrun train.py", "", "three"], "Text, shortened:")
     assert code == ("page", 13, "python", ["print(1)"], "And") and not code.command
     assert printed.line == 17 and printed.output == ["1"] and not printed.command
@@ -354,7 +354,8 @@ def _measure(rank):
 
 
 def test_measure_prints_the_flags_that_are_quoted(capsys, monkeypatch):
-    first, line = next(b.output for b in QUOTES if b.command == "python -m extras.planner --measure")
+    command = "python -m extras.planner --measure"
+    first, line = next(b.output for b in QUOTES if b.command == command)
     assert re.findall(r"--(\S+) [\d.e-]+", line) == list(pool(2, _measure)[0])
     monkeypatch.setattr(measure, "launch", lambda n: 0)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -442,7 +443,7 @@ PATCHES = [block for block in BLOCKS if block.kind == "diff"]
 def test_every_patch_applies_at_the_lines_that_it_names(where, patch, fork):
     reply = apply(patch, fork, "--check")
     assert "offset" not in reply and "fuzz" not in reply, (
-        f"{reply}\nfor a file of extras/forks/: git apply, git diff '*.py' > FILE, git checkout '*.py'")
+        f"{reply}\nfor a file of forks/: git apply, git diff '*.py' > FILE, git checkout '*.py'")
 
 
 @pytest.fixture
@@ -464,7 +465,7 @@ def patched(fork, tmp_path):
 @needs_git
 def test_the_patched_schedule_is_drawn_as_the_page_quotes(patched):
     _, python = patched
-    quote = block_of(YOUR_OWN, "python schedules.py eager")
+    quote = block_of(YOUR_OWN, "python -m extras.show schedules eager")
     agree(quote, python(*quote.command.split()[1:]).splitlines())
     slow = python("schedules.py", "4", "8", "--compare", "--costs", "1,1,1,1")
     makespan = {line.split()[0]: line.split()[2] for line in slow.splitlines()}
@@ -524,7 +525,7 @@ def said(page, sentence):
 
 
 def test_bubbles_on_slow_links_are_those_that_pipelines_names(printed):
-    compared = printed("python schedules.py 4 8 --compare --costs 1,1,1,0.5")
+    compared = printed("python -m extras.show schedules 4 8 --compare --costs 1,1,1,0.5")
     bubble = {line.split()[0]: re.search(r"bubble +(\S+)", line)[1] for line in compared}
     assert said("docs/pipelines.md", r"`--costs 1,1,1,0.5`\) zb-v has a bubble of (\S+) again, "
                 r"like zb-h1, and 1f1b (\S+)\. ") == (bubble["zb-v"], bubble["1f1b"])

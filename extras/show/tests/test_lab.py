@@ -1,5 +1,5 @@
-"""docs/lab.html: its <script id="core"> runs under Node on random cases and is compared with Python,
-integers exactly, others to 1e-12. Headless Chromium moves every control to both ends."""
+"""docs/lab.html: its <script id="core"> runs under Node on random cases and is compared with
+Python, integers exactly, others to 1e-12. Headless Chromium moves every control to both ends."""
 
 import html
 import json
@@ -24,14 +24,14 @@ import expert_parallel
 import extras.planner.__main__ as plan
 import schedules
 import sizes
-from mesh import lay_out
 from extras.planner import costs, memory, report, traffic
 from extras.planner.hardware import DEVICES, MODELS
 from extras.planner.search import as_config
+from extras.show import ring, tables
+from mesh import lay_out
 from run import timeline
 from run.config import check_layout
 from schedules import make_schedule, simulate, validate
-from extras.show import ring, tables
 from tests.harness import HERE
 from tests.pool import HANG
 
@@ -195,7 +195,7 @@ def spans(P, m, steps):
 
 CHROME = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chrome = pytest.mark.skipif(not CHROME, reason="no Chromium: docs/lab.html is not opened")
-needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no Node: docs/lab.html is not run")
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no Node: lab.html is not run")
 
 
 def same(got, want):
@@ -344,7 +344,7 @@ def schedule_cases(rng):
         try:
             lists = make_schedule(name, P, m, v)
             want = simulate(lists, schedules.placement(name, P, v), times)
-            yield ["closed_form", name, P, m, v, times], costs.closed_form(name, P, m, v, times)
+            yield ["closed_form", name, P, m, v, times], schedules.closed_form(name, P, m, v, times)
         except ValueError as error:
             want = str(error)
         yield ["played", name, P, m, v, times], want
@@ -361,7 +361,7 @@ def list_cases(rng):
             row = rng.choice(rows)
             letter = row.pop(rng.randrange(len(row)))
             for _ in range(rng.choice((0, 1, 1, 1, 2))):
-                row.insert(rng.randint(0, len(row)), rng.choice((letter, letter, "B0", "I0", "W0")))
+                row.insert(rng.randint(0, len(row)), rng.choice((letter, letter, "B", "I", "W")))
         mine = {"mine": schedules.Schedule(lambda P, m, v, rank, rows=rows: rows[rank])}
         with patch.dict(schedules.SCHEDULES, mine):
             lists = make_schedule("mine", P, m, 1)
@@ -502,8 +502,8 @@ def test_the_page_computes_what_python_computes():
 @pytest.mark.parametrize("right,wrong,where", [
     ("(zero ? 1 : 2) * half", "half", "messages"), ("(4 * h + 2 * norm)", "(4 * h)", "parts"),
     ("mlps * up * h * inner", "mlps * h * inner", "parts"),
-    ('if (k >= lag) actions.push("W0");', 'if (k > lag) actions.push("W0");', "played"),
-    ('["W1", "W0", "F1"', '["W1", "F1", "W0"', "played")])
+    ('if (k >= lag) actions.push("W");', 'if (k > lag) actions.push("W");', "played"),
+    ('["Wb", "Wa", "Fb"', '["Wb", "Fb", "Wa"', "played")])
 def test_the_comparison_notices(right, wrong, where):
     """A wrong factor of a formula; an action of a schedule that is missing, or moved."""
     assert CORE.count(right) == 1

@@ -1,0 +1,53 @@
+"""Shows a technique at work, on processes of this machine; or a table, or a schedule.
+
+    python -m extras.show ddp                   each of these on 4 ranks: collectives, ddp, zero,
+                                                tensor_parallel, sequence_parallel,
+                                                context_parallel, expert_parallel, pipeline;
+                                                engine.ddp, engine.tensor_parallel,
+                                                engine.context_parallel, engine.pipeline
+    python -m extras.show collectives 3         on 3 ranks (context_parallel takes a number, too)
+    python -m extras.show mesh 2 2 1 1 2        the groups of a mesh: sizes of dp pp ep cp tp
+    python -m extras.show sizes 7e9             bytes per rank of 7e9 parameters, by ZeRO stage
+    python -m extras.show schedules 1f1b 4 8    a timeline of 4 ranks and 8 microbatches;
+                                                schedules 4 8 --compare: all schedules
+"""
+
+import sys
+
+from run.signals import end_quietly, note
+
+
+def usage(line):
+    note(line)
+    sys.exit(2)
+
+
+def ranks_asked(words):
+    """The number of ranks on the command line, or 4."""
+    if words and (len(words) > 1 or not words[0].isdecimal() or not 0 < int(words[0]) <= 64):
+        usage("say how many ranks, 1 to 64")
+    return int(words[0]) if words else 4
+
+
+def main():
+    end_quietly()
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        return print(__doc__, end="")
+    if name in ("mesh", "sizes", "schedules"):  # these do without torch, which takes seconds
+        from extras.show import draw, tables
+        commands = {"mesh": tables.mesh_command, "sizes": tables.sizes_command,
+                    "schedules": draw.schedules_command}
+        return commands[name](words)
+    from extras.show.demonstrations import demonstrate
+    from extras.show.demos import DEMOS
+    if name not in DEMOS:
+        usage(f"{name}: try {', '.join([*DEMOS, 'mesh', 'sizes', 'schedules'])}")
+    demo = DEMOS[name]
+    if words and not demo.any_number:
+        usage(f"{name} runs on 4 ranks; leave out {' '.join(words)}")
+    demonstrate(demo.run, demo.make_mesh, **{demo.axis: ranks_asked(words)}, **demo.more)
+
+
+if __name__ == "__main__":
+    main()
