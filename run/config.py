@@ -31,7 +31,7 @@ from run.files import (
     refuse_same,
 )
 from run.hugging_face import CONFIG, flags_of_folder
-from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
+from run.signals import STORE, in_words, local_rank, note, program
 from schedules import SCHEDULES, chunks_of, make_schedule, splits_backward
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
@@ -233,30 +233,15 @@ def add_flags(parser, names, defaults=None, **options):
 def fail(error):
     """Print one line, on one rank of each machine, and exit with code 2. error: a text or an
     exception."""
-    # Preparing the corpus (Data in train.py) prints lines. If the reader of these lines has gone
-    # (| head), nothing failed: end_without_traceback (signals.py) ends this process
-    if isinstance(error, BrokenPipeError):
-        raise error
     if local_rank() == 0:
-        line = f"{program()}: {in_words(error)}"
-        tell_torchrun(line)
-        note(line)
+        note(f"{program()}: {in_words(error)}")
     sys.exit(2)
 
 
-def refuse(error):
-    """fail() for a wrong command line; but print the line in the first attempt only, because
-    torchrun --max-restarts starts the same wrong command again."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        tell_torchrun(f"{program()}: {in_words(error)}")
-        sys.exit(2)
-    fail(error)
-
-
 def parse(args, description=None):
-    """The Config of these command line arguments; a wrong one ends the process (refuse)."""
+    """The Config of these command line arguments; a wrong one ends the process (fail)."""
     parser = Parser(description)
-    parser.error = lambda message: refuse(f"{message}; --help lists the flags")
+    parser.error = lambda message: fail(f"{message}; --help lists the flags")
     for title in ("layout", "model", "training", "run"):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
@@ -266,7 +251,7 @@ def parse(args, description=None):
         try:
             parser.set_defaults(**flags_of_folder(cfg.init_from))
         except ValueError as error:
-            refuse(error)
+            fail(error)
         cfg = Config(**vars(parser.parse_args(args)))
     return cfg
 
@@ -671,7 +656,7 @@ def checked(cfg, world, open_data):
 
 def read_command_line(description):
     """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
-    the process with one line (refuse)."""
+    the process with one line (fail)."""
     cfg = parse(sys.argv[1:], description)
     try:
         world = world_size()
@@ -679,4 +664,4 @@ def read_command_line(description):
         refuse_same_files(cfg)
         return cfg, world, ranks
     except ValueError as error:
-        refuse(error)
+        fail(error)

@@ -473,8 +473,7 @@ MUTANTS = {
         ("under_nohup = number == signal.SIGHUP and", "under_nohup = False and",
          "faults:second_signal"),
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
-         "faults:second_signal"),
-        ("    atexit.register(drop_unwritten)\n", "", "accidents:where_stderr_is_full")],
+         "faults:second_signal")],
     "data/prepare.py": [
         ("list(dict.fromkeys(text for _, text in sorted(docs)))",
          "[text for _, text in sorted(docs)]", "commands:share_no_text"),
