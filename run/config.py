@@ -92,15 +92,10 @@ class Config:
     lr: float = flag(4e-3, "training", "peak learning rate")
     min_lr: float = flag(0.0, "training", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    warmup_tokens: int = flag(0, "training", "warm-up in tokens; 0: --warmup-steps counts")
-    optimizer: str = flag("adamw", "training", "lars and lamb: a rate per matrix", tuple(MOMENTS))
-    scale_lr: str = flag("none", "training", "multiply --lr and --min-lr by --batch-size / "
-                         "--base-batch-size, or by its root", ("none", "linear", "sqrt"))
-    base_batch_size: int = flag(32, "training", "the batch that --lr was chosen for")
+    optimizer: str = flag("adamw", "training", "extras/forks has others", tuple(MOMENTS))
     weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
-    beta1: float = flag(0.9, "training", "decay of AdamW's and LAMB's first moment; momentum of "
-                        "SGD and LARS")
-    beta2: float = flag(0.95, "training", "decay of AdamW's and LAMB's second moment")
+    beta1: float = flag(0.9, "training", "decay of AdamW's first moment")
+    beta2: float = flag(0.95, "training", "decay of AdamW's second moment")
     dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
                           "that is set to zero")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
@@ -129,11 +124,10 @@ class Config:
 
 
 LIMITS = {  # (least, most): flags
-    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size base_batch_size log_interval "
-    "eval_batches",
+    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
     (1, 2**31): "block_size",
     (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden",
-    (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
+    (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2 dropout",
     (1e-6, 1e6): "bucket_mb timeout",
@@ -332,9 +326,8 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose. Turn --scale-lr into rates, and --warmup-tokens
-    into steps. For --dump replace --steps and the warm-up, even if they were given. ValueError for
-    a wrong --chunks only (chunks_of). If --dp does not divide the batch, no number of microbatches
+    """Fill in the flags that are left to choose. For --dump replace --steps and the warm-up, even
+    if they were given. ValueError for a wrong --chunks only (chunks_of). If --dp does not divide the batch, no number of microbatches
     fits: resolve chooses one all the same, and refuse_wrong_layout then refuses the layout."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
@@ -350,16 +343,8 @@ def resolve(cfg, world):
     if cfg.arch == "llama":
         cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
         cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
-    if cfg.scale_lr != "none":
-        ratio = cfg.batch_size / cfg.base_batch_size
-        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
-        cfg.lr *= factor
-        cfg.min_lr *= factor
-        cfg.scale_lr = "none"  # done: from now on --lr is the rate of this batch
-    if cfg.warmup_tokens:
-        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
     if cfg.dump:  # two steps: one of the warm-up, one at the full rate
-        cfg.steps, cfg.warmup_steps, cfg.warmup_tokens = 2, 1, 0
+        cfg.steps, cfg.warmup_steps = 2, 1
 
 
 def choose_microbatches(cfg):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.batches import Data
-from engine.layerwise import OPTIMIZERS
+from engine.parts import OPTIMIZERS
 from engine.optimizer import AdamW
 from extras.forks import mup
 from shard import Tag
