@@ -1,7 +1,8 @@
-"""After git apply extras/forks/large_batches.patch: does a larger batch still learn? The same tokens in batches of 32, 128 and 512 sequences: AdamW
+"""Does a larger batch still learn? The same tokens in batches of 32, 128 and 512 sequences: AdamW
 with its rate unscaled, scaled linearly and by the root, LAMB by the root, LARS by both. Then the
 gradient noise scale (arXiv 1812.06162), which says where a larger batch stops to pay.
 
+    git apply extras/forks/large_batches.patch
     python -m extras.forks.large_batches_curves --out large-batches --svg docs/pictures
 
 Rates were chosen at batch 32, by the validation loss after 600 steps: docs/large-batches.md.
