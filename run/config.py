@@ -327,8 +327,9 @@ def check_layout(cfg, world):
 
 def resolve(cfg, world):
     """Fill in the flags that are left to choose. For --dump replace --steps and the warm-up, even
-    if they were given. ValueError for a wrong --chunks only (chunks_of). If --dp does not divide the batch, no number of microbatches
-    fits: resolve chooses one all the same, and refuse_wrong_layout then refuses the layout."""
+    if they were given. ValueError for a wrong --chunks only (chunks_of). If --dp does not divide
+    the batch, no number of microbatches fits: resolve chooses one all the same, and
+    refuse_wrong_layout then refuses the layout."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow

@@ -10,7 +10,7 @@ import train
 from data.batches import Data
 from experts import kind_of
 from extras.forks import diloco
-from extras.forks.tests.test_large_batches import ByThePaper
+from extras.forks.tests.test_large_batches import ByThePaper, hook, hooked
 from model import build
 from run import checkpoint, tensorfile
 from run.config import check

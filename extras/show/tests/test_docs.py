@@ -43,9 +43,9 @@ import mesh as mesh_file
 from data.batches import Data
 from engine.mesh import Mesh
 from extras.bench.job import SIZES
+from extras.forks import large_batches_curves as large_batches
 from extras.planner import measure
 from extras.planner.tests.test_planner import _sent
-from extras.forks import large_batches_curves as large_batches
 from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from extras.show.tests.test_lab import KNOWN
@@ -373,14 +373,6 @@ def _describe(rank, words):
     with redirect_stdout(io.StringIO()) as out:
         Log(Trainer(cfg, mesh, VOCAB), None, 0)
     return out.getvalue()
-
-
-def test_the_lines_before_the_first_step_are_those_that_are_quoted():
-    for block in QUOTES:
-        if LONG.get(block.command) == "large batches: the lines before the first step":
-            line, _, word = block.command.partition(" | grep ")
-            said = pool(4, _describe, line.split()[2:])[0].splitlines()
-            agree(block, [line for line in said if word in line])
 
 
 def test_a_checkpoint_has_the_files_that_are_listed(trained):
