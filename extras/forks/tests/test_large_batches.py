@@ -26,6 +26,7 @@ from extras.planner import memory
 from model import build, initial_value
 from run import checkpoint
 from run.config import check
+from run.tensorfile import CheckpointError
 from shard import Tag
 from tests.cover import covering, named
 from tests.harness import (
@@ -40,7 +41,6 @@ from tests.harness import (
     same_model,
     train_with,
 )
-from tests.runs import one_line
 from tests.test_zero import _counted
 from tests.trainer import Trainer, state_bytes
 
@@ -357,14 +357,12 @@ def test_rates_and_warm_up_are_scaled_to_the_batch():
         assert small.warmup_steps == steps  # as many tokens, to the nearest step of 256
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path):
     cfg = config(corpus, n_layer=1, microbatches=1, out=str(tmp_path), optimizer="lars")
     folder = checkpoint.save(train.Trainer(cfg, Mesh(dp=1), VOCAB), 1)
-    argv = ["train.py", "--data", corpus, "--n-layer", 1, "--n-head", 12, "--n-embd", 24,
-            "--block-size", 8, "--dtype", "float64", "--resume", folder, "--out", tmp_path,
-            "--optimizer", "sgd", "--device", "cpu"]
-    said = one_line(train.main, argv, capsys, monkeypatch)
-    assert f"{folder}: its --optimizer is lars, this run's is sgd" in said
+    other = train.Trainer(replace(cfg, optimizer="sgd"), Mesh(dp=1), VOCAB)
+    with pytest.raises(CheckpointError, match=f"{folder}: its --optimizer is lars, this run's is "):
+        checkpoint.load(other, folder)
 
 
 # ---- the experiment ----

@@ -50,15 +50,13 @@ from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from extras.show.tests.test_lab import KNOWN
 from run.config import Config, check_layout, parse
-from run.log import Log
 from schedules import SCHEDULES
 from tests import mutants
-from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
+from tests.harness import HERE, config, equals_one_process, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG, pool
 from tests.runs import Run, apply, flags, needs_git, start
 from tests.test_house import FOLDERS, HOUSE, MAY_IMPORT, ROOMS, imported, is_ours, room
-from train import Trainer
 
 if not (HERE / "README.md").read_text().startswith("# nanoParallel\n"):
     pytest.skip("for nanoParallel's own pages; README.md is another's", allow_module_level=True)
@@ -362,17 +360,6 @@ def test_measure_prints_the_flags_that_are_quoted(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         measure.main()
     assert capsys.readouterr().out == first + "\n"
-
-
-def _describe(rank, words):
-    """What this rank prints before its first step."""
-    cfg = parse(words)
-    check_layout(cfg, 1)
-    cfg.device = "cpu"
-    mesh = mesh_of(cfg)
-    with redirect_stdout(io.StringIO()) as out:
-        Log(Trainer(cfg, mesh, VOCAB), None, 0)
-    return out.getvalue()
 
 
 def test_a_checkpoint_has_the_files_that_are_listed(trained):
