@@ -9,12 +9,19 @@ pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next p
 code is then 1.
 """
 
-from run.command import first_gpu_flags
+from run.command import Parser
 from run.signals import end_quietly
+
+
+def first_gpu_flags():
+    parser = Parser(__doc__)
+    parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()
-    first_gpu_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+    first_gpu_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import json
 import statistics
@@ -290,7 +297,7 @@ PARTS = {
 
 
 def main():
-    parser = first_gpu_flags(__doc__)
+    parser = first_gpu_flags()
     args = parser.parse_args()
     if not (args.dry or torch.cuda.is_available()):
         parser.error("there is no GPU here; --dry runs without")
