@@ -75,21 +75,6 @@ def imported(path):
     return found & HOUSE.keys()
 
 
-@pytest.mark.parametrize("line,says", [
-    ("collectives.py --help", "say how many ranks, 1 to 64"), ("collectives.py 0", "say how many"),
-    ("context_parallel.py abc", "say how many ranks"), ("sizes.py nan", "must be above 0"),
-    ("sizes.py -5", "must be above 0"), ("mesh.py 0 1 1 1 1", "give the sizes"),
-    ("export.py --out /nowhere --to x", "/nowhere: no complete checkpoint"),
-    ("prepare.py README.md --out /proc/x", "/proc/x: cannot be written"),
-    ("prepare.py /dev/null --out /proc/x", "/dev/null is not a regular file"),
-    ("prepare.py --vocab-size many", "invalid int value: 'many'")])
-def test_every_command_answers_nonsense_with_one_line(line, says, capsys, monkeypatch):
-    mains = {"sizes.py": tables.sizes_command, "mesh.py": tables.mesh_command,
-             "export.py": export_file.main, "prepare.py": prepare_file.main}
-    main = mains.get(line.split()[0], lambda: demonstrations.ranks_asked(4))
-    assert says in one_line(main, line.split(), capsys, monkeypatch)
-
-
 def test_the_librarys_line_is_cut_to_what_it_says():
     with (pytest.raises(CommunicationError, match=r"^rank 0: sending: Connection closed by peer$"),
           naming("rank 0: sending")):
