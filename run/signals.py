@@ -145,8 +145,8 @@ def end_quietly():
     prepare_output()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # If this process is a rank (plan.py --measure), run/launch.py blocked STOPS before it started
-    # the process
+    # If this process is a rank (of the planner's --measure), run/launch.py blocked STOPS before it
+    # started the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
