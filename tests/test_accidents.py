@@ -69,7 +69,7 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
 def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
     with open("/dev/full", "w") as full:
-        for program in ("train.py", "sample.py", "data/prepare.py", "tests/mutants.py"):
+        for program in ("train.py", "sample.py", "tests/mutants.py"):
             done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
                                   stderr=full, timeout=HANG)
             assert done.returncode == 2, program
