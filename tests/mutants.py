@@ -28,7 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 
-# {file: [(old text, found once; new text; "ROOM:K" for tests/test_ROOM.py -k K)]}
+# {file: [(old text, found once; new text; "ROOM:K" for test_ROOM.py -k K)]}
 MUTANTS = {
     "collectives.py": [
         ("combine(into, received)\n    return", "into.copy_(received)\n    return",
@@ -61,7 +61,7 @@ MUTANTS = {
     "optimizer.py": [
         (".clamp(max=1.0)", "", "values:clipping"),
         ("square().sum() / n", "square().sum()", "layouts:root_parts"),
-        ("        if not norm.isfinite():\n            return\n", "", "values:root"),
+        ("        if not norm.isfinite():\n            return\n", "", "values:gives_up_after"),
         ("self.weights.copy_(self.master)", "pass", "parts:rounding"),
         ("(1 - beta2**num_steps)", "1", "layouts:root_parts"),
         ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
@@ -126,7 +126,7 @@ MUTANTS = {
         ("% 1000 == 0, 2.0", "% 1000 == 0, 1.0", "values:scale"),
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
         (".clamp_(min=1.0)", "", "values:scale"),
-        ("            room -= self.weights[i].numel()\n", "", "zero:converted"),
+        ("            room -= self.weights[i].numel()\n", "", "planner:copies"),
         ("+= finite", "+= 1", "faults:five_steps"),
         ("[grad * factor.view(1) for grad in grads]", "[grad.float() for grad in grads]",
          "values:of_16_bits"),
@@ -188,7 +188,7 @@ MUTANTS = {
         ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
-        ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
+        ("Ib Ia Wb Wa", "Wb Wa Ib Ia", "schedules:published"),
         (" or held < 2 * P)", " or held < 3 * P)", "schedules:published"),
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
@@ -428,7 +428,7 @@ MUTANTS = {
         ("top_k or V", "top_k or 50", "weights:top_k_0"),
         ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
     "extras/planner/memory.py": [
-        ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket"),
+        ("experts * E, matrix)", "experts, matrix)", "planner:copies"),
         ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),
         ("per_other = bytes_each(layout.replicas)", "per_other = bytes_each(layout.dp)",
          "planner:zero_paper"),
@@ -459,7 +459,7 @@ MUTANTS = {
         ("carrier or collective or method", "collective or method", "watch:every_message"),
         ("self.here.what = what", "pass", "watch:every_message")],
     "extras/show/eight_ranks.py": [
-        ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
+        ("(start + first) * DOWN", "start * DOWN", "eight_ranks:picture")],
     "run/processes.py": [
         ('options["device_id"] =', "device =", "first_gpu:connects_at_init")],
     "run/launch.py": [
@@ -511,6 +511,15 @@ MUTANTS = {
 }
 
 
+def test_file(room):
+    """test_ROOM.py, in tests/ or in the tests of a room of extras/. AssertionError unless there is
+    one."""
+    name = f"test_{room}.py"
+    found = [*HERE.glob(f"tests/{name}"), *HERE.glob(f"extras/*/tests/{name}")]
+    assert len(found) == 1, f"{name}: {len(found)} files"
+    return str(found[0].relative_to(HERE))
+
+
 def mutant(file, old, new):
     """The text of a file with one place changed. AssertionError if it has not one such place."""
     text = Path(HERE, file).read_text()
@@ -555,9 +564,9 @@ def main():
         name = re.sub(r"\s+", " ", f"{file}: {old} -> {new or 'nothing'}")
         if args.name in name:
             room, expression = tests.split(":")
-            found = killer(file, old, new, [f"tests/test_{room}.py", "-k", expression], 300)
+            found = killer(file, old, new, [test_file(room), "-k", expression], 300)
             if args.all and not found:
-                found = killer(file, old, new, [], 3600)
+                found = killer(file, old, new, ["tests", "extras"], 3600)
             verdicts[name] = f"killed by {found}" if found else "LIVES"
             print(f"{name}    {verdicts[name]}", flush=True)
     living = [name for name, verdict in verdicts.items() if verdict == "LIVES"]

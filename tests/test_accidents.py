@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +19,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import extras.bench.__main__ as bench
 import sample
 import train
 from data import prepare
 from data.batches import Data
-from extras.show import draw, pictures
 from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
 from run.files import DUMP
@@ -33,6 +30,11 @@ from sizes import GPTConfig
 from tests.harness import HERE
 from tests.isolation import as_it_was
 from tests.pool import HANG
+from tests.programs import (
+    refuse_an_unknown_flag_before_torch,
+    refuse_to_write_over,
+    tree,
+)
 from tests.runs import Run, _main, command, flags, one_line
 
 # ---- the first minute ----
@@ -44,30 +46,12 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
     assert done.returncode in (0, 2) and "torch" not in re.findall(r"\| +(\S+)", done.stderr)
 
 
-PROGRAMS = ["sample.py", "bench.py", "mesh.py", "plan.py", "schedules.py", "sizes.py",
-            "-m run.export", "-m extras.show.pictures", "-m extras.show.large_batches",
-            "-m extras.show.eight_ranks", "-m tests.first_gpu", "data/prepare.py",
+PROGRAMS = ["sample.py", "-m run.export", "-m tests.first_gpu", "data/prepare.py",
             "tests/mutants.py"]
 
 
-def run_all(commands, **more):
-    """Run these command lines, two at a time. Returns {command line: its CompletedProcess}."""
-    def run(line):
-        return subprocess.run([sys.executable, *line.split()], text=True, cwd=HERE, timeout=HANG,
-                              stdin=subprocess.DEVNULL, **more)
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(commands, threads.map(run, commands), strict=True))
-
-
 def test_an_unknown_flag_of_any_program_is_one_line_before_torch_is_imported():
-    done = run_all([f"-X importtime {program} --bogus" for program in PROGRAMS],
-                   capture_output=True)
-    for line, run in done.items():
-        imported = re.findall(r"^import time:.*\| +(\S+)$", run.stderr, re.MULTILINE)
-        said = [text for text in run.stderr.splitlines() if not text.startswith("import time:")]
-        assert run.returncode == 2 and len(said) == 1 and not run.stdout, (line, said, run.stdout)
-        assert "argparse" in imported and "torch" not in imported, line
+    refuse_an_unknown_flag_before_torch(PROGRAMS)
 
 
 def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
@@ -277,11 +261,6 @@ def test_metrics_and_trace_need_two_files(corpus, tmp_path, capsys, monkeypatch)
     assert "take two files" in one_line(train.main, argv, capsys, monkeypatch)
 
 
-def tree(folder):
-    """{path: content} of all files in a folder, and None for each folder in it."""
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
 ONE_FILE = {  # flags (here D is the folder of --data, O that of --out) -> what the line says
     "--metrics m --trace m": "--trace m would write over --metrics m",
     "--metrics m --trace sub/../m": "--trace sub/../m would write over --metrics m",
@@ -351,34 +330,14 @@ def test_a_metrics_file_that_cannot_be_opened_does_not_end_the_run(tmp_path, cap
     assert "--metrics m: No space left on device; the run goes on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main,argv,says", [
-    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg mine", "holds something else than --svg"),
-    (bench.main, "bench.py --quick --only ddp --json mine", "holds something else than --json"),
-    (bench.main, "bench.py --quick --only ddp --json no/x", "no/x: No such file or directory"),
-    (pictures.main, "pictures.py --svg .",
-     "way.svg exists, with other content; name another folder for --svg"),
+@pytest.mark.parametrize("main,line,says", [
     (prepare.main, "prepare.py train.bin --out .", "--out . has the source train.bin, which would"),
     (export.main, "export.py --out run --to run/step-00000010", "has a checkpoint's name; name"),
-    (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory"),
-    (pictures.main, "pictures.py --svg /proc/x", "/proc/x: No such file or directory"),
-    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg no/x", "no/x: No such file or dir")])
+    (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory")])
 def test_what_other_commands_would_write_over_stays(
-        trained, tmp_path, main, argv, says, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained, "run")
-    for name in ("mine", "way.svg", "train.bin"):
-        Path(name).write_text("three years of work\n" * 100)
-    before = tree(tmp_path)
-    line = one_line(main, argv.split(), capsys, monkeypatch)
-    assert says in line and "[Errno" not in line and tree(tmp_path) == before
-
-
-def test_a_picture_that_is_the_same_is_written_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pictures.py", "--svg", str(tmp_path)])
-    pictures.main()
-    before = tree(tmp_path)
-    pictures.main()
-    assert before == tree(tmp_path) and len(before) == len(pictures.DRAWINGS)
+        trained, tmp_path, main, line, says, capsys, monkeypatch):
+    shutil.copytree(trained, tmp_path / "run")
+    refuse_to_write_over(["train.bin"], main, line, says, tmp_path, capsys, monkeypatch)
 
 
 def test_export_overwrites_nothing(trained, tmp_path, capsys, monkeypatch):
@@ -581,42 +540,6 @@ def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypa
     os.mkfifo(tmp_path / "pipe")
     argv = ["train.py", *flags(corpus, tmp_path / "out", **{name: tmp_path / "pipe"})]
     assert says in one_line(train.main, argv, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize("text", [
-    "[1]", "\\x00", '{"step": "a", "loss": 1}', '{"step": 0, "loss": "x"}',
-    '{"step": 0, "loss": NaN}', '{"step": 0, "loss": 1e999}', f'{{"step": {10**400}, "loss": 1}}',
-    '{"step": -1, "loss": 1}', '{"step": 0, "loss": ' + "[" * 100_000,
-    '{"step": 0, "busiest": [1]}', '{"step": true}', '{"a": 1}'], ids=lambda text: text[:30])
-def test_pictures_refuse_what_is_not_their_file(tmp_path, text, capsys, monkeypatch):
-    (tmp_path / "x").write_text(text + "\n")
-    argv = ["pictures.py", "--svg", tmp_path, "--metrics", tmp_path / "x"]
-    assert "not a file that train.py --metrics wrote" in one_line(
-        pictures.main, argv, capsys, monkeypatch)
-
-
-def test_a_run_that_diverged_is_drawn(tmp_path):
-    """... with some ticks, not with one for each of 10^30 nats."""
-    lines = [{"step": step, "loss": 10.0**step} for step in range(31)]
-    (tmp_path / "x").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, svg = pictures.metrics_svg([str(tmp_path / "x")])
-    assert svg.count("<text") < 50
-
-
-def test_pictures_of_more_runs_than_colors_are_refused(tmp_path, capsys, monkeypatch):
-    for folder in range(7):
-        (tmp_path / str(folder)).mkdir()
-        for name in ("same", f"own{folder}"):
-            (tmp_path / str(folder) / name).write_text('{"step": 0, "loss": 1}\n')
-    for name in ("same", "own*"):
-        argv = ["pictures.py", "--svg", tmp_path, "--metrics", *tmp_path.glob(f"*/{name}")]
-        assert "takes up to 6 files, of different names" in one_line(
-            pictures.main, argv, capsys, monkeypatch)
-
-
-def test_too_many_microbatches_are_refused_at_once():
-    done = command("schedules.py", "1f1b", "4", "1000000000000")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "a million" in done.stderr
 
 
 def test_too_many_samples_are_refused(trained, capsys, monkeypatch):

@@ -172,8 +172,7 @@ NEEDED = ("data", "run")
 
 def test_without_engine_and_all_other_rooms_it_trains_resumes_and_samples(corpus, tmp_path):
     copy = tmp_path / "copy"
-    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare", "*.log",
-                                    "doctor")
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare", "*.log")
     copy.mkdir()
     for path in HERE.glob("*.py"):
         shutil.copy(path, copy)

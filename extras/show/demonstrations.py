@@ -21,16 +21,6 @@ from shard import tag_whole
 from sizes import GPTConfig
 
 
-def ranks_asked(default):
-    """The number of ranks on the command line, or the default."""
-    given = sys.argv[1:] or [str(default)]
-    if len(given) > 1 or not given[0].isdecimal() or not 0 < int(given[0]) <= 64:
-        signals.end_quietly()
-        signals.note(f"{signals.program()}: say how many ranks, 1 to 64")
-        sys.exit(2)
-    return int(given[0])
-
-
 def _demonstrate(rank, ranks, fn, make_mesh, sizes, folder):
     """Run fn(mesh) in this process, one of several; print() writes to the folder's file."""
     signals.end_quietly()

@@ -768,7 +768,7 @@ def test_each_mutant_changes_one_place_and_names_a_test():
         for old, new, tests in rows:
             assert mutants.mutant(file, old, new) != (HERE / file).read_text()
             name, expression = tests.split(":")
-            assert expression and (HERE / f"extras/forks/tests/test_{name}.py").exists()
+            assert expression and mutants.test_file(name)
 
 
 def test_there_are_as_many_mutants_as_pages_say():
