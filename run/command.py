@@ -1,10 +1,10 @@
 """Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
 (data/prepare.py and tests/mutants.py make parsers of their own.)
 
-Here too: the flags of sample.py, run/export.py, extras/doctor, bench.py, tests/first_gpu.py and
-extras/show/. These programs read their flags before they import torch, so that --help and a wrong
-flag do not wait for torch. This file can be imported without torch; the files with their main()
-functions cannot. The flags of train.py: run/config.py.
+Here too: the flags of sample.py, run/export.py, bench.py, tests/first_gpu.py and extras/show/.
+These programs read their flags before they import torch, so that --help and a wrong flag do not
+wait for torch. This file can be imported without torch; the files with their main() functions
+cannot. The flags of train.py: run/config.py.
 """
 
 import argparse
@@ -64,17 +64,6 @@ def bench_flags(description):
 def first_gpu_flags(description):
     parser = Parser(description)
     parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
-    return parser
-
-
-def doctor_flags(description):
-    parser = Parser(description)
-    parser.add_argument("reference", help="folder of one process's dump")
-    parser.add_argument("mine", help="folder of the dump to examine")
-    parser.add_argument("again", nargs="?", help="folder of a second run of MINE: are both equal, "
-                        "bit by bit?")
-    parser.add_argument("--deep", action="store_true", help="try all known bugs, however large the "
-                        "model is (a small one: always)")
     return parser
 
 

@@ -5,15 +5,12 @@ parent.
     launcher                passes the signal on to all ranks     launch (run/launch.py)
     rank, starting          one line, exit                        before_training
     rank, training          saves after the step; again: exit     save_on_stop
-    rank with --dump        one line, exit                        end_on_stop
     rank 0, at the end      leaves out the sample of text         skip_on_stop
     other commands          SIGINT: exit without a traceback      end_quietly
 
     process                 standard output: no reader (| head)   standard output: disk is full
     rank, training          the same as for SIGHUP (Log.say)      one line, goes on (Log.say)
     all other processes     exit 141 = 128 + SIGPIPE, no line     one line, exit 1
-
-With --dump a rank saves nothing, so it counts among "all other processes".
 
 After a failure give_up (run/processes.py) ends a rank. A rank's parent is the process that started
 the rank: our launcher (run/launch.py) or torchrun's agent.
@@ -186,8 +183,8 @@ def end_on_stop(when):
 
 def before_training():
     """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
-    parent. A rank of train.py calls save_on_stop or end_on_stop later on: from then on a signal
-    does what that function says."""
+    parent. A rank of train.py calls save_on_stop later on: from then on a signal does what that
+    function says."""
     global parent
     prepare_output()
     end_on_stop("before the first step")

@@ -27,7 +27,7 @@ from extras.doctor.again import check_again
 from extras.doctor.changes.by_layout import changes
 from extras.doctor.changes.pipeline import newest_in_flight, scale_changes
 from extras.doctor.diagnose import diagnose
-from extras.doctor.dump import Dump, Tensors, read_dump
+from extras.doctor.dump import DUMP, Dump, Tensors, read_dump
 from extras.doctor.examined import FLOOR, Computed, InOwnDtype, step_of
 from extras.doctor.finding import Finding, norm_of
 from extras.doctor.gradients import CLIPPED, check_in_own_dtype
@@ -43,7 +43,6 @@ from extras.doctor.threads import World
 from extras.doctor.update import Way
 from extras.doctor.weights import Steps, check_updates, known_ways
 from extras.doctor.words import lines
-from run.files import DUMP
 from run.weights import read_tensor
 from tests.harness import FULL, HERE, needs_minutes
 from tests.runs import rewrite
