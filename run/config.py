@@ -4,7 +4,8 @@
     check_layout            chooses the value of each flag that is 0 ("0: chosen" in --help), then
                             refuses a layout that cannot be; needs neither torch nor this machine's
                             devices
-    check                   check_layout, then device, memory and files of this machine
+    check                   check_layout, then device and memory of this machine
+    check_outputs           can the files be written, and are they ours?
     read_command_line       parse, check_layout, and: would an output replace an input?
 
 Bad input gets one line that names flag, values and fix, from one rank of each machine, and exit
@@ -19,15 +20,11 @@ from pathlib import Path
 
 from run.command import Parser
 from run.files import (
-    DUMP,
-    DUMP_BEGUN,
-    DUMP_TENSORS,
     LOCK,
     MANIFEST,
     checkpoint_around,
     is_same,
     refuse_foreign,
-    refuse_foreign_dump,
     refuse_same,
 )
 from run.hugging_face import CONFIG, flags_of_folder
@@ -111,8 +108,6 @@ class Config:
     timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
-    dump: str = flag("", "run", "write a dump of two steps into this folder, for python -m "
-                     "extras.doctor, and end")
     watch: str = flag("", "run", "print every message of the first step, then train on; "
                       "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
     verbose: bool = flag(False, "run", "print all flags as they were resolved")
@@ -233,7 +228,7 @@ def fail(error):
 
 
 def parse(args, description=None):
-    """The Config of these command line arguments; a wrong one ends the process (fail)."""
+    """The Config of these arguments (None: sys.argv[1:]); a wrong one ends the process (fail)."""
     parser = Parser(description)
     parser.error = lambda message: fail(f"{message}; --help lists the flags")
     for title in ("layout", "model", "training", "run"):
@@ -326,10 +321,9 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose. For --dump replace --steps and the warm-up, even
-    if they were given. ValueError for a wrong --chunks only (chunks_of). If --dp does not divide
-    the batch, no number of microbatches fits: resolve chooses one all the same, and
-    refuse_wrong_layout then refuses the layout."""
+    """Fill in the flags that are left to choose. ValueError for a wrong --chunks only (chunks_of).
+    If --dp does not divide the batch, no number of microbatches fits: resolve chooses one all the
+    same, and refuse_wrong_layout then refuses the layout."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -344,8 +338,6 @@ def resolve(cfg, world):
     if cfg.arch == "llama":
         cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
         cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
-    if cfg.dump:  # two steps: one of the warm-up, one at the full rate
-        cfg.steps, cfg.warmup_steps = 2, 1
 
 
 def choose_microbatches(cfg):
@@ -376,11 +368,6 @@ def refuse_wrong_layout(cfg, world):
     require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
             f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     return ranks
-
-
-# Flags that --dump does not take: a dump saves, resumes, logs, traces and watches nothing, and
-# drops nothing at random
-NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
 
 
 def refuse_wrong_sizes(cfg):
@@ -465,11 +452,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, a trace of too few steps, and flags that --dump does not take.
-    (With --resume auto the weights of --init-from count until --out has a checkpoint.)"""
-    for f in fields(cfg):
-        require(not cfg.dump or f.name not in NOT_IN_DUMP or getattr(cfg, f.name) == f.default,
-                f"--dump has no --{f.name.replace('_', '-')}; leave out one of the two")
+    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
+    of --init-from count until --out has a checkpoint.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -480,9 +464,6 @@ def refuse_same_files(cfg):
     or if --init-from is a checkpoint in --out, where the run replaces and prunes checkpoints."""
     # outputs, inputs: (flag with its value, path of a file)
     outputs = [(given(cfg, name), getattr(cfg, name)) for name in MARKS if getattr(cfg, name)]
-    if cfg.dump:
-        outputs += [(given(cfg, "dump"), Path(cfg.dump, name))
-                    for name in (DUMP, DUMP_BEGUN, *DUMP_TENSORS)]
     data = Path(cfg.data)
     if cfg.data in ("stdlib", "shakespeare"):  # a name: data/batches.py takes this folder
         data = Path(__file__).parent.parent / "data" / cfg.data
@@ -616,34 +597,33 @@ def check(cfg, world):
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
     choose_parts(cfg)  # again: now the device is known
-    if cfg.dump:
-        try:
-            refuse_foreign_dump(cfg.dump)
-        except OSError as error:
-            raise ValueError(f"{given(cfg, 'dump')}: {error.strerror}") from None
-    else:
-        check_writable("out", Path(cfg.out, LOCK))
+    return ranks
+
+
+def check_outputs(cfg):
+    """ValueError if a file that train.py writes cannot be written, or is not ours. Makes --out."""
+    check_writable("out", Path(cfg.out, LOCK))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)
         if path:
             check_writable(name, Path(path), mark)
-    return ranks
 
 
 def checked(cfg, world, open_data):
-    """check(), then open_data(cfg, local rank), whose result is returned. What is wrong ends the
-    process with one line."""
+    """check() and check_outputs(), then open_data(cfg, local rank), whose result is returned. What
+    is wrong ends the process with one line."""
     try:
         check(cfg, world)
+        check_outputs(cfg)
         return open_data(cfg, local_rank())
     except (ValueError, OSError) as error:
         fail(error)
 
 
-def read_command_line(description):
-    """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
-    the process with one line (fail)."""
-    cfg = parse(sys.argv[1:], description)
+def read_command_line(description, args=None):
+    """Returns (Config, number of processes, number of ranks) of these arguments; None: those of
+    this command line. Wrong flags end the process with one line (fail)."""
+    cfg = parse(args, description)
     try:
         world = world_size()
         ranks = check_layout(cfg, world)
