@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     @property
     def copies(self):
         """How many data ranks hold the same shard."""
-        return self.dp // (self.tag or self.dp)
+        return self.dp // (self.shard or self.dp)
 
     @property
     def replicas(self):
