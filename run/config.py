@@ -49,18 +49,18 @@ class Config:
     sp: bool = flag(False, "layout", "each tensor-parallel rank has 1/tp of the tokens where no "
                      "matrix is split")
     ep: int = flag(1, "layout", "data-parallel ranks that share the experts")
-    cp_attention: str = flag("ring", "layout", "how keys meet queries", ("ring", "all-to-all"))
-    zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3)", (0, 1, 2, 3))
+    cp_attention: str = flag("ring", "details", "how keys meet queries", ("ring", "all-to-all"))
+    zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3); 0: DDP", (0, 1, 2, 3))
     schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
-    chunks: int = flag(0, "layout", "stages per pipeline rank, for interleaved; 0: chosen")
+    chunks: int = flag(0, "details", "stages per pipeline rank, for interleaved; 0: chosen")
     microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: chosen")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
-    collectives: str = flag("auto", "layout", "ring: ours; native: torch's; auto: native on "
+    collectives: str = flag("auto", "details", "ring: ours; native: torch's; auto: native on "
                             "GPUs, else ring", ("auto", "ring", "native"))
-    pad_vocab: int = flag(0, "layout", "pad a rank's rows of the vocabulary to a multiple of "
+    pad_vocab: int = flag(0, "details", "pad a rank's rows of the vocabulary to a multiple of "
                           "this; 0: 64 on GPUs, 1 on CPUs")
-    bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
-    shard: int = flag(0, "layout", "data ranks over which ZeRO shards; the others hold copies of "
+    bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB")
+    shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold copies of "
                       "the shards; 0: all --dp")
     fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
                      "tp, ep, ddp, optimizer, pp", alone="all")
@@ -87,35 +87,35 @@ class Config:
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
     lr: float = flag(4e-3, "training", "peak learning rate")
-    min_lr: float = flag(0.0, "training", "learning rate at the end of the cosine")
+    min_lr: float = flag(0.0, "details", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    optimizer: str = flag("adamw", "training", "extras/forks has others", tuple(MOMENTS))
+    optimizer: str = flag("adamw", "details", "extras/forks has others", tuple(MOMENTS))
     weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
-    beta1: float = flag(0.9, "training", "decay of AdamW's first moment")
-    beta2: float = flag(0.95, "training", "decay of AdamW's second moment")
+    beta1: float = flag(0.9, "details", "decay of AdamW's first moment")
+    beta2: float = flag(0.95, "details", "decay of AdamW's second moment")
     dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
                           "that is set to zero")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
-    seed: int = flag(1337, "training", "number from which initial weights and batches follow")
+    seed: int = flag(1337, "details", "number from which initial weights and batches follow")
     data: str = flag("stdlib", "run", "folder with train.bin and val.bin, or stdlib, shakespeare")
     out: str = flag("out", "run", "folder for checkpoints")
     save_interval: int = flag(0, "run", "steps between checkpoints in --out; 0: only at the end")
-    keep: int = flag(0, "run", "number of last checkpoints to keep in --out; 0: all")
+    keep: int = flag(0, "details", "number of last checkpoints to keep in --out; 0: all")
     resume: str = flag("no", "run", "no, auto (the last complete checkpoint of --out) or a path")
     init_from: str = flag("", "run", "weights to start from: a model.safetensors, or a folder of "
                           "Hugging Face, which also gives the sizes")
-    timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
+    timeout: float = flag(600.0, "details", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
     watch: str = flag("", "run", "print every message of the first step, then train on; "
                       "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
-    verbose: bool = flag(False, "run", "print all flags as they were resolved")
-    log_interval: int = flag(20, "run", "steps between printed lines, after the first ten")
+    verbose: bool = flag(False, "details", "print all flags as they were resolved")
+    log_interval: int = flag(20, "details", "steps between printed lines, after the first ten")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
     eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
-    device: str = flag("auto", "run", "where to compute", ("auto", "cpu", "cuda"))
-    compile: bool = flag(False, "run", "torch.compile each layer")
+    device: str = flag("auto", "details", "where to compute", ("auto", "cpu", "cuda"))
+    compile: bool = flag(False, "details", "torch.compile each layer")
 
 
 LIMITS = {  # (least, most): flags
@@ -206,7 +206,7 @@ def add_flags(parser, names, defaults=None, **options):
         name = "--" + f.name.replace("_", "-")
         default = (defaults or {}).get(f.name, f.default)
         text = f.metadata["help"]
-        if "default" not in options:
+        if "default" not in options and default not in ("", 0):  # 0 is explained, or False
             text += f" ({default})"
         settings = {"default": default, "help": text}
         if f.type is bool:
@@ -231,7 +231,8 @@ def parse(args, description=None):
     """The Config of these arguments (None: sys.argv[1:]); a wrong one ends the process (fail)."""
     parser = Parser(description)
     parser.error = lambda message: fail(f"{message}; --help lists the flags")
-    for title in ("layout", "model", "training", "run"):
+    parser.usage = "%(prog)s [flags]"
+    for title in ("layout", "training", "run", "model", "details"):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
     cfg = Config(**vars(parser.parse_args(args)))
