@@ -50,7 +50,8 @@ class Config:
                      "matrix is split")
     ep: int = flag(1, "layout", "data-parallel ranks that share the experts")
     cp_attention: str = flag("ring", "details", "how keys meet queries", ("ring", "all-to-all"))
-    zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3); 0: DDP", (0, 1, 2, 3))
+    zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3); 0: DDP",
+                     (0, 1, 2, 3))
     schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
     chunks: int = flag(0, "details", "stages per pipeline rank, for interleaved; 0: chosen")
     microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: chosen")
