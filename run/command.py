@@ -23,10 +23,6 @@ class Parser(argparse.ArgumentParser):
         """Called by argparse, with a text, and by main() of a command, with an exception."""
         self.exit(2, f"{self.prog}: {in_words(message)}\n")
 
-    def print_help(self, file=None):
-        """Raises OSError if the output cannot be written; argparse's print_help() hides that."""
-        print(self.format_help(), file=file, end="")
-
 
 def sample_flags():
     parser = Parser("Text from a checkpoint.")

@@ -31,7 +31,7 @@ from run.files import (
     refuse_same,
 )
 from run.hugging_face import CONFIG, flags_of_folder
-from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
+from run.signals import STORE, in_words, local_rank, note, program
 from schedules import SCHEDULES, chunks_of, make_schedule, splits_backward
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
@@ -92,15 +92,10 @@ class Config:
     lr: float = flag(4e-3, "training", "peak learning rate")
     min_lr: float = flag(0.0, "training", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    warmup_tokens: int = flag(0, "training", "warm-up in tokens; 0: --warmup-steps counts")
-    optimizer: str = flag("adamw", "training", "lars and lamb: a rate per matrix", tuple(MOMENTS))
-    scale_lr: str = flag("none", "training", "multiply --lr and --min-lr by --batch-size / "
-                         "--base-batch-size, or by its root", ("none", "linear", "sqrt"))
-    base_batch_size: int = flag(32, "training", "the batch that --lr was chosen for")
+    optimizer: str = flag("adamw", "training", "extras/forks has others", tuple(MOMENTS))
     weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
-    beta1: float = flag(0.9, "training", "decay of AdamW's and LAMB's first moment; momentum of "
-                        "SGD and LARS")
-    beta2: float = flag(0.95, "training", "decay of AdamW's and LAMB's second moment")
+    beta1: float = flag(0.9, "training", "decay of AdamW's first moment")
+    beta2: float = flag(0.95, "training", "decay of AdamW's second moment")
     dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
                           "that is set to zero")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
@@ -129,11 +124,10 @@ class Config:
 
 
 LIMITS = {  # (least, most): flags
-    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size base_batch_size log_interval "
-    "eval_batches",
+    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
     (1, 2**31): "block_size",
     (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden",
-    (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
+    (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2 dropout",
     (1e-6, 1e6): "bucket_mb timeout",
@@ -233,30 +227,15 @@ def add_flags(parser, names, defaults=None, **options):
 def fail(error):
     """Print one line, on one rank of each machine, and exit with code 2. error: a text or an
     exception."""
-    # Preparing the corpus (Data in train.py) prints lines. If the reader of these lines has gone
-    # (| head), nothing failed: end_without_traceback (signals.py) ends this process
-    if isinstance(error, BrokenPipeError):
-        raise error
     if local_rank() == 0:
-        line = f"{program()}: {in_words(error)}"
-        tell_torchrun(line)
-        note(line)
+        note(f"{program()}: {in_words(error)}")
     sys.exit(2)
 
 
-def refuse(error):
-    """fail() for a wrong command line; but print the line in the first attempt only, because
-    torchrun --max-restarts starts the same wrong command again."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        tell_torchrun(f"{program()}: {in_words(error)}")
-        sys.exit(2)
-    fail(error)
-
-
 def parse(args, description=None):
-    """The Config of these command line arguments; a wrong one ends the process (refuse)."""
+    """The Config of these command line arguments; a wrong one ends the process (fail)."""
     parser = Parser(description)
-    parser.error = lambda message: refuse(f"{message}; --help lists the flags")
+    parser.error = lambda message: fail(f"{message}; --help lists the flags")
     for title in ("layout", "model", "training", "run"):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
@@ -266,7 +245,7 @@ def parse(args, description=None):
         try:
             parser.set_defaults(**flags_of_folder(cfg.init_from))
         except ValueError as error:
-            refuse(error)
+            fail(error)
         cfg = Config(**vars(parser.parse_args(args)))
     return cfg
 
@@ -347,10 +326,10 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose. Turn --scale-lr into rates, and --warmup-tokens
-    into steps. For --dump replace --steps and the warm-up, even if they were given. ValueError for
-    a wrong --chunks only (chunks_of). If --dp does not divide the batch, no number of microbatches
-    fits: resolve chooses one all the same, and refuse_wrong_layout then refuses the layout."""
+    """Fill in the flags that are left to choose. For --dump replace --steps and the warm-up, even
+    if they were given. ValueError for a wrong --chunks only (chunks_of). If --dp does not divide
+    the batch, no number of microbatches fits: resolve chooses one all the same, and
+    refuse_wrong_layout then refuses the layout."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -365,16 +344,8 @@ def resolve(cfg, world):
     if cfg.arch == "llama":
         cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
         cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
-    if cfg.scale_lr != "none":
-        ratio = cfg.batch_size / cfg.base_batch_size
-        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
-        cfg.lr *= factor
-        cfg.min_lr *= factor
-        cfg.scale_lr = "none"  # done: from now on --lr is the rate of this batch
-    if cfg.warmup_tokens:
-        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
     if cfg.dump:  # two steps: one of the warm-up, one at the full rate
-        cfg.steps, cfg.warmup_steps, cfg.warmup_tokens = 2, 1, 0
+        cfg.steps, cfg.warmup_steps = 2, 1
 
 
 def choose_microbatches(cfg):
@@ -671,7 +642,7 @@ def checked(cfg, world, open_data):
 
 def read_command_line(description):
     """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
-    the process with one line (refuse)."""
+    the process with one line (fail)."""
     cfg = parse(sys.argv[1:], description)
     try:
         world = world_size()
@@ -679,4 +650,4 @@ def read_command_line(description):
         refuse_same_files(cfg)
         return cfg, world, ranks
     except ValueError as error:
-        refuse(error)
+        fail(error)

@@ -91,18 +91,12 @@ def launch(size, grace=10):
             for process in processes:
                 process.send_signal(number)
 
-        # The reader of the ranks' output has gone (| head): a rank that cannot print sends SIGPIPE
-        # to this launcher (end_without_traceback in run/signals.py)
-        def reader_has_gone(number, frame):
-            sys.exit(128 + number)
-
         try:
             # While ranks are being started, a signal waits: then pass_on() reaches all of them
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
             for rank in range(size):
                 processes.append(start_rank(rank, size, store))
             signals.on_stop(pass_on)
-            signal.signal(signal.SIGPIPE, reader_has_gone)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
             codes = wait_for_ranks(processes, grace)
             for rank, code in enumerate(codes):

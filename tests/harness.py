@@ -103,7 +103,7 @@ class PlainAdamW:
         return {}
 
 
-PLAIN = {"adamw": PlainAdamW}  # optimizers of `reference`; test_optimizers.py adds SGD, LARS, LAMB
+PLAIN = {"adamw": PlainAdamW}  # optimizers of `reference`; forks add theirs
 
 
 @cache

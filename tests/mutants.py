@@ -133,15 +133,6 @@ MUTANTS = {
         ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
         ("torch._foreach_copy_(self.weights, self.masters)", "pass", "values:of_16_bits"),
         ("weight_decay * decays(", "weight_decay * bool(", "layouts:layout_equals")],
-    "engine/layerwise.py": [
-        ("square() / self.holders)", "square())", "optimizers:each_layout"),
-        ("all_reduce(squares, self.world)", "squares", "optimizers:each_layout"),
-        ("grad + self.cfg.weight_decay * weight", "grad", "optimizers:each_layout"),
-        ("& (numerator > 0)", "", "optimizers:each_layout"),
-        ("& (given > 0)", "", "optimizers:each_layout"),
-        (".clamp(min=1)", "", "optimizers:skipped"),
-        (".masked_fill_(~finite, 0.0)", "", "optimizers:skipped"),
-        ("addcmul_(change, go.to(change.dtype), value=-1)", "sub_(change)", "optimizers:skipped")],
     "engine/parts.py": [
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes")],
     "engine/tensor_parallel.py": [
@@ -313,6 +304,18 @@ MUTANTS = {
         ("(tag.sum_over[0], *tag.shared_by)", "shard.shared_by", "zero:bit"),
         ("whole[start : start + piece.numel()]", "whole[: piece.numel()]", "dump:any_layout"),
         ("if reducer.sharded:", "if False:", "dump:any_layout")],
+    "extras/forks/large_batches.py": [
+        ("square() / self.holders)", "square())", "large_batches:each_layout"),
+        ("all_reduce(squares, self.world)", "squares", "large_batches:each_layout"),
+        ("grad + self.cfg.weight_decay * weight", "grad", "large_batches:each_layout"),
+        ("& (numerator > 0)", "", "large_batches:each_layout"),
+        ("& (given > 0)", "", "large_batches:each_layout"),
+        (".clamp(min=1)", "", "large_batches:skipped"),
+        (".masked_fill_(~finite, 0.0)", "", "large_batches:skipped"),
+        ("addcmul_(change, go.to(change.dtype), value=-1)", "sub_(change)",
+         "large_batches:skipped"),
+        ('cfg.scale_lr = "none"', "pass", "large_batches:rates"),
+        ("= round(cfg.warmup_tokens", "= int(cfg.warmup_tokens", "large_batches:rates")],
     "extras/doctor/record.py": [
         (" and tag.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
@@ -320,7 +323,7 @@ MUTANTS = {
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ("value.fill_(manifest[name])", "value.fill_(1)", "values:keeps"),
-        ("used != cfg.optimizer", "False", "optimizers:refused"),
+        ("used != cfg.optimizer", "False", "large_batches:refused"),
         ("trainer.reducer.publish()  #", "#", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
         ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file"),
@@ -339,10 +342,8 @@ MUTANTS = {
         ("if moved < len(run):", "if False:", "checkpoint:after_its_check")],
     "run/config.py": [
         ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
-        ('cfg.scale_lr = "none"', "pass", "optimizers:rates"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
         ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out"),
-        ("= round(cfg.warmup_tokens", "= int(cfg.warmup_tokens", "optimizers:rates"),
         ("need = share * cfg.n_layer", "need = cfg.n_layer", "commands:machines_share"),
         ("cfg.steps >= 3,", "cfg.steps >= 2,", "commands:one_line and trace")],
     "run/log.py": [
@@ -473,8 +474,7 @@ MUTANTS = {
         ("under_nohup = number == signal.SIGHUP and", "under_nohup = False and",
          "faults:second_signal"),
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
-         "faults:second_signal"),
-        ("    atexit.register(drop_unwritten)\n", "", "accidents:where_stderr_is_full")],
+         "faults:second_signal")],
     "data/prepare.py": [
         ("list(dict.fromkeys(text for _, text in sorted(docs)))",
          "[text for _, text in sorted(docs)]", "commands:share_no_text"),

@@ -1,8 +1,7 @@
-"""What every program does: with a wrong flag, where nobody reads its lines, where the disk is full,
-with a file that is not ours, and that it leaves pytest's process as it was. The tests of each room
-call these checks with the programs of the room."""
+"""What every program does: with a wrong flag, with a file that is not ours, and that it leaves
+pytest's process as it was. The tests of each room call these checks with the programs of the room.
+"""
 
-import os
 import re
 import signal
 import subprocess
@@ -34,29 +33,6 @@ def refuse_an_unknown_flag_before_torch(programs):
         said = [text for text in run.stderr.splitlines() if not text.startswith("import time:")]
         assert run.returncode == 2 and len(said) == 1 and not run.stdout, (line, said, run.stdout)
         assert "argparse" in imported and "torch" not in imported, line
-
-
-def closed_pipe():
-    """The writing end of a pipe that nobody reads."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    return writing
-
-
-def end_without_a_word_where_nobody_reads(lines):
-    pipe = closed_pipe()
-    for line, run in run_all(lines, stdout=pipe, stderr=subprocess.PIPE).items():
-        assert run.returncode in (-signal.SIGPIPE, 128 + signal.SIGPIPE) and not run.stderr, (
-            line, run.returncode, run.stderr)
-    os.close(pipe)
-
-
-def end_with_one_line_where_the_disk_is_full(lines):
-    with open("/dev/full", "w") as full:
-        done = run_all(lines, stdout=full, stderr=subprocess.PIPE)
-    for line, run in done.items():
-        assert run.returncode == 1 and re.fullmatch(
-            r"\w+(\.py)?: No space left on device\n", run.stderr), (line, run.stderr)
 
 
 def tree(folder):

@@ -27,12 +27,10 @@ from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
 from run.files import DUMP
 from sizes import GPTConfig
-from tests.harness import HERE, needs_minutes
+from tests.harness import HERE
 from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.programs import (
-    end_with_one_line_where_the_disk_is_full,
-    end_without_a_word_where_nobody_reads,
     refuse_an_unknown_flag_before_torch,
     refuse_to_write_over,
     tree,
@@ -63,40 +61,6 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
                        (export.main, ["export.py", "--out", "a\nb", "--to", "c"]),
                        (prepare.main, ["prepare.py", "a\nb"])):
         assert "a\\nb" in one_line(main, argv, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
-    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
-    with open("/dev/full", "w") as full:
-        for program in ("train.py", "sample.py", "tests/mutants.py"):
-            done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
-                                  stderr=full, timeout=HANG)
-            assert done.returncode == 2, program
-
-
-def test_torchrun_gets_the_line_and_its_later_attempts_do_not_repeat_it(
-        tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    line = one_line(train.main, ["train.py", "--bogus"], capsys, monkeypatch)
-    told = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert told["message"] == told["extraInfo"]["py_callstack"] == line.rstrip()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--bogus"])
-    with as_it_was(), pytest.raises(SystemExit) as stop:
-        train.main()
-    assert stop.value.code == 2 and capsys.readouterr().err == ""
-
-
-@needs_minutes
-def test_torchruns_own_report_begins_and_ends_with_the_line():
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                          "--max-restarts", "1", "train.py", "--typo"], text=True, cwd=HERE,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG)
-    line = "train.py: unrecognized arguments: --typo; --help lists the flags"
-    first, *_, last, _ = run.stdout.splitlines()
-    assert run.returncode == 1 and first == line and last.endswith(f"traceback : {line}")
-    assert sum(text.startswith("train.py: ") for text in run.stdout.splitlines()) == 1
 
 
 def test_ranks_get_the_interpreters_flags(monkeypatch):
@@ -164,18 +128,6 @@ def test_too_few_open_files_are_one_line(corpus, tmp_path):
 
 
 # ---- nobody reads what is printed, or the disk is full ----
-
-PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "sample.py --help",
-          "-m run.export --help"]
-
-
-def test_a_reader_that_has_gone_ends_any_program_without_a_word():
-    end_without_a_word_where_nobody_reads([*PRINTS, "data/prepare.py --help",
-                                           "tests/mutants.py --help"])
-
-
-def test_a_full_disk_ends_any_program_with_one_line():
-    end_with_one_line_where_the_disk_is_full(PRINTS)
 
 
 def _main_into_a_fifo(rank, size, port, argv, folder, limit):
@@ -529,7 +481,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_looked_up_again(
 
 
 def _main_as_a_program(*args):
-    signals.prepare_output()
+    signals.before_training()
     _main(*args)
 
 
@@ -581,15 +533,6 @@ def test_nodes_with_other_code_are_refused(corpus, tmp_path):
 def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypatch):
     argv = ["train.py", *flags(corpus, tmp_path / "out", n_embd=128), "--experts", 10**6]
     assert "of this machine's" in one_line(train.main, argv, capsys, monkeypatch)
-
-
-def test_a_closed_terminal_does_not_end_a_run(corpus, tmp_path):
-    argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto")
-    script = f"exec {sys.executable} train.py {' '.join(map(str, argv))} >&- 2>&-"
-    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=HANG).returncode == 0
-    assert len((tmp_path / "log").read_text().splitlines()) == 4
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"GPT of" in
-                path.read_bytes()]  # no line went into another file
 
 
 @pytest.mark.parametrize("name,says", [("metrics", "is a pipe"), ("init_from", "not a file")])

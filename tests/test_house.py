@@ -29,12 +29,13 @@ ROOMS = {
     "ground": "model llama experts mesh group collectives shard sizes".split(),
     "technique": """ddp zero optimizer tensor_parallel sequence_parallel context_parallel
                     expert_parallel recompute schedules pipeline""".split(),
-    "command": "train sample test_all".split()}
+    "command": ["train", "sample"], "proof": ["test_all"]}
 ROOT = ["ground", "technique"]
 MAY_IMPORT = {  # room -> the rooms that its files may import; folders are rooms
     "ground": ["ground"], "technique": ROOT, "engine": [*ROOT, "engine"],
     "data": ["ground", "data"], "run": [*ROOT, "data", "run"],
     "command": [*ROOT, "data", "run", "command"],
+    "proof": [*ROOT, "data", "run", "command", "tests"],
     "tests": [*ROOT, "engine", "data", "run", "command", "tests"],
     "extras": [*ROOT, "engine", "data", "run", "command", "tests", "extras"]}
 THE_ONE_LINE = ("train", "engine.parts")  # inside of choose(): only a run with --fast imports it
@@ -94,7 +95,7 @@ def test_arrows_point_down():
     never the engine; nothing outside of extras/ and tests/ imports these two. No circle."""
     up = [(module, other) for module, others in IMPORTS.items() for other in others
           if is_ours(module) and is_ours(other) and room(other) not in MAY_IMPORT[room(module)]]
-    assert up == [THE_ONE_LINE]
+    assert set(up) == {THE_ONE_LINE}
     text = HOUSE["train"].read_text()
     assert len(re.findall(r"^ *(?:import|from) engine\b", text, re.MULTILINE)) == 1
     graphlib.TopologicalSorter(IMPORTS).prepare()  # CycleError

@@ -90,7 +90,6 @@ ENGINE_PLACES = """
     engine.zero.ZeRO2.launch: dp 2 zero 2
     engine.zero.ZeRO3.gather_weights: dp 2 zero 3
     engine.optimizer.AdamW.scaled: microbatches 1
-    engine.layerwise.LAMB.direction: optimizer lamb
     engine.pipeline.Pipeline.run: pp 2
     engine.pipeline.finish_weights: pp 2 schedule zb-h1 microbatches 2
     engine.tensor_parallel.weight_gradients: tp 2

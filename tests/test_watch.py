@@ -90,7 +90,7 @@ EVERY = [
     {"dp": 2, "ep": 2, "tp": 2, "experts": 4, "sp": True},
     {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
     {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "microbatches": 3},
-    {"dp": 3, "optimizer": "lamb"},
+
     {"dp": 2, "zero": 1, "fast": "ddp"}, {"dp": 4, "shard": 2, "zero": 2},
     {**ROOT, "dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
     {**ROOT, "dp": 3, "zero": 1}, {**ROOT, "dp": 2, "zero": 2, "microbatches": 2},

@@ -2,7 +2,8 @@
 with its rate unscaled, scaled linearly and by the root, LAMB by the root, LARS by both. Then the
 gradient noise scale (arXiv 1812.06162), which says where a larger batch stops to pay.
 
-    python -m extras.show.large_batches --out large-batches --svg docs/pictures
+    git apply extras/forks/large_batches.patch
+    python -m extras.forks.large_batches_curves --out large-batches --svg docs/pictures
 
 Rates were chosen at batch 32, by the validation loss after 600 steps: docs/large-batches.md.
 """
