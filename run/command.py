@@ -44,14 +44,3 @@ def export_flags(description):
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
     parser.add_argument("--to", required=True, help="the folder to write")
     return parser
-
-
-def doctor_flags(description):
-    parser = Parser(description)
-    parser.add_argument("reference", help="folder of one process's dump")
-    parser.add_argument("mine", help="folder of the dump to examine")
-    parser.add_argument("again", nargs="?", help="folder of a second run of MINE: are both equal, "
-                        "bit by bit?")
-    parser.add_argument("--deep", action="store_true", help="try all known bugs, however large the "
-                        "model is (a small one: always)")
-    return parser

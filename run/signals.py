@@ -4,7 +4,6 @@
     launcher                passes the signal on to all ranks     launch (run/launch.py)
     rank, starting          one line, exit                        before_training
     rank, training          saves after the step; again: exit     save_on_stop
-    rank with --dump        one line, exit                        end_on_stop
     rank 0, at the end      leaves out the sample of text         skip_on_stop
     other commands          SIGINT, | head: no traceback          end_quietly
 
@@ -113,8 +112,8 @@ def end_on_stop(when):
 
 def before_training():
     """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
-    parent. A rank of train.py calls save_on_stop or end_on_stop later on: from then on a signal
-    does what that function says."""
+    parent. A rank of train.py calls save_on_stop later on: from then on a signal does what that
+    function says."""
     global parent
     if sys.stdout:  # print "?" for what the terminal lacks, as in a sample of text or a file's name
         sys.stdout.reconfigure(errors="replace")

@@ -25,7 +25,6 @@ from data import prepare
 from data.batches import Data
 from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
-from run.files import DUMP
 from sizes import GPTConfig
 from tests.harness import HERE
 from tests.isolation import as_it_was
@@ -66,12 +65,10 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
 def test_ranks_get_the_interpreters_flags(monkeypatch):
     started = []
     monkeypatch.setattr(launch.subprocess, "Popen", lambda args, **more: started.extend(args))
-    monkeypatch.setattr(sys, "warnoptions", ["error"])
-    monkeypatch.setattr(sys, "_xoptions", {"utf8": True})
-    monkeypatch.setattr(sys, "argv", ["train.py", "--tp", "2"])
+    given = "-Werror -X utf8 -m extras.planner --measure".split()
+    monkeypatch.setattr(sys, "orig_argv", ["python3", *given])
     launch.start_rank(0, 2, "file:///store")
-    assert started[0] == sys.executable and started[-3:] == ["train.py", "--tp", "2"]
-    assert "-Werror" in started[1:-3] and "utf8" in started[1:-3]
+    assert started == [sys.executable, *given]
     monkeypatch.undo()
     done = subprocess.run([sys.executable, "-O", "-c", "from run import launch; "
                            "launch.subprocess.Popen = lambda args, **more: print(args); "
@@ -215,29 +212,6 @@ def test_ctrl_c_during_the_sample_leaves_it_out():
             signal.raise_signal(signal.SIGINT)
             pytest.fail("went on")
         signal.raise_signal(signal.SIGTERM)  # nothing is left to do: ignored
-
-
-def _main_with_a_slow_dump(rank, *args):
-    """Each batch takes a second to read."""
-    training = Data.training
-
-    def slowly(*args):
-        print("reads", flush=True)
-        time.sleep(1)
-        return training(*args)
-
-    Data.training = slowly
-    _main(rank, *args)
-
-
-def test_a_signal_in_a_dump_says_that_it_is_not_complete(corpus, tmp_path):
-    argv = flags(corpus, tmp_path / "out", dump=tmp_path / "dump")
-    run = Run(1, argv, tmp_path, fn=_main_with_a_slow_dump)
-    run.until(lambda: "reads" in run.read("stdout"))
-    run.signal(0, signal.SIGINT)
-    assert run.wait() == [128 + signal.SIGINT]
-    assert run.read() == "train.py: stopped by SIGINT in --dump, which is not complete\n"
-    assert not (tmp_path / "dump" / DUMP).exists()
 
 
 # ---- nothing is destroyed ----

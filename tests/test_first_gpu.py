@@ -206,7 +206,7 @@ def test_the_gc_leaves_alone_what_is_there_before_the_first_step(corpus, tmp_pat
 def test_segments_of_memory_grow_unless_the_user_says_otherwise(monkeypatch):
     """Set before torch is imported, which reads it then."""
     monkeypatch.setattr(launch.signals, "before_training", lambda: None)
-    monkeypatch.setattr(launch.config, "read_command_line", lambda description: (Config(), 1, 1))
+    monkeypatch.setattr(launch.config, "read_command_line", lambda *args: (Config(), 1, 1))
     monkeypatch.setenv("RANK", "1")
     with patch.dict(os.environ):
         os.environ.pop("PYTORCH_ALLOC_CONF", None)

@@ -19,7 +19,7 @@ class Exercise(NamedTuple):
         forms: {name: the learner's function or class}. Returns lines, each with a figure beside its
         formula. Raises judge.Wrong, with one line, if the attempt is wrong."""
         file, function = self.judged_by.split(".")
-        return getattr(import_module(f"exercises.{file}"), function)(make_mesh, forms)
+        return getattr(import_module(f"extras.exercises.{file}"), function)(make_mesh, forms)
 
 
 EXERCISES = (
@@ -117,7 +117,7 @@ EXERCISES = (
         "e12_one_f_one_b", "the order of GPipe and 1F1B", ("gpipe", "one_f_one_b"),
         "schedules.py: gpipe, one_f_one_b", "orders.judge_orders",
         ("num_warmup = P - 1 - rank, but never more than m.",
-         "Warm up num_warmup forwards; [\"F0\", \"B0\"] for the m - num_warmup others; then "
+         "Warm up num_warmup forwards; [\"F\", \"B\"] for the m - num_warmup others; then "
          "num_warmup backwards.")),
     Exercise(
         "e13_interleaved", "interleaved 1F1B", ("interleaved",),

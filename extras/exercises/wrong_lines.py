@@ -55,7 +55,7 @@ WRONG_LINES = (
               "optimizer.py", "square += grad.double().square().sum() / n",
               "square += grad.double().square().sum()"),
     WrongLine("LayerNorms and biases decay, too", SLICES, "optimizer.py",
-              'return len(shard.shape) > 1 and shard.name.endswith("weight")', "return True"),
+              'return len(tag.shape) > 1 and tag.name.endswith("weight")', "return True"),
     WrongLine("the second moment is not corrected", {}, "optimizer.py",
               "square = self.square / (1 - beta2**num_steps)", "square = self.square"),
 )

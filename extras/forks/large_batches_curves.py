@@ -34,10 +34,11 @@ from statistics import fmean
 
 import torch
 
+import engine.mesh
 from data.batches import Data
 from engine.collectives import all_reduce
 from extras.planner.table import table
-from extras.show.demonstrations import demonstrate_engine
+from extras.show.demonstrations import demonstrate
 from extras.show.draw import curves_svg
 from run.config import Config, check
 from run.files import write_new
@@ -152,7 +153,7 @@ def main():
     rows += [[rule, *(f"{bits[rule, batch]:.4f}" for batch in BATCHES)] for rule in RULES]
     print(table(f"final bits per byte of validation, after {TOKENS:,} tokens", rows))
     print("gradient noise scale, AdamW root, batch 128:")
-    demonstrate_engine(demo, dp=2)
+    demonstrate(demo, engine.mesh.Mesh, dp=2)
     if args.svg:
         svg = curves_svg(curves, "The same tokens in large batches", "percent of the tokens",
                          "training loss, bits per byte", range(0, 101, 25), range(1, 6))

@@ -14,11 +14,12 @@
 
 import sys
 
-from run.signals import end_quietly, note
+from run.signals import end_quietly, note, program
 
 
 def usage(line):
-    note(line)
+    """Print a line about a wrong command, and end."""
+    note(f"{program()}: {line}")
     sys.exit(2)
 
 
@@ -34,7 +35,7 @@ def main():
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         return print(__doc__, end="")
-    if name in ("mesh", "sizes", "schedules"):  # these do without torch, which takes seconds
+    if name in ("mesh", "sizes", "schedules"):  # do not need torch, which takes seconds to import
         from extras.show import draw, tables
         commands = {"mesh": tables.mesh_command, "sizes": tables.sizes_command,
                     "schedules": draw.schedules_command}
@@ -42,11 +43,11 @@ def main():
     from extras.show.demonstrations import demonstrate
     from extras.show.demos import DEMOS
     if name not in DEMOS:
-        usage(f"{name}: try {', '.join([*DEMOS, 'mesh', 'sizes', 'schedules'])}")
+        usage(f"{name} is unknown; try {', '.join([*DEMOS, 'mesh', 'sizes', 'schedules'])}")
     demo = DEMOS[name]
     if words and not demo.any_number:
         usage(f"{name} runs on 4 ranks; leave out {' '.join(words)}")
-    demonstrate(demo.run, demo.make_mesh, **{demo.axis: ranks_asked(words)}, **demo.more)
+    demonstrate(demo.run, demo.make_mesh, **{demo.axis: ranks_asked(words)}, ep=demo.ep)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Runs the demonstration at the end of a technique's file: demo(mesh), on several processes of this
-machine. The demonstrations share the model, the sequences and the comparison below."""
+"""Runs a function of a mesh on several processes of this machine; and what the demonstrations of
+demos.py share: a small GPT, its sequences, the comparison with one process."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
-import engine.mesh
 from collectives import all_reduce, all_to_all
+from context_parallel import zigzag
 from experts import kind_of
 from mesh import Mesh
 from model import build, causal_attention
@@ -40,11 +40,6 @@ def demonstrate(fn, make_mesh=Mesh, dp=1, pp=1, cp=1, tp=1, ep=1):
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_demonstrate, (ranks, fn, make_mesh, sizes, folder), ranks)
         print(Path(folder, "printed").read_text(), end="")
-
-
-def demonstrate_engine(fn, **sizes):
-    """demonstrate() for a file of engine/, whose groups do more."""
-    demonstrate(fn, engine.mesh.Mesh, **sizes)
 
 
 # 8 sequences of 8 token ids, the same on every rank
@@ -122,7 +117,6 @@ def compare_reducer(name, mesh, reducer):
 def compare_attention(name, attention, group):
     """Print how far the gradients of attention(q, k, v), over tokens split by zigzag, differ from
     one process's."""
-    from context_parallel import zigzag
     S = 8 * group.size
     generator = torch.Generator().manual_seed(0)
     mine = zigzag(S, group.size, group.rank)

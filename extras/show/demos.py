@@ -1,8 +1,9 @@
-"""One demonstration of each technique, on a few processes: a small GPT, and how far its gradients
-differ from those of one process. python -m extras.show NAME runs one; DEMOS has the names.
+"""The demonstrations of the techniques: python -m extras.show NAME runs one of DEMOS.
 
-A demonstration is a function of a mesh, which every rank calls."""
+A demonstration is a function of a mesh, which every rank calls. Most of them train a small GPT in
+float64, and print how far the gradients are from those of one process: 1e-15 is rounding."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,9 +34,11 @@ from sequence_parallel import sequence_parallel
 from tensor_parallel import tensor_parallel
 from zero import REDUCERS
 
+# ---- data parallelism ----
 
-def ddp(mesh):
-    """One backward: 2 sequences on each rank, against all of them in one process."""
+
+def demo_ddp(mesh):
+    """DDP: each rank runs backward on its own 2 of 8 sequences; DDP sums the gradients."""
     model, mine = small_gpt(mesh)
     reducer = DDP({0: model.layers})
     model(mine, mine).backward()
@@ -44,12 +47,12 @@ def ddp(mesh):
     show_difference("DDP", mesh, model, summed=True)
 
 
-def buckets(mesh):
-    """The same with the engine's DDP; and how many buckets were on their way in time."""
+def demo_fast_ddp(mesh):
+    """The engine's DDP: how many buckets of gradients were sent before backward ended."""
     model, mine = small_gpt(mesh)
     values = {name: param.data for name, param in model.canonical_parameters()}
     reducer = engine.ddp.DDP({0: model.layers}, lambda tag: values[tag.name], torch.double, "cpu",
-                             20_000)
+                             20_000)  # bytes of a bucket: small, so that there are several
     reducer.expect(0, last=True)
     model(mine, mine).backward()
     launched = len(reducer.works)
@@ -61,15 +64,17 @@ def buckets(mesh):
           "backward ended")
 
 
-def zero(mesh):
-    """Two microbatches under each stage: the gradients; and how many elements of the weights rank 0
-    keeps, and how many of them its optimizer updates."""
+def demo_zero(mesh):
+    """Each stage of ZeRO: how many numbers rank 0 keeps, and how many its optimizer steps."""
     for stage, reducer in enumerate(REDUCERS):
         compare_reducer(f"ZeRO-{stage}", mesh, reducer)
 
 
-def tensor(mesh):
-    """What rank 0 holds of each matrix."""
+# ---- tensor and sequence parallelism ----
+
+
+def demo_tensor_parallel(mesh):
+    """Tensor parallelism: which part of each parameter rank 0 holds."""
     model, ids = small_gpt(mesh)
     tensor_parallel(model, mesh.group("tp"))
     model(ids, ids).backward()
@@ -80,7 +85,7 @@ def tensor(mesh):
             print(f"{param.tag.name:34} {full:>9} on rank 0: {[*param.shape]}")
 
 
-def fast_tensor(mesh):
+def demo_fast_tensor_parallel(mesh):
     """The engine's layers, without --sp and with it."""
     for sp in (False, True):
         model, ids = small_gpt(mesh)
@@ -89,8 +94,8 @@ def fast_tensor(mesh):
         show_difference("fast --sp" if sp else "fast", mesh, model)
 
 
-def sequence(mesh):
-    """Tensor parallelism and sequence parallelism, and the bytes that each sends."""
+def demo_sequence_parallel(mesh):
+    """Tensor parallelism alone, then with sequence parallelism: the bytes that rank 0 sends."""
     group = mesh.group("tp")
     for technique in (tensor_parallel, sequence_parallel):
         model, ids = small_gpt(mesh)
@@ -103,8 +108,11 @@ def sequence(mesh):
             print(f"{technique.__name__}: {sent} bytes sent")
 
 
-def context(mesh):
-    """Which rank attends to which keys in which hop; then the gradients of each form."""
+# ---- context and expert parallelism ----
+
+
+def demo_context_parallel(mesh):
+    """Which queries meet which keys in which hop of the ring; then both forms of attention."""
     group = mesh.group("cp")
     if group.rank == 0:
         print(zigzag_table(8 * group.size, group.size))
@@ -112,15 +120,15 @@ def context(mesh):
         compare_attention(attention.__name__, partial(attention, group=group), group)
 
 
-def fast_context(mesh):
-    """The engine's ring."""
+def demo_fast_context_parallel(mesh):
+    """The engine's ring attention."""
     group = mesh.group("cp")
     ring_attention = partial(engine.context_parallel.ring_attention, group=group)
     compare_attention("fast ring", ring_attention, group)
 
 
-def experts(mesh):
-    """Where 16 tokens of each rank go."""
+def demo_expert_parallel(mesh):
+    """Expert parallelism: which rank's tokens chose which of 8 experts."""
     model, mine = small_gpt(mesh, n_experts=8, top_k=2)
     spread_experts(model, mesh)
     model(mine, mine).backward()
@@ -128,10 +136,14 @@ def experts(mesh):
     show_difference("spread", mesh, model)
 
 
-def schedules(make_pipeline, names, mesh):
-    """Pipeline schedules. names: {schedule: chunks of a rank}."""
+# ---- pipelines ----
+
+
+def demo_pipeline(make_pipeline, schedules, mesh):
+    """Train 8 microbatches under each of the schedules, {name: chunks of a rank}. make_pipeline:
+    the class Pipeline of the root or of engine/."""
     group = mesh.group("pp")
-    for name, v in names.items():
+    for name, v in schedules.items():
         model, ids = small_gpt(mesh, n_layer=6)
         pipeline.tie_ends(model.layers, mesh.ends("pp"))
         where = placement(name, group.size, v)
@@ -148,26 +160,29 @@ def schedules(make_pipeline, names, mesh):
         show_difference(name, mesh, model, summed=True)
 
 
+PLAIN = {"gpipe": 1, "1f1b": 1}
+
+
 class Demo(NamedTuple):
-    run: object  # a function of a mesh
-    axis: str  # the mesh has one axis longer than 1
-    make_mesh: object = Mesh
-    more: dict = {}  # other sizes of the mesh
+    run: Callable  # run(mesh), on every rank
+    axis: str  # the axis of the mesh along which the ranks lie
+    make_mesh: Callable = Mesh
+    ep: int = 1  # how many of the data ranks share the experts
     any_number: bool = False  # runs on any number of ranks; else on 4
 
 
-PLAIN = {"gpipe": 1, "1f1b": 1}
 DEMOS = {
     "collectives": Demo(ring.demo, "dp", any_number=True),
-    "ddp": Demo(ddp, "dp"),
-    "zero": Demo(zero, "dp"),
-    "tensor_parallel": Demo(tensor, "tp"),
-    "sequence_parallel": Demo(sequence, "tp"),
-    "context_parallel": Demo(context, "cp", any_number=True),
-    "expert_parallel": Demo(experts, "dp", more={"ep": 4}),
-    "pipeline": Demo(partial(schedules, pipeline.Pipeline, PLAIN), "pp"),
-    "engine.ddp": Demo(buckets, "dp", engine.mesh.Mesh),
-    "engine.tensor_parallel": Demo(fast_tensor, "tp", engine.mesh.Mesh),
-    "engine.context_parallel": Demo(fast_context, "cp", engine.mesh.Mesh, any_number=True),
-    "engine.pipeline": Demo(partial(schedules, engine.pipeline.Pipeline,
+    "ddp": Demo(demo_ddp, "dp"),
+    "zero": Demo(demo_zero, "dp"),
+    "tensor_parallel": Demo(demo_tensor_parallel, "tp"),
+    "sequence_parallel": Demo(demo_sequence_parallel, "tp"),
+    "context_parallel": Demo(demo_context_parallel, "cp", any_number=True),
+    "expert_parallel": Demo(demo_expert_parallel, "dp", ep=4),
+    "pipeline": Demo(partial(demo_pipeline, pipeline.Pipeline, PLAIN), "pp"),
+    "engine.ddp": Demo(demo_fast_ddp, "dp", engine.mesh.Mesh),
+    "engine.tensor_parallel": Demo(demo_fast_tensor_parallel, "tp", engine.mesh.Mesh),
+    "engine.context_parallel": Demo(demo_fast_context_parallel, "cp", engine.mesh.Mesh,
+                                    any_number=True),
+    "engine.pipeline": Demo(partial(demo_pipeline, engine.pipeline.Pipeline,
                                     PLAIN | {"interleaved": 2}), "pp", engine.mesh.Mesh)}

@@ -18,7 +18,10 @@ from tests import first_gpu
 from tests.counts import PRODUCTS, count_step
 from tests.harness import HERE
 from tests.pool import pool
-from tests.programs import refuse_an_unknown_flag_before_torch, refuse_to_write_over
+from tests.programs import (
+    refuse_an_unknown_flag_before_torch,
+    refuse_to_write_over,
+)
 
 
 def test_an_unknown_flag_is_one_line_before_torch_is_imported():

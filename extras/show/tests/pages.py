@@ -1,5 +1,5 @@
-"""README.md and docs/ as blocks: commands, outputs, code. For test_docs.py, and for rooms that run
-what a page shows."""
+"""README.md, extras/README.md and docs/ as blocks: commands, outputs, code. For test_docs.py, and
+for rooms that run what a page shows."""
 
 import re
 from itertools import pairwise
@@ -8,7 +8,8 @@ from typing import NamedTuple
 from tests.harness import HERE
 
 PAGES = {str(path.relative_to(HERE)): path.read_text()
-         for path in [*HERE.glob("README.md"), *sorted(HERE.glob("docs/*.md"))]}
+         for path in [*HERE.glob("README.md"), *HERE.glob("extras/README.md"),
+                      *sorted(HERE.glob("docs/*.md"))]}
 
 
 class Block(NamedTuple):

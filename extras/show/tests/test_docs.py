@@ -1,12 +1,12 @@
 """What README.md and docs/ quote is what the commands print today; patches apply; figures of time
-stand in docs/measured.md only; every file has its room, every mutant its place.
+stand in docs/measured.md only; every room has its row, every mutant its place.
 
 All that is so for this repository as it stands. A fork that adds a schedule, a flag or a file makes
 some of it untrue, and deletes this file. Where README.md has another title, this file is skipped.
 
 A block of a page is indented by four or fenced. These are compared, whatever page they stand on:
 
-    a command, an empty line, lines     "python FILE ..." or "torchrun FILE ..."; "| grep WORD"
+    a command, an empty line, lines     "python -m ROOM ..." or "torchrun FILE ..."; "| grep WORD"
                                         keeps the lines with the word. The lines stand so in the
                                         output, without a gap. Below a paragraph that says
                                         "shortened" there may be gaps, and lines may be cut
@@ -23,7 +23,6 @@ import io
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -50,15 +49,12 @@ from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from extras.show.tests.test_lab import KNOWN
 from run.config import Config, check_layout, parse
-from run.log import Log
 from schedules import SCHEDULES
 from tests import mutants
-from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
+from tests.harness import HERE, config, equals_one_process, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG, pool
 from tests.runs import Run, apply, flags, needs_git, start
-from tests.test_house import FOLDERS, HOUSE, MAY_IMPORT, ROOMS, imported, is_ours, room
-from train import Trainer
 
 if not (HERE / "README.md").read_text().startswith("# nanoParallel\n"):
     pytest.skip("for nanoParallel's own pages; README.md is another's", allow_module_level=True)
@@ -215,45 +211,45 @@ def agree(block, output):
                           f"{line}\nbut\n" + "\n".join(output))
 
 
-def _demo(rank, module, make_mesh, sizes):
-    """What this rank prints in the demonstration of a module."""
+def _printed(rank, fn, make_mesh, sizes):
+    """What this rank prints in fn(mesh)."""
     with redirect_stdout(io.StringIO()) as out:
-        importlib.import_module(module).demo(make_mesh(**sizes))
+        fn(make_mesh(**sizes))
     return out.getvalue()
 
 
 @pytest.fixture
 def printed(capsys, monkeypatch, tmp_path):
     """A function: the lines that a command prints. No process is started that imports torch:
-    demonstrations run in the pool, training in forked ranks, all else in this process."""
+    training runs in forked ranks, python -m ROOM in this process, its demonstrations in the
+    pool."""
     def train(words):
         run = Run(check_layout(parse(words), 1), [*words, "--out", tmp_path / "out"], tmp_path)
         assert not any(run.wait(seconds=6 * HANG)), run.read()
         return run.read("stdout")
 
-    def run_file(file, words):
-        asked = []  # what the demonstration is to run: (module, make_mesh, sizes)
+    def demonstrate(fn, make_mesh=mesh_file.Mesh, **sizes):
+        # ep divides the data ranks, it adds none
+        ranks = math.prod(sizes.values()) // sizes.get("ep", 1)
+        print(*pool(ranks, _printed, fn, make_mesh, sizes), sep="", end="")
 
-        def demonstrate(fn, make_mesh=mesh_file.Mesh, **sizes):
-            module = Path(file).stem if fn.__module__ == "__main__" else fn.__module__
-            asked.append((module, make_mesh, sizes))
-
+    def run_room(room, words):
         monkeypatch.setattr(demonstrations, "demonstrate", demonstrate)
-        monkeypatch.setattr(sys, "argv", [file, *words])
+        monkeypatch.setattr(sys, "argv", [f"{room}/__main__.py", *words])
         monkeypatch.setenv("COLUMNS", WIDTH)
         capsys.readouterr()
         with as_it_was():
-            runpy.run_path(str(HERE / file), run_name="__main__")
-        texts = [text for module, make_mesh, sizes in asked
-                 # ep divides the data ranks, it adds none
-                 for text in pool(math.prod(sizes.values()) // sizes.get("ep", 1),
-                                  _demo, module, make_mesh, sizes)]
-        return capsys.readouterr().out + "".join(texts)
+            importlib.import_module(f"{room}.__main__").main()
+        return capsys.readouterr().out
 
     def lines(line):
         line, _, word = line.partition(" | grep ")
-        _, file, *words = shlex.split(line, comments=True)
-        text = train(words) if file == "train.py" else run_file(file, words)
+        _, *words = shlex.split(line, comments=True)
+        if words[0] == "train.py":
+            text = train(words[1:])
+        else:
+            _, room, *words = words  # -m ROOM
+            text = run_room(room, words)
         return [line for line in text.splitlines() if word in line]
 
     return lines
@@ -336,7 +332,7 @@ def test_the_experiment_prints_the_pages_table_from_the_pages_results(capsys, mo
         return [{"step": 0, "loss": 1.0}, {"val_bits_per_byte": bits}]
 
     monkeypatch.setattr(large_batches, "train_once", train_once)
-    monkeypatch.setattr(large_batches, "demonstrate_engine", lambda *args, **more: None)
+    monkeypatch.setattr(large_batches, "demonstrate", lambda *args, **more: None)
     monkeypatch.setattr(sys, "argv", ["large_batches.py", "--out", str(tmp_path)])
     large_batches.main()
     assert lacking(block.output[: end + 1], capsys.readouterr().out.splitlines()) is None
@@ -362,17 +358,6 @@ def test_measure_prints_the_flags_that_are_quoted(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         measure.main()
     assert capsys.readouterr().out == first + "\n"
-
-
-def _describe(rank, words):
-    """What this rank prints before its first step."""
-    cfg = parse(words)
-    check_layout(cfg, 1)
-    cfg.device = "cpu"
-    mesh = mesh_of(cfg)
-    with redirect_stdout(io.StringIO()) as out:
-        Log(Trainer(cfg, mesh, VOCAB), None, 0)
-    return out.getvalue()
 
 
 def test_a_checkpoint_has_the_files_that_are_listed(trained):
@@ -435,7 +420,8 @@ PATCHES = [block for block in BLOCKS if block.kind == "diff"]
 def test_every_patch_applies_at_the_lines_that_it_names(where, patch, fork):
     reply = apply(patch, fork, "--check")
     assert "offset" not in reply and "fuzz" not in reply, (
-        f"{reply}\nfor a file of forks/: git apply, git diff '*.py' > FILE, git checkout '*.py'")
+        f"{reply}\nfor a file of extras/forks/: git apply, git diff '*.py' > FILE, "
+        "git checkout '*.py'")
 
 
 @pytest.fixture
@@ -459,7 +445,7 @@ def test_the_patched_schedule_is_drawn_as_the_page_quotes(patched):
     _, python = patched
     quote = block_of(YOUR_OWN, "python -m extras.show schedules eager")
     agree(quote, python(*quote.command.split()[1:]).splitlines())
-    slow = python("schedules.py", "4", "8", "--compare", "--costs", "1,1,1,1")
+    slow = python(*"-m extras.show schedules 4 8 --compare --costs 1,1,1,1".split())
     makespan = {line.split()[0]: line.split()[2] for line in slow.splitlines()}
     assert said(YOUR_OWN, r"--costs 1,1,1,1` [^`]* makespan of (\d+) for `eager` and of (\d+) for "
                 "`1f1b`") == (makespan["eager"], makespan["1f1b"])
@@ -583,7 +569,7 @@ def published_jobs():
 @pytest.mark.parametrize("job,row", [
     pytest.param(job, row, id=row.split(",")[0]) for job, row in published_jobs()])
 def test_a_published_job_is_planned_as_the_table_says(job, row):
-    args = plan.flags().parse_args(job.split()[2:])
+    args = plan.flags().parse_args(job.split()[3:])
     *_, layouts = plan.searched(args)
     seconds = [layout["step_s"] for layout in layouts]
     _, _, _, predicted, fastest, slower, within, _ = (cell.strip() for cell in row.split("|"))
@@ -693,7 +679,7 @@ def prose(path):
 def test_figures_of_time_stand_in_measured_md_only():
     """README has a few of them, too. Code outside of tests/ has none."""
     files = [HERE / page for page in PAGES if page != MEASURED]
-    files += [path for path in HERE.rglob("*.py") if path.relative_to(HERE).parts[0] != "tests"
+    files += [path for path in HERE.rglob("*.py") if "tests" not in path.relative_to(HERE).parts
               and not any(part.startswith(".") for part in path.relative_to(HERE).parts)]
     for path in files:
         name = str(path.relative_to(HERE))
@@ -722,43 +708,46 @@ def test_links_lead_to_files_and_headings():
                     assert heading in anchors, (page, target)
 
 
+TESTS = [*HERE.glob("tests/test_*.py"), *HERE.glob("extras/*/tests/test_*.py")]
+
+
 def test_tests_rooms_and_rows_that_pages_name_exist():
-    tests = "".join(path.read_text() for path in HERE.glob("tests/test_*.py"))
+    tests = "".join(path.read_text() for path in TESTS)
+    names = {path.stem for path in TESTS}
     for page, text in PAGES.items():
         for name in re.findall(r"`(test_\w+)`", text):
-            assert f"def {name}(" in tests or (HERE / f"tests/{name}.py").exists(), (page, name)
+            assert f"def {name}(" in tests or name in names, (page, name)
         for name in re.findall(r'"([^"\n.]+, (?:to|without)[^"\n]*)"', text):
             assert any(row.name.startswith(name) for row in bench.ROWS), (page, name)
-    rooms = set(re.findall(r"\(\.\./tests/(test_\w+)\.py\) \|", PAGES["docs/test-your-own.md"]))
-    assert rooms == {path.stem for path in HERE.glob("tests/test_*.py")}
+    rows = re.findall(r"^\| \[test_\w+\.py\]\(\.\./(\S+)\) \|", PAGES[YOUR_OWN], re.MULTILINE)
+    assert sorted(rows) == sorted(str(path.relative_to(HERE)) for path in TESTS)
 
 
 # ---- files, schedules, mutants ----
 
 
-def test_every_folder_and_file_has_its_room():
-    """test_house.py checks no others."""
-    assert {folder.name for folder in FOLDERS} == set(MAY_IMPORT) - set(ROOMS)
-    assert not [module for module in HOUSE if not is_ours(module)]
+def test_every_room_of_extras_has_its_row():
+    rows = re.findall(r"^\| \[(\w+)\]\(", (HERE / "extras/README.md").read_text(), re.MULTILINE)
+    assert rows == sorted(path.parent.name for path in HERE.glob("extras/*/__init__.py"))
 
 
 def test_nothing_imports_the_forks():
     """Their patches do, in a copy."""
-    users = {module for module, path in HOUSE.items()
-             if any(room(other) == "forks" for other in imported(path))}
-    assert all(room(module) == "forks" for module in users)
+    users = [path for path in HERE.rglob("*.py")
+             if re.search(r"^ *(from|import) extras\.forks", path.read_text(), re.MULTILINE)]
+    assert {path.relative_to(HERE).parts[:2] for path in users} <= {("extras", "forks")}
 
 
 def layouts_and_bugs(fork):
     """How many of each a fork's tests have."""
-    tests = vars(importlib.import_module(f"tests.test_{fork}"))
+    tests = vars(importlib.import_module(f"extras.forks.tests.test_{fork}"))
     layouts = [mark.args[1] for test in tests.values() for mark in getattr(test, "pytestmark", [])
                if mark.args[0] in ("flags", "layout")]
     return [str(len(cases)) for cases in (*layouts, tests["BUGS"])]
 
 
 def test_the_gallery_lists_every_fork_with_its_lines_layouts_and_bugs():
-    rows = re.findall(r"\(\.\./forks/(\w+)\.py\) \| [^|]* \| (\d+) \| ([^|]+) \| (\d+) "
+    rows = re.findall(r"\(\.\./extras/forks/(\w+)\.py\) \| [^|]* \| (\d+) \| ([^|]+) \| (\d+) "
                       r"\| (\d+) \| (\d+) \|", PAGES[YOUR_OWN])
     assert {name for name, *_ in rows} == {path.stem for path in HERE.glob("extras/forks/[!_]*.py")}
     for name, lines, added, tests, *counts in rows:

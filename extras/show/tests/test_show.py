@@ -22,8 +22,8 @@ from tests.runs import command, one_line
 
 def test_an_unknown_flag_is_one_line_before_torch_is_imported():
     refuse_an_unknown_flag_before_torch([
-        "-m extras.show.pictures", "-m extras.show.eight_ranks", "-m extras.show mesh",
-        "-m extras.show sizes", "-m extras.show schedules"])
+        "-m extras.show.pictures", "-m extras.show.eight_ranks",
+        "-m extras.show mesh", "-m extras.show sizes", "-m extras.show schedules"])
 
 
 @pytest.mark.parametrize("line", ["show schedules --bogus", "show sizes --bogus",
