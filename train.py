@@ -6,11 +6,13 @@ pipeline parallelism and ZeRO.
     torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          eight: the rest is data parallel
     torchrun train.py --tp 2 --pp 2 --fast   the same with the parts of engine/
 
-This page composes the other files. Any layout is the same computation: the same initial weights,
-the same batches, and gradients that are summed, never averaged, because the loss was divided by the
-tokens of the whole batch first. So the losses are the same, up to the order of float additions.
-`python train.py --help` lists the flags.
+Any layout is the same computation: the same initial weights, the same batches, and gradients that
+are summed, never averaged, because the loss was divided by the tokens of the whole batch first. So
+the losses are the same, up to the order of float additions. A flag marked [engine] takes a part of
+engine/, and the first lines of the run say so.
 """
+
+# This page composes the other files; `python train.py --help` lists the flags.
 
 import gc
 import math

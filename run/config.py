@@ -12,13 +12,13 @@ Bad input gets one line that names flag, values and fix, from one rank of each m
 code 2. The functions that check raise it as a ValueError; fail() prints it.
 """
 
+import argparse
 import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from run.command import Parser
 from run.files import (
     LOCK,
     MANIFEST,
@@ -42,7 +42,8 @@ def flag(default, group, help, choices=None, alone=None):
 
 @dataclass
 class Config:
-    dp: int = flag(0, "layout", "data-parallel ranks, which split the batch; 0: chosen")
+    dp: int = flag(0, "layout", "data-parallel ranks, which split the batch; 0: all processes that "
+                   "the other axes leave")
     tp: int = flag(1, "layout", "tensor-parallel ranks, which split each layer")
     pp: int = flag(1, "layout", "pipeline ranks, which split the list of layers")
     cp: int = flag(1, "layout", "context-parallel ranks, which split each sequence")
@@ -52,15 +53,18 @@ class Config:
     cp_attention: str = flag("ring", "details", "how keys meet queries", ("ring", "all-to-all"))
     zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3); 0: DDP",
                      (0, 1, 2, 3))
-    schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
-    chunks: int = flag(0, "details", "stages per pipeline rank, for interleaved; 0: chosen")
-    microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: chosen")
+    schedule: str = flag("1f1b", "layout", "pipeline schedule; all but gpipe and 1f1b: [engine]",
+                         tuple(SCHEDULES))
+    chunks: int = flag(0, "details", "stages per pipeline rank, for interleaved; 0: 2")
+    microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: 1, or up to "
+                             "2 pp")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
-    collectives: str = flag("auto", "details", "ring: ours; native: torch's; auto: native on "
-                            "GPUs, else ring", ("auto", "ring", "native"))
+    collectives: str = flag("auto", "details", "ring: ours; native: torch's [engine]; auto: native "
+                            "on GPUs, else ring", ("auto", "ring", "native"))
     pad_vocab: int = flag(0, "details", "pad a rank's rows of the vocabulary to a multiple of "
-                          "this; 0: 64 on GPUs, 1 on CPUs")
-    bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB")
+                          "this; 0: 64 on GPUs, 1 on CPUs [engine]")
+    bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB "
+                            "[engine]")
     shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold copies of "
                       "the shards; 0: all --dp")
     fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
@@ -83,7 +87,7 @@ class Config:
     block_size: int = flag(128, "model", "tokens per sequence")
     dtype: str = flag("float32", "model", "number format of weights, gradients and activations",
                       tuple(WIDTHS))
-    grad_dtype: str = flag("same", "model", "number format of summed gradients",
+    grad_dtype: str = flag("same", "model", "number format of summed gradients [engine]",
                            ("same", "float32"))
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
@@ -95,7 +99,7 @@ class Config:
     beta1: float = flag(0.9, "details", "decay of AdamW's first moment")
     beta2: float = flag(0.95, "details", "decay of AdamW's second moment")
     dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
-                          "that is set to zero")
+                          "that is set to zero [engine]")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
     seed: int = flag(1337, "details", "number from which initial weights and batches follow")
@@ -108,7 +112,8 @@ class Config:
                           "Hugging Face, which also gives the sizes")
     timeout: float = flag(600.0, "details", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
-    trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
+    trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks "
+                      "[engine]")
     watch: str = flag("", "run", "print every message of the first step, then train on; "
                       "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
     verbose: bool = flag(False, "details", "print all flags as they were resolved")
@@ -116,7 +121,7 @@ class Config:
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
     eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
     device: str = flag("auto", "details", "where to compute", ("auto", "cpu", "cuda"))
-    compile: bool = flag(False, "details", "torch.compile each layer")
+    compile: bool = flag(False, "details", "torch.compile each layer [engine]")
 
 
 LIMITS = {  # (least, most): flags
@@ -144,7 +149,7 @@ def needed_parts(cfg):
     schedule = SCHEDULES[cfg.schedule]
     splits = splits_backward(cfg.schedule)
     rows = [
-        (cfg.device == "cuda", "--device cuda", PARTS),  # no GPU has run the root's parts
+        (cfg.device == "cuda", "--device cuda", PARTS),  # the root knows no streams
         (cfg.collectives == "native", "--collectives native", PARTS),
         (cfg.compile, "--compile", PARTS),
         (cfg.dropout > 0, "--dropout", PARTS),
@@ -197,6 +202,19 @@ DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 # ---- the command line ----
 
 
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser, but a wrong command line prints one line and exits with code 2, and flags
+    cannot be abbreviated."""
+
+    def __init__(self, description):
+        super().__init__(prog=program(), description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        """Called by argparse, with a text, and by main() of a command, with an exception."""
+        self.exit(2, f"{self.prog}: {in_words(message)}\n")
+
+
 def add_flags(parser, names, defaults=None, **options):
     """Add the flags of these fields to a parser, or to a group of its flags. defaults: {field:
     default}, which replace the fields' own. options: arguments for add_argument, such as
@@ -207,7 +225,7 @@ def add_flags(parser, names, defaults=None, **options):
         name = "--" + f.name.replace("_", "-")
         default = (defaults or {}).get(f.name, f.default)
         text = f.metadata["help"]
-        if "default" not in options and default not in ("", 0):  # 0 is explained, or False
+        if "default" not in options and default != "" and f.type is not bool:
             text += f" ({default})"
         settings = {"default": default, "help": text}
         if f.type is bool:

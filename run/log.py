@@ -153,7 +153,7 @@ class Log:
         if len(trainer.cuts) > 1:
             for stage, (start, stop) in enumerate(trainer.cuts):
                 self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "
-                         f"{stop - 1} of {cfg.n_layer + 2}")
+                         f"{stop - 1} of {cfg.n_layer + 2} (embedding, blocks, head)")
 
     @property
     def gave_up(self):
