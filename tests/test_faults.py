@@ -331,7 +331,7 @@ def launched_ranks(tmp_path, monkeypatch, capfd, first, others=0, grace=10):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS.format(first=first, others=others))
     (tmp_path / "started").mkdir()
-    monkeypatch.setattr(sys, "orig_argv", ["python3", str(script), str(tmp_path / "started")])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, str(script), str(tmp_path / "started")])
     with as_it_was():
         returned = launch(3, grace)
     return returned, sorted(capfd.readouterr().out.splitlines())

@@ -24,7 +24,7 @@ from tests.programs import (
 )
 
 
-def test_the_program_refuses_and_ends_like_all_others():
+def test_an_unknown_flag_is_one_line_before_torch_is_imported():
     refuse_an_unknown_flag_before_torch(["-m extras.bench"])
 
 

@@ -37,7 +37,7 @@ def test_after_them_ctrl_c_and_errors_are_pytests_again(line, capsys, monkeypatc
     ("collectives --help", "say how many ranks, 1 to 64"), ("collectives 0", "say how many"),
     ("context_parallel abc", "say how many ranks"), ("ddp 2", "ddp runs on 4 ranks"),
     ("sizes nan", "must be above 0"), ("sizes -5", "must be above 0"),
-    ("mesh 0 1 1 1 1", "give the sizes"), ("nothing", "nothing: try collectives, ddp")])
+    ("mesh 0 1 1 1 1", "give the sizes"), ("nothing", "nothing is unknown; try collectives, ddp")])
 def test_nonsense_is_answered_with_one_line(line, says, capsys, monkeypatch):
     assert says in one_line(show.main, ["show", *line.split()], capsys, monkeypatch)
 
