@@ -1,0 +1,1 @@
+"""Compares two steps of a trainer with one process, and names the bug. Needs torch."""

@@ -449,7 +449,7 @@ def opened(tmp_path_factory):
         layout = memory.Layout(D, T, P, zero=zero, schedule="zb-h1", microbatches=8)
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
-    page = tmp_path_factory.mktemp("lab") / "docs/lab.html"
+    page = tmp_path_factory.mktemp("lab") / "lab.html"
     probe = PROBE.replace("AUDIT\n", AUDIT.read_text())
     traces = ["{", spans(2, 2, 1)]  # the second one is read: the first one's error goes away
     for name, value in (("SETTINGS", settings), ("ANSWERS", ANSWERS), ("TRACES", traces)):
