@@ -6,12 +6,7 @@
 from dataclasses import dataclass, fields
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
-MOMENTS = {  # numbers that an optimizer holds per parameter
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("velocity",),
-    "lars": ("velocity",),
-    "lamb": ("exp_avg", "exp_avg_sq"),
-}
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq")}  # numbers that an optimizer holds per parameter
 
 
 # (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products: NVIDIA's data

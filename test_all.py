@@ -1,12 +1,202 @@
-"""Runs every test: python test_all.py [flags of pytest, as -k zero]. The claims are in tests/.
+"""The proof: any layout is the same computation.
 
-Two processes run the tests, each a file at a time; -n 0 runs all in this one, as for --pdb."""
+    python test_all.py             this page, about a minute; then the tests in tests/
+    python test_all.py --page      this page alone
+    python test_all.py --extras    the tests of extras/, too
+    python test_all.py --full      the tests that take long, too
+    python test_all.py -k zero     other flags go to pytest
 
+Each layout of the table below trains a small model for three steps in float64, on as many processes
+as it has ranks. One process trains the same model on whole batches, in a loop of a dozen lines that
+shares only the model with train.py. A line of the output is a layout, and how far its loss, its
+gradients before clipping, their norm, and its weights are from the loop's, at most, in parts of the
+largest number: float64 has 16 digits, and sums in another order cost the last one or two. (Weights
+lose more: the key biases of a GPT's attention have gradients of 0, and AdamW divides what rounding
+leaves of these by its own size.)
+"""
+
+import argparse
+import os
 import sys
+import tempfile
+import time
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+
+import train
+from data.batches import Data
+from experts import balance_loss, kind_of
+from model import build
+from run.config import check_layout, parse
+from run.copies import whole_slices
+from tests.pool import pool
+
+TOLERANCE = 1e-10
+VOCAB = 67  # divides by no T
+BATCH, LENGTH = 36, 8
+RATES = (5e-3, 1e-2, 5e-3)  # the warm-up's middle and end, and the cosine's middle
+
+# Flags of train.py. Each line runs on the root's parts (where these have no such schedule, with the
+# engine's pipeline), and with --fast
+LAYOUTS = """
+    --dp 1
+    --dp 4
+    --dp 3 --microbatches 4
+    --dp 4 --zero 1
+    --dp 4 --zero 2 --microbatches 3
+    --dp 4 --zero 3
+    --dp 4 --shard 2 --zero 3
+    --tp 2
+    --tp 4
+    --tp 4 --sp
+    --cp 2
+    --cp 4
+    --cp 4 --cp-attention all-to-all
+    --pp 4 --schedule gpipe
+    --pp 4
+    --pp 2 --schedule interleaved
+    --pp 4 --schedule zb-h1
+    --pp 3 --schedule zb-h2
+    --pp 2 --schedule zb-v
+    --dp 4 --ep 4 --experts 8
+    --dp 2 --tp 2 --pp 2
+    --dp 2 --tp 2 --pp 2 --zero 1
+    --dp 2 --tp 2 --pp 2 --zero 3 --recompute
+    --dp 2 --cp 2 --tp 2 --sp --zero 3
+    --dp 2 --ep 2 --tp 2 --sp --pp 2 --experts 4 --zero 2
+    --arch llama --n-kv-head 4 --tp 4 --pp 2
+    --arch llama --n-kv-head 4 --dp 2 --cp 2 --zero 3
+    --arch llama --dp 2 --ep 2 --pp 2 --experts 4 --zero 1
+"""
+
+
+def config(words, folder):
+    """The Config of these flags, with the sizes of this page."""
+    small = f"--n-layer 3 --n-head 12 --n-embd 24 --block-size {LENGTH} --batch-size {BATCH}"
+    run = "--dtype float64 --device cpu --steps 3 --warmup-steps 1 --lr 1e-2 --grad-clip 0.2"
+    cfg = parse([*small.split(), *run.split(), "--data", folder, *words])
+    check_layout(cfg, 1)
+    return cfg
+
+
+def batch(folder, step):
+    """(ids, targets) of all sequences of a step, (B, S) each."""
+    tokens = torch.from_numpy(np.fromfile(f"{folder}/train.bin", "<u2").astype(np.int64))
+    starts = np.random.default_rng([1337, step]).integers(0, len(tokens) - LENGTH, BATCH)
+    rows = torch.stack([tokens[start : start + LENGTH + 1] for start in starts])
+    return rows[:, :-1], rows[:, 1:]
+
+
+@cache
+def one_process(shape, folder):
+    """The reference: [(loss, gradients, norm, weights)] of each step."""
+    model = build(shape, seed=1337, dtype=torch.double, kind=kind_of(shape))
+    params = dict(model.canonical_parameters())
+    decayed = [p for name, p in params.items() if p.dim() > 1 and name.endswith("weight")]
+    others = [p for p in params.values() if not any(p is matrix for matrix in decayed)]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
+                                   {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
+    steps = []
+    for step, lr in enumerate(RATES):
+        ids, targets = batch(folder, step)
+        optimizer.zero_grad()
+        loss = model(ids, targets) / targets.numel()
+        loss.backward()
+        if shape.n_experts:  # train.py prints the loss without the experts' balance loss
+            loss = loss - balance_loss(model.layers) / targets.numel()
+        grads = {name: p.grad.clone() for name, p in params.items()}
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), 0.2)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        weights = {name: p.detach().clone() for name, p in params.items()}
+        steps.append((loss.detach(), grads, norm, weights))
+    return steps
+
+
+def difference(got, want):
+    """The largest difference of two tensors, in parts of the largest number of `want`."""
+    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
+
+
+def differences(rank, cfg):
+    """One rank of a layout. Returns the largest difference of the losses, gradients, norms and
+    weights that this rank holds from those of one process."""
+    mesh = train.choose(cfg).Mesh(cfg.device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp,
+                                  tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+    trainer = train.Trainer(cfg, mesh, VOCAB)
+    reference = one_process(trainer.model_config, cfg.data)
+    data = Data(cfg)
+    clip_and_step = trainer.optimizer.step
+    raw = []  # (tag, this rank's slice of the gradient) of a step, before clipping
+
+    def step(grads, norm, lr):
+        raw[:] = [(tag, grad.clone()) for tag, grad in whole_slices(trainer.reducer, grads)]
+        clip_and_step(grads, norm, lr)
+
+    trainer.optimizer.step = step
+    worst = torch.zeros(4)
+    for number, (loss, grads, norm, weights) in enumerate(reference):
+        lr = train.learning_rate(cfg, number)
+        got_norm, sums = trainer.step(data.training(cfg, number, mesh), lr)
+        found = [difference(sums[0], loss),
+                 max(difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw),
+                 difference(got_norm, norm),
+                 max(difference(weight, tag.slice(weights[tag.name]))
+                     for tag, weight in trainer.reducer.whole())]
+        worst = worst.maximum(torch.tensor(found))
+    return worst
+
+
+def prove():
+    """Run the table; return the number of layouts that differ."""
+    wrong = 0
+    begin = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 5000).astype("<u2")
+        for name in ("train", "val"):
+            tokens.tofile(f"{folder}/{name}.bin")
+        print(f"{'layout':62} {'parts':7} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
+        rows = [line.split() for line in LAYOUTS.strip().splitlines()]
+        for words in rows:
+            for parts, fast in (("root", []), ("engine", ["--fast"])):
+                cfg = config([*words, *fast], folder)
+                ranks = cfg.dp * cfg.pp * cfg.cp * cfg.tp
+                worst = torch.stack(pool(ranks, differences, cfg)).amax(0)
+                mixed = parts == "root" and cfg.fast
+                is_wrong = not bool((worst < TOLERANCE).all())
+                wrong += is_wrong
+                print(f"{' '.join(words):62} {'mixed' if mixed else parts:7} "
+                      + " ".join(f"{number:7.0e}" for number in worst.tolist())
+                      + ("  DIFFERS" if is_wrong else ""), flush=True)
+    print(f"{2 * len(rows)} layouts in {time.time() - begin:.0f} s: "
+          + (f"{wrong} differ" if wrong else f"all within {TOLERANCE:.0e} of one process"))
+    return wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="the layouts of this page only")
+    parser.add_argument("--extras", action="store_true", help="the tests of extras/, too")
+    parser.add_argument("--full", action="store_true", help="the tests that take long, too")
+    args, flags = parser.parse_known_args()
+    if args.full:
+        os.environ["FULL"] = "1"
+    if not flags:  # flags of pytest ask for certain tests
+        wrong = prove()
+        pool.stop()
+        if wrong or args.page:
+            sys.exit(1 if wrong else 0)
+    here = Path(__file__).parent
+    folders = [str(here / "tests")] + [str(here / "extras")] * args.extras
+    # Two processes run the tests, each a file at a time; -n 0 runs all in this one, as for --pdb
+    sys.exit(pytest.main(["-q", "-ra", "-n", "2", "--dist", "loadfile", *folders, *flags]))
+
 
 if __name__ == "__main__":
-    flags = ["-q", "-ra", "-n", "2", "--dist", "loadfile"]
-    sys.exit(pytest.main([*flags, str(Path(__file__).parent / "tests"), *sys.argv[1:]]))
+    main()

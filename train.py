@@ -72,7 +72,7 @@ class Trainer:
     """What one rank holds: its slices of the model; its reducer, optimizer and pipeline."""
 
     def __init__(self, cfg, mesh, vocab_size, draw=initial_value):
-        """draw: makes the initial value of a parameter; another one for a dump or a test."""
+        """draw: makes the initial value of a parameter; another one for a test."""
         self.cfg = cfg
         self.mesh = mesh
         self.dtype = getattr(torch, cfg.dtype)
@@ -245,9 +245,6 @@ def main():
         # Of these parts only Mesh is used: the Trainer calls choose() again, for its own
         mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
                                 ep=cfg.ep, shard=cfg.shard)
-        if cfg.dump:
-            from extras.doctor.record import write_dump
-            return write_dump(cfg, mesh, data, Trainer)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume
         log = train(cfg, data, mesh)
     # A complete run ends with a sample of text (with --eval-interval 0: without)

@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -377,7 +378,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # where run/ is
-    from run.signals import end_quietly
-    end_quietly()
+    for number in (signal.SIGPIPE, signal.SIGINT):  # | head and Ctrl-C end it without a traceback
+        signal.signal(number, signal.SIG_DFL)
     main()

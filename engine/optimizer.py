@@ -1,6 +1,6 @@
 """AdamW with torch's fused kernel (torch.optim would import torch.compile, which takes long), and
 without a wait of the host: the norm, the clipping and the decision to skip a step stay on the
-device. The root's optimizer.py spells AdamW out. SGD, LARS and LAMB: engine/layerwise.py.
+device. The root's optimizer.py spells AdamW out.
 
 float16 has few exponents, so the loss is multiplied by a scale before backward (LossScale), and
 gradients are divided by it here. Weights of 16 bits have a 32-bit master copy. Held per parameter:

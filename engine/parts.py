@@ -5,7 +5,7 @@
     tp          tensor_parallel       messages during the products; also sequence_parallel
     ep          spread_experts        over tensor ranks, too
     ddp         Reducer               DDP, ZeRO-1, 2, 3: buckets that travel during backward
-    optimizer   Optimizer             fused AdamW; SGD, LARS, LAMB; float16's loss scale
+    optimizer   Optimizer             fused AdamW; float16's loss scale
     pp          Pipeline              all schedules; also recompute_blocks, with dropout
 
 A part has the same members here and in the root, so train.py need not know which of the two it has.
@@ -23,9 +23,8 @@ from engine.compiled import compile_layer
 from engine.context_parallel import split_sequences
 from engine.dropout import Dropout
 from engine.expert_parallel import spread_experts
-from engine.layerwise import OPTIMIZERS, Layerwise
 from engine.mesh import Mesh
-from engine.optimizer import LossScale
+from engine.optimizer import AdamW, LossScale
 from engine.pipeline import Deferred, Pipeline
 from engine.tensor_parallel import parallelize
 from engine.vocabulary_parallel import pad_vocabulary
@@ -33,6 +32,7 @@ from engine.zero import REDUCERS
 from recompute import recompute_blocks
 from schedules import splits_backward
 
+OPTIMIZERS = {"adamw": AdamW}  # a fork adds its own
 NAMES = {"mesh": ("Mesh", "all_reduce"), "cp": ("split_sequences",),
          "tp": ("tensor_parallel", "sequence_parallel"), "ep": ("spread_experts",),
          "ddp": ("Reducer",), "optimizer": ("Optimizer",), "pp": ("Pipeline", "recompute_blocks")}
@@ -55,9 +55,7 @@ class Engine:
         self.dtype = getattr(torch, cfg.dtype)
         # check() (run/config.py) resolves "auto": a Trainer sees it only in tests that skip check()
         self.device = torch.device("cpu" if cfg.device == "auto" else cfg.device)
-        # Set in split_sequences: the model's names and full shapes, the group of all ranks, and the
-        # positions of this rank's tokens in their sequence
-        self.shapes = self.world = self.positions = None
+        self.positions = None  # of this rank's tokens in their sequence; set in split_sequences
         self.deferred = Deferred()
         self.scale = LossScale(self.dtype, self.device)
         self.dropout = Dropout(cfg.dropout, cfg.seed)
@@ -69,8 +67,6 @@ class Engine:
         return Mesh(device, timeout, native=self.cfg.collectives == "native", **sizes)
 
     def split_sequences(self, model, group, kind):
-        self.shapes = {name: param.shape for name, param in model.canonical_parameters()}
-        self.world = group.mesh.world
         self.positions = split_sequences(model, group, kind)
         return self.positions
 
@@ -95,9 +91,7 @@ class Engine:
             self.dtype if cfg.grad_dtype == "same" else torch.float)
 
     def Optimizer(self, cfg, reducer):
-        optimizer = OPTIMIZERS[cfg.optimizer]
-        of_tensors = (self.shapes, self.world) if issubclass(optimizer, Layerwise) else ()
-        return optimizer(cfg, reducer, self.scale, *of_tensors)
+        return OPTIMIZERS[cfg.optimizer](cfg, reducer, self.scale)
 
     def Pipeline(self, stages, group, cfg, shape, dtype):
         if self.device.type == "cuda":  # NCCL connects a group's ranks at the first use: now

@@ -1,7 +1,7 @@
 """Saves and loads checkpoints: any layout writes one, and any layout reads it.
 
     out/step-00000600/model.safetensors      weights, under nanoGPT's names and shapes
-                      optimizer.safetensors  NAME.exp_avg, .exp_avg_sq (SGD and LARS: .velocity);
+                      optimizer.safetensors  NAME.exp_avg, .exp_avg_sq;
                                              for 16-bit weights also .master
                       manifest.json          step, flags, loss scale; a checksum for each
                                              tensor; "number", which counts the checkpoints
@@ -9,7 +9,7 @@
 
 Every rank writes its own slices straight into the files, at the places that its tags give: no
 gather, and no extra memory but one tensor's slice on its way from a GPU. Bytes per parameter with
-AdamW or LAMB: 2 + 12 for 16-bit weights, 4 + 8 for float32.
+AdamW: 2 + 12 for 16-bit weights, 4 + 8 for float32.
 
     python train.py --tp 2 --save-interval 100        python train.py --pp 4 --resume auto
 """

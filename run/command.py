@@ -1,10 +1,9 @@
 """Parser: the argparse.ArgumentParser of the commands. A wrong command line prints one line.
 (data/prepare.py and tests/mutants.py make parsers of their own.)
 
-Here too: the flags of sample.py, run/export.py, extras/doctor, bench.py, tests/first_gpu.py and
-extras/show/. These programs read their flags before they import torch, so that --help and a wrong
-flag do not wait for torch. This file can be imported without torch; the files with their main()
-functions cannot. The flags of train.py: run/config.py.
+Here too: the flags of sample.py and run/export.py. These programs read their flags before they
+import torch, so that --help and a wrong flag do not wait for torch. The flags of train.py:
+run/config.py.
 """
 
 import argparse
@@ -23,10 +22,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Called by argparse, with a text, and by main() of a command, with an exception."""
         self.exit(2, f"{self.prog}: {in_words(message)}\n")
-
-    def print_help(self, file=None):
-        """Raises OSError if the output cannot be written; argparse's print_help() hides that."""
-        print(self.format_help(), file=file, end="")
 
 
 def sample_flags():
@@ -48,44 +43,4 @@ def export_flags(description):
     parser = Parser(description)
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
     parser.add_argument("--to", required=True, help="the folder to write")
-    return parser
-
-
-def bench_flags(description):
-    parser = Parser(description)
-    parser.add_argument("--quick", action="store_true",
-                        help="does it run? small model, two turns per side, rows of up to 4 ranks")
-    parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--gpu", action="store_true", help="only the rows for one GPU")
-    return parser
-
-
-def first_gpu_flags(description):
-    parser = Parser(description)
-    parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
-    return parser
-
-
-def doctor_flags(description):
-    parser = Parser(description)
-    parser.add_argument("reference", help="folder of one process's dump")
-    parser.add_argument("mine", help="folder of the dump to examine")
-    parser.add_argument("again", nargs="?", help="folder of a second run of MINE: are both equal, "
-                        "bit by bit?")
-    parser.add_argument("--deep", action="store_true", help="try all known bugs, however large the "
-                        "model is (a small one: always)")
-    return parser
-
-
-def large_batches_flags(description):
-    parser = Parser(description)
-    parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")
-    parser.add_argument("--svg", metavar="FOLDER", help="write large-batches.svg there")
-    return parser
-
-
-def eight_ranks_flags(description):
-    parser = Parser(description)
-    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write ranks.svg there")
     return parser

@@ -4,7 +4,8 @@
     check_layout            chooses the value of each flag that is 0 ("0: chosen" in --help), then
                             refuses a layout that cannot be; needs neither torch nor this machine's
                             devices
-    check                   check_layout, then device, memory and files of this machine
+    check                   check_layout, then device and memory of this machine
+    check_outputs           can the files be written, and are they ours?
     read_command_line       parse, check_layout, and: would an output replace an input?
 
 Bad input gets one line that names flag, values and fix, from one rank of each machine, and exit
@@ -19,19 +20,15 @@ from pathlib import Path
 
 from run.command import Parser
 from run.files import (
-    DUMP,
-    DUMP_BEGUN,
-    DUMP_TENSORS,
     LOCK,
     MANIFEST,
     checkpoint_around,
     is_same,
     refuse_foreign,
-    refuse_foreign_dump,
     refuse_same,
 )
 from run.hugging_face import CONFIG, flags_of_folder
-from run.signals import STORE, in_words, local_rank, note, program, tell_torchrun
+from run.signals import STORE, in_words, local_rank, note, program
 from schedules import SCHEDULES, chunks_of, make_schedule, splits_backward
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
@@ -52,18 +49,19 @@ class Config:
     sp: bool = flag(False, "layout", "each tensor-parallel rank has 1/tp of the tokens where no "
                      "matrix is split")
     ep: int = flag(1, "layout", "data-parallel ranks that share the experts")
-    cp_attention: str = flag("ring", "layout", "how keys meet queries", ("ring", "all-to-all"))
-    zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3)", (0, 1, 2, 3))
+    cp_attention: str = flag("ring", "details", "how keys meet queries", ("ring", "all-to-all"))
+    zero: int = flag(0, "layout", "shard optimizer (1), gradients (2), weights (3); 0: DDP",
+                     (0, 1, 2, 3))
     schedule: str = flag("1f1b", "layout", "pipeline schedule", tuple(SCHEDULES))
-    chunks: int = flag(0, "layout", "stages per pipeline rank, for interleaved; 0: chosen")
+    chunks: int = flag(0, "details", "stages per pipeline rank, for interleaved; 0: chosen")
     microbatches: int = flag(0, "layout", "microbatches per step and data rank; 0: chosen")
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
-    collectives: str = flag("auto", "layout", "ring: ours; native: torch's; auto: native on "
+    collectives: str = flag("auto", "details", "ring: ours; native: torch's; auto: native on "
                             "GPUs, else ring", ("auto", "ring", "native"))
-    pad_vocab: int = flag(0, "layout", "pad a rank's rows of the vocabulary to a multiple of "
+    pad_vocab: int = flag(0, "details", "pad a rank's rows of the vocabulary to a multiple of "
                           "this; 0: 64 on GPUs, 1 on CPUs")
-    bucket_mb: float = flag(25.0, "layout", "size of a DDP gradient bucket (--zero 0), MiB")
-    shard: int = flag(0, "layout", "data ranks over which ZeRO shards; the others hold copies of "
+    bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB")
+    shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold copies of "
                       "the shards; 0: all --dp")
     fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
                      "tp, ep, ddp, optimizer, pp", alone="all")
@@ -90,50 +88,42 @@ class Config:
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
     lr: float = flag(4e-3, "training", "peak learning rate")
-    min_lr: float = flag(0.0, "training", "learning rate at the end of the cosine")
+    min_lr: float = flag(0.0, "details", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    warmup_tokens: int = flag(0, "training", "warm-up in tokens; 0: --warmup-steps counts")
-    optimizer: str = flag("adamw", "training", "lars and lamb: a rate per matrix", tuple(MOMENTS))
-    scale_lr: str = flag("none", "training", "multiply --lr and --min-lr by --batch-size / "
-                         "--base-batch-size, or by its root", ("none", "linear", "sqrt"))
-    base_batch_size: int = flag(32, "training", "the batch that --lr was chosen for")
+    optimizer: str = flag("adamw", "details", "extras/forks has others", tuple(MOMENTS))
     weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
-    beta1: float = flag(0.9, "training", "decay of AdamW's and LAMB's first moment; momentum of "
-                        "SGD and LARS")
-    beta2: float = flag(0.95, "training", "decay of AdamW's and LAMB's second moment")
+    beta1: float = flag(0.9, "details", "decay of AdamW's first moment")
+    beta2: float = flag(0.95, "details", "decay of AdamW's second moment")
     dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
                           "that is set to zero")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
-    seed: int = flag(1337, "training", "number from which initial weights and batches follow")
+    seed: int = flag(1337, "details", "number from which initial weights and batches follow")
     data: str = flag("stdlib", "run", "folder with train.bin and val.bin, or stdlib, shakespeare")
     out: str = flag("out", "run", "folder for checkpoints")
     save_interval: int = flag(0, "run", "steps between checkpoints in --out; 0: only at the end")
-    keep: int = flag(0, "run", "number of last checkpoints to keep in --out; 0: all")
+    keep: int = flag(0, "details", "number of last checkpoints to keep in --out; 0: all")
     resume: str = flag("no", "run", "no, auto (the last complete checkpoint of --out) or a path")
     init_from: str = flag("", "run", "weights to start from: a model.safetensors, or a folder of "
                           "Hugging Face, which also gives the sizes")
-    timeout: float = flag(600.0, "run", "seconds to wait for another rank before giving up")
+    timeout: float = flag(600.0, "details", "seconds to wait for another rank before giving up")
     metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
     trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks")
-    dump: str = flag("", "run", "write a dump of two steps into this folder, for python -m "
-                     "extras.doctor, and end")
     watch: str = flag("", "run", "print every message of the first step, then train on; "
                       "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
-    verbose: bool = flag(False, "run", "print all flags as they were resolved")
-    log_interval: int = flag(20, "run", "steps between printed lines, after the first ten")
+    verbose: bool = flag(False, "details", "print all flags as they were resolved")
+    log_interval: int = flag(20, "details", "steps between printed lines, after the first ten")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
     eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
-    device: str = flag("auto", "run", "where to compute", ("auto", "cpu", "cuda"))
-    compile: bool = flag(False, "run", "torch.compile each layer")
+    device: str = flag("auto", "details", "where to compute", ("auto", "cpu", "cuda"))
+    compile: bool = flag(False, "details", "torch.compile each layer")
 
 
 LIMITS = {  # (least, most): flags
-    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size base_batch_size log_interval "
-    "eval_batches",
+    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
     (1, 2**31): "block_size",
     (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden",
-    (0, 2**63 - 1): "steps warmup_steps warmup_tokens save_interval keep eval_interval seed",
+    (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2 dropout",
     (1e-6, 1e6): "bucket_mb timeout",
@@ -217,7 +207,7 @@ def add_flags(parser, names, defaults=None, **options):
         name = "--" + f.name.replace("_", "-")
         default = (defaults or {}).get(f.name, f.default)
         text = f.metadata["help"]
-        if "default" not in options:
+        if "default" not in options and default not in ("", 0):  # 0 is explained, or False
             text += f" ({default})"
         settings = {"default": default, "help": text}
         if f.type is bool:
@@ -233,31 +223,17 @@ def add_flags(parser, names, defaults=None, **options):
 def fail(error):
     """Print one line, on one rank of each machine, and exit with code 2. error: a text or an
     exception."""
-    # Preparing the corpus (Data in train.py) prints lines. If the reader of these lines has gone
-    # (| head), nothing failed: end_without_traceback (signals.py) ends this process
-    if isinstance(error, BrokenPipeError):
-        raise error
     if local_rank() == 0:
-        line = f"{program()}: {in_words(error)}"
-        tell_torchrun(line)
-        note(line)
+        note(f"{program()}: {in_words(error)}")
     sys.exit(2)
 
 
-def refuse(error):
-    """fail() for a wrong command line; but print the line in the first attempt only, because
-    torchrun --max-restarts starts the same wrong command again."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        tell_torchrun(f"{program()}: {in_words(error)}")
-        sys.exit(2)
-    fail(error)
-
-
 def parse(args, description=None):
-    """The Config of these command line arguments; a wrong one ends the process (refuse)."""
+    """The Config of these arguments (None: sys.argv[1:]); a wrong one ends the process (fail)."""
     parser = Parser(description)
-    parser.error = lambda message: refuse(f"{message}; --help lists the flags")
-    for title in ("layout", "model", "training", "run"):
+    parser.error = lambda message: fail(f"{message}; --help lists the flags")
+    parser.usage = "%(prog)s [flags]"
+    for title in ("layout", "training", "run", "model", "details"):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
     cfg = Config(**vars(parser.parse_args(args)))
@@ -266,7 +242,7 @@ def parse(args, description=None):
         try:
             parser.set_defaults(**flags_of_folder(cfg.init_from))
         except ValueError as error:
-            refuse(error)
+            fail(error)
         cfg = Config(**vars(parser.parse_args(args)))
     return cfg
 
@@ -347,10 +323,9 @@ def check_layout(cfg, world):
 
 
 def resolve(cfg, world):
-    """Fill in the flags that are left to choose. Turn --scale-lr into rates, and --warmup-tokens
-    into steps. For --dump replace --steps and the warm-up, even if they were given. ValueError for
-    a wrong --chunks only (chunks_of). If --dp does not divide the batch, no number of microbatches
-    fits: resolve chooses one all the same, and refuse_wrong_layout then refuses the layout."""
+    """Fill in the flags that are left to choose. ValueError for a wrong --chunks only (chunks_of).
+    If --dp does not divide the batch, no number of microbatches fits: resolve chooses one all the
+    same, and refuse_wrong_layout then refuses the layout."""
     if cfg.dp == 0:
         model_ranks = cfg.tp * cfg.pp * cfg.cp
         if world == 1:  # one process starts as few ranks as the other flags allow
@@ -365,16 +340,6 @@ def resolve(cfg, world):
     if cfg.arch == "llama":
         cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
         cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
-    if cfg.scale_lr != "none":
-        ratio = cfg.batch_size / cfg.base_batch_size
-        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
-        cfg.lr *= factor
-        cfg.min_lr *= factor
-        cfg.scale_lr = "none"  # done: from now on --lr is the rate of this batch
-    if cfg.warmup_tokens:
-        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))
-    if cfg.dump:  # two steps: one of the warm-up, one at the full rate
-        cfg.steps, cfg.warmup_steps, cfg.warmup_tokens = 2, 1, 0
 
 
 def choose_microbatches(cfg):
@@ -405,11 +370,6 @@ def refuse_wrong_layout(cfg, world):
     require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
             f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     return ranks
-
-
-# Flags that --dump does not take: a dump saves, resumes, logs, traces and watches nothing, and
-# drops nothing at random
-NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
 
 
 def refuse_wrong_sizes(cfg):
@@ -494,11 +454,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, a trace of too few steps, and flags that --dump does not take.
-    (With --resume auto the weights of --init-from count until --out has a checkpoint.)"""
-    for f in fields(cfg):
-        require(not cfg.dump or f.name not in NOT_IN_DUMP or getattr(cfg, f.name) == f.default,
-                f"--dump has no --{f.name.replace('_', '-')}; leave out one of the two")
+    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
+    of --init-from count until --out has a checkpoint.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -509,9 +466,6 @@ def refuse_same_files(cfg):
     or if --init-from is a checkpoint in --out, where the run replaces and prunes checkpoints."""
     # outputs, inputs: (flag with its value, path of a file)
     outputs = [(given(cfg, name), getattr(cfg, name)) for name in MARKS if getattr(cfg, name)]
-    if cfg.dump:
-        outputs += [(given(cfg, "dump"), Path(cfg.dump, name))
-                    for name in (DUMP, DUMP_BEGUN, *DUMP_TENSORS)]
     data = Path(cfg.data)
     if cfg.data in ("stdlib", "shakespeare"):  # a name: data/batches.py takes this folder
         data = Path(__file__).parent.parent / "data" / cfg.data
@@ -645,38 +599,37 @@ def check(cfg, world):
     if cfg.pad_vocab == 0:
         cfg.pad_vocab = 64 if cuda else 1
     choose_parts(cfg)  # again: now the device is known
-    if cfg.dump:
-        try:
-            refuse_foreign_dump(cfg.dump)
-        except OSError as error:
-            raise ValueError(f"{given(cfg, 'dump')}: {error.strerror}") from None
-    else:
-        check_writable("out", Path(cfg.out, LOCK))
+    return ranks
+
+
+def check_outputs(cfg):
+    """ValueError if a file that train.py writes cannot be written, or is not ours. Makes --out."""
+    check_writable("out", Path(cfg.out, LOCK))
     for name, mark in MARKS.items():
         path = getattr(cfg, name)
         if path:
             check_writable(name, Path(path), mark)
-    return ranks
 
 
 def checked(cfg, world, open_data):
-    """check(), then open_data(cfg, local rank), whose result is returned. What is wrong ends the
-    process with one line."""
+    """check() and check_outputs(), then open_data(cfg, local rank), whose result is returned. What
+    is wrong ends the process with one line."""
     try:
         check(cfg, world)
+        check_outputs(cfg)
         return open_data(cfg, local_rank())
     except (ValueError, OSError) as error:
         fail(error)
 
 
-def read_command_line(description):
-    """Returns (Config, number of processes, number of ranks) of this command line. Wrong flags end
-    the process with one line (refuse)."""
-    cfg = parse(sys.argv[1:], description)
+def read_command_line(description, args=None):
+    """Returns (Config, number of processes, number of ranks) of these arguments; None: those of
+    this command line. Wrong flags end the process with one line (fail)."""
+    cfg = parse(args, description)
     try:
         world = world_size()
         ranks = check_layout(cfg, world)
         refuse_same_files(cfg)
         return cfg, world, ranks
     except ValueError as error:
-        refuse(error)
+        fail(error)

@@ -1,9 +1,8 @@
 """Which file does a path name, and whose is it? Checks before a command writes its files.
 
-    refuse_same          no output is an input, another output, or in a checkpoint's folder
-    refuse_foreign       a file that is to be written is new, empty, or begins like ours
-    refuse_foreign_dump  --dump's folder is new, empty, or holds a dump and nothing else
-    write_new            no file exists with other content than the new one; then writes them
+    refuse_same      no output is an input, another output, or in a checkpoint's folder
+    refuse_foreign   a file that is to be written is new, empty, or begins like ours
+    write_new        no file exists with other content than the new one; then writes them
 
 What they refuse is a ValueError of one line: flag, path, fix. A file that cannot be read or written
 is an OSError. No torch here.
@@ -16,14 +15,6 @@ from pathlib import Path
 MANIFEST = "manifest.json"  # makes the folder of a checkpoint complete (run/checkpoint.py)
 FOLDER = re.compile(r"step-\d{8,}")  # the name of that folder, less .tmp or .old.tmp
 LOCK = ".lock"  # in --out: locked by the run that writes there (claim in run/checkpoint.py)
-
-# The files of a dump (extras/doctor/dump.py). DUMP_BEGUN becomes DUMP when the dump is complete
-DUMP, DUMP_BEGUN = "dump.json", "dump.json.tmp"
-DUMP_MARK = '{"format": 1'  # the first characters of both
-# weights-0: before the first step; weights-1: after step 1; tokens-1: read in step 1
-DUMP_TENSORS = [f"{name}.safetensors" for name in (
-    "weights-0", "weights-1", "weights-2", "masters-0", "masters-1", "masters-2",
-    "tokens-1", "tokens-2", "gradients-1", "gradients-2")]
 
 
 def is_same(path, other):
@@ -51,8 +42,8 @@ def refuse_same(outputs, inputs, out):
     inputs: [(flag with its value, path of a file)]. out: the folder of --out."""
     for i, (flag, path) in enumerate(outputs):
         if os.path.exists(path) and not os.path.isfile(path):
-            # A device has no content to lose. Folders and pipes are refused elsewhere: by
-            # check_writable (run/config.py), those of --dump by refuse_foreign_dump
+            # A device has no content to lose. Folders and pipes are refused elsewhere, such as by
+            # check_writable (run/config.py)
             continue
         folder = checkpoint_around(path, out)
         if folder:
@@ -71,22 +62,6 @@ def refuse_foreign(flag, path, mark):
         if not mark.encode().startswith(begin):
             raise ValueError(f"{flag} {path} holds something else than {flag} writes; name another "
                              "file")
-
-
-def refuse_foreign_dump(folder):
-    """Refuse --dump's folder unless it is new, empty, or holds a dump and nothing else. OSError if
-    it cannot be read."""
-    if not os.path.lexists(folder):
-        return
-    found = list(Path(folder).iterdir())
-    names = [path.name for path in found]
-    has_mark = DUMP in names or DUMP_BEGUN in names
-    has_others = bool(set(names) - {DUMP, DUMP_BEGUN, *DUMP_TENSORS})
-    is_dump = has_mark and not has_others and all(path.is_file() for path in found)
-    if found and not is_dump:
-        raise ValueError(f"--dump {folder} holds something else than a dump; name another folder")
-    for name in (DUMP, DUMP_BEGUN):
-        refuse_foreign("--dump", Path(folder, name), DUMP_MARK)
 
 
 def write_new(flag, texts):

@@ -22,15 +22,16 @@ import time
 from run import config, signals
 
 
-def start(description):
-    """Return if this process is a rank. Else start the ranks, wait for them, and exit."""
+def start(description, args=None):
+    """Return if this process is a rank. Else start the ranks, wait for them, and exit. args: the
+    flags; None: all arguments of this command line."""
     signals.before_training()
     # Let torch take GPU memory in segments that grow: a freed tensor's memory then serves tensors
     # of other sizes. Set here, because torch reads it when it is imported. A user's own value
     # counts, also under the variable's older name
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    cfg, world, ranks = config.read_command_line(description)
+    cfg, world, ranks = config.read_command_line(description, args)
     # Print one line, once: the launcher prints it, or rank 0 of torchrun, or the only process
     is_first = os.environ.get("RANK", "0") == "0"
     has_launcher = signals.STORE in os.environ
@@ -58,9 +59,9 @@ def start_rank(rank, size, store):
              "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
              signals.PARENT: str(os.getpid()),
              signals.STORE: f"{store}?rank={rank}&world_size={size}"}
-    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # -W, -O, -X, ...
+    # orig_argv: with the interpreter's own flags, such as -O or -m extras.planner
     return subprocess.Popen(
-        [*interpreter, *sys.argv], env={**defaults, **os.environ, **place},
+        [sys.executable, *sys.orig_argv[1:]], env={**defaults, **os.environ, **place},
         # The terminal sends Ctrl-C to its foreground process group. A rank with a session of its
         # own is not in that group. It gets Ctrl-C once: from the launcher, which passes it on.
         start_new_session=True)
@@ -91,18 +92,12 @@ def launch(size, grace=10):
             for process in processes:
                 process.send_signal(number)
 
-        # The reader of the ranks' output has gone (| head): a rank that cannot print sends SIGPIPE
-        # to this launcher (end_without_traceback in run/signals.py)
-        def reader_has_gone(number, frame):
-            sys.exit(128 + number)
-
         try:
             # While ranks are being started, a signal waits: then pass_on() reaches all of them
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
             for rank in range(size):
                 processes.append(start_rank(rank, size, store))
             signals.on_stop(pass_on)
-            signal.signal(signal.SIGPIPE, reader_has_gone)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
             codes = wait_for_ranks(processes, grace)
             for rank, code in enumerate(codes):

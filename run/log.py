@@ -166,9 +166,9 @@ class Log:
     def say(self, text, file=None, stays=True):
         """Print a line. A line that does not stay is printed on a terminal only, and the next line
         replaces it."""
-        if self.silent or not text:
-            return
         file = file or sys.stdout
+        if self.silent or not text or file is None:  # None: closed (>&-)
+            return
         try:
             # on a terminal: back to the first column, and clear the line that did not stay
             clear = "\r\x1b[K" if file.isatty() else ""

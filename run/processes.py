@@ -262,7 +262,5 @@ def joined(cfg, world):
         fail(error)
     except torch.OutOfMemoryError:
         give_up(out_of_memory(cfg), cfg.timeout)
-    except BrokenPipeError:  # the reader of the output has gone (| head): see run/signals.py
-        raise
     except (CommunicationError, DataError, OSError) as error:
         give_up(error, cfg.timeout)

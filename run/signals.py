@@ -1,26 +1,16 @@
-"""How a process ends: by a signal, by a failure, because it cannot write its output, or with its
-parent.
+"""How a process ends: by a signal, by a failure, or with its parent.
 
     process                 SIGINT, SIGTERM, SIGHUP               set up by
     launcher                passes the signal on to all ranks     launch (run/launch.py)
     rank, starting          one line, exit                        before_training
     rank, training          saves after the step; again: exit     save_on_stop
-    rank with --dump        one line, exit                        end_on_stop
     rank 0, at the end      leaves out the sample of text         skip_on_stop
-    other commands          SIGINT: exit without a traceback      end_quietly
-
-    process                 standard output: no reader (| head)   standard output: disk is full
-    rank, training          the same as for SIGHUP (Log.say)      one line, goes on (Log.say)
-    all other processes     exit 141 = 128 + SIGPIPE, no line     one line, exit 1
-
-With --dump a rank saves nothing, so it counts among "all other processes".
+    other commands          SIGINT, | head: no traceback          end_quietly
 
 After a failure give_up (run/processes.py) ends a rank. A rank's parent is the process that started
 the rank: our launcher (run/launch.py) or torchrun's agent.
 """
 
-import atexit
-import json
 import os
 import signal
 import sys
@@ -69,84 +59,20 @@ def note(line):
         print(line, file=sys.stderr, flush=True)
 
 
-def tell_torchrun(line):
-    """Leave the line in the file in which torchrun's agent looks for an error. The agent ends its
-    report with this line. (Without it the report ends with the address of a page on tracebacks.)"""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": line, "extraInfo": more}}, file)
-
-
 def end(code, line, speaks):
     """End this process at once, whatever its threads wait for. speaks: print the line first."""
     if speaks:
         line = f"{program()}: {in_words(line)}"
-        tell_torchrun(line)
         with suppress(OSError):  # the terminal may be closed
             os.write(2, f"{line}\n".encode(errors="replace"))
     os._exit(code)
 
 
-# ---- output ----
-
-
-def reopen():
-    """Let a process whose stdin, stdout or stderr is closed (>&-) print into nothing."""
-    # Closed file numbers from 0 to 2 would be given to the next files that this process opens, and
-    # its printed lines would go there: fill these numbers with /dev/null. (os.open returns the
-    # lowest free number.)
-    number = os.open(os.devnull, os.O_RDWR)
-    while number < 3:
-        number = os.open(os.devnull, os.O_RDWR)
-    os.close(number)
-    if sys.stdout is None:  # Python found it closed
-        sys.stdout = open(os.devnull, "w")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")
-
-
-def end_without_traceback(kind, error, trace):
-    """sys.excepthook of each program that calls prepare_output(). An OSError that no one has caught
-    ends this process with one line in place of a traceback; a broken pipe ends it without a line.
-    """
-    if isinstance(error, BrokenPipeError):
-        if parent and PARENT in os.environ:
-            os.kill(parent, signal.SIGPIPE)  # the launcher then ends all ranks
-            time.sleep(60)  # until the launcher ends this rank, too
-        end(128 + signal.SIGPIPE, "", speaks=False)
-    if isinstance(error, OSError):
-        end(1, error, speaks=True)
-    sys.__excepthook__(kind, error, trace)
-
-
-def drop_unwritten():
-    """At exit: if stderr is full, let its unwritten lines go into nothing. Python, which fails to
-    write them, would end with exit code 120, whatever the program's own."""
-    try:
-        sys.stderr.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def prepare_output():
-    """Let no printed line end this process with a traceback."""
-    reopen()
-    atexit.register(drop_unwritten)
-    sys.excepthook = end_without_traceback
-    # Flush at each line, so that a full disk raises at once and not when Python exits. Print "?"
-    # for characters that the terminal lacks, such as those of a sample of text
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
-
-
 def end_quietly():
-    """Let `| head`, Ctrl-C and a full disk end this process without a traceback."""
-    prepare_output()
+    """Let `| head` and Ctrl-C end this process without a traceback."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # If this process is a rank (plan.py --measure), run/launch.py blocked STOPS before it started
-    # the process
+    # A rank of extras.planner --measure: run/launch.py blocked STOPS before it started this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
@@ -186,10 +112,11 @@ def end_on_stop(when):
 
 def before_training():
     """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
-    parent. A rank of train.py calls save_on_stop or end_on_stop later on: from then on a signal
-    does what that function says."""
+    parent. A rank of train.py calls save_on_stop later on: from then on a signal does what that
+    function says."""
     global parent
-    prepare_output()
+    if sys.stdout:  # print "?" for what the terminal lacks, as in a sample of text or a file's name
+        sys.stdout.reconfigure(errors="replace")
     end_on_stop("before the first step")
     # run/launch.py blocked STOPS before it started this process: let signals that came since arrive
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)

@@ -10,8 +10,8 @@ import shutil
 
 import pytest
 
-SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_planner.py",
-        "test_accidents.py", "test_lab.py", "test_isolation.py", "test_docs.py")
+SLOW = ("test_faults.py", "test_checkpoint.py", "test_commands.py", "test_accidents.py",
+        "test_isolation.py")
 # In a test's name
 LONG = ("compiled", "memory", "does_not_fit", "too_long", "flat_in_m", "two_steps_say")
 
@@ -46,9 +46,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if any("test_docs.py" in report.nodeid for report in terminalreporter.stats.get("failed", ())):
-        terminalreporter.write_line("test_docs.py compares README.md, docs/ and this repository as "
-                                    "it stands: in a fork, delete it")
     if config.getoption("--quick"):
         terminalreporter.write_line("--quick left out: all cases of a test but its first; "
                                     f"{', '.join(SLOW)}; tests of {', '.join(LONG)}")

@@ -185,10 +185,6 @@ def add_in_three(grad_weight, grad, inputs):
     grad_weight.add_(grad.t() @ (inputs / power), alpha=power)
 
 
-def norms_one_by_one(tensors, order, dtype=None):
-    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
-
-
 def full_of_zeros(reducer, bucket, full_gradient=ZeRO2.full_gradient):
     given = bucket.grad
     grad = full_gradient(reducer, bucket)
@@ -207,8 +203,6 @@ CHANGES = {  # name: (flags, how it was before: flags, or a context)
     "gradient of the matrix summed in 32 bits by one product": (
         {}, patch.object(vocabulary_parallel, "add_weight_gradient", add_in_three)),
     "--compile: the loss in two kernels": ({"fused_loss": True}, {"fused_loss": False}),
-    "LAMB: norms of many tensors in one kernel": (
-        {"optimizer": "lamb"}, patch.object(torch, "_foreach_norm", norms_one_by_one)),
     "ZeRO-2: first gradients copied, not added to zeros": (
         {"zero": 2}, patch.multiple(ZeRO2, full_gradient=full_of_zeros, move=add_to_zeros)),
     "ZeRO-1, 8 ranks: weights gathered in place": (

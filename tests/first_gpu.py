@@ -3,18 +3,25 @@
     python -m tests.first_gpu > docs/measured/gpu.md     on a GPU that nobody else uses
     python -m tests.first_gpu --dry                     on CPUs, a small model: does it all run?
 
-In order: what GPT-2 should reach, by arithmetic; the GPU's tests; GPT-2 trained by train.py, with
-and without --compile; one step's kernels beside those counted on meta tensors; memory of dp 2 tp 2
-pp 2 on this one card; bench.py --gpu. A part that fails says so, and the next part runs; the exit
-code is then 1.
+In order: the GPU's tests; GPT-2 trained by train.py, with and without --compile; one step's kernels
+beside those counted on meta tensors; memory of dp 2 tp 2 pp 2 on this one card. Where extras/bench/
+is, also what GPT-2 should reach, by arithmetic, and python -m extras.bench --gpu. A part that fails
+says so, and the next part runs; the exit code is then 1.
 """
 
-from run.command import first_gpu_flags
+from run.command import Parser
 from run.signals import end_quietly
+
+
+def first_gpu_flags():
+    parser = Parser(__doc__)
+    parser.add_argument("--dry", action="store_true", help="on CPUs, a small model")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()
-    first_gpu_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+    first_gpu_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import json
 import statistics
@@ -29,19 +36,15 @@ import torch
 from torch.autograd import DeviceType
 
 import train
-from extras.planner.hardware import DEVICES, card
-from extras.planner.published import ATTENTION as ATTENTION_SPEED
 from run.config import Config, check_layout
 from sizes import GPTConfig, peak_flops
 from tests.counts import GPT2, PRODUCTS, VOCABULARY, count_step
 from tests.harness import HERE, mesh_of
 from tests.pool import Pool
 
-ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
 MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "microbatches", "dtype")
 N_PARAMETERS = 124_439_808  # those of GPT-2, without rows that pad the vocabulary
-GAP = 1.5e-6  # seconds from the end of a kernel to the full speed of the next kernel; assumed
 # Part of a kernel's name, in lower case -> kind of the kernel; the first part that fits counts
 KINDS = {
     "triton": "compiled", "nccl": "messages", "memcpy": "copies", "memset": "copies",
@@ -65,68 +68,6 @@ def run(*words):
 
 def indented(lines):
     return ["", *(f"    {line}".rstrip() for line in lines), ""]
-
-
-# ---- what GPT-2 should reach ----
-
-
-def expectation(name, device):
-    """[(part, milliseconds without --compile, milliseconds with it, their arithmetic)] of a step of
-    GPT-2 on a Device of the planner. name: the device's in DEVICES."""
-    # Of what --compile saves only the loss is counted. --compile also joins residual sums with
-    # LayerNorms, which is not counted: so it should save more than this
-    plain, compiled = count_step(), count_step(fused_loss=True)
-    tokens = GPT2["batch_size"] * GPT2["block_size"]
-    products = 6 * N_PARAMETERS * tokens
-    causal = 6 * GPT2["n_layer"] * GPT2["n_embd"] * GPT2["block_size"] * tokens  # half of all pairs
-    f_attention = device.f_attention  # that of FlashAttention-2
-    if name in ("h100", "h200"):  # there torch takes cuDNN's kernel, as fast as FlashAttention-3
-        f_attention *= ATTENTION_SPEED["fa3"]
-    speed = device.tflops * 1e12
-
-    def per_step(flops, share):
-        ms = 1e3 * flops / (speed * share)
-        return ms, ms  # --compile makes neither products nor attention faster
-
-    others = [counting.gigabytes(but=(*PRODUCTS, *ATTENTION)) for counting in (plain, compiled)]
-    kernels = [counting.num_kernels for counting in (plain, compiled)]
-    return [
-        ("products", *per_step(products, device.f_products),
-         f"{products / 1e12:.1f} TFLOP at {device.f_products:.0%} of {device.tflops} TFLOP/s"),
-        ("attention", *per_step(causal, f_attention),
-         f"{causal / 1e12:.1f} TFLOP, the visible half, at {f_attention:.0%}"),
-        ("all else", *(1e3 * gigabytes / (device.hbm * device.f_hbm) for gigabytes in others),
-         "{:.0f} and {:.0f} GB".format(*others)
-         + f" at {device.f_hbm:.0%} of {device.hbm} GB/s"),
-        ("between", *(1e3 * GAP * n for n in kernels),
-         "{} and {} kernels".format(*kernels) + f", {GAP * 1e6:.1f} us from one to the next"),
-    ]
-
-
-def expected(gpu):
-    """The lines of the arithmetic, for the card of this name or, if the planner does not know it,
-    for an H200."""
-    name, device = card(gpu)
-    if not device:
-        name, device = "h200", DEVICES["h200"]
-    tokens = GPT2["batch_size"] * GPT2["block_size"]
-    parts = expectation(name, device)
-    plain = sum(ms for _, ms, _, _ in parts)
-    compiled = sum(ms for _, _, ms, _ in parts)
-    flops = GPTConfig().flops_per_token(N_PARAMETERS) * tokens
-    least = 1e3 * flops / (device.tflops * 1e12)
-    rates = f"{tokens / plain * 1e3:,.0f} and {tokens / compiled * 1e3:,.0f} tokens/s"
-    rows = [*parts, ("together", plain, compiled, rates),
-            ("at the peak", least, least,
-             f"{flops / 1e12:.1f} TFLOP: 6 Psi + 12 L C S per token, the count of train.py's MFU")]
-    lines = [f"{'ms':12}{'without':>8}{'--compile':>11}"]
-    lines += [f"{what:12}{ms:8.1f}{with_it:11.1f}   {how}" for what, ms, with_it, how in rows]
-    lines += [f"{'so MFU':12}{least / plain:8.0%}{least / compiled:11.0%}   on {name}, if no "
-              "kernel waits for the host"]
-    return lines
-
-
-# ---- what GPT-2 does reach ----
 
 
 def tests_of_a_gpu(dry):
@@ -278,27 +219,35 @@ def memory(dry):
                      "(ranks of one card talk over sockets: over NVLink NCCL's buffers differ)"])
 
 
+def name_of_gpu():
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def expected(dry):
+    return indented(run("-m", "extras.bench.expected", name_of_gpu()))
+
+
 def bench(dry):
     quick = ["--quick"] if dry else []
-    return indented(run("bench.py", "--gpu", *quick))
+    return indented(run("-m", "extras.bench", "--gpu", *quick))
 
 
 PARTS = {
     "Tests": tests_of_a_gpu, "GPT-2, 16 x 1024 tokens, by train.py": training,
-    "The kernels of one step": kernels, "dp 2 tp 2 pp 2 on this card": memory,
-    "Beside loops like nanoGPT's": bench}
+    "The kernels of one step": kernels, "dp 2 tp 2 pp 2 on this card": memory}
+if (HERE / "extras" / "bench").is_dir():
+    PARTS |= {"What GPT-2 should reach, by arithmetic": expected,
+              "Beside loops like nanoGPT's": bench}
 
 
 def main():
-    parser = first_gpu_flags(__doc__)
+    parser = first_gpu_flags()
     args = parser.parse_args()
     if not (args.dry or torch.cuda.is_available()):
         parser.error("there is no GPU here; --dry runs without")
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     pretence = " A dry run: its figures mean nothing." if args.dry else ""
-    print(f"## On a GPU\n\n`python -m tests.first_gpu` on {name}, torch {torch.__version__}."
-          f"{pretence}\n\nExpected of GPT-2 with 16 x 1024 tokens in bfloat16, by arithmetic:")
-    print("\n".join(indented(expected(name))))
+    print(f"## On a GPU\n\n`python -m tests.first_gpu` on {name_of_gpu()}, torch "
+          f"{torch.__version__}.{pretence}\n")
     failed = False
     for title, part in PARTS.items():
         print(f"### {title}", flush=True)

@@ -32,7 +32,6 @@ from data.batches import Data
 from engine.dropout import Dropout
 from engine.mesh import Mesh
 from experts import balance_loss, kind_of
-from extras.doctor.tests.diagnosis import diagnosis
 from model import build
 from run.config import PARTS, Config, check, check_layout
 from run.copies import replicas_agree, whole_slices
@@ -104,7 +103,7 @@ class PlainAdamW:
         return {}
 
 
-PLAIN = {"adamw": PlainAdamW}  # optimizers of `reference`; test_optimizers.py adds SGD, LARS, LAMB
+PLAIN = {"adamw": PlainAdamW}  # optimizers of `reference`; forks add theirs
 
 
 @cache
@@ -226,25 +225,6 @@ def assemble(per_rank):
     return full
 
 
-def first_copies(per_rank):
-    """({name: full tensor} like assemble(), but of copies that differ the first rank's; the names
-    of tensors whose copies differ)."""
-    full = {}
-    differ = set()
-    for tag, local in itertools.chain(*per_rank):
-        tensor = full.setdefault(tag.name, torch.full(tag.shape, math.nan, dtype=local.dtype))
-        begin = 0
-        for start, stop in tag.ranges:
-            part = local.narrow(tag.dim, begin, stop - start)
-            place = tensor.narrow(tag.dim, start, stop - start)
-            if place.isnan().all():  # no rank before has it
-                place.copy_(part)
-            elif not torch.equal(place, part):
-                differ.add(tag.name)
-            begin += stop - start
-    return full, sorted(differ)
-
-
 def close(got, want, what, tolerance=TOLERANCE):
     """AssertionError unless two tensors, or numbers, are the same but for rounding of float64."""
     got = torch.as_tensor(got, dtype=torch.double)
@@ -279,6 +259,21 @@ def matches(cfg, got, step, kinds, want, tolerance=TOLERANCE):
             close(full[name], value, f"step {step} {kind} {name}", tolerance)
 
 
+def how_to_find_the_cause(cfg):
+    """The commands that write a dump of one process and one of this layout, and compare the two."""
+    flags = {"": "", "layout": ""}
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        if value != field.default and field.name != "out":
+            group = "layout" if field.metadata["group"] == "layout" else ""
+            words = [f"--{field.name.replace('_', '-')}", *[str(value)] * (value is not True)]
+            flags[group] += " ".join(["", *words])
+    return ("These commands look for the cause:\n"
+            f"python -m extras.doctor.record one{flags['']}\n"
+            f"python -m extras.doctor.record many{flags['']}{flags['layout']}\n"
+            "python -m extras.doctor one many")
+
+
 def equals_one_process(corpus, run=_train, *args, build=build, tolerance=TOLERANCE, **flags):
     """AssertionError unless the layout of these flags trains like one process. run(rank, cfg,
     *args): what each rank runs, _train or a function that returns the same; build: makes the model
@@ -290,8 +285,8 @@ def equals_one_process(corpus, run=_train, *args, build=build, tolerance=TOLERAN
     want = reference(corpus, build, **same_model(cfg))
     try:
         compare(cfg, got, want, tolerance)
-    except AssertionError as error:  # the doctor knows many bugs by their numbers
-        raise AssertionError(f"{error}\n{words(cfg, got, want)}") from None
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{how_to_find_the_cause(cfg)}") from None
     return got, want
 
 
@@ -303,17 +298,3 @@ def compare(cfg, got, want, tolerance):
     for step in range(1, STEPS + 1):
         matches(cfg, got, step, ("grads", "weights"), want, tolerance)
     assert all(trace[0]["agree"] for trace in got), "replicas disagree"
-
-
-def words(cfg, got, want):
-    """What the doctor says of the ranks' traces (got), whose copies may differ."""
-    rates = [{"lr": 0.0}] + [{"lr": train.learning_rate(cfg, step)} for step in range(STEPS)]
-    mine = []
-    for n in range(STEPS):
-        state = {name: got[0][n].get(name) for name in ("loss", "norm")} | rates[n]
-        for kind, differ in (("weights", "weights_differ"), ("grads", "gradients_differ")):
-            if kind in got[0][n]:
-                state[kind], state[differ] = first_copies([trace[n][kind] for trace in got])
-        mine.append(state)
-    reference = [{**step, **rate} for step, rate in zip(want, rates, strict=True)]
-    return diagnosis(cfg, mine, reference, VOCAB)

@@ -75,7 +75,8 @@ def umask():
 FOLDERS = [path.parent for path in HERE.glob("*/__init__.py") if path.parent.name != "tests"]
 MODULES = [*(path.stem for path in HERE.glob("*.py")),
            *(".".join(path.relative_to(HERE).with_suffix("").parts)
-             for folder in FOLDERS for path in folder.rglob("*.py"))]
+             for folder in FOLDERS for path in folder.rglob("*.py")
+            if "tests" not in path.relative_to(HERE).parts)]
 
 
 def project():

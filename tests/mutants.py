@@ -28,7 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 
-# {file: [(old text, found once; new text; "ROOM:K" for tests/test_ROOM.py -k K)]}
+# {file: [(old text, found once; new text; "ROOM:K" for test_ROOM.py -k K)]}
 MUTANTS = {
     "collectives.py": [
         ("combine(into, received)\n    return", "into.copy_(received)\n    return",
@@ -61,7 +61,7 @@ MUTANTS = {
     "optimizer.py": [
         (".clamp(max=1.0)", "", "values:clipping"),
         ("square().sum() / n", "square().sum()", "layouts:root_parts"),
-        ("        if not norm.isfinite():\n            return\n", "", "values:root"),
+        ("        if not norm.isfinite():\n            return\n", "", "values:gives_up_after"),
         ("self.weights.copy_(self.master)", "pass", "parts:rounding"),
         ("(1 - beta2**num_steps)", "1", "layouts:root_parts"),
         ("(step + 1) / (cfg", "step / (cfg", "values:rate"),
@@ -126,22 +126,13 @@ MUTANTS = {
         ("% 1000 == 0, 2.0", "% 1000 == 0, 1.0", "values:scale"),
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
         (".clamp_(min=1.0)", "", "values:scale"),
-        ("            room -= self.weights[i].numel()\n", "", "zero:converted"),
+        ("            room -= self.weights[i].numel()\n", "", "planner:copies"),
         ("+= finite", "+= 1", "faults:five_steps"),
         ("[grad * factor.view(1) for grad in grads]", "[grad.float() for grad in grads]",
          "values:of_16_bits"),
         ("eps=1e-8", "eps=1e-6", "layouts:layout_equals"),
         ("torch._foreach_copy_(self.weights, self.masters)", "pass", "values:of_16_bits"),
         ("weight_decay * decays(", "weight_decay * bool(", "layouts:layout_equals")],
-    "engine/layerwise.py": [
-        ("square() / self.holders)", "square())", "optimizers:each_layout"),
-        ("all_reduce(squares, self.world)", "squares", "optimizers:each_layout"),
-        ("grad + self.cfg.weight_decay * weight", "grad", "optimizers:each_layout"),
-        ("& (numerator > 0)", "", "optimizers:each_layout"),
-        ("& (given > 0)", "", "optimizers:each_layout"),
-        (".clamp(min=1)", "", "optimizers:skipped"),
-        (".masked_fill_(~finite, 0.0)", "", "optimizers:skipped"),
-        ("addcmul_(change, go.to(change.dtype), value=-1)", "sub_(change)", "optimizers:skipped")],
     "engine/parts.py": [
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes")],
     "engine/tensor_parallel.py": [
@@ -197,7 +188,7 @@ MUTANTS = {
         ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
-        ("I1 I0 W1 W0", "W1 W0 I1 I0", "schedules:published"),
+        ("Ib Ia Wb Wa", "Wb Wa Ib Ia", "schedules:published"),
         (" or held < 2 * P)", " or held < 3 * P)", "schedules:published"),
         ("Event(end, start, rank", "Event(end, end + 1, rank", "schedules:deadlock"),
         ("got[rank, a] != 1", "got[rank, a] < 1", "schedules:damaged"),
@@ -313,6 +304,18 @@ MUTANTS = {
         ("(tag.sum_over[0], *tag.shared_by)", "shard.shared_by", "zero:bit"),
         ("whole[start : start + piece.numel()]", "whole[: piece.numel()]", "dump:any_layout"),
         ("if reducer.sharded:", "if False:", "dump:any_layout")],
+    "extras/forks/large_batches.py": [
+        ("square() / self.holders)", "square())", "large_batches:each_layout"),
+        ("all_reduce(squares, self.world)", "squares", "large_batches:each_layout"),
+        ("grad + self.cfg.weight_decay * weight", "grad", "large_batches:each_layout"),
+        ("& (numerator > 0)", "", "large_batches:each_layout"),
+        ("& (given > 0)", "", "large_batches:each_layout"),
+        (".clamp(min=1)", "", "large_batches:skipped"),
+        (".masked_fill_(~finite, 0.0)", "", "large_batches:skipped"),
+        ("addcmul_(change, go.to(change.dtype), value=-1)", "sub_(change)",
+         "large_batches:skipped"),
+        ('cfg.scale_lr = "none"', "pass", "large_batches:rates"),
+        ("= round(cfg.warmup_tokens", "= int(cfg.warmup_tokens", "large_batches:rates")],
     "extras/doctor/record.py": [
         (" and tag.sum_over[0].rank == 0", "", "dump:copies"),
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
@@ -320,7 +323,7 @@ MUTANTS = {
     "run/checkpoint.py": [
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ("value.fill_(manifest[name])", "value.fill_(1)", "values:keeps"),
-        ("used != cfg.optimizer", "False", "optimizers:refused"),
+        ("used != cfg.optimizer", "False", "large_batches:refused"),
         ("trainer.reducer.publish()  #", "#", "zero:new_weights"),
         ("1 + max(complete(cfg.out), default=(0,))[0]", "step", "values:past_the_last"),
         ("whole[:-keep]", "whole[: -keep - 1]", "accidents:users_file"),
@@ -339,10 +342,8 @@ MUTANTS = {
         ("if moved < len(run):", "if False:", "checkpoint:after_its_check")],
     "run/config.py": [
         ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
-        ('cfg.scale_lr = "none"', "pass", "optimizers:rates"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
         ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out"),
-        ("= round(cfg.warmup_tokens", "= int(cfg.warmup_tokens", "optimizers:rates"),
         ("need = share * cfg.n_layer", "need = cfg.n_layer", "commands:machines_share"),
         ("cfg.steps >= 3,", "cfg.steps >= 2,", "commands:one_line and trace")],
     "run/log.py": [
@@ -427,7 +428,7 @@ MUTANTS = {
         ("top_k or V", "top_k or 50", "weights:top_k_0"),
         ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
     "extras/planner/memory.py": [
-        ("experts * E, matrix)", "experts, matrix)", "planner:copies_one_bucket"),
+        ("experts * E, matrix)", "experts, matrix)", "planner:copies"),
         ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),
         ("per_other = bytes_each(layout.replicas)", "per_other = bytes_each(layout.dp)",
          "planner:zero_paper"),
@@ -458,7 +459,7 @@ MUTANTS = {
         ("carrier or collective or method", "collective or method", "watch:every_message"),
         ("self.here.what = what", "pass", "watch:every_message")],
     "extras/show/eight_ranks.py": [
-        ("(start + first) * DOWN", "start * DOWN", "watch:picture")],
+        ("(start + first) * DOWN", "start * DOWN", "eight_ranks:picture")],
     "run/processes.py": [
         ('options["device_id"] =', "device =", "first_gpu:connects_at_init")],
     "run/launch.py": [
@@ -473,8 +474,7 @@ MUTANTS = {
         ("under_nohup = number == signal.SIGHUP and", "under_nohup = False and",
          "faults:second_signal"),
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
-         "faults:second_signal"),
-        ("    atexit.register(drop_unwritten)\n", "", "accidents:where_stderr_is_full")],
+         "faults:second_signal")],
     "data/prepare.py": [
         ("list(dict.fromkeys(text for _, text in sorted(docs)))",
          "[text for _, text in sorted(docs)]", "commands:share_no_text"),
@@ -509,6 +509,15 @@ MUTANTS = {
         ("microbatch = late.shift();", "microbatch = late.pop();", "lab:computes"),
         ('a.got ? "doubled" : "missing"', '"missing"', "lab:computes")],
 }
+
+
+def test_file(room):
+    """test_ROOM.py, in tests/ or in the tests of a room of extras/. AssertionError unless there is
+    one."""
+    name = f"test_{room}.py"
+    found = [*HERE.glob(f"tests/{name}"), *HERE.glob(f"extras/*/tests/{name}")]
+    assert len(found) == 1, f"{name}: {len(found)} files"
+    return str(found[0].relative_to(HERE))
 
 
 def mutant(file, old, new):
@@ -555,9 +564,9 @@ def main():
         name = re.sub(r"\s+", " ", f"{file}: {old} -> {new or 'nothing'}")
         if args.name in name:
             room, expression = tests.split(":")
-            found = killer(file, old, new, [f"tests/test_{room}.py", "-k", expression], 300)
+            found = killer(file, old, new, [test_file(room), "-k", expression], 300)
             if args.all and not found:
-                found = killer(file, old, new, [], 3600)
+                found = killer(file, old, new, ["tests", "extras"], 3600)
             verdicts[name] = f"killed by {found}" if found else "LIVES"
             print(f"{name}    {verdicts[name]}", flush=True)
     living = [name for name, verdict in verdicts.items() if verdict == "LIVES"]

@@ -106,7 +106,7 @@ def _main(rank, size, port, argv, folder, limit, program=train):
     for fd, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     words = argv[rank] if isinstance(argv[0], list) else argv
-    sys.argv = [f"{program.__name__}.py", *map(str, words)]
+    sys.argv = [Path(program.__file__).name, *map(str, words)]
     program.main()
 
 

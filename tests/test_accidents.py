@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +19,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import extras.bench.__main__ as bench
 import sample
 import train
 from data import prepare
 from data.batches import Data
-from extras.show import draw, pictures
 from model import GPT
 from run import checkpoint, config, export, launch, log, signals, tensorfile, weights
-from run.files import DUMP
 from sizes import GPTConfig
-from tests.harness import HERE, needs_minutes
+from tests.harness import HERE
 from tests.isolation import as_it_was
 from tests.pool import HANG
+from tests.programs import (
+    refuse_an_unknown_flag_before_torch,
+    refuse_to_write_over,
+    tree,
+)
 from tests.runs import Run, _main, command, flags, one_line
 
 # ---- the first minute ----
@@ -44,30 +45,12 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(argv):
     assert done.returncode in (0, 2) and "torch" not in re.findall(r"\| +(\S+)", done.stderr)
 
 
-PROGRAMS = ["sample.py", "bench.py", "mesh.py", "plan.py", "schedules.py", "sizes.py",
-            "-m run.export", "-m extras.show.pictures", "-m extras.show.large_batches",
-            "-m extras.show.eight_ranks", "-m tests.first_gpu", "data/prepare.py",
+PROGRAMS = ["sample.py", "-m run.export", "-m tests.first_gpu", "data/prepare.py",
             "tests/mutants.py"]
 
 
-def run_all(commands, **more):
-    """Run these command lines, two at a time. Returns {command line: its CompletedProcess}."""
-    def run(line):
-        return subprocess.run([sys.executable, *line.split()], text=True, cwd=HERE, timeout=HANG,
-                              stdin=subprocess.DEVNULL, **more)
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(commands, threads.map(run, commands), strict=True))
-
-
 def test_an_unknown_flag_of_any_program_is_one_line_before_torch_is_imported():
-    done = run_all([f"-X importtime {program} --bogus" for program in PROGRAMS],
-                   capture_output=True)
-    for line, run in done.items():
-        imported = re.findall(r"^import time:.*\| +(\S+)$", run.stderr, re.MULTILINE)
-        said = [text for text in run.stderr.splitlines() if not text.startswith("import time:")]
-        assert run.returncode == 2 and len(said) == 1 and not run.stdout, (line, said, run.stdout)
-        assert "argparse" in imported and "torch" not in imported, line
+    refuse_an_unknown_flag_before_torch(PROGRAMS)
 
 
 def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
@@ -79,50 +62,13 @@ def test_a_line_about_a_name_with_a_line_break_is_one_line(capsys, monkeypatch):
         assert "a\\nb" in one_line(main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_wrong_flag_has_its_exit_code_also_where_stderr_is_full(unbuffered):
-    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}  # Python takes "" for not set
-    with open("/dev/full", "w") as full:
-        for program in ("train.py", "plan.py", "mesh.py", "sample.py",
-                        "collectives.py", "data/prepare.py", "tests/mutants.py"):
-            done = subprocess.run([sys.executable, *program.split(), "--bogus"], cwd=HERE, env=env,
-                                  stderr=full, timeout=HANG)
-            assert done.returncode == 2, program
-
-
-def test_torchrun_gets_the_line_and_its_later_attempts_do_not_repeat_it(
-        tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    line = one_line(train.main, ["train.py", "--bogus"], capsys, monkeypatch)
-    told = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert told["message"] == told["extraInfo"]["py_callstack"] == line.rstrip()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--bogus"])
-    with as_it_was(), pytest.raises(SystemExit) as stop:
-        train.main()
-    assert stop.value.code == 2 and capsys.readouterr().err == ""
-
-
-@needs_minutes
-def test_torchruns_own_report_begins_and_ends_with_the_line():
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                          "--max-restarts", "1", "train.py", "--typo"], text=True, cwd=HERE,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG)
-    line = "train.py: unrecognized arguments: --typo; --help lists the flags"
-    first, *_, last, _ = run.stdout.splitlines()
-    assert run.returncode == 1 and first == line and last.endswith(f"traceback : {line}")
-    assert sum(text.startswith("train.py: ") for text in run.stdout.splitlines()) == 1
-
-
 def test_ranks_get_the_interpreters_flags(monkeypatch):
     started = []
     monkeypatch.setattr(launch.subprocess, "Popen", lambda args, **more: started.extend(args))
-    monkeypatch.setattr(sys, "warnoptions", ["error"])
-    monkeypatch.setattr(sys, "_xoptions", {"utf8": True})
-    monkeypatch.setattr(sys, "argv", ["train.py", "--tp", "2"])
+    given = "-Werror -X utf8 -m extras.planner --measure".split()
+    monkeypatch.setattr(sys, "orig_argv", ["python3", *given])
     launch.start_rank(0, 2, "file:///store")
-    assert started[0] == sys.executable and started[-3:] == ["train.py", "--tp", "2"]
-    assert "-Werror" in started[1:-3] and "utf8" in started[1:-3]
+    assert started == [sys.executable, *given]
     monkeypatch.undo()
     done = subprocess.run([sys.executable, "-O", "-c", "from run import launch; "
                            "launch.subprocess.Popen = lambda args, **more: print(args); "
@@ -179,37 +125,6 @@ def test_too_few_open_files_are_one_line(corpus, tmp_path):
 
 
 # ---- nobody reads what is printed, or the disk is full ----
-
-
-def closed_pipe():
-    """The writing end of a pipe that nobody reads."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    return writing
-
-
-PRINTS = ["train.py", "train.py --dp 2", "train.py --help", "plan.py --help", "sample.py --help",
-          "bench.py --help", "-m run.export --help", "-m extras.show.pictures --help",
-          "-m extras.show.large_batches --help", "-m extras.show.eight_ranks --help",
-          "schedules.py 1f1b 2 4", "sizes.py",
-          "plan.py --model gpt2 --gpus 2", "plan.py --published", "collectives.py 1"]
-
-
-def test_a_reader_that_has_gone_ends_any_program_without_a_word():
-    pipe = closed_pipe()
-    for line, run in run_all([*PRINTS, "data/prepare.py --help", "tests/mutants.py --help"],
-                             stdout=pipe, stderr=subprocess.PIPE).items():
-        assert run.returncode in (-signal.SIGPIPE, 128 + signal.SIGPIPE) and not run.stderr, (
-            line, run.returncode, run.stderr)
-    os.close(pipe)
-
-
-def test_a_full_disk_ends_any_program_with_one_line():
-    with open("/dev/full", "w") as full:
-        done = run_all(PRINTS, stdout=full, stderr=subprocess.PIPE)
-    for line, run in done.items():
-        assert run.returncode == 1 and re.fullmatch(
-            r"\w+\.py: No space left on device\n", run.stderr), (line, run.stderr)
 
 
 def _main_into_a_fifo(rank, size, port, argv, folder, limit):
@@ -299,29 +214,6 @@ def test_ctrl_c_during_the_sample_leaves_it_out():
         signal.raise_signal(signal.SIGTERM)  # nothing is left to do: ignored
 
 
-def _main_with_a_slow_dump(rank, *args):
-    """Each batch takes a second to read."""
-    training = Data.training
-
-    def slowly(*args):
-        print("reads", flush=True)
-        time.sleep(1)
-        return training(*args)
-
-    Data.training = slowly
-    _main(rank, *args)
-
-
-def test_a_signal_in_a_dump_says_that_it_is_not_complete(corpus, tmp_path):
-    argv = flags(corpus, tmp_path / "out", dump=tmp_path / "dump")
-    run = Run(1, argv, tmp_path, fn=_main_with_a_slow_dump)
-    run.until(lambda: "reads" in run.read("stdout"))
-    run.signal(0, signal.SIGINT)
-    assert run.wait() == [128 + signal.SIGINT]
-    assert run.read() == "train.py: stopped by SIGINT in --dump, which is not complete\n"
-    assert not (tmp_path / "dump" / DUMP).exists()
-
-
 # ---- nothing is destroyed ----
 
 
@@ -341,11 +233,6 @@ def test_metrics_and_trace_need_two_files(corpus, tmp_path, capsys, monkeypatch)
     argv = ["train.py", *flags(corpus, tmp_path / "out", metrics=tmp_path / "x"), "--trace",
             tmp_path / "x"]
     assert "take two files" in one_line(train.main, argv, capsys, monkeypatch)
-
-
-def tree(folder):
-    """{path: content} of all files in a folder, and None for each folder in it."""
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 ONE_FILE = {  # flags (here D is the folder of --data, O that of --out) -> what the line says
@@ -417,34 +304,14 @@ def test_a_metrics_file_that_cannot_be_opened_does_not_end_the_run(tmp_path, cap
     assert "--metrics m: No space left on device; the run goes on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main,argv,says", [
-    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg mine", "holds something else than --svg"),
-    (bench.main, "bench.py --quick --only ddp --json mine", "holds something else than --json"),
-    (bench.main, "bench.py --quick --only ddp --json no/x", "no/x: No such file or directory"),
-    (pictures.main, "pictures.py --svg .",
-     "way.svg exists, with other content; name another folder for --svg"),
+@pytest.mark.parametrize("main,line,says", [
     (prepare.main, "prepare.py train.bin --out .", "--out . has the source train.bin, which would"),
     (export.main, "export.py --out run --to run/step-00000010", "has a checkpoint's name; name"),
-    (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory"),
-    (pictures.main, "pictures.py --svg /proc/x", "/proc/x: No such file or directory"),
-    (draw.schedules_command, "schedules.py 1f1b 2 4 --svg no/x", "no/x: No such file or dir")])
+    (export.main, "export.py --out run --to /proc/x", "/proc/x.part: No such file or directory")])
 def test_what_other_commands_would_write_over_stays(
-        trained, tmp_path, main, argv, says, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained, "run")
-    for name in ("mine", "way.svg", "train.bin"):
-        Path(name).write_text("three years of work\n" * 100)
-    before = tree(tmp_path)
-    line = one_line(main, argv.split(), capsys, monkeypatch)
-    assert says in line and "[Errno" not in line and tree(tmp_path) == before
-
-
-def test_a_picture_that_is_the_same_is_written_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pictures.py", "--svg", str(tmp_path)])
-    pictures.main()
-    before = tree(tmp_path)
-    pictures.main()
-    assert before == tree(tmp_path) and len(before) == len(pictures.DRAWINGS)
+        trained, tmp_path, main, line, says, capsys, monkeypatch):
+    shutil.copytree(trained, tmp_path / "run")
+    refuse_to_write_over(["train.bin"], main, line, says, tmp_path, capsys, monkeypatch)
 
 
 def test_export_overwrites_nothing(trained, tmp_path, capsys, monkeypatch):
@@ -588,7 +455,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_looked_up_again(
 
 
 def _main_as_a_program(*args):
-    signals.prepare_output()
+    signals.before_training()
     _main(*args)
 
 
@@ -642,65 +509,11 @@ def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypa
     assert "of this machine's" in one_line(train.main, argv, capsys, monkeypatch)
 
 
-def test_a_closed_terminal_does_not_end_a_run(corpus, tmp_path):
-    argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto")
-    script = f"exec {sys.executable} train.py {' '.join(map(str, argv))} >&- 2>&-"
-    assert subprocess.run(["bash", "-c", script], cwd=HERE, timeout=HANG).returncode == 0
-    assert len((tmp_path / "log").read_text().splitlines()) == 4
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"GPT of" in
-                path.read_bytes()]  # no line went into another file
-
-
 @pytest.mark.parametrize("name,says", [("metrics", "is a pipe"), ("init_from", "not a file")])
 def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     argv = ["train.py", *flags(corpus, tmp_path / "out", **{name: tmp_path / "pipe"})]
     assert says in one_line(train.main, argv, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize("argv", ["plan.py --model gpt2 --gpus 8", "schedules.py 1f1b 4 8"])
-def test_a_full_disk_is_one_line(argv):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, *argv.split()], stdout=full, text=True, cwd=HERE,
-                              stderr=subprocess.PIPE, timeout=HANG)
-    assert done.returncode == 1
-    assert done.stderr == f"{argv.split()[0]}: No space left on device\n"
-
-
-@pytest.mark.parametrize("text", [
-    "[1]", "\\x00", '{"step": "a", "loss": 1}', '{"step": 0, "loss": "x"}',
-    '{"step": 0, "loss": NaN}', '{"step": 0, "loss": 1e999}', f'{{"step": {10**400}, "loss": 1}}',
-    '{"step": -1, "loss": 1}', '{"step": 0, "loss": ' + "[" * 100_000,
-    '{"step": 0, "busiest": [1]}', '{"step": true}', '{"a": 1}'], ids=lambda text: text[:30])
-def test_pictures_refuse_what_is_not_their_file(tmp_path, text, capsys, monkeypatch):
-    (tmp_path / "x").write_text(text + "\n")
-    argv = ["pictures.py", "--svg", tmp_path, "--metrics", tmp_path / "x"]
-    assert "not a file that train.py --metrics wrote" in one_line(
-        pictures.main, argv, capsys, monkeypatch)
-
-
-def test_a_run_that_diverged_is_drawn(tmp_path):
-    """... with some ticks, not with one for each of 10^30 nats."""
-    lines = [{"step": step, "loss": 10.0**step} for step in range(31)]
-    (tmp_path / "x").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, svg = pictures.metrics_svg([str(tmp_path / "x")])
-    assert svg.count("<text") < 50
-
-
-def test_pictures_of_more_runs_than_colors_are_refused(tmp_path, capsys, monkeypatch):
-    for folder in range(7):
-        (tmp_path / str(folder)).mkdir()
-        for name in ("same", f"own{folder}"):
-            (tmp_path / str(folder) / name).write_text('{"step": 0, "loss": 1}\n')
-    for name in ("same", "own*"):
-        argv = ["pictures.py", "--svg", tmp_path, "--metrics", *tmp_path.glob(f"*/{name}")]
-        assert "takes up to 6 files, of different names" in one_line(
-            pictures.main, argv, capsys, monkeypatch)
-
-
-def test_too_many_microbatches_are_refused_at_once():
-    done = command("schedules.py", "1f1b", "4", "1000000000000")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "a million" in done.stderr
 
 
 def test_too_many_samples_are_refused(trained, capsys, monkeypatch):

@@ -1,9 +1,6 @@
 """Collectives against their definition, bytes against the formulas; groups of the mesh."""
 
-import contextlib
-import io
 import itertools
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +17,6 @@ import mesh as plain_mesh
 from engine.group import Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
-from extras.show import ring
 from group import CommunicationError
 from run.copies import Copies
 from run.processes import all_gather_text
@@ -49,8 +45,7 @@ def _all_collectives(rank, world):
         every = [_values(r, n, dtype) for r in range(world)]
         total, chunk = sum(every), [x.tensor_split(world) for x in every]
         own = torch.stack(every).sum(0).to(dtype).tensor_split(world)[rank]
-        for reduce in (plain.all_reduce, c.all_reduce, ring.sequential_all_reduce,
-                       ring.parameter_server_all_reduce):
+        for reduce in (plain.all_reduce, c.all_reduce):
             assert torch.equal(reduce(every[rank].clone(), g), total), (reduce, dtype, n)
         x = every[rank].clone()
         c.all_reduce(x, g, "max")
@@ -158,28 +153,6 @@ def _behind_a_ring_of_two(rank):
 
 def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
     pool(2, _behind_a_ring_of_two)
-
-
-def _shown(rank, world):
-    """What the ring's demonstration prints on this rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        ring.demo(plain_mesh.Mesh(dp=world))
-    return shown.getvalue()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_the_demonstration_of_the_ring_sends_what_its_formulas_say(world):
-    lines = pool(world, _shown, world)[0].splitlines()
-    figures = [re.findall(r"sent +(\d+) bytes, formula +(\d+)", line) for line in lines[-5:]]
-    assert all(sent == formula for ((sent, formula),) in figures)
-    hops = lines[:-5]  # in the end every chunk has the terms of all ranks
-    assert len(hops) == 1 + 2 * (world - 1) and hops[-1].count("1" * world) == world**2
-
-
-def test_the_terms_of_64_ranks_are_told_apart():
-    terms = torch.ones(64, dtype=torch.long) << torch.arange(64)
-    assert ring.in_bits(terms).split() == [f"{1 << rank:064b}" for rank in range(64)]
-    assert ring.in_bits(terms.sum().expand(64)).split() == ["1" * 64] * 64
 
 
 def _texts_and_copies(rank, world):

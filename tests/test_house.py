@@ -1,13 +1,12 @@
-"""The structure: which file may import which, sizes, names; every command answers nonsense.
+"""The structure: which file may import which, what stands in the root, one name for one thing.
 
-A fork's own files, in the root or in a folder of its own, may import anything (test_docs.py has
-what holds for this repository's files only)."""
+A fork's own files, in the root or in a folder of its own, may import anything; ENTRIES has to name
+them. (extras/show/tests/test_docs.py has what holds for this repository's files only.)"""
 
 import ast
 import graphlib
 import re
 import shutil
-from collections import deque
 
 import pytest
 
@@ -15,33 +14,32 @@ import schedules
 from data import batches
 from data import prepare as prepare_file
 from data.batches import Data
-from extras.show import demonstrations, tables
 from group import CommunicationError, naming
 from run import export as export_file
 from run.log import peak_of_process
 from tests.harness import HERE, config
 from tests.runs import command, one_line
 
+ENTRIES = set("""
+    README.md LICENSE requirements.txt requirements-dev.txt ruff.toml train.py sample.py test_all.py
+    model.py llama.py experts.py sizes.py mesh.py group.py collectives.py shard.py ddp.py zero.py
+    optimizer.py tensor_parallel.py sequence_parallel.py context_parallel.py expert_parallel.py
+    schedules.py pipeline.py recompute.py data engine run tests docs extras""".split())
 ROOMS = {
     "ground": "model llama experts mesh group collectives shard sizes".split(),
     "technique": """ddp zero optimizer tensor_parallel sequence_parallel context_parallel
                     expert_parallel recompute schedules pipeline""".split(),
-    "command": "train sample plan bench test_all".split()}
+    "command": "train sample".split(), "proof": ["test_all"]}
 ROOT = ["ground", "technique"]
-# What extras/planner/ may use of the engine, to measure a machine: messages
-MESSAGES = ["engine.collectives", "engine.group", "engine.mesh"]
-MAY_IMPORT = {  # room -> the rooms, or modules, that its files may import
+MAY_IMPORT = {  # room -> the rooms that its files may import; folders are rooms
     "ground": ["ground"], "technique": ROOT, "engine": [*ROOT, "engine"],
     "data": ["ground", "data"], "run": [*ROOT, "data", "run"],
-    "planner": [*ROOT, *MESSAGES, "data", "run", "planner"],
-    "show": [*ROOT, "engine", "data", "run", "planner", "show"],
-    "command": [*ROOT, "engine", "data", "run", "planner", "show", "races", "command"],
-    "races": [*ROOT, "engine", "data", "run", "planner", "races", "command"],
-    "experiments": [*ROOT, "engine", "data", "run", "planner", "show", "command"],
-    "exercises": [*ROOT, "engine", "data", "run", "planner", "show", "command", "exercises"],
-    "forks": [*ROOT, "engine", "data", "run", "command", "forks"]}
-FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))
-           if path.parent.name != "tests"]
+    "command": [*ROOT, "data", "run", "command"],
+    "proof": [*ROOT, "data", "run", "command", "tests"],
+    "tests": [*ROOT, "engine", "data", "run", "command", "tests"],
+    "extras": [*ROOT, "engine", "data", "run", "command", "tests", "extras"]}
+THE_ONE_LINE = ("train", "engine.parts")  # inside of choose(): only a run with --fast imports it
+FOLDERS = [path.parent for path in sorted(HERE.glob("*/__init__.py"))]
 FILES = [*HERE.glob("*.py"), *(path for folder in FOLDERS for path in folder.rglob("*.py"))]
 # "extras.doctor.dump": its file
 HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path
@@ -59,15 +57,9 @@ def is_ours(module):
 
 
 def imported(path):
-    """The project's modules that a file imports, but for what only its demonstration needs: inside
-    of demo(), or of the main guard."""
-    found, nodes = set(), deque([ast.parse(path.read_text())])
-    while nodes:
-        node = nodes.popleft()
-        guard = isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
-        if guard or isinstance(node, ast.FunctionDef) and node.name == "demo":
-            continue
-        nodes.extend(ast.iter_child_nodes(node))
+    """The project's modules that a file imports anywhere: on top or inside of a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -75,18 +67,116 @@ def imported(path):
     return found & HOUSE.keys()
 
 
+IMPORTS = {module: imported(path) for module, path in HOUSE.items()}
+
+
+def needs(module):
+    """The module, and all that it imports, that these import, and so on."""
+    found, new = set(), {module}
+    while new:
+        found |= new
+        new = set().union(*(IMPORTS[name] for name in new)) - found
+    return found
+
+
+# ---- who imports whom ----
+
+
+def test_the_root_has_these_files_and_folders():
+    """... and no others but what commands write. extras/ may be missing."""
+    suffixes = (".py", ".md", ".txt", ".toml")
+    found = {path.name for path in HERE.iterdir()
+             if path.suffix in suffixes or path.name in ENTRIES or path in FOLDERS}
+    assert found | {"extras"} == ENTRIES
+
+
+def test_arrows_point_down():
+    """The root imports neither the engine nor a room; the engine imports the root; data/ and run/
+    never the engine; nothing outside of extras/ and tests/ imports these two. No circle."""
+    up = [(module, other) for module, others in IMPORTS.items() for other in others
+          if is_ours(module) and is_ours(other) and room(other) not in MAY_IMPORT[room(module)]
+          and not other.startswith("extras.forks")]  # which patches import
+    assert up == [THE_ONE_LINE]
+    text = HOUSE["train"].read_text()
+    assert len(re.findall(r"^ *(?:import|from) engine\b", text, re.MULTILINE)) == 1
+    graphlib.TopologicalSorter(IMPORTS).prepare()  # CycleError
+    assert not re.search(r"^(import|from) (?!torch|math|hashlib|sizes)",
+                         HOUSE["model"].read_text(), re.MULTILINE)
+
+
+def test_any_file_of_the_root_works_in_a_folder_with_the_files_that_it_imports(tmp_path):
+    for module in ROOMS["ground"] + ROOMS["technique"]:
+        (tmp_path / module).mkdir()
+        for name in needs(module):
+            assert room(name) in ROOT, (module, name)
+            shutil.copy(HOUSE[name], tmp_path / module)
+    run = command("-c", """
+import importlib, pathlib, sys
+folders = list(pathlib.Path().iterdir())
+names = [folder.name for folder in folders]
+for folder in folders:
+    for name in names:  # those of the folder before
+        sys.modules.pop(name, None)
+    sys.path[0] = str(folder.resolve())
+    importlib.invalidate_caches()
+    module = importlib.import_module(folder.name)
+    assert pathlib.Path(module.__file__).parent == folder.resolve(), module.__file__
+print(len(folders))
+""", cwd=tmp_path)
+    assert run.stdout == f"{len(ROOMS['ground'] + ROOMS['technique'])}\n", run.stderr
+
+
+def test_the_engine_inherits_from_no_layer_of_the_root():
+    """Whoever changes a plain layer changes no fast one: only groups and meshes are extended."""
+    roots = {name for module in ROOMS["technique"] + ["model", "llama", "experts"]
+             for name in re.findall(r"^class (\w+)", HOUSE[module].read_text(), re.MULTILINE)}
+    for module, path in HOUSE.items():
+        if module.startswith("engine."):
+            own = set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
+            engine = {name for m, p in HOUSE.items() if m.startswith("engine.")
+                      for name in re.findall(r"^class (\w+)", p.read_text(), re.MULTILINE)}
+            bases = set(re.findall(r"^class \w+\(([\w.]+)\)", path.read_text(), re.MULTILINE))
+            assert not {base for base in bases if base in roots - engine - own}, (module, bases)
+
+
+def test_messages_pass_through_the_ground():
+    """Only the ground, its engine, and what starts and ends the ranks, use torch.distributed."""
+    talkers = {module for module, path in HOUSE.items()
+               if is_ours(module) and room(module) not in ("tests", "extras") and
+               re.search("import torch.distributed|torch.distributed[.]", path.read_text())}
+    assert talkers <= {"mesh", "engine.mesh", "engine.group", "engine.nccl_group",
+                       "engine.collectives", "run.processes"}
+
+
+def test_one_name_means_one_thing():
+    """No two top-level functions or classes of one name, but for a technique's on its two floors,
+    what every file may have, and an exercise, which has the name of the form that it asks for. (A
+    fork replaces functions by others of the same name.)"""
+    where = {}
+    for module, path in HOUSE.items():
+        parts = module.split(".")
+        apart = module == "test_all" or "tests" in parts or parts[1:2] in (["bench"], ["forks"])
+        apart = apart or re.match(r"extras\.exercises\.e\d", module)
+        if is_ours(module) and not apart:
+            for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
+                where.setdefault(name, []).append(module)
+    twice = {name: files for name, files in where.items() if len(files) > 1}
+    floors = {name for name, files in twice.items() if len(files) == 2 and
+              any(module.startswith("engine.") for module in files) and
+              any(room(module) in ROOT for module in files)}
+    assert set(twice) - floors <= {"main", "demo"}, twice
+
+
+# ---- commands, messages, figures ----
+
+
 @pytest.mark.parametrize("line,says", [
-    ("collectives.py --help", "say how many ranks, 1 to 64"), ("collectives.py 0", "say how many"),
-    ("context_parallel.py abc", "say how many ranks"), ("sizes.py nan", "must be above 0"),
-    ("sizes.py -5", "must be above 0"), ("mesh.py 0 1 1 1 1", "give the sizes"),
     ("export.py --out /nowhere --to x", "/nowhere: no complete checkpoint"),
     ("prepare.py README.md --out /proc/x", "/proc/x: cannot be written"),
     ("prepare.py /dev/null --out /proc/x", "/dev/null is not a regular file"),
     ("prepare.py --vocab-size many", "invalid int value: 'many'")])
 def test_every_command_answers_nonsense_with_one_line(line, says, capsys, monkeypatch):
-    mains = {"sizes.py": tables.sizes_command, "mesh.py": tables.mesh_command,
-             "export.py": export_file.main, "prepare.py": prepare_file.main}
-    main = mains.get(line.split()[0], lambda: demonstrations.ranks_asked(4))
+    main = {"export.py": export_file.main, "prepare.py": prepare_file.main}[line.split()[0]]
     assert says in one_line(main, line.split(), capsys, monkeypatch)
 
 
@@ -110,78 +200,6 @@ def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batches, "prepare", prepare)
     Data(config("stdlib"))
     assert capsys.readouterr().out == "preparing stdlib as a corpus, once\n"
-
-
-def test_arrows_point_down():
-    """The root imports neither the engine nor a room; the engine imports the root; data/ and run/
-    neither the engine nor extras/planner/; extras/planner/ of the engine only messages; only
-    commands, extras/show/ and extras/exercises/ import them, and nothing imports extras/exercises/.
-    No circle."""
-    imports = {module: imported(path) for module, path in HOUSE.items()}
-    up = [(module, other) for module, others in imports.items() for other in others
-          if is_ours(module) and is_ours(other) and room(other) != "forks"  # which patches import
-          and not {room(other), other} & {*MAY_IMPORT[room(module)]}]
-    assert not up
-    # Of the files that train, one line of train.py imports the engine, if a part of it is asked for
-    trains = [module for module in imports if module in ("train", "sample") or room(module) in
-              ("run", "data", *ROOT)]
-    assert {(module, other) for module in trains for other in imports[module]
-            if room(other) == "engine"} == {("train", "engine.parts")}
-    text = HOUSE["train"].read_text()
-    assert len(re.findall(r"^ *(?:import|from) engine\b", text, re.MULTILINE)) == 1
-    graphlib.TopologicalSorter(imports).prepare()  # CycleError
-    assert not re.search(r"^(import|from) (?!torch|math|hashlib|sizes)",
-                         HOUSE["model"].read_text(), re.MULTILINE)
-
-
-def test_the_root_runs_without_the_other_floors():
-    """What is imported inside of a function would be seen here."""
-    names = ", ".join(ROOMS["ground"] + ROOMS["technique"])
-    rooms = tuple(folder.name for folder in FOLDERS)
-    run = command("-c", f"import sys, {names}; print([name for name in sys.modules "
-                        f"if name.split('.')[0] in {rooms}])")
-    assert run.stdout == "[]\n", run.stderr
-
-
-def test_the_engine_inherits_from_no_layer_of_the_root():
-    """Whoever changes a plain layer changes no fast one: only groups and meshes are extended."""
-    roots = {name for module in ROOMS["technique"] + ["model", "llama", "experts"]
-             for name in re.findall(r"^class (\w+)", HOUSE[module].read_text(), re.MULTILINE)}
-    for module, path in HOUSE.items():
-        if module.startswith("engine."):
-            own = set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
-            engine = {name for m, p in HOUSE.items() if m.startswith("engine.")
-                      for name in re.findall(r"^class (\w+)", p.read_text(), re.MULTILINE)}
-            bases = set(re.findall(r"^class \w+\(([\w.]+)\)", path.read_text(), re.MULTILINE))
-            assert not {base for base in bases if base in roots - engine - own}, (module, bases)
-
-
-def test_messages_pass_through_the_ground():
-    """Only the ground, its engine, and what starts and ends the ranks, use torch.distributed."""
-    talkers = {module for module, path in HOUSE.items()
-               if is_ours(module) and module != "bench" and room(module) != "races" and
-               re.search("import torch.distributed|torch.distributed[.]", path.read_text())}
-    assert talkers <= {"mesh", "engine.mesh", "engine.group", "engine.nccl_group",
-                       "engine.collectives", "run.processes", "extras.exercises.board",
-                       "extras.exercises.judge"}
-
-
-def test_one_name_means_one_thing():
-    """No two top-level functions or classes of one name, but for a technique's on its two floors,
-    what every file may have, and an exercise, which has the name of the form that it asks for. (A
-    fork replaces functions by others of the same name.)"""
-    where = {}
-    for module, path in HOUSE.items():
-        is_exercise = re.match(r"exercises\.e\d", module)
-        apart = module in ("bench", "test_all") or room(module) in ("races", "forks") or is_exercise
-        if is_ours(module) and not apart:
-            for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
-                where.setdefault(name, []).append(module)
-    twice = {name: files for name, files in where.items() if len(files) > 1}
-    floors = {name for name, files in twice.items() if len(files) == 2 and
-              any(module.startswith("engine.") for module in files) and
-              any(room(module) in ROOT for module in files)}
-    assert set(twice) - floors <= {"main", "demo"}, twice
 
 
 def test_stages_are_cut_by_cost():

@@ -90,7 +90,6 @@ ENGINE_PLACES = """
     engine.zero.ZeRO2.launch: dp 2 zero 2
     engine.zero.ZeRO3.gather_weights: dp 2 zero 3
     engine.optimizer.AdamW.scaled: microbatches 1
-    engine.layerwise.LAMB.direction: optimizer lamb
     engine.pipeline.Pipeline.run: pp 2
     engine.pipeline.finish_weights: pp 2 schedule zb-h1 microbatches 2
     engine.tensor_parallel.weight_gradients: tp 2
@@ -173,8 +172,7 @@ NEEDED = ("data", "run")
 
 def test_without_engine_and_all_other_rooms_it_trains_resumes_and_samples(corpus, tmp_path):
     copy = tmp_path / "copy"
-    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare", "*.log",
-                                    "doctor")
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "out", "stdlib", "shakespeare", "*.log")
     copy.mkdir()
     for path in HERE.glob("*.py"):
         shutil.copy(path, copy)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import sys
 import time
 import weakref
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from data.batches import Data
 from engine.group import Group, Work
 from engine.mesh import Mesh
 from engine.sequence_parallel import Region
-from extras.show import draw
 from run import timeline
 from run.processes import all_gather_text
 from schedules import Action, lower, make_schedule, simulate, validate
@@ -36,7 +34,6 @@ from tests.harness import (
     mesh_of,
     pool,
 )
-from tests.isolation import as_it_was
 from tests.trainer import Trainer
 
 # ---- schedules: pure lists ----
@@ -363,31 +360,6 @@ def test_schedules_have_the_published_bubble_and_memory(P, m, v):
         assert t.bubble == schedules.closed_form(name, P, m, chunks, (1, 1, 1, 0))
         assert max(t.peak_in_flight) == most
     assert schedules.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
-
-
-def test_schedules_py_draws_compares_and_writes(tmp_path, capsys, monkeypatch):
-    def run(line):
-        monkeypatch.setattr(sys, "argv", ["schedules.py", *line.split()])
-        with as_it_was():
-            draw.schedules_command()
-        return capsys.readouterr().out
-
-    assert json.loads(run("1f1b 4 8 --json")) == {
-        "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
-    assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
-    compared = {line.split()[0]: line for line in run("4 8 --compare").splitlines()}
-    assert list(compared) == list(schedules.SCHEDULES)
-    assert compared["1f1b"].endswith("in flight [4, 3, 2, 1]")
-    assert compared["interleaved"].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
-    # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
-    assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
-    run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
-    assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
-    assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
-    for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
-        with pytest.raises(SystemExit) as stop:
-            run(bad)
-        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 # ---- a schedule of one's own: some backwards whole, some in two parts ----

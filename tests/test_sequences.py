@@ -1,7 +1,6 @@
 """Split sequences (--sp, --cp) equal one process; bytes, saved memory and overlap as claimed."""
 
 import math
-import weakref
 from functools import partial
 from unittest.mock import patch
 
@@ -21,10 +20,9 @@ from data.batches import Data
 from engine.group import Work
 from engine.mesh import Mesh
 from experts import kind_of
-from extras.planner import memory
 from model import build, causal_attention
 from run.config import check
-from sizes import GPTConfig, config_of
+from sizes import GPTConfig
 from tests.harness import (
     BATCH,
     SHAPE,
@@ -338,64 +336,6 @@ def test_split_sequences_send_the_formulas(corpus, flags):
         if cfg.pp > 1:
             assert sent["pp"] == m * bSC // T * width
     assert by_tp == want_tp
-
-
-def _saved_by_a_block(rank, cfg):
-    """Bytes that one block's forward leaves for backward, parameters not counted."""
-    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
-    block = trainer.pipeline.stages[0].layers[1]
-    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    # Not a leaf, which a graph would hold, whether backward needs its values or not
-    x = torch.randn(trainer.pipeline.shape, dtype=trainer.dtype, requires_grad=True).clone()
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive: no address comes twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x)
-    saved = {at: tensor.untyped_storage().nbytes() for at, tensor in kept.items()
-             if at not in parameters}
-    # recompute.py keeps the input, and its hooks hide what autograd saves in the block
-    at, size = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
-    is_kept = weakref.ref(x)
-    del x
-    if is_kept() is not None:
-        saved[at] = size
-    assert y.requires_grad  # its graph lives until here
-    return sum(saved.values())
-
-
-def beside_the_formula(cfg, tokens, w):
-    """What a Llama's block saves beside the planner's formula: on CPUs torch composes RMSNorm of
-    simple operations, which save the normalized input, too, all in 32 bits at least; and, once for
-    all sequences, cosine and sine of each position's angles, for queries and for keys."""
-    C, wide = cfg.n_embd, max(w, 4)
-    norms = 2 * C * wide  # the normalized inputs of two norms
-    norms += 2 * (C + 1) * (wide - w)  # the inputs and a statistic, in 32 bits and not in 16
-    tables = 2 * (cfg.block_size // cfg.cp) * C // cfg.n_head * w
-    return norms * tokens / (cfg.tp if cfg.sp else 1) + tables
-
-
-@pytest.mark.parametrize("flags", [
-    {"arch": "llama", "n_kv_head": 4}, {"arch": "llama", "n_kv_head": 3, "tp": 3, "n_hidden": 66},
-    {"arch": "llama", "n_kv_head": 4, "tp": 2, "sp": True, "cp": 2},
-    {}, {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"cp": 3, "block_size": 24},
-    {"cp": 2, "cp_attention": "all-to-all"}, {"tp": 2, "sp": True, "cp": 2},
-    {"recompute": True}, {"tp": 2, "sp": True, "cp": 2, "recompute": True}], ids=str)
-def test_a_block_saves_the_formula(corpus, flags):
-    for dtype, w in (("float64", 8), ("float32", 4), ("bfloat16", 2)):
-        cfg = config(corpus, dtype=dtype, microbatches=3, **flags)
-        got = pool(check(cfg, 1), _saved_by_a_block, cfg)
-        model = config_of(cfg, VOCAB)
-        layout = memory.Layout(tp=cfg.tp, cp=cfg.cp, sp=cfg.sp, cp_attention=cfg.cp_attention,
-                               microbatches=cfg.microbatches)
-        job = memory.Job(model, BATCH, width=w)
-        want = memory.tokens_of(job, layout) * memory.saved_by_block(job, layout, cfg.recompute)
-        if cfg.arch == "llama" and not cfg.recompute:
-            want += beside_the_formula(cfg, memory.tokens_of(job, layout), w)
-        assert got == [want] * len(got), (dtype, got, want)
 
 
 def test_peak_memory_of_a_long_sequence_falls_with_c_and_with_sp(long_corpus):

@@ -12,9 +12,7 @@ import train
 from collectives import all_reduce
 from data.batches import Data
 from ddp import DDP
-from extras.show.eight_ranks import LAYOUT, eight_ranks, held_matrices
 from group import wait_all
-from mesh import Mesh
 from run.config import check
 from run.watch import Watch, axis_of, tell, ticks
 from tests.harness import HERE, VOCAB, config, mesh_of, pool
@@ -92,7 +90,7 @@ EVERY = [
     {"dp": 2, "ep": 2, "tp": 2, "experts": 4, "sp": True},
     {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
     {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 3, "microbatches": 3},
-    {"dp": 3, "optimizer": "lamb"},
+
     {"dp": 2, "zero": 1, "fast": "ddp"}, {"dp": 4, "shard": 2, "zero": 2},
     {**ROOT, "dp": 2, "tp": 2, "pp": 2, "microbatches": 3},
     {**ROOT, "dp": 3, "zero": 1}, {**ROOT, "dp": 2, "zero": 2, "microbatches": 2},
@@ -290,39 +288,3 @@ def test_without_the_flag_nothing_of_it_is_imported():
     run = command("-c", "import sys, train; print([name for name in sys.modules "
                         "if name == 'run.watch'])")
     assert run.stdout == "[]\n", run.stderr
-
-
-# ---- the picture of eight ranks ----
-
-
-def _held(rank, vocab_size, file):
-    """(place, held_matrices) of this rank of the picture; rank 0 draws it into the file."""
-    mesh = Mesh(**LAYOUT)
-    eight_ranks(mesh, vocab_size, file)
-    return ([mesh.place(axis)[0] for axis in LAYOUT],
-            held_matrices(mesh, vocab_size))
-
-
-def test_the_picture_of_eight_ranks_is_that_of_their_tags(tmp_path):
-    """In each stage the T slices of a split matrix make the whole, and of each slice the D replicas
-    step every row once."""
-    ranks = pool(8, _held, 1024, tmp_path / "ranks.svg")
-    assert (tmp_path / "ranks.svg").read_text() == (HERE / "docs/pictures/ranks.svg").read_text()
-    parts = {}  # (stage, name) -> {(d, t): HeldMatrix}
-    for (d, p, t), matrices in ranks:
-        for held in matrices:
-            parts.setdefault((p, held.name), {})[d, t] = held
-    assert len(parts) == 1 + 1 + 4 * 4 + 1  # wte, wpe, four blocks, the head
-    for (_, name), of_ranks in parts.items():
-        one = of_ranks[0, 0]
-        for d in (0, 1):
-            ranges = {tuple(piece) for t in (0, 1) for piece in of_ranks[d, t].ranges}
-            edges = sorted(edge for piece in ranges for edge in piece)
-            assert (edges[0], edges[-1]) == (0, one.shape[one.dim]) and edges[1:-1:2] == edges[2::2]
-            assert len(ranges) == (1 if name == "wpe.weight" else 2 * len(one.ranges))
-        for t in (0, 1):
-            rows = of_ranks[0, t].stepped + of_ranks[1, t].stepped
-            held_rows = one.shape[0]
-            if one.dim == 0:
-                held_rows = sum(stop - start for start, stop in of_ranks[0, t].ranges)
-            assert rows == [0, held_rows / 2, held_rows / 2, held_rows]

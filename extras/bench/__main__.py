@@ -23,12 +23,23 @@ bytes).
 The sides of the rows: job.py (ours), torch_side.py, plain_side.py, without.py, gpu.py.
 """
 
-from run.command import bench_flags
+from run.command import Parser
 from run.signals import end_quietly
+
+
+def bench_flags():
+    parser = Parser(__doc__)
+    parser.add_argument("--quick", action="store_true",
+                        help="does it run? small model, two turns per side, rows of up to 4 ranks")
+    parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--gpu", action="store_true", help="only the rows for one GPU")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()
-    bench_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+    bench_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import ctypes
 import gc
@@ -389,7 +400,7 @@ def report(row, figures):
 
 
 def main():
-    parser = bench_flags(__doc__)
+    parser = bench_flags()
     args = parser.parse_args()
     if args.gpu:
         if not torch.cuda.is_available() and not args.quick:

@@ -1,9 +1,9 @@
 """Which bug is this? Compares two steps of a run (MINE) with those of one process (REFERENCE).
 
-    python train.py --dump reference --dtype float64         one process: REFERENCE
-    torchrun train.py --tp 2 --pp 2 --dump mine              any layout, fork or trainer: MINE
+    python -m extras.doctor.record reference --dtype float64     one process: REFERENCE
+    torchrun -m extras.doctor.record mine --tp 2 --pp 2          any layout, fork or trainer: MINE
     python -m extras.doctor reference mine
-    python -m extras.doctor reference mine again  AGAIN, a second run of MINE, has the same bits?
+    python -m extras.doctor reference mine again     AGAIN, a second run of MINE, has the same bits?
 
 Exit code 0: equal, but for the rounding errors of MINE's dtype. 1: something differs: a line for
 each comparison says where, and below it are the known bugs that give the same numbers. 2: the two
@@ -15,16 +15,22 @@ import os
 import sys
 from itertools import chain
 
-from run.command import doctor_flags
+from run.command import Parser
 from run.signals import end_quietly
 
 if __name__ == "__main__":
     end_quietly()
-    sys.argv[0] = "doctor"  # the word with which error lines begin
     # Let torch's threads sleep while they wait for one another. By default they spin, which on a
     # busy machine takes most of the time. torch reads the variable when it is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    args = doctor_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+    parser = Parser(__doc__)
+    parser.add_argument("reference", help="folder of one process's dump")
+    parser.add_argument("mine", help="folder of the dump to examine")
+    parser.add_argument("again", nargs="?", help="folder of a second run of MINE: are both equal, "
+                        "bit by bit?")
+    parser.add_argument("--deep", action="store_true", help="try all known bugs, however large the "
+                        "model is (a small one: always)")
+    args = parser.parse_args()  # a wrong flag ends the process here, without torch
 
 from extras.doctor.again import check_again
 from extras.doctor.diagnose import diagnose

@@ -30,12 +30,16 @@ from model import ABSENT
 from run import tensorfile
 from run.checkpoint import sound_config
 from run.config import require
-from run.files import DUMP, DUMP_TENSORS
 from run.tensorfile import DAMAGED, FLOATS, about, is_whole
 from run.weights import read_tensor, unwrapped
 from schedules import SCHEDULES
 from sizes import WIDTHS, GPTConfig
 
+DUMP, DUMP_BEGUN = "dump.json", "dump.json.tmp"  # DUMP_BEGUN becomes DUMP when all is written
+DUMP_MARK = '{"format": 1'  # the first characters of both
+DUMP_TENSORS = [f"{name}.safetensors" for name in (
+    "weights-0", "weights-1", "weights-2", "masters-0", "masters-1", "masters-2",
+    "tokens-1", "tokens-2", "gradients-1", "gradients-2")]
 MAX_JSON = 64 << 20  # bytes of dump.json
 # Fields of Dump that are read from dump.json as they stand
 JSON_FIELDS = ("names", "dtype", "grad_dtype", "layout", "loss", "optimizer", "balance", "steps")
@@ -122,7 +126,7 @@ def read_dump(folder):
     and weights-0.safetensors have to be there."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; train.py --dump makes a dump")
+        raise ValueError(f"{folder}: no such folder; python -m extras.doctor.record makes a dump")
     given, model = read_json(folder / DUMP)
     first = tensorfile.read_header(folder / DUMP_TENSORS[0])  # weights-0
     shapes = {unwrapped(name): entry.shape for name, entry in first.items()}

@@ -159,9 +159,9 @@ class Computed(Examined):
         self.step = step
         self.number = number
         self.terms_in_own_dtype = terms_in_own_dtype
-        # MINE's dtype may be float64: then both are one, and the noise is 0 but for the floor
-        is_exact = terms_in_own_dtype and mine.dtype == mine.grad_dtype == "float64"
-        terms = terms_in_own_dtype if is_exact else step.run()
+        # Is MINE's dtype float64? Then one run serves as both
+        self.is_exact = mine.dtype == mine.grad_dtype == "float64"
+        terms = terms_in_own_dtype if self.is_exact and terms_in_own_dtype else step.run()
         super().__init__(mine, number, mine, terms, terms.loss(), terms.full)
 
     @cached_property
@@ -173,11 +173,17 @@ class Computed(Examined):
         """How far one process in MINE's dtype is from float64: (error of the loss, {name: norm of
         the gradient's error}). For the loss the errors of all terms are added up without their
         signs, so that none cancels another."""
-        # Rounding may make a token choose other experts: try several roundings of the weights
-        n_runs = 3 if self.mine.model.n_experts and self.dtype != torch.double else 1
+        seeds = [0]
+        if self.is_exact:
+            # Nothing is more exact than this process itself. From other weights, off by a rounding
+            # each, another process makes other rounding errors, which are as large as these
+            seeds = [1]
+        elif self.mine.model.n_experts:
+            # Rounding may make a token choose other experts: try several roundings of the weights
+            seeds = [0, 1, 2]
         loss_error = 0.0
         errors = dict.fromkeys(self.gradients, 0.0)
-        for seed in range(n_runs):
+        for seed in seeds:
             terms = self.terms_in_own_dtype
             if seed > 0 or terms is None:
                 terms = run_in_own_dtype(self.perturbed(seed), self.mine, self.number)

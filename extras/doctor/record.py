@@ -1,28 +1,50 @@
 """Writes a dump (extras/doctor/dump.py): trains two steps and writes what one process would write.
 
+    python -m extras.doctor.record FOLDER                     one process
+    python -m extras.doctor.record FOLDER --tp 2 --pp 2       starts four ranks, and waits for them
+    torchrun -m extras.doctor.record FOLDER --tp 2 --pp 2     the same
+
+FOLDER is new, or empty, or holds a dump, which is replaced. The flags are train.py's, but two steps
+are trained, and only the first is of the warm-up. Nothing is written outside of FOLDER.
+
 A Recorder stands in the place of the optimizer, and writes the gradients that it gets and the
 weights before and after. Each rank writes its own slices straight into the files, like in
 run/checkpoint.py. Where ranks hold copies of a slice, the first of these ranks writes it, so that a
 file is never a mixture. The names of tensors whose copies differ are noted.
-
-    python train.py --dump one           torchrun train.py --tp 2 --pp 2 --dump four
 """
 
 import json
-from dataclasses import asdict
+import os
+import sys
+from dataclasses import asdict, fields
 from pathlib import Path
+
+from run.config import check, fail, given, read_command_line, require
+from run.launch import start
+
+# Before torch is imported, like in train.py. The first argument is FOLDER
+if __name__ == "__main__":
+    asks_for_help = sys.argv[1:] in ([], ["-h"], ["--help"])
+    start(__doc__, ["--help"] if asks_for_help else sys.argv[2:])
 
 import torch
 
+import train
+from data.batches import Data
+from extras.doctor.dump import DUMP, DUMP_BEGUN, DUMP_MARK, DUMP_TENSORS
 from model import generator_of, initial_value
 from optimizer import learning_rate
 from run import signals, tensorfile
 from run.checkpoint import together, transfer_runs
 from run.copies import Copies, whole_slices
-from run.files import DUMP, DUMP_BEGUN, DUMP_MARK, DUMP_TENSORS
+from run.files import refuse_same
+from run.processes import joined
 from run.tensorfile import DTYPES, CheckpointError, about
 from shard import Tag
 
+# Flags of train.py that are refused: a dump saves, resumes, logs, traces and watches nothing, and
+# drops nothing at random
+NOT_IN_DUMP = ("save_interval", "keep", "resume", "metrics", "trace", "watch", "dropout")
 LAYOUT = ("dp", "ep", "pp", "cp", "tp", "sp", "cp_attention", "zero", "schedule", "chunks",
           "microbatches")  # the flags that are a dump's layout
 EPS = {"adamw": 1e-8, "lamb": 1e-6}  # epsilon of the optimizers that divide by a root
@@ -51,12 +73,13 @@ class Writer:
     write_gradients, write_weights and end: if a rank cannot write, every rank raises
     CheckpointError.
 
-    shapes: {canonical name: full shape}, the same on all ranks. dtype: that of the weights."""
+    folder: its path; refuse_wrong_folder has said that it may be written. shapes: {canonical name:
+    full shape}, the same on all ranks. dtype: that of the weights."""
 
-    def __init__(self, cfg, mesh, model_config, shapes, dtype):
+    def __init__(self, folder, cfg, mesh, model_config, shapes, dtype):
+        self.folder = Path(folder)
         self.cfg = cfg
         self.mesh = mesh
-        self.folder = Path(cfg.dump)
         self.model_config = model_config
         self.shapes = shapes
         self.dtype = dtype
@@ -71,7 +94,7 @@ class Writer:
 
     def begin(self):
         """On rank 0: make the folder, or empty it if it holds a dump."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # run/config.py has refused a foreign one
+        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / DUMP_BEGUN).write_text(DUMP_MARK)
         for name in (DUMP, *DUMP_TENSORS):
             (self.folder / name).unlink(missing_ok=True)
@@ -139,22 +162,22 @@ class Writer:
     def end(self):
         """Write dump.json, which makes the dump complete."""
         cfg = self.cfg
-        given = {"format": 1,
-                 "names": "nanogpt",
-                 "model": asdict(self.model_config),
-                 "dtype": cfg.dtype,
-                 "grad_dtype": self.grad_dtype,
-                 "layout": {name: getattr(cfg, name) for name in LAYOUT},
-                 "loss": "mean",
-                 "optimizer": {"name": cfg.optimizer, "beta1": cfg.beta1, "beta2": cfg.beta2,
-                               "eps": EPS.get(cfg.optimizer, 0.0),
-                               "weight_decay": cfg.weight_decay, "grad_clip": cfg.grad_clip},
-                 "balance": cfg.balance if cfg.experts else 0.0,
-                 "steps": self.steps}
+        content = {"format": 1,
+                   "names": "nanogpt",
+                   "model": asdict(self.model_config),
+                   "dtype": cfg.dtype,
+                   "grad_dtype": self.grad_dtype,
+                   "layout": {name: getattr(cfg, name) for name in LAYOUT},
+                   "loss": "mean",
+                   "optimizer": {"name": cfg.optimizer, "beta1": cfg.beta1, "beta2": cfg.beta2,
+                                 "eps": EPS.get(cfg.optimizer, 0.0),
+                                 "weight_decay": cfg.weight_decay, "grad_clip": cfg.grad_clip},
+                   "balance": cfg.balance if cfg.experts else 0.0,
+                   "steps": self.steps}
         begun = self.folder / DUMP_BEGUN
         with together(self.mesh.world), about(begun):
             if self.mesh.rank == 0:
-                begun.write_text(json.dumps(given))
+                begun.write_text(json.dumps(content))
                 begun.rename(self.folder / DUMP)
 
 
@@ -204,13 +227,13 @@ class Recorder:
         self.writer.write_weights(self.number, reducer.whole(), whole_slices(reducer, masters))
 
 
-def write_run(trainer, data):
-    """Collective: train two steps, and write their dump into cfg.dump. trainer: a Trainer of
+def write_run(trainer, data, folder):
+    """Collective: train two steps, and write their dump into the folder. trainer: a Trainer of
     train.py, with initial values of random_value. Held beside the training: one tensor's slice at a
     time."""
     cfg = trainer.cfg
     mesh = trainer.mesh
-    writer = Writer(cfg, mesh, trainer.model_config, trainer.shapes, trainer.dtype)
+    writer = Writer(folder, cfg, mesh, trainer.model_config, trainer.shapes, trainer.dtype)
     recorder = Recorder(trainer, writer)
     for number in (1, 2):
         batches = data.training(cfg, number - 1, mesh)
@@ -223,10 +246,64 @@ def write_run(trainer, data):
     writer.end()
 
 
-def write_dump(cfg, mesh, data, make_trainer):
-    """write_run() for train.py's flag --dump. make_trainer: the class Trainer of train.py, given by
-    the caller, which has imported train.py."""
-    signals.end_on_stop("in --dump, which is not complete")
-    write_run(make_trainer(cfg, mesh, data.vocab_size, random_value), data)
-    if mesh.rank == 0:
-        print(f"dump of two steps in {cfg.dump}", flush=True)
+# ---- the command ----
+
+
+def refuse_wrong_flags(cfg):
+    """ValueError for a flag of NOT_IN_DUMP."""
+    for f in fields(cfg):
+        require(f.name not in NOT_IN_DUMP or getattr(cfg, f.name) == f.default,
+                f"a dump takes no --{f.name.replace('_', '-')}; leave it out")
+
+
+def begins_like_ours(path):
+    """Does a file begin with DUMP_MARK? (A crash may have cut it off within the mark.)"""
+    with open(path, "rb") as file:
+        return DUMP_MARK.encode().startswith(file.read(len(DUMP_MARK)))
+
+
+def holds_a_dump(folder):
+    """Does the folder hold a dump, complete or begun, and nothing else?"""
+    paths = [*Path(folder).iterdir()]
+    marked = [path for path in paths if path.name in (DUMP, DUMP_BEGUN)]
+    return (bool(marked) and all(path.is_file() for path in paths)
+            and {path.name for path in paths} <= {DUMP, DUMP_BEGUN, *DUMP_TENSORS}
+            and all(begins_like_ours(path) for path in marked))
+
+
+def refuse_wrong_folder(folder, cfg):
+    """ValueError unless the folder is new, or empty, or holds a dump, which is none of the run's
+    inputs. OSError if it cannot be read."""
+    require(not folder.startswith("-"), f"name a folder before {folder}")
+    if os.path.lexists(folder) and any(Path(folder).iterdir()):
+        require(holds_a_dump(folder), f"{folder} holds something else than a dump; name another "
+                "folder")
+    outputs = [(f"a dump in {folder}", Path(folder, name))
+               for name in (DUMP, DUMP_BEGUN, *DUMP_TENSORS)]
+    inputs = [(given(cfg, "init_from"), cfg.init_from)] if cfg.init_from else []
+    refuse_same(outputs, inputs, cfg.out)
+
+
+def main():
+    folder, *flags = sys.argv[1:]
+    cfg, world, _ = read_command_line(__doc__, flags)  # as start() did
+    # Two steps, whatever the flags say: one of the warm-up, one at the full rate
+    cfg.steps, cfg.warmup_steps, cfg.warmup_tokens = 2, 1, 0
+    try:
+        refuse_wrong_flags(cfg)
+        refuse_wrong_folder(folder, cfg)
+        check(cfg, world)
+        data = Data(cfg, signals.local_rank())
+    except (ValueError, OSError) as error:
+        fail(error)
+    with joined(cfg, world) as device:
+        signals.end_on_stop("before the dump was complete")
+        mesh = train.choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp,
+                                      tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
+        write_run(train.Trainer(cfg, mesh, data.vocab_size, random_value), data, folder)
+        if mesh.rank == 0:
+            print(f"dump of two steps in {folder}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

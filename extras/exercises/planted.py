@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType
 
-HERE = Path(__file__).resolve().parents[2]  # the repository
+HERE = Path(__file__).resolve().parent.parent.parent  # the repository
 
 
 class CannotPlant(ValueError):

@@ -9,7 +9,6 @@ Left out, because they are small:
     all ranks            loss, norm and stop flag: a few numbers
     experts              the routers' statistics; how many tokens each rank will send
     experts and --tp     gates and chosen experts: top_k numbers each per token
-    LARS and LAMB        two numbers per tensor of the model
     vocabulary, ZeRO     padding
 """
 

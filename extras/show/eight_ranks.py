@@ -5,12 +5,19 @@ their parameters say (shard.py), and where ZeRO-1's chunks lie.
     python -m extras.show.eight_ranks --svg docs/pictures        writes docs/pictures/ranks.svg
 """
 
-from run.command import eight_ranks_flags
+from run.command import Parser
 from run.signals import end_quietly
+
+
+def eight_ranks_flags():
+    parser = Parser(__doc__)
+    parser.add_argument("--svg", metavar="FOLDER", required=True, help="write ranks.svg there")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()
-    eight_ranks_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+    eight_ranks_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import json
 import tempfile
@@ -151,7 +158,7 @@ def ranks_svg(ranks):
 
 
 def main():
-    parser = eight_ranks_flags(__doc__)
+    parser = eight_ranks_flags()
     args = parser.parse_args()
     vocab_size = Data(flags_of_run()).vocab_size
     with tempfile.TemporaryDirectory() as folder:

@@ -741,18 +741,18 @@ RIGHT_RUNS = [{**flags_of(layout), "dtype": dtype} for layout in RIGHT_LAYOUTS f
 # ---- running them ----
 
 
-def _dump(rank, cfg, changes):
+def _dump(rank, cfg, folder, changes):
     """One rank of a run of two steps, with the changes, that writes a dump."""
     with planted(*changes):
-        write_run(train.Trainer(cfg, mesh_of(cfg), VOCAB, random_value), Data(cfg))
+        write_run(train.Trainer(cfg, mesh_of(cfg), VOCAB, random_value), Data(cfg), folder)
 
 
 def dump_run(corpus, folder, changes=(), timeout=HANG, **flags):
     """Write the dump of a run with these flags into the folder, which is made; return the folder.
     changes: those of a bug, or those that the right run has, too. AssertionError if the run fails,
     or takes more seconds than the timeout."""
-    cfg = config(corpus, dump=str(folder), **flags)
-    pool(check(cfg, 1), _dump, cfg, changes, timeout=timeout)
+    cfg = config(corpus, steps=2, **flags)
+    pool(check(cfg, 1), _dump, cfg, folder, changes, timeout=timeout)
     return folder
 
 

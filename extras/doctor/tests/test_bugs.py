@@ -142,7 +142,7 @@ def test_each_row_has_a_name_of_its_own_a_stage_and_two_layouts_that_can_be(corp
 
 def test_each_mutants_layouts_can_be(corpus):
     for mutant in bugs.MUTANTS:
-        assert all(check(config(corpus, dump="dump", **bugs.flags_of(layout)), 1) <= 8
+        assert all(check(config(corpus, **bugs.flags_of(layout)), 1) <= 8
                    for layout in mutant.layouts)
 
 

@@ -27,8 +27,8 @@ from extras.doctor.again import check_again
 from extras.doctor.changes.by_layout import changes
 from extras.doctor.changes.pipeline import newest_in_flight, scale_changes
 from extras.doctor.diagnose import diagnose
-from extras.doctor.dump import Dump, Tensors, read_dump
-from extras.doctor.examined import Computed, InOwnDtype, step_of
+from extras.doctor.dump import DUMP, Dump, Tensors, read_dump
+from extras.doctor.examined import FLOOR, Computed, InOwnDtype, step_of
 from extras.doctor.finding import Finding, norm_of
 from extras.doctor.gradients import CLIPPED, check_in_own_dtype
 from extras.doctor.groups import block_of
@@ -43,9 +43,8 @@ from extras.doctor.threads import World
 from extras.doctor.update import Way
 from extras.doctor.weights import Steps, check_updates, known_ways
 from extras.doctor.words import lines
-from run.files import DUMP
 from run.weights import read_tensor
-from tests.harness import FULL, needs_minutes
+from tests.harness import FULL, HERE, needs_minutes
 from tests.runs import rewrite
 
 # What the doctor says of a bug of bugs.py, as a regular expression. Of a bug that is not here it
@@ -982,6 +981,17 @@ def test_what_is_equal_in_mines_dtype_is_equal_in_float64(right):
     assert not own.loss_is(own.loss + 1.001 * further, own.loss)
 
 
+def test_the_noise_of_a_run_in_float64_is_measured_too(right):
+    """No number is more exact than those of float64. The least tolerance may be too small: a sum
+    over 432 tokens has rounding errors of its own, which depend on the number of threads."""
+    mine = right()
+    exact = Computed(mine, 1, step_of(mine, 1))
+    for name, grad in exact.gradients.items():
+        rounding = torch.finfo(torch.double).eps * grad  # of each element
+        assert exact.gradient_is_right(name, grad + 2 * FLOOR * rounding), name
+        assert not exact.gradient_is_right(name, grad + 100 * FLOOR * rounding), name
+
+
 def test_a_process_that_overflows_in_mines_dtype_has_no_known_cause(right):
     """Else the tolerance would be infinite, too."""
     mine = with_layout(right(dtype="float32"), cp=2)
@@ -1037,7 +1047,7 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(tmp_path, 
         env["OMP_WAIT_POLICY"] = given
     missing = str(tmp_path / "missing")
     run = subprocess.run([sys.executable, "-m", "extras.doctor", missing, missing], env=env,
-                         cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+                         cwd=HERE, capture_output=True, text=True)
     assert run.returncode == 2, run.stderr
     (looks,) = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", run.stderr)
     assert (looks == "0") == (given is None), looks

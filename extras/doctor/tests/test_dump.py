@@ -4,8 +4,12 @@
 import json
 import math
 import os
+import re
 import shutil
+import signal
+import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,18 +22,17 @@ import zero
 from data.batches import Data
 from experts import balance_loss, kind_of
 from extras.doctor import record
-from extras.doctor.dump import read_dump
+from extras.doctor.dump import DUMP, DUMP_BEGUN, read_dump
 from extras.doctor.groups import layer_number
 from extras.doctor.record import Writer, random_value, write_run
 from extras.planner.tests.test_planner import peak_of
 from optimizer import decays, learning_rate
-from run import files
 from run.checkpoint import EMBEDDING
 from run.config import Config, check
 from run.hugging_face import CONV1D
 from shard import Tag
 from tests.harness import VOCAB, close, config, mesh_of, pool
-from tests.runs import Run, flags, one_line, rewrite
+from tests.runs import Run, _main, command, flags, one_line, rewrite
 
 # ---- any layout writes what one process writes ----
 
@@ -38,24 +41,23 @@ def trainer_of(cfg):
     return train.Trainer(cfg, mesh_of(cfg), VOCAB, random_value)
 
 
-def _dump(rank, cfg, spoil=None):
+def _dump(rank, cfg, folder, spoil=None):
     """spoil: see below, "copies that differ"."""
     trainer = trainer_of(cfg)
     with spoil_gradient(trainer, *spoil) if spoil else nullcontext():
-        write_run(trainer, Data(cfg))
+        write_run(trainer, Data(cfg), folder)
 
 
-def dump_config(corpus, folder, **layout):
+def dump_config(corpus, **layout):
     """(Config, number of ranks)."""
-    cfg = config(corpus, dump=str(folder), out=Config.out,
-                 **{"microbatches": 1, "block_size": 12, **layout})
+    cfg = config(corpus, steps=2, **{"microbatches": 1, "block_size": 12, **layout})
     return cfg, check(cfg, 1)
 
 
 def dump_of(corpus, folder, *spoil, **layout):
     """The Dump that the ranks of this layout write."""
-    cfg, world = dump_config(corpus, folder, **layout)
-    pool(world, _dump, cfg, *spoil)
+    cfg, world = dump_config(corpus, **layout)
+    pool(world, _dump, cfg, folder, *spoil)
     return read_dump(folder)
 
 
@@ -258,18 +260,18 @@ def test_copies_that_differ_are_named_and_the_file_has_the_first_ranks(corpus, o
         close(dump.gradients(1)[tensor], want, tensor)
 
 
-def _dump_unpublished(rank, cfg):
+def _dump_unpublished(rank, cfg, folder):
     zero_1 = engine_zero.ZeRO1 if cfg.fast else zero.ZeRO1
     with patch.object(zero_1, "publish", lambda reducer: None):
-        _dump(rank, cfg)
+        _dump(rank, cfg, folder)
 
 
 @pytest.mark.parametrize("layout", [{}, ROOT], ids=str)
 def test_weights_are_those_that_forward_uses(corpus, one, tmp_path, layout):
     """ZeRO-1 without its all-gather: rank 0 goes on with its own half of the new weights, and with
     the old other half. (The optimizers of both ranks together hold all of the new ones.)"""
-    cfg, world = dump_config(corpus, tmp_path / "dump", dp=2, zero=1, **layout)
-    pool(world, _dump_unpublished, cfg)
+    cfg, world = dump_config(corpus, dp=2, zero=1, **layout)
+    pool(world, _dump_unpublished, cfg, tmp_path / "dump")
     dump = read_dump(tmp_path / "dump")
     assert [*dump.weights(0)] == dump.steps[0]["weights_differ"]
     old = torch.cat([weight.flatten() for weight in one().weights(0).values()])
@@ -280,7 +282,7 @@ def test_weights_are_those_that_forward_uses(corpus, one, tmp_path, layout):
 # ---- memory ----
 
 
-def _growth(rank, cfg):
+def _growth(rank, cfg, folder):
     """(bytes of this rank's weights, of the largest of them, of the largest layer; the most that
     writing any file of a dump allocates at a time)."""
     trainer = trainer_of(cfg)
@@ -296,7 +298,7 @@ def _growth(rank, cfg):
         return returned[0]
 
     with patch.object(Writer, "write_tensors", watched):
-        write_run(trainer, Data(cfg))
+        write_run(trainer, Data(cfg), folder)
     layers = bytes_of.values()
     return sum(map(sum, layers)), max(map(max, layers)), max(map(sum, layers)), max(peaks)
 
@@ -308,16 +310,15 @@ def _growth(rank, cfg):
 def test_writing_holds_one_slice_at_a_time(corpus, tmp_path, layout):
     """Its copy and, while it is summed, its messages. ZeRO-3: and one layer, gathered, and the
     layer that is freed then. 16 KB for small things."""
-    cfg = config(corpus, n_layer=8, n_embd=96, microbatches=1, dump=str(tmp_path / "dump"),
-                 **layout)
-    for own, largest, layer, peak in pool(check(cfg, 1), _growth, cfg):
+    cfg = config(corpus, n_layer=8, n_embd=96, microbatches=1, steps=2, **layout)
+    for own, largest, layer, peak in pool(check(cfg, 1), _growth, cfg, tmp_path / "dump"):
         slices = 1 + (cfg.zero > 0)
         gathered = 2 * layer if cfg.zero == 3 else 0
         assert largest <= peak <= slices * largest + gathered + (16 << 10)
         assert peak < own / 3
 
 
-def _peaks(rank, cfg):
+def _peaks(rank, cfg, folder):
     """(the most bytes that this rank allocates at a time in a run of two steps, the same with a
     dump). Each is measured twice, because the profiler may lose the events of a run."""
     def train_two_steps(trainer, data):
@@ -329,7 +330,7 @@ def _peaks(rank, cfg):
         return max(peak_of(lambda: run(trainer_of(cfg), Data(cfg)))
                    for _ in range(2))
 
-    return peak(train_two_steps), peak(write_run)
+    return peak(train_two_steps), peak(partial(write_run, folder=folder))
 
 
 @pytest.mark.parametrize("layout", [
@@ -337,47 +338,106 @@ def _peaks(rank, cfg):
 def test_a_dump_adds_nothing_to_the_peak_of_a_run(corpus, tmp_path, layout):
     """Copies of a slice are fewer bytes than what a step needs beside weights and moments, even of
     few tokens."""
-    cfg = config(corpus, n_layer=8, n_embd=96, batch_size=4, microbatches=1,
-                 dump=str(tmp_path / "dump"), **layout)
-    without, dumped = map(max, zip(*pool(check(cfg, 1), _peaks, cfg), strict=True))
+    cfg = config(corpus, n_layer=8, n_embd=96, batch_size=4, microbatches=1, steps=2, **layout)
+    peaks = pool(check(cfg, 1), _peaks, cfg, tmp_path / "dump")
+    without, dumped = map(max, zip(*peaks, strict=True))
     assert dumped <= without
 
 
-# ---- the flag ----
+# ---- the command ----
+
+
+def _record(rank, *args):
+    _main(rank, *args, program=record)
+
+
+def recording(size, folder, words, tmp_path, fn=_record, **more):
+    """The command in `size` forked ranks: a Run."""
+    return Run(size, [folder, *words], tmp_path, fn=fn, **more)
 
 
 def test_a_dump_is_one_line_and_nothing_else_and_replaces_a_dump(corpus, tmp_path):
     """No checkpoint, no folder --out. The dump before had masters, which the new one has not."""
     out, folder = tmp_path / "out", tmp_path / "deep" / "dump"
     for dtype, files_of_weights in (("bfloat16", 3), ("float64", 0)):
-        run = Run(2, flags(corpus, out, dump=folder, tp=2, dtype=dtype), tmp_path)
+        run = recording(2, folder, flags(corpus, out, tp=2, dtype=dtype), tmp_path)
         assert run.wait() == [0, 0] and not run.read(), run.read()
         assert run.read("stdout") == f"dump of two steps in {folder}\n"
         assert len([*folder.glob("masters-*")]) == files_of_weights
     assert read_dump(folder).dtype == "float64" and not out.exists()
-    assert not Path(folder, files.DUMP_BEGUN).exists()
+    assert not Path(folder, DUMP_BEGUN).exists()
+
+
+def test_a_dump_has_a_step_of_the_warm_up_and_one_at_the_full_rate(corpus, tmp_path):
+    """... whatever the flags say, of which each would change a rate."""
+    words = flags(corpus, "out", lr=1e-2, steps=9, warmup_steps=5, warmup_tokens=10**6)
+    run = recording(1, tmp_path / "dump", words, tmp_path)
+    assert run.wait() == [0], run.read()
+    assert [step["lr"] for step in read_dump(tmp_path / "dump").steps] == [5e-3, 1e-2]
+
+
+@pytest.mark.parametrize("starts", ["", "-m torch.distributed.run"], ids=["python", "torchrun"])
+def test_one_process_starts_all_ranks(corpus, tmp_path, starts):
+    run = command(*starts.split(), "-m", "extras.doctor.record", tmp_path / "dump",
+                  *flags(corpus, "out", tp=2, dp=2))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == ("GPT of 2 layers, 8 wide, on 4 ranks: 2 data x 2 tensor; loading torch\n"
+                          f"dump of two steps in {tmp_path}/dump\n")
+    layout = read_dump(tmp_path / "dump").layout
+    assert layout["tp"] == layout["dp"] == 2
+
+
+@pytest.mark.parametrize("words", ["", "--help", "x --help", "x --tp 3", "x --stepz 3"])
+def test_help_and_wrong_flags_do_not_wait_for_torch(words):
+    run = command("-X", "importtime", "-m", "extras.doctor.record", *words.split())
+    loaded = re.findall(r"\| +(\S+)", run.stderr)
+    assert run.returncode in (0, 2) and "run.config" in loaded and "torch" not in loaded
+
+
+def _record_slowly(rank, *args):
+    """Each batch takes a second to read."""
+    training = Data.training
+
+    def slowly(*args):
+        print("reads", flush=True)
+        time.sleep(1)
+        return training(*args)
+
+    Data.training = slowly
+    _record(rank, *args)
+
+
+def test_a_signal_says_that_the_dump_is_not_complete(corpus, tmp_path):
+    run = recording(1, tmp_path / "dump", flags(corpus, "out"), tmp_path, fn=_record_slowly)
+    run.until(lambda: "reads" in run.read("stdout"))
+    run.signal(0, signal.SIGINT)
+    assert run.wait() == [128 + signal.SIGINT]
+    assert run.read() == "record.py: stopped by SIGINT before the dump was complete\n"
+    assert not (tmp_path / "dump" / DUMP).exists()
 
 
 def test_a_full_disk_is_one_line_and_no_dump(corpus, tmp_path):
     """A limit of 2000 bytes a file, which weights-0 exceeds; a later run takes the folder."""
     folder = tmp_path / "dump"
-    run = Run(2, flags(corpus, "out", dump=folder, dp=2, zero=3), tmp_path, limit=2000)
+    run = recording(2, folder, flags(corpus, "out", dp=2, zero=3), tmp_path, limit=2000)
     assert run.wait() == [2, 2] and run.read().count("\n") == 1
     assert "weights-0.safetensors" in run.read() and "File too large" in run.read()
     with pytest.raises(ValueError, match="dump.json: No such file"):
         read_dump(folder)
-    files.refuse_foreign_dump(folder)
+    record.refuse_wrong_folder(str(folder), Config())
 
 
-REFUSED = {  # the rest of the command line: the line
-    "--dump D --trace t.json": "--dump has no --trace; leave out one of the two",
-    "--dump D --metrics m.json": "--dump has no --metrics", "--dump D --keep 1": "has no --keep",
-    "--dump D --resume auto": "--dump has no --resume", "--dump file": "--dump file: Not a direct",
-    "--dump full": "--dump full holds something else than a dump; name another folder",
-    "--dump almost": "--dump almost holds something else", "--dump other": "dump.json holds someth",
-    "--dump alone": "--dump alone holds something else",
-    "--dump mine --init-from mine/weights-0.safetensors": "would write over --init-from",
-    "--dump out/step-00000004 --out out": "would be in the checkpoint"}
+REFUSED = {  # the arguments: the line
+    "D --trace t.json": "a dump takes no --trace; leave it out",
+    "D --metrics m.json": "a dump takes no --metrics", "D --keep 1": "a dump takes no --keep",
+    "D --resume auto": "a dump takes no --resume", "D --save-interval 2": "no --save-interval",
+    "D --watch --dp 2": "a dump takes no --watch", "D --dropout 0.1": "a dump takes no --dropout",
+    "--sp": "name a folder before --sp", "file": "file: Not a directory",
+    "full": "full holds something else than a dump; name another folder",
+    "almost": "almost holds something else", "other": "other holds something else",
+    "alone": "alone holds something else",
+    "mine --init-from mine/weights-0.safetensors": "would write over --init-from",
+    "out/step-00000004 --out out": "would be in the checkpoint"}
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -389,10 +449,11 @@ def test_what_a_dump_cannot_be_is_one_line(corpus, tmp_path, line, capsys, monke
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
     Path("file").touch()
-    words = [*flags(corpus, "out"), *line.split()]
+    folder, *words = line.split()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    error = one_line(train.main, ["train.py", *words], capsys, monkeypatch)
-    assert error.startswith("train.py: ") and REFUSED[line] in error
+    error = one_line(record.main, ["record.py", folder, *flags(corpus, "out"), *words], capsys,
+                     monkeypatch)
+    assert error.startswith("record.py: ") and REFUSED[line] in error
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
@@ -442,7 +503,7 @@ def test_a_dump_of_another_form_has_its_own_names_and_may_lack_files(small, tmp_
 
 
 def change_json(folder, **values):
-    path = Path(folder, files.DUMP)
+    path = Path(folder, DUMP)
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
@@ -454,7 +515,7 @@ def inside(*place):
     the name out."""
     def change(folder):
         *keys, last, value = place
-        path = Path(folder, files.DUMP)
+        path = Path(folder, DUMP)
         given = json.loads(path.read_text())
         inner = given
         for key in keys:
@@ -512,16 +573,16 @@ def huge_header(path):
 TENSOR, WEIGHTS, IDS = "gradients-1.safetensors", "weights-0.safetensors", "tokens-2.safetensors"
 NOT_THERE = ": No such file or directory"
 DAMAGE = {  # what happens to the folder: (how, the line)
-    "gone": (shutil.rmtree, "dump: no such folder; train.py --dump makes a dump"),
-    "no dump.json": (in_file(files.DUMP, os.unlink), files.DUMP + NOT_THERE),
+    "gone": (shutil.rmtree, "dump: no such folder; python -m extras.doctor.record makes"),
+    "no dump.json": (in_file(DUMP, os.unlink), DUMP + NOT_THERE),
     "no weights-0": (in_file(WEIGHTS, os.unlink), WEIGHTS + NOT_THERE),
-    "dump.json cut off": (in_file(files.DUMP, cut(99)), "damaged, or no JSON"),
-    "dump.json deep": (in_file(files.DUMP, of(b"[" * 10**5)), "damaged, or no"),
-    "dump.json huge": (in_file(files.DUMP, cut(1 << 40)), "damaged, or no"),
-    "dump.json a list": (in_file(files.DUMP, of(b"[1]")), "its values are not"),
-    "dump.json no text": (in_file(files.DUMP, of(b"\xff")), "damaged, or no"),
-    "dump.json a folder": (in_file(files.DUMP, replaced(os.mkdir)), "dump.json: not a file"),
-    "dump.json a pipe": (in_file(files.DUMP, replaced(os.mkfifo)), "dump.json: not a file"),
+    "dump.json cut off": (in_file(DUMP, cut(99)), "damaged, or no JSON"),
+    "dump.json deep": (in_file(DUMP, of(b"[" * 10**5)), "damaged, or no"),
+    "dump.json huge": (in_file(DUMP, cut(1 << 40)), "damaged, or no"),
+    "dump.json a list": (in_file(DUMP, of(b"[1]")), "its values are not"),
+    "dump.json no text": (in_file(DUMP, of(b"\xff")), "damaged, or no"),
+    "dump.json a folder": (in_file(DUMP, replaced(os.mkdir)), "dump.json: not a file"),
+    "dump.json a pipe": (in_file(DUMP, replaced(os.mkfifo)), "dump.json: not a file"),
     "format 2": (inside("format", 2), "its format is not that of a dump"),
     "format true": (inside("format", True), "its format is not"),
     "names": (inside("names", "deepspeed"), "its names is not"),

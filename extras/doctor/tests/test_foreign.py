@@ -299,7 +299,7 @@ def test_the_losss_tolerance_does_not_grow_with_the_tensor_ranks(small_dump):
         mine = with_layout(small_dump(), tp=T)
         terms = InOwnDtype(mine, 1, step_of(mine, 1)).terms
         examined = Computed(mine, 1, step_of(mine, 1), terms)
-        examined.terms_in_own_dtype = replace(terms, losses=terms.losses + 0.5)
+        examined.terms = replace(terms, losses=terms.losses + 0.5)
         assert examined.noise[0] == pytest.approx(0.5 / examined.terms.divisor, rel=1e-10)
 
 

@@ -10,6 +10,7 @@ import train
 from data.batches import Data
 from experts import kind_of
 from extras.forks import diloco
+from extras.forks.tests.test_large_batches import ByThePaper, hook, hooked
 from model import build
 from run import checkpoint, tensorfile
 from run.config import check
@@ -18,7 +19,6 @@ from sizes import config_of
 from tests.cover import named
 from tests.harness import PLAIN, VOCAB, assemble, close, config, local_tensors, mesh_of, whole_batch
 from tests.pool import pool
-from tests.test_optimizers import ByThePaper
 from tests.trainer import Trainer
 
 assert issubclass(PLAIN["sgd"].func, ByThePaper)
@@ -107,6 +107,7 @@ BUGS = {  # name: (owner, attribute, what a mistake would put there)
         diloco.DiLoCo, "meet_early", lambda self: self.apart and self.meet())}
 
 
+@hooked
 def _workers(rank, cfg, every, settings, bug):
     """(the weights after three steps and a last meeting, do all workers have the same?)"""
     rate, momentum = settings
@@ -166,13 +167,15 @@ def test_the_comparison_notices(corpus, bug):
 def test_meeting_after_each_step_of_sgd_is_data_parallelism(corpus):
     """... without clipping, which each worker does by its own norm."""
     flags = {"dp": 3, "shard": 1, "optimizer": "sgd", "grad_clip": 0.0, "microbatches": 1}
-    got = equals_workers(corpus, 1, (1.0, 0.0), **flags)
-    for name, value in trained(config(corpus, **flags), 0).items():
-        close(got[name], value, name)
+    with hook():
+        got = equals_workers(corpus, 1, (1.0, 0.0), **flags)
+        for name, value in trained(config(corpus, **flags), 0).items():
+            close(got[name], value, name)
 
 
 def test_with_sgd_rate_one_and_no_momentum_it_is_federated_averaging(corpus):
-    equals_workers(corpus, 3, (1.0, 0.0), dp=4, optimizer="sgd")
+    with hook():
+        equals_workers(corpus, 3, (1.0, 0.0), dp=4, optimizer="sgd")
 
 
 def _norm(rank, cfg):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.batches import Data
-from engine.layerwise import OPTIMIZERS
+from engine.parts import OPTIMIZERS
 from extras.forks import muon
 from shard import Tag
 from sizes import MOMENTS

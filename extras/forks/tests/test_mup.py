@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data.batches import Data
-from engine.layerwise import OPTIMIZERS
 from engine.optimizer import AdamW
+from engine.parts import OPTIMIZERS
 from extras.forks import mup
 from shard import Tag
 from sizes import MOMENTS

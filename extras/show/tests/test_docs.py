@@ -42,20 +42,19 @@ import mesh as mesh_file
 from data.batches import Data
 from engine.mesh import Mesh
 from extras.bench.job import SIZES
+from extras.forks import large_batches_curves as large_batches
 from extras.planner import measure
 from extras.planner.tests.test_planner import _sent
-from extras.show import demonstrations, large_batches
+from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
 from extras.show.tests.test_lab import KNOWN
 from run.config import Config, check_layout, parse
-from run.log import Log
 from schedules import SCHEDULES
 from tests import mutants
-from tests.harness import HERE, VOCAB, config, equals_one_process, mesh_of, needs_minutes
+from tests.harness import HERE, config, equals_one_process, needs_minutes
 from tests.isolation import as_it_was
 from tests.pool import HANG, pool
 from tests.runs import Run, apply, flags, needs_git, start
-from train import Trainer
 
 if not (HERE / "README.md").read_text().startswith("# nanoParallel\n"):
     pytest.skip("for nanoParallel's own pages; README.md is another's", allow_module_level=True)
@@ -70,15 +69,14 @@ WIDTH = "120"  # columns of a terminal: pages quote what is printed without one,
 
 LONG = {  # {command: what is compared}
     "python train.py": "600 steps: with FULL=1; else what its last line says of the corpus",
-    "python -m extras.show.large_batches --out large-batches --svg large-batches":
+    "python -m extras.forks.large_batches_curves --out large-batches --svg large-batches":
         "19 trainings: what the program prints, given the results on the page",
     "python -m tests.counts": "test_each_change_is_counted_as_the_page_says: four of its rows",
     "python -m extras.planner --measure": "figures of the machine: which flags are printed",
     "python -m extras.exercises break --svg docs/pictures/wrong-lines.svg":
         "test_wrong_lines.py runs two steps of each row; with FULL=1 all, and the picture",
     "python -m extras.doctor reference mine": "test_foreign.py runs the page's loops, and compares",
-    "torchrun train.py --dp 4 --batch-size 512 --optimizer lamb --lr 2e-2 --scale-lr sqrt "
-    "--warmup-tokens 500000 | grep rate": "large batches: the lines before the first step"}
+    "python test_all.py --page": "rounding errors; test_all.py itself holds them to 1e-10"}
 OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which test has it}}
     "README.md": {"row                        n": "test_readme_has_rows_of_the_bench"},
     "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM",
@@ -360,25 +358,6 @@ def test_measure_prints_the_flags_that_are_quoted(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         measure.main()
     assert capsys.readouterr().out == first + "\n"
-
-
-def _describe(rank, words):
-    """What this rank prints before its first step."""
-    cfg = parse(words)
-    check_layout(cfg, 1)
-    cfg.device = "cpu"
-    mesh = mesh_of(cfg)
-    with redirect_stdout(io.StringIO()) as out:
-        Log(Trainer(cfg, mesh, VOCAB), None, 0)
-    return out.getvalue()
-
-
-def test_the_lines_before_the_first_step_are_those_that_are_quoted():
-    for block in QUOTES:
-        if LONG.get(block.command) == "large batches: the lines before the first step":
-            line, _, word = block.command.partition(" | grep ")
-            said = pool(4, _describe, line.split()[2:])[0].splitlines()
-            agree(block, [line for line in said if word in line])
 
 
 def test_a_checkpoint_has_the_files_that_are_listed(trained):
@@ -787,12 +766,11 @@ def test_lab_html_has_every_schedule():
 
 def test_each_mutant_changes_one_place_and_names_a_test():
     """mutants.py takes more than an hour. Here is only seen that its table is not out of date."""
-    rooms = {path.stem for path in TESTS}
     for file, rows in mutants.MUTANTS.items():
         for old, new, tests in rows:
             assert mutants.mutant(file, old, new) != (HERE / file).read_text()
             name, expression = tests.split(":")
-            assert expression and f"test_{name}" in rooms, (file, tests)
+            assert expression and mutants.test_file(name)
 
 
 def test_there_are_as_many_mutants_as_pages_say():

@@ -1,5 +1,6 @@
-"""SGD, and the optimizers for large batches that give each matrix a rate of its own. For clipped
-gradients g, weights w, decay d (of matrices only), momentum m:
+"""SGD, and the optimizers for large batches that give each matrix a rate of its own; rates and
+warm-up that follow the batch. For clipped gradients g, weights w, decay d (of matrices only),
+momentum m:
 
     SGD    v = m v + lr (g + d w);  w = w - v
     LARS   arXiv 1708.03888: SGD, each matrix with lr |w| / (|g| + d |w|). Left out: the paper's
@@ -13,12 +14,16 @@ LayerNorm gains have no decay and no ratio. A ratio is 1 where |w| or the gradie
 The square of a whole matrix's norm is the sum of the squares of its pieces, over all ranks that
 hold one, each divided by the number of ranks that hold the same piece (Optimizer.holders): one
 all-reduce of two numbers per tensor.
+
+    git apply extras/forks/large_batches.patch && torchrun train.py --dp 4 --optimizer lamb
 """
+
+import math
 
 import torch
 
 from engine.collectives import all_reduce
-from engine.optimizer import AdamW, Optimizer, exact_norms
+from engine.optimizer import Optimizer, exact_norms
 from optimizer import decays
 from shard import Tag
 
@@ -147,4 +152,36 @@ class LAMB(Layerwise):
         return self.ratio_of(weight, change, change)
 
 
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "lars": LARS, "lamb": LAMB}
+OPTIMIZERS = {"sgd": SGD, "lars": LARS, "lamb": LAMB}
+MOMENTS = {"sgd": ("velocity",), "lars": ("velocity",), "lamb": ("exp_avg", "exp_avg_sq")}
+
+
+def with_optimizers(engine):
+    """A subclass of Engine (engine/parts.py) that makes these optimizers, too."""
+    class WithOptimizers(engine):
+
+        def split_sequences(self, model, group, kind):  # the model is still whole
+            self.shapes = {name: param.shape for name, param in model.canonical_parameters()}
+            self.world = group.mesh.world
+            return super().split_sequences(model, group, kind)
+
+        def Optimizer(self, cfg, reducer):
+            if cfg.optimizer not in OPTIMIZERS:
+                return super().Optimizer(cfg, reducer)
+            make = OPTIMIZERS[cfg.optimizer]
+            return make(cfg, reducer, self.scale, self.shapes, self.world)
+
+    return WithOptimizers
+
+
+def scale_rates(cfg):
+    """Multiply --lr and --min-lr by --batch-size / --base-batch-size (--scale-lr linear) or by its
+    root (sqrt); turn --warmup-tokens into steps."""
+    if cfg.scale_lr != "none":
+        ratio = cfg.batch_size / cfg.base_batch_size
+        factor = ratio if cfg.scale_lr == "linear" else math.sqrt(ratio)
+        cfg.lr *= factor
+        cfg.min_lr *= factor
+        cfg.scale_lr = "none"  # done: from now on --lr is the rate of this batch
+    if cfg.warmup_tokens:
+        cfg.warmup_steps = round(cfg.warmup_tokens / (cfg.batch_size * cfg.block_size))

@@ -2,17 +2,26 @@
 with its rate unscaled, scaled linearly and by the root, LAMB by the root, LARS by both. Then the
 gradient noise scale (arXiv 1812.06162), which says where a larger batch stops to pay.
 
-    python -m extras.show.large_batches --out large-batches --svg docs/pictures
+    git apply extras/forks/large_batches.patch
+    python -m extras.forks.large_batches_curves --out large-batches --svg docs/pictures
 
 Rates were chosen at batch 32, by the validation loss after 600 steps: docs/large-batches.md.
 """
 
-from run.command import large_batches_flags
+from run.command import Parser
 from run.signals import end_quietly
+
+
+def large_batches_flags():
+    parser = Parser(__doc__)
+    parser.add_argument("--out", default="large-batches", help="folder for metrics (large-batches)")
+    parser.add_argument("--svg", metavar="FOLDER", help="write large-batches.svg there")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()
-    large_batches_flags(__doc__).parse_args()  # a wrong flag ends the process here, without torch
+    large_batches_flags().parse_args()  # a wrong flag ends the process here, without torch
 
 import json
 import os
@@ -118,7 +127,7 @@ def demo(mesh):
 
 
 def main():
-    parser = large_batches_flags(__doc__)
+    parser = large_batches_flags()
     args = parser.parse_args()
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)

@@ -2,28 +2,30 @@
 rates and warm-up that are scaled to the batch; bytes, skipped steps, checkpoints, memory."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import engine.parts
 import engine.zero as zero
 import sizes
 import train
 from data.batches import Data
-from engine import layerwise
 from engine.collectives import all_reduce
-from engine.layerwise import OPTIMIZERS
 from engine.mesh import Mesh
 from engine.optimizer import LossScale
-from extras.planner import memory
-from extras.show.large_batches import TOKENS, curve, noise_scale
+from extras.forks import large_batches
+from extras.forks.large_batches import OPTIMIZERS, scale_rates, with_optimizers
+from extras.forks.large_batches_curves import TOKENS, curve, noise_scale
 from model import build, initial_value
-from optimizer import learning_rate
 from run import checkpoint
-from run.config import check, check_layout
-from run.log import Log
+from run.config import check
+from run.tensorfile import CheckpointError
 from shard import Tag
 from tests.cover import covering, named
 from tests.harness import (
@@ -38,11 +40,34 @@ from tests.harness import (
     same_model,
     train_with,
 )
-from tests.runs import one_line
 from tests.test_zero import _counted
 from tests.trainer import Trainer, state_bytes
 
 KINDS = ("sgd", "lars", "lamb")
+
+
+@contextmanager
+def hook():
+    """What extras/forks/large_batches.patch changes, but for the flags."""
+    with (patch.object(engine.parts, "Engine", with_optimizers(engine.parts.Engine)),
+          patch.dict(sizes.MOMENTS, large_batches.MOMENTS)):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _hooked():
+    with hook():
+        yield
+
+
+def hooked(run):
+    """run, a function of a rank, inside of hook()."""
+    @wraps(run)
+    def inside(*args):
+        with hook():
+            return run(*args)
+
+    return inside
 
 
 def with_a_zero(name, *rest):
@@ -96,6 +121,7 @@ def build_with_a_zero(*args):
     return model
 
 
+@hooked
 def _trained(rank, cfg, bug):
     """_train's trace with ratios and norms of each tensor in each step, of a model with a matrix of
     zeros."""
@@ -120,12 +146,12 @@ def _trained(rank, cfg, bug):
         return ratios[-1]
 
     kind.trust_ratios = recorded
-    layerwise.all_reduce = reduced
+    large_batches.all_reduce = reduced
     try:
         trace = train_with(rank, cfg, train, "Trainer", draws_a_zero, kinds=("weights",))
     finally:
         kind.trust_ratios = original
-        layerwise.all_reduce = all_reduce
+        large_batches.all_reduce = all_reduce
     norms = norms or [None] * len(ratios)  # SGD
     assert trace[0]["agree"]
     return [{**step, "ratios": x, "norms": y}
@@ -189,6 +215,7 @@ class Small(torch.nn.Module):
             setattr(self, name, param)
 
 
+@hooked
 def _empty(rank, cfg, n):
     """(ratios, pieces on this rank) of a layer of fewer numbers than ranks."""
     mesh = mesh_of(cfg)
@@ -214,19 +241,20 @@ def test_a_rank_with_an_empty_shard_has_the_same_ratios(corpus, kind, ratio, sta
 # ---- what a step costs, and steps that are skipped ----
 
 
+@hooked
 def _bytes(rank, cfg, kind):
-    """({group: bytes that its ranks send in a step of the optimizer}, all-reduces of layerwise.py,
+    """({group: bytes that its ranks send in a step of the optimizer}, all-reduces of trust ratios,
     tensors)"""
     trainer, calls = Trainer(replace(cfg, optimizer=kind), mesh_of(cfg), VOCAB), []
     norm, read = trainer.gradients(Data(cfg).training(cfg, 0, trainer.mesh))
     before = {name: other.bytes_sent for name, other in trainer.mesh.groups.items()}
-    layerwise.all_reduce = lambda *args: (calls.append(1), all_reduce(*args))[1]
+    large_batches.all_reduce = lambda *args: (calls.append(1), all_reduce(*args))[1]
     try:
         trainer.update(norm, 1e-3)
         if cfg.zero in (1, 2):
             trainer.reducer.gather_weights(trainer.pipeline.stages[0].layers)
     finally:
-        layerwise.all_reduce = all_reduce
+        large_batches.all_reduce = all_reduce
     sent = {name: other.bytes_sent - before[name] for name, other in trainer.mesh.groups.items()}
     return sent, len(calls), len(trainer.shapes)
 
@@ -248,14 +276,20 @@ def test_a_step_sends_one_small_all_reduce_more(corpus, flags):
         assert total == {**usual, "world": usual["world"] + small}
 
 
+hooked_counted = hooked(_counted)
+hooked_counted.__qualname__ = hooked_counted.__name__ = "hooked_counted"
+hooked_counted.__module__ = __name__
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_looks_at_the_device_once(corpus, kind):
     """For the loss: not for a norm, nor to know whether to skip."""
     cfg = config(corpus, dp=2, zero=1, microbatches=2, optimizer=kind)
-    for reads, *_ in pool(2, _counted, cfg):
+    for reads, *_ in pool(2, hooked_counted, cfg):
         assert reads == ["tolist"]
 
 
+@hooked
 def _skipped(rank, cfg):
     """For each optimizer: did a step that is not finite change a bit? Does the next one change all?
     With which skipped first, as float16's first steps are."""
@@ -301,39 +335,30 @@ def test_sgd_and_lars_hold_one_moment():
         n = len(sizes.MOMENTS[kind])
         assert sum(sizes.bytes_per_parameter(0, 1, 2, moments=n)) == sixteen
         assert sum(sizes.bytes_per_parameter(0, 1, 4, moments=n)) == wide
-    job = memory.Job(sizes.GPTConfig(), 8, width=4, grad_width=4)
-    two, one = (memory.memory(job._replace(moments=n), memory.Layout(dp=2, zero=1)) for n in (2, 1))
-    assert one["optimizer"] == two["optimizer"] / 2 and one["weights"] == two["weights"]
 
 
 # ---- rates, warm-up, checkpoints ----
 
 
-def test_rates_are_scaled_to_the_batch_and_the_log_shows_them(corpus, capsys):
+def test_rates_and_warm_up_are_scaled_to_the_batch():
     for how, factor in (("none", 1), ("linear", 4), ("sqrt", 2)):
-        cfg = config(corpus, n_layer=1, batch_size=128, base_batch_size=32, scale_lr=how, lr=1e-3,
-                     min_lr=1e-4, warmup_tokens=20 * 1024, microbatches=1, steps=100)
+        cfg = SimpleNamespace(batch_size=128, base_batch_size=32, block_size=8, scale_lr=how,
+                              lr=1e-3, min_lr=1e-4, warmup_tokens=20 * 1024, warmup_steps=1)
         for _ in range(2):  # the command line is checked twice
-            check_layout(cfg, 1)
+            scale_rates(cfg)
         assert (cfg.lr, cfg.min_lr, cfg.warmup_steps) == (1e-3 * factor, 1e-4 * factor, 20)
-        close(learning_rate(cfg, 20), 1e-3 * factor, "peak")
-    Log(train.Trainer(cfg, Mesh(dp=1), VOCAB), None, 0)
-    assert "adamw: learning rate up to 0.002 in 20 steps, then down to 0.0002" in (
-        capsys.readouterr().out)
     for tokens, steps in ((20 * 1024, 80), (20 * 1024 + 127, 80), (20 * 1024 + 129, 81)):
-        small = config(corpus, batch_size=32, warmup_tokens=tokens)
-        check_layout(small, 1)
+        small = SimpleNamespace(batch_size=32, block_size=8, scale_lr="none", warmup_tokens=tokens)
+        scale_rates(small)
         assert small.warmup_steps == steps  # as many tokens, to the nearest step of 256
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_of_another_optimizer_is_refused(corpus, tmp_path):
     cfg = config(corpus, n_layer=1, microbatches=1, out=str(tmp_path), optimizer="lars")
     folder = checkpoint.save(train.Trainer(cfg, Mesh(dp=1), VOCAB), 1)
-    argv = ["train.py", "--data", corpus, "--n-layer", 1, "--n-head", 12, "--n-embd", 24,
-            "--block-size", 8, "--dtype", "float64", "--resume", folder, "--out", tmp_path,
-            "--optimizer", "sgd", "--device", "cpu"]
-    said = one_line(train.main, argv, capsys, monkeypatch)
-    assert f"{folder}: its --optimizer is lars, this run's is sgd" in said
+    other = train.Trainer(replace(cfg, optimizer="sgd"), Mesh(dp=1), VOCAB)
+    with pytest.raises(CheckpointError, match=f"{folder}: its --optimizer is lars, this run's is "):
+        checkpoint.load(other, folder)
 
 
 # ---- the experiment ----

@@ -1,0 +1,126 @@
+"""What python -m extras.show and the programs beside it print, refuse and write."""
+
+import json
+import sys
+
+import pytest
+
+import extras.show.__main__ as show
+import schedules
+from extras.show import draw, pictures
+from tests.isolation import as_it_was
+from tests.programs import (
+    leave_ctrl_c_and_errors_to_pytest,
+    refuse_an_unknown_flag_before_torch,
+    refuse_to_write_over,
+    tree,
+)
+from tests.runs import command, one_line
+
+# ---- like all programs ----
+
+
+def test_an_unknown_flag_is_one_line_before_torch_is_imported():
+    refuse_an_unknown_flag_before_torch([
+        "-m extras.show.pictures", "-m extras.show.eight_ranks",
+        "-m extras.show mesh", "-m extras.show sizes", "-m extras.show schedules"])
+
+
+@pytest.mark.parametrize("line", ["show schedules --bogus", "show sizes --bogus",
+                                  "show mesh --bogus", "pictures.py --bogus"])
+def test_after_them_ctrl_c_and_errors_are_pytests_again(line, capsys, monkeypatch):
+    main = pictures.main if line.startswith("pictures") else show.main
+    leave_ctrl_c_and_errors_to_pytest(main, line.split(), capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("line,says", [
+    ("collectives --help", "say how many ranks, 1 to 64"), ("collectives 0", "say how many"),
+    ("context_parallel abc", "say how many ranks"), ("ddp 2", "ddp runs on 4 ranks"),
+    ("sizes nan", "must be above 0"), ("sizes -5", "must be above 0"),
+    ("mesh 0 1 1 1 1", "give the sizes"), ("nothing", "nothing is unknown; try collectives, ddp")])
+def test_nonsense_is_answered_with_one_line(line, says, capsys, monkeypatch):
+    assert says in one_line(show.main, ["show", *line.split()], capsys, monkeypatch)
+
+
+# ---- schedules ----
+
+
+def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
+    def run(line):
+        with as_it_was():
+            draw.schedules_command(line.split())
+        return capsys.readouterr().out
+
+    assert json.loads(run("1f1b 4 8 --json")) == {
+        "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
+    assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
+    compared = {line.split()[0]: line for line in run("4 8 --compare").splitlines()}
+    assert list(compared) == list(schedules.SCHEDULES)
+    assert compared["1f1b"].endswith("in flight [4, 3, 2, 1]")
+    assert compared["interleaved"].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
+    # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
+    assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
+    run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
+    assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
+    assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
+    for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
+        with pytest.raises(SystemExit) as stop:
+            run(bad)
+        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_too_many_microbatches_are_refused_at_once():
+    done = command("-m", "extras.show", "schedules", "1f1b", "4", "1000000000000")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "a million" in done.stderr
+
+
+# ---- pictures ----
+
+
+@pytest.mark.parametrize("main,line,says", [
+    (show.main, "show schedules 1f1b 2 4 --svg mine", "holds something else than --svg"),
+    (pictures.main, "pictures.py --svg .",
+     "way.svg exists, with other content; name another folder for --svg"),
+    (pictures.main, "pictures.py --svg /proc/x", "/proc/x: No such file or directory"),
+    (show.main, "show schedules 1f1b 2 4 --svg no/x", "no/x: No such file or dir")])
+def test_nothing_is_written_over(main, line, says, tmp_path, capsys, monkeypatch):
+    refuse_to_write_over(["mine", "way.svg"], main, line, says, tmp_path, capsys, monkeypatch)
+
+
+def test_a_picture_that_is_the_same_is_written_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--svg", str(tmp_path)])
+    pictures.main()
+    before = tree(tmp_path)
+    pictures.main()
+    assert before == tree(tmp_path) and len(before) == len(pictures.DRAWINGS)
+
+
+@pytest.mark.parametrize("text", [
+    "[1]", "\\x00", '{"step": "a", "loss": 1}', '{"step": 0, "loss": "x"}',
+    '{"step": 0, "loss": NaN}', '{"step": 0, "loss": 1e999}', f'{{"step": {10**400}, "loss": 1}}',
+    '{"step": -1, "loss": 1}', '{"step": 0, "loss": ' + "[" * 100_000,
+    '{"step": 0, "busiest": [1]}', '{"step": true}', '{"a": 1}'], ids=lambda text: text[:30])
+def test_pictures_refuse_what_is_not_their_file(tmp_path, text, capsys, monkeypatch):
+    (tmp_path / "x").write_text(text + "\n")
+    argv = ["pictures.py", "--svg", tmp_path, "--metrics", tmp_path / "x"]
+    assert "not a file that train.py --metrics wrote" in one_line(
+        pictures.main, argv, capsys, monkeypatch)
+
+
+def test_a_run_that_diverged_is_drawn(tmp_path):
+    """... with some ticks, not with one for each of 10^30 nats."""
+    lines = [{"step": step, "loss": 10.0**step} for step in range(31)]
+    (tmp_path / "x").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, svg = pictures.metrics_svg([str(tmp_path / "x")])
+    assert svg.count("<text") < 50
+
+
+def test_pictures_of_more_runs_than_colors_are_refused(tmp_path, capsys, monkeypatch):
+    for folder in range(7):
+        (tmp_path / str(folder)).mkdir()
+        for name in ("same", f"own{folder}"):
+            (tmp_path / str(folder) / name).write_text('{"step": 0, "loss": 1}\n')
+    for name in ("same", "own*"):
+        argv = ["pictures.py", "--svg", tmp_path, "--metrics", *tmp_path.glob(f"*/{name}")]
+        assert "takes up to 6 files, of different names" in one_line(
+            pictures.main, argv, capsys, monkeypatch)
