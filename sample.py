@@ -10,8 +10,24 @@ computed from the whole window.
     python sample.py --prompt "def " --out out --samples 3
 """
 
-from run.command import sample_flags
+from run.config import Parser
 from run.signals import end_quietly
+
+
+def sample_flags():
+    parser = Parser("Text from a checkpoint.")
+    parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
+    parser.add_argument("--samples", type=int, default=1, help="number of continuations (1)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="length of each (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
+    parser.add_argument("--top-k", type=int, default=50,
+                        help="draw from the K likeliest tokens; 0: from all (50)")
+    parser.add_argument("--seed", type=int, default=1337, help="decides all draws (1337)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()

@@ -1,10 +1,12 @@
 """The proof: any layout is the same computation.
 
-    python test_all.py             this page, about a minute; then the tests in tests/
+    python test_all.py             this page, about a minute; then the first case of each test in
+                                   tests/, without the files that take long
     python test_all.py --page      this page alone
+    python test_all.py --full      this page, then all cases of all tests; FULL=1 python test_all.py
+                                   --full: those that take an hour, too
     python test_all.py --extras    the tests of extras/, too
-    python test_all.py --full      the tests that take long, too
-    python test_all.py -k zero     other flags go to pytest
+    python test_all.py -k zero     other flags go to pytest: all cases of these tests
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
 as it has ranks. One process trains the same model on whole batches, in a loop of a dozen lines that
@@ -16,7 +18,6 @@ leaves of these by its own size.)
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -182,16 +183,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="the layouts of this page only")
+    parser.add_argument("--full", action="store_true", help="all cases of all tests")
     parser.add_argument("--extras", action="store_true", help="the tests of extras/, too")
-    parser.add_argument("--full", action="store_true", help="the tests that take long, too")
     args, flags = parser.parse_known_args()
-    if args.full:
-        os.environ["FULL"] = "1"
     if not flags:  # flags of pytest ask for certain tests
         wrong = prove()
         pool.stop()
         if wrong or args.page:
             sys.exit(1 if wrong else 0)
+        if not args.full:
+            flags = ["--quick"]
     here = Path(__file__).parent
     folders = [str(here / "tests")] + [str(here / "extras")] * args.extras
     # Two processes run the tests, each a file at a time; -n 0 runs all in this one, as for --pdb

@@ -12,13 +12,13 @@ Bad input gets one line that names flag, values and fix, from one rank of each m
 code 2. The functions that check raise it as a ValueError; fail() prints it.
 """
 
+import argparse
 import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from run.command import Parser
 from run.files import (
     LOCK,
     MANIFEST,
@@ -195,6 +195,19 @@ DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 
 # ---- the command line ----
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser, but a wrong command line prints one line and exits with code 2, and flags
+    cannot be abbreviated."""
+
+    def __init__(self, description):
+        super().__init__(prog=program(), description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        """Called by argparse, with a text, and by main() of a command, with an exception."""
+        self.exit(2, f"{self.prog}: {in_words(message)}\n")
 
 
 def add_flags(parser, names, defaults=None, **options):

@@ -8,8 +8,16 @@ AutoTokenizer.from_pretrained("gpt2") has, or if the data has none (nanoGPT's ch
     python -m run.export --out out --to gpt2-folder
 """
 
-from run.command import export_flags
+from run.config import Parser
 from run.signals import end_quietly
+
+
+def export_flags(description):
+    parser = Parser(description)
+    parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
+    parser.add_argument("--to", required=True, help="the folder to write")
+    return parser
+
 
 if __name__ == "__main__":
     end_quietly()

@@ -9,7 +9,7 @@ is, also what GPT-2 should reach, by arithmetic, and python -m extras.bench --gp
 says so, and the next part runs; the exit code is then 1.
 """
 
-from run.command import Parser
+from run.config import Parser
 from run.signals import end_quietly
 
 

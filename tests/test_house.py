@@ -205,3 +205,15 @@ def test_preparing_the_corpus_is_said(corpus, tmp_path, monkeypatch, capsys):
 def test_stages_are_cut_by_cost():
     assert schedules.cut([0, 5, 5, 5, 5, 20], 3) == [(0, 3), (3, 5), (5, 6)]
     assert [b - a for a, b in schedules.cut([1] * 7, 3)] in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
+
+
+def test_every_file_of_run_has_a_promise_and_every_promise_a_test():
+    defined = set()
+    for path in HERE.glob("tests/test_*.py"):
+        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| (?!promise|---)(.+) \| (.+) \| (.+) \|$",
+                      (HERE / "run/README.md").read_text(), re.MULTILINE)
+    named = {name for _, files, _ in rows for name in re.findall(r"\]\((\w+\.py)\)", files)}
+    assert named == {path.name for path in HERE.glob("run/*.py")} - {"__init__.py"}
+    for promise, _, tests in rows:
+        assert set(tests.split(", ")) <= defined, promise

@@ -23,7 +23,7 @@ bytes).
 The sides of the rows: job.py (ours), torch_side.py, plain_side.py, without.py, gpu.py.
 """
 
-from run.command import Parser
+from run.config import Parser
 from run.signals import end_quietly
 
 

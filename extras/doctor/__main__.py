@@ -15,7 +15,7 @@ import os
 import sys
 from itertools import chain
 
-from run.command import Parser
+from run.config import Parser
 from run.signals import end_quietly
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from run.command import Parser
+from run.config import Parser
 from run.files import refuse_foreign
 from run.signals import end_quietly
 

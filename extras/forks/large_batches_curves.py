@@ -8,7 +8,7 @@ gradient noise scale (arXiv 1812.06162), which says where a larger batch stops t
 Rates were chosen at batch 32, by the validation loss after 600 steps: docs/large-batches.md.
 """
 
-from run.command import Parser
+from run.config import Parser
 from run.signals import end_quietly
 
 

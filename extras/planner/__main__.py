@@ -34,7 +34,7 @@ from extras.planner.programs import PROGRAMS, TRAIN_PY, lacks_stage
 from extras.planner.report import BAND, fell_out, figures, print_plan, trades
 from extras.planner.search import Search, as_config, layout_of
 from run import config
-from run.command import Parser
+from run.config import Parser
 from run.signals import end_quietly
 from sizes import LlamaConfig
 

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 import schedules
-from run.command import Parser
+from run.config import Parser
 from run.files import refuse_foreign
 from schedules import make_schedule, simulate, validate
 

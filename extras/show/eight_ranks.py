@@ -5,7 +5,7 @@ their parameters say (shard.py), and where ZeRO-1's chunks lie.
     python -m extras.show.eight_ranks --svg docs/pictures        writes docs/pictures/ranks.svg
 """
 
-from run.command import Parser
+from run.config import Parser
 from run.signals import end_quietly
 
 

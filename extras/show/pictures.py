@@ -14,8 +14,7 @@ from statistics import fmean
 
 from extras.show.chapters import DRAWINGS
 from extras.show.draw import CURVES, curves_svg
-from run.command import Parser
-from run.config import MARKS
+from run.config import MARKS, Parser
 from run.files import write_new
 from run.signals import end_quietly
 

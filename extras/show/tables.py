@@ -3,7 +3,7 @@
 import sys
 
 import sizes
-from run.command import Parser
+from run.config import Parser
 from run.signals import note
 
 
