@@ -4,7 +4,7 @@
                                    tests/, without the files that take long
     python test_all.py --page      this page alone
     python test_all.py --full      this page, then all cases of all tests; FULL=1 python test_all.py
-                                   --full: those that take an hour, too
+                                   --full: those that take much longer, too
     python test_all.py --extras    the tests of extras/, too
     python test_all.py -k zero     all cases of these tests, without the page; other flags, such as
                                    -x, go to pytest as well
