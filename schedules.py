@@ -28,8 +28,10 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
-# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. The first
-# "F" of a list is the forward of microbatch 0, the second that of microbatch 1, and so on. A digit
+# A schedule is a function of P, m, v and the rank. It returns the rank's list of actions. Stages
+# are one chain, each on one rank. A chunk takes its microbatches in their order, forward and
+# backward: the first "F" of a list is the forward of microbatch 0, the second that of microbatch 1,
+# and so on. (So no schedule here runs a stage on two ranks, or the newest backward first.) A digit
 # is a microbatch everywhere: `python -m extras.show schedules` prints "F" "F" "B" "B" as F0 F1 B0
 # B1. If a rank has several chunks, a small letter names the chunk: "Fa" is a forward of its first
 # chunk, "Fb" of its second. The capitals:
@@ -231,7 +233,8 @@ def v_shape(P, v):
 
 class Schedule(NamedTuple):
     """What a schedule declares. Other files ask these fields, and compare no names."""
-    actions: Callable  # actions(P, m, v, rank): the rank's list, as above
+    # actions(P, m, v, rank): the rank's list, as above. splits_backward() calls it, too, with P = 2
+    actions: Callable
     chunks: int = 1  # stages per rank; 0: as many as --chunks asks for
     place: Callable = in_turn  # place(P, v): the list `where`; where[s] is the rank of stage s
     in_rounds: bool = False  # microbatches go round in groups of P: m must be a multiple of P
@@ -288,11 +291,6 @@ def splits_backward(name):
     v = SCHEDULES[name].chunks or 1
     return any(action[0] == "W" for rank in range(2)
                for action in SCHEDULES[name].actions(2, 4, v, rank))
-
-
-def is_plain(name):
-    """Has each rank one stage, whose backwards are whole? pipeline.py runs such schedules."""
-    return SCHEDULES[name].chunks == 1 and not splits_backward(name)
 
 
 def cut(costs, n):
@@ -522,14 +520,15 @@ def lower(lists, where):
     return lowered
 
 
-def validate(lists, where):
+def validate(lists, where, m=0):
     """Check that every stage runs every microbatch once, on its own rank, after all that it needs,
     and that no rank waits forever when sends and receives block. ValueError, with rank and action,
-    if not. Lists without messages are lowered first; lists with messages are checked as given."""
+    if not. Lists without messages are lowered first; lists with messages are checked as given.
+    m: the number of microbatches; 0: as many as the lists name."""
     got = Counter((rank, action) for rank, actions in enumerate(lists) for action in actions)
     split = {(a.stage, a.microbatch) for _, a in got if a.kind in ("I", "W")}  # split backwards
     lowered = any(a.kind in MESSAGES for _, a in got)
-    m = 1 + max((a.microbatch for _, a in got), default=0)
+    m = m or 1 + max((a.microbatch for _, a in got), default=0)
     due = []
     for k in range(m):
         for s in range(len(where)):

@@ -6,7 +6,8 @@
     python test_all.py --full      this page, then all cases of all tests; FULL=1 python test_all.py
                                    --full: those that take an hour, too
     python test_all.py --extras    the tests of extras/, too
-    python test_all.py -k zero     other flags go to pytest: all cases of these tests
+    python test_all.py -k zero     all cases of these tests, without the page; other flags, such as
+                                   -x, go to pytest as well
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
 as it has ranks. One process trains the same model on whole batches, in a loop of a dozen lines that
@@ -14,14 +15,20 @@ shares only the model with train.py. A line of the output is a layout, and how f
 gradients before clipping, their norm, and its weights are from the loop's, at most, in parts of the
 largest number: float64 has 16 digits, and sums in another order cost the last one or two. (Weights
 lose more: the key biases of a GPT's attention have gradients of 0, and AdamW divides what rounding
-leaves of these by its own size.)
+leaves of these by its own size.) Before the first step the weights have the loop's bits. Last, the
+page plants a bug, and has to see it.
+
+Parts: "root", "engine" (--fast), "mixed": the root's, but the engine's pipeline for a schedule that
+the root cannot run. A fork adds its layouts to the table.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +41,7 @@ from experts import balance_loss, kind_of
 from model import build
 from run.config import check_layout, parse
 from run.copies import whole_slices
+from sizes import config_of
 from tests.pool import pool
 
 TOLERANCE = 1e-10
@@ -41,8 +49,7 @@ VOCAB = 67  # divides by no T
 BATCH, LENGTH = 36, 8
 RATES = (5e-3, 1e-2, 5e-3)  # the warm-up's middle and end, and the cosine's middle
 
-# Flags of train.py. Each line runs on the root's parts (where these have no such schedule, with the
-# engine's pipeline), and with --fast
+# Flags of train.py. Each line runs on the root's parts, and with --fast
 LAYOUTS = """
     --dp 1
     --dp 4
@@ -58,7 +65,8 @@ LAYOUTS = """
     --cp 4
     --cp 4 --cp-attention all-to-all
     --pp 4 --schedule gpipe
-    --pp 4
+    --pp 4 --microbatches 2
+    --pp 4 --microbatches 9
     --pp 2 --schedule interleaved
     --pp 4 --schedule zb-h1
     --pp 3 --schedule zb-h2
@@ -94,9 +102,10 @@ def batch(folder, step):
 
 @cache
 def one_process(shape, folder):
-    """The reference: [(loss, gradients, norm, weights)] of each step."""
+    """The reference: (initial weights, [(loss, gradients, norm, weights)] of each step)."""
     model = build(shape, seed=1337, dtype=torch.double, kind=kind_of(shape))
     params = dict(model.canonical_parameters())
+    initial = {name: p.detach().clone() for name, p in params.items()}
     decayed = [p for name, p in params.items() if p.dim() > 1 and name.endswith("weight")]
     others = [p for p in params.values() if not any(p is matrix for matrix in decayed)]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
@@ -111,12 +120,13 @@ def one_process(shape, folder):
             loss = loss - balance_loss(model.layers) / targets.numel()
         grads = {name: p.grad.clone() for name, p in params.items()}
         norm = torch.nn.utils.clip_grad_norm_(params.values(), 0.2)
+        assert norm > 0.2, "clipping must act"
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         weights = {name: p.detach().clone() for name, p in params.items()}
         steps.append((loss.detach(), grads, norm, weights))
-    return steps
+    return initial, steps
 
 
 def difference(got, want):
@@ -124,18 +134,25 @@ def difference(got, want):
     return ((got - want).abs().max() / want.abs().max().clamp(min=1e-3)).item()
 
 
-def differences(rank, cfg):
-    """One rank of a layout. Returns the largest difference of the losses, gradients, norms and
-    weights that this rank holds from those of one process."""
+def differences(rank, cfg, bug=False):
+    """One rank of a layout. Returns (the largest difference of the losses, gradients, norms and
+    weights that this rank holds from those of one process; the names of the tensors it holds).
+    bug: halve the gradients of this rank 1."""
     mesh = train.choose(cfg).Mesh(cfg.device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp,
                                   tp=cfg.tp, ep=cfg.ep, shard=cfg.shard)
     trainer = train.Trainer(cfg, mesh, VOCAB)
-    reference = one_process(trainer.model_config, cfg.data)
+    initial, reference = one_process(trainer.model_config, cfg.data)
+    held = {}
+    for tag, weight in trainer.reducer.whole():
+        held[tag.name] = weight
+        assert torch.equal(weight, tag.slice(initial[tag.name])), f"initial {tag.name} differs"
     data = Data(cfg)
     clip_and_step = trainer.optimizer.step
     raw = []  # (tag, this rank's slice of the gradient) of a step, before clipping
 
     def step(grads, norm, lr):
+        if bug and rank == 1:
+            grads[0].mul_(0.5)
         raw[:] = [(tag, grad.clone()) for tag, grad in whole_slices(trainer.reducer, grads)]
         clip_and_step(grads, norm, lr)
 
@@ -144,39 +161,50 @@ def differences(rank, cfg):
     for number, (loss, grads, norm, weights) in enumerate(reference):
         lr = train.learning_rate(cfg, number)
         got_norm, sums = trainer.step(data.training(cfg, number, mesh), lr)
-        found = [difference(sums[0], loss),
-                 max(difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw),
-                 difference(got_norm, norm),
-                 max(difference(weight, tag.slice(weights[tag.name]))
-                     for tag, weight in trainer.reducer.whole())]
+        of_grads = [difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw]
+        of_weights = [difference(weight, tag.slice(weights[tag.name]))
+                      for tag, weight in trainer.reducer.whole()]
+        found = [difference(sums[0], loss), torch.tensor(of_grads).max(),  # of a nan: nan
+                 difference(got_norm, norm), torch.tensor(of_weights).max()]
         worst = worst.maximum(torch.tensor(found))
-    return worst
+    return worst, [*held]
+
+
+def run(words, folder, bug=False):
+    """Train a layout in the pool of processes. Returns (cfg, the largest differences of all
+    ranks)."""
+    cfg = config(words, folder)
+    worst, held = zip(*pool(cfg.dp * cfg.pp * cfg.cp * cfg.tp, differences, cfg, bug), strict=True)
+    names = one_process(config_of(cfg, VOCAB), folder)[0].keys()
+    assert set().union(*held) == names, "no rank holds some tensor"
+    return cfg, torch.stack(worst).amax(0)
 
 
 def prove():
-    """Run the table; return the number of layouts that differ."""
+    """Run the table; return the number of layouts that differ, or of bugs that are not seen."""
     wrong = 0
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
         tokens = np.random.default_rng(0).integers(0, VOCAB, 5000).astype("<u2")
         for name in ("train", "val"):
             tokens.tofile(f"{folder}/{name}.bin")
+        Path(folder, "meta.json").write_text(json.dumps({"vocab_size": VOCAB}))
         print(f"{'layout':62} {'parts':7} {'loss':>7} {'grads':>7} {'norm':>7} {'weights':>7}")
         rows = [line.split() for line in LAYOUTS.strip().splitlines()]
-        for words in rows:
-            for parts, fast in (("root", []), ("engine", ["--fast"])):
-                cfg = config([*words, *fast], folder)
-                ranks = cfg.dp * cfg.pp * cfg.cp * cfg.tp
-                worst = torch.stack(pool(ranks, differences, cfg)).amax(0)
-                mixed = parts == "root" and cfg.fast
-                is_wrong = not bool((worst < TOLERANCE).all())
-                wrong += is_wrong
-                print(f"{' '.join(words):62} {'mixed' if mixed else parts:7} "
-                      + " ".join(f"{number:7.0e}" for number in worst.tolist())
-                      + ("  DIFFERS" if is_wrong else ""), flush=True)
-    print(f"{2 * len(rows)} layouts in {time.time() - begin:.0f} s: "
+        for words, fast in product(rows, ([], ["--fast"])):
+            cfg, worst = run([*words, *fast], folder)
+            parts = "engine" if fast else "mixed" if cfg.fast else "root"
+            equal = bool((worst < TOLERANCE).all())  # a nan is not
+            wrong += not equal
+            print(f"{' '.join(words):62} {parts:7} "
+                  + " ".join(f"{number:7.0e}" for number in worst.tolist())
+                  + ("" if equal else "  DIFFERS"), flush=True)
+        _, worst = run(["--dp", "2"], folder, bug=True)
+        seen = not bool((worst < TOLERANCE).all())
+        print("a bug in one rank's gradients is " + ("seen" if seen else "NOT SEEN"))
+    print(f"{len(rows)} layouts on both kinds of parts in {time.time() - begin:.0f} s: "
           + (f"{wrong} differ" if wrong else f"all within {TOLERANCE:.0e} of one process"))
-    return wrong
+    return wrong + (not seen)
 
 
 def main():
@@ -186,13 +214,14 @@ def main():
     parser.add_argument("--full", action="store_true", help="all cases of all tests")
     parser.add_argument("--extras", action="store_true", help="the tests of extras/, too")
     args, flags = parser.parse_known_args()
-    if not flags:  # flags of pytest ask for certain tests
+    chosen = "-k" in flags or any(not flag.startswith("-") for flag in flags)
+    if args.page or not chosen:
         wrong = prove()
         pool.stop()
         if wrong or args.page:
             sys.exit(1 if wrong else 0)
         if not args.full:
-            flags = ["--quick"]
+            flags.append("--quick")
     here = Path(__file__).parent
     folders = [str(here / "tests")] + [str(here / "extras")] * args.extras
     # Two processes run the tests, each a file at a time; -n 0 runs all in this one, as for --pdb

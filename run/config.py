@@ -29,7 +29,14 @@ from run.files import (
 )
 from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import STORE, in_words, local_rank, note, program
-from schedules import SCHEDULES, chunks_of, make_schedule, splits_backward
+from schedules import (
+    SCHEDULES,
+    chunks_of,
+    make_schedule,
+    placement,
+    splits_backward,
+    validate,
+)
 from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
 
 
@@ -466,7 +473,9 @@ def refuse_wrong_pipeline(cfg):
     interleaved, also needs a multiple of --pp microbatches."""
     require_divides(cfg, "dp", whole="batch_size")
     require_divides(cfg, "dp", "microbatches", whole="batch_size")
-    make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)  # for its ValueError
+    lists = make_schedule(cfg.schedule, cfg.pp, cfg.microbatches, cfg.chunks)
+    # A fork's own schedule may lack an action
+    validate(lists, placement(cfg.schedule, cfg.pp, cfg.chunks), cfg.microbatches)
     require(cfg.pp * cfg.chunks <= cfg.n_layer + 2, f"{given(cfg, 'pp', 'chunks')} must be at most "
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
 

@@ -1,6 +1,6 @@
 """Do all ranks that should hold the same bits hold them? Compared by hashes: a rank sends at most
 16 bytes per tensor and group for the hashes, and 16 per tensor to count the ranks that found a
-difference. train.py asks at the end of a run, extras/doctor/record.py in each step."""
+difference. train.py asks at the end of a run."""
 
 import hashlib
 

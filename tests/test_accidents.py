@@ -83,6 +83,7 @@ def test_checking_the_flags_leaves_no_file_open(corpus, tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         config.check(cfg, 1)
+        config.check_outputs(cfg)
     assert not [warning for warning in said if warning.category is ResourceWarning]
 
 

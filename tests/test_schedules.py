@@ -41,9 +41,9 @@ from tests.trainer import Trainer
 
 def _cases():
     for P, m in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8, 33, *[9, 64] * FULL)):
-        for name in schedules.SCHEDULES:
-            for v in (1, 2, 3, 4) if name == "interleaved" and m % P == 0 else (1,):
-                if name != "interleaved" or m % P == 0:
+        for name, schedule in schedules.SCHEDULES.items():
+            for v in (1, 2, 3, 4) if schedule.chunks == 0 else (schedule.chunks,):
+                if m % P == 0 or not schedule.in_rounds:
                     yield name, P, m, v
 
 

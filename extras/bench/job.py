@@ -1,4 +1,4 @@
-"""Rows of bench.py, and our side of them: the trainer of train.py, its checkpoint, its collectives.
+"""Rows of a race, and our side of it: the trainer of train.py, its checkpoint, its collectives.
 
 A row names two sides. A side is a function that takes a Job and returns a step function. Each call
 of the step function runs one step and returns this rank's share of the loss.

@@ -4,8 +4,8 @@
     python -m extras.doctor.record FOLDER --tp 2 --pp 2       starts four ranks, and waits for them
     torchrun -m extras.doctor.record FOLDER --tp 2 --pp 2     the same
 
-FOLDER is new, or empty, or holds a dump, which is replaced. The flags are train.py's, but two steps
-are trained, and only the first is of the warm-up. Nothing is written outside of FOLDER.
+FOLDER is new, or empty, or holds a dump, which is replaced. The flags are train.py's, but for the
+number of steps: one of the warm-up, then one at the full rate. No checkpoint is written.
 
 A Recorder stands in the place of the optimizer, and writes the gradients that it gets and the
 weights before and after. Each rank writes its own slices straight into the files, like in

@@ -1,1 +1,1 @@
-"""Write it yourself: python -m extras.exercises"""
+"""Sixteen techniques to write yourself, tested on real processes. Needs torch."""

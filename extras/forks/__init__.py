@@ -1,0 +1,1 @@
+"""Experiments on top of the repository, each with its patch and its tests. Needs torch and git."""

@@ -38,7 +38,7 @@ from run.config import Parser
 from run.signals import end_quietly
 from sizes import LlamaConfig
 
-LIMITS = {  # (least, most): plan.py's own flags, and sizes of a model. Others: run/config.py
+LIMITS = {  # (least, most): the planner's own flags, and sizes of a model. Others: run/config.py
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size expert_width",
     (0, 2**31): "shared_width head_width",
     (1, 1000): "n_layer", (0, 10**9): "latency launch",

@@ -1,5 +1,5 @@
 """A Llama whose sizes train.py has no flags for: the published mixtures of experts, and Llamas with
-wider heads. plan.py has flags for them; its answer is of use for other programs (--for)."""
+wider heads. The planner has flags for them; its answer is of use for other programs (--for)."""
 
 from dataclasses import dataclass
 

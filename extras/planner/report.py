@@ -1,4 +1,4 @@
-"""The text that plan.py prints: table of layouts, trades of each row, parts of the first row."""
+"""The text of a plan: table of layouts, trades of each row, parts of the first row."""
 
 from dataclasses import fields
 

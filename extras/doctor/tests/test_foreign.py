@@ -28,14 +28,14 @@ from extras.doctor.tests.test_dump import (
     change_json,
     dumps_of_one_process,
     every_tensor,
+    recording,
 )
 from extras.doctor.weights import check_updates
 from extras.doctor.words import lines
 from extras.show.tests.pages import BLOCKS, PAGES, masked
-from run.config import check_layout, parse
 from run.hugging_face import CONV1D
 from tests.harness import HERE, pool
-from tests.runs import Run, rewrite
+from tests.runs import rewrite
 
 PAGE = "docs/check-your-own-trainer.md"
 DUMPING, *LOOPS = ("\n".join(block.lines) for block in BLOCKS
@@ -76,9 +76,9 @@ def folder(corpus, tmp_path_factory):
     """A folder with the page's reference, of a random corpus."""
     folder = tmp_path_factory.mktemp("foreign")
     command = next(line for block in BLOCKS if block.page == PAGE for line in block.lines
-                   if line.startswith("python train.py --dump reference"))
-    words = [*command.split()[2:], "--data", corpus, "--dump", str(folder / "reference")]
-    run = Run(check_layout(parse(words), 1), words, folder)
+                   if line.startswith("python -m extras.doctor.record reference"))
+    _, flags = command.split(" reference ")
+    run = recording(1, folder / "reference", [*flags.split(), "--data", corpus], folder)
     assert run.wait() == [0], run.read()
     return folder
 

@@ -1,4 +1,4 @@
-"""plan.py as an adviser: six jobs' first rows, other programs' words, mixtures, calibration."""
+"""The planner as an adviser: six jobs' first rows, other programs' words, mixtures, calibration."""
 
 import contextlib
 import io
@@ -50,9 +50,9 @@ def answer(flags):
 
 
 def answer_of(words):
-    """What plan.py prints."""
+    """What the planner prints."""
     asked = sys.argv
-    sys.argv = ["plan.py", *words]
+    sys.argv = ["planner", *words]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             plan.main()

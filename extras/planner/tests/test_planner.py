@@ -980,7 +980,7 @@ def test_few_of_many_layouts_are_simulated(monkeypatch):
     "--n-layer 6 --n-head 8 --n-embd 512 --gpus 6 --tp 1 --dp 3 --zero 2 --recompute",
     "--model gpt3-1.3b --chunks 2 --pp 4 --no-sp"])
 def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split(), "--json", "--top", "4"])
+    monkeypatch.setattr(sys, "argv", ["planner", *flags.split(), "--json", "--top", "4"])
     plan.main()
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     near = [row["step_s"] <= (1 + plan.BAND) * min(row["step_s"] for row in layouts)
@@ -1021,7 +1021,7 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--model llama-7b --split-experts", "--split-experts is for --experts"),
     ("--pp 8 --microbatches 1000000 --batch-size 1000000", "at most a million")])
 def test_the_planner_answers_bad_flags_with_one_line(flags, line, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["planner", *flags.split()])
     with pytest.raises(SystemExit) as end:
         plan.main()
     said = capsys.readouterr().err.strip()
@@ -1180,7 +1180,7 @@ def test_labels_of_a_chart_do_not_overlap():
 
 def test_the_planner_explains_a_layout(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [
-        "plan.py", "--model", "gpt3-1.3b", "--gpus", "8", "--pp", "4", "--layout", "--recompute"])
+        "planner", "--model", "gpt3-1.3b", "--gpus", "8", "--pp", "4", "--layout", "--recompute"])
     plan.main()
     said = capsys.readouterr().out
     assert "torchrun train.py --dp 2 --pp 4" in said and "seconds of the fastest: compute" in said
@@ -1189,7 +1189,7 @@ def test_the_planner_explains_a_layout(capsys, monkeypatch):
 
 
 def test_a_layout_that_does_not_fit_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", "plan.py --model gpt3-13b --gpus 8 --layout".split())
+    monkeypatch.setattr(sys, "argv", "planner --model gpt3-13b --gpus 8 --layout".split())
     plan.main()
     lines = capsys.readouterr().out.splitlines()
     assert "the layout of the first row DOES NOT FIT:" in lines
@@ -1197,7 +1197,7 @@ def test_a_layout_that_does_not_fit_is_named(capsys, monkeypatch):
 
 def test_a_layout_that_does_not_fit_may_be_called_faster(capsys, monkeypatch):
     flags = "--gpus 1 --gb 6 --batch-size 16 --layout"  # fits in microbatches only
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["planner", *flags.split()])
     plan.main()
     said = capsys.readouterr().out
     assert "DOES NOT FIT" in said

@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 def is_command(line):
-    return line.split()[0:1] in (["python"], ["torchrun"], ["pip"])
+    return line.split()[0:1] in (["python"], ["torchrun"], ["pip"], ["git"])
 
 
 def shows_output(lines, i):

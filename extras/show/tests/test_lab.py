@@ -449,7 +449,7 @@ def opened(tmp_path_factory):
         layout = memory.Layout(D, T, P, zero=zero, schedule="zb-h1", microbatches=8)
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
-    page = tmp_path_factory.mktemp("lab") / "docs/lab.html"
+    page = tmp_path_factory.mktemp("lab") / "lab.html"
     probe = PROBE.replace("AUDIT\n", AUDIT.read_text())
     traces = ["{", spans(2, 2, 1)]  # the second one is read: the first one's error goes away
     for name, value in (("SETTINGS", settings), ("ANSWERS", ANSWERS), ("TRACES", traces)):
@@ -513,7 +513,7 @@ def test_the_comparison_notices(right, wrong, where):
 
 @needs_node
 def test_the_command_for_the_seconds_of_a_layout_plans_this_layout(capsys, monkeypatch):
-    """Of the calculator, for three layouts: plan.py shows the same layout."""
+    """Of the calculator, for three layouts: the planner shows the same layout."""
     a, b = memory.Layout(dp=4, tp=4, pp=4, sp=True, microbatches=16), memory.Layout(dp=8, zero=3)
     cases = [("llama-70b", 128, {}, a), ("gpt2", 64, {"n_experts": 8}, b._replace(ep=4)),
              ("gpt3-13b", 64, {}, a._replace(schedule="interleaved", chunks=2, zero=1, cp=2))]
@@ -522,7 +522,7 @@ def test_the_command_for_the_seconds_of_a_layout_plans_this_layout(capsys, monke
         layout = layout._replace(microbatches=layout.microbatches or 1, chunks=layout.chunks or 1)
         asked = [{**job._asdict(), "model": asdict(job.model)}, layout._asdict(), layout.ranks]
         [words] = results([["timed", name, "h100", *asked]])
-        monkeypatch.setattr("sys.argv", [*words.split()[1:], "--json"])
+        monkeypatch.setattr("sys.argv", [*words.split()[2:], "--json"])
         plan.main()
         [row] = json.loads(capsys.readouterr().out)["layouts"]  # "best" has the fastest of all
         assert same(row, report.figures(job, layout, DEVICES["h100"]) | {"trades": row["trades"]})
