@@ -261,17 +261,17 @@ def matches(cfg, got, step, kinds, want, tolerance=TOLERANCE):
 
 def how_to_find_the_cause(cfg):
     """The commands that write a dump of one process and one of this layout, and compare the two."""
-    flags = {"": "", "layout": ""}
+    one = layout = ""  # flags of one process, and those of several
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         if value != field.default and field.name != "out":
-            group = "layout" if field.metadata["group"] == "layout" else ""
-            words = [f"--{field.name.replace('_', '-')}", *[str(value)] * (value is not True)]
-            flags[group] += " ".join(["", *words])
-    return ("These commands look for the cause:\n"
-            f"python -m extras.doctor.record one{flags['']}\n"
-            f"python -m extras.doctor.record many{flags['']}{flags['layout']}\n"
-            "python -m extras.doctor one many")
+            flag = f" --{field.name.replace('_', '-')}" + f" {value}" * (value is not True)
+            if field.metadata["group"] == "layout" or field.name in ("chunks", "shard"):
+                layout += flag
+            else:
+                one += flag
+    return (f"These commands look for the cause:\npython -m extras.doctor.record one{one}\n"
+            f"python -m extras.doctor.record many{one}{layout}\npython -m extras.doctor one many")
 
 
 def equals_one_process(corpus, run=_train, *args, build=build, tolerance=TOLERANCE, **flags):
