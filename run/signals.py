@@ -69,7 +69,9 @@ def end(code, line, speaks):
 
 
 def end_quietly():
-    """Let `| head` and Ctrl-C end this process without a traceback."""
+    """Let `| head`, Ctrl-C, and characters that the terminal lacks, cause no traceback."""
+    if sys.stdout:  # None: closed (>&-)
+        sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # A rank of extras.planner --measure: run/launch.py blocked STOPS before it started this process
