@@ -370,7 +370,7 @@ def test_a_dump_is_one_line_and_nothing_else_and_replaces_a_dump(corpus, tmp_pat
 
 def test_a_dump_has_a_step_of_the_warm_up_and_one_at_the_full_rate(corpus, tmp_path):
     """... whatever the flags say, of which each would change a rate."""
-    words = flags(corpus, "out", lr=1e-2, steps=9, warmup_steps=5, warmup_tokens=10**6)
+    words = flags(corpus, "out", lr=1e-2, steps=9, warmup_steps=5)
     run = recording(1, tmp_path / "dump", words, tmp_path)
     assert run.wait() == [0], run.read()
     assert [step["lr"] for step in read_dump(tmp_path / "dump").steps] == [5e-3, 1e-2]
