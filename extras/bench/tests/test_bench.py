@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import extras.bench.__main__ as bench
+import extras.bench.race as bench
 from extras.bench import gpu
 from extras.bench.expected import ATTENTION, expected
 from run.config import Config

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import pytest
 
-import extras.bench.__main__ as bench
+import extras.bench.race as bench
 import extras.planner.__main__ as plan
 import mesh as mesh_file
 from data.batches import Data
