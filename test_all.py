@@ -164,7 +164,7 @@ def differences(rank, cfg, bug=False):
         of_grads = [difference(grad, tag.slice(grads[tag.name])) for tag, grad in raw]
         of_weights = [difference(weight, tag.slice(weights[tag.name]))
                       for tag, weight in trainer.reducer.whole()]
-        found = [difference(sums[0], loss), torch.tensor(of_grads).max(),  # of a nan: nan
+        found = [difference(sums[0], loss), torch.tensor(of_grads).max(),  # max keeps a nan
                  difference(got_norm, norm), torch.tensor(of_weights).max()]
         worst = worst.maximum(torch.tensor(found))
     return worst, [*held]

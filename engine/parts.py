@@ -55,7 +55,7 @@ class Engine:
         self.dtype = getattr(torch, cfg.dtype)
         # check() (run/config.py) resolves "auto": a Trainer sees it only in tests that skip check()
         self.device = torch.device("cpu" if cfg.device == "auto" else cfg.device)
-        self.positions = None  # of this rank's tokens in their sequence; set in split_sequences
+        self.positions = None  # where this rank's tokens stand; set in split_sequences
         self.deferred = Deferred()
         self.scale = LossScale(self.dtype, self.device)
         self.dropout = Dropout(cfg.dropout, cfg.seed)

@@ -29,7 +29,7 @@ def expectation(name, device):
     tokens = GPT2["batch_size"] * GPT2["block_size"]
     products = 6 * N_PARAMETERS * tokens
     causal = 6 * GPT2["n_layer"] * GPT2["n_embd"] * GPT2["block_size"] * tokens  # half of all pairs
-    f_attention = device.f_attention  # that of FlashAttention-2
+    f_attention = device.f_attention  # FlashAttention-2's share of the peak
     if name in ("h100", "h200"):  # there torch takes cuDNN's kernel, as fast as FlashAttention-3
         f_attention *= ATTENTION_SPEED["fa3"]
     speed = device.tflops * 1e12

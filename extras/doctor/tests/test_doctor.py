@@ -241,7 +241,7 @@ NAMED_MUTANTS = {
     "engine/vocabulary_parallel.py: 'torch.where(": "not masked in the gradient of the logits",
     "engine/vocabulary_parallel.py: 'masked_fill(out": "not masked in the loss",
     "engine/vocabulary_parallel.py: 'logits[:, num_w": "the rows that pad the vocabulary",
-    # A sum that nobody waits for comes too late, or just in time
+    # A sum that no rank waits for comes too late, or just in time
     "engine/sequence_parallel.py: 'work.wait()": "f is missing everywhere",
     "engine/context_parallel.py: 'if key_rank": "swaps earlier and later",
     "engine/expert_parallel.py: '(cp, tp)": "balance loss counts a rank's own tokens",
@@ -987,7 +987,7 @@ def test_the_noise_of_a_run_in_float64_is_measured_too(right):
     mine = right()
     exact = Computed(mine, 1, step_of(mine, 1))
     for name, grad in exact.gradients.items():
-        rounding = torch.finfo(torch.double).eps * grad  # of each element
+        rounding = torch.finfo(torch.double).eps * grad  # each element's rounding
         assert exact.gradient_is_right(name, grad + 2 * FLOOR * rounding), name
         assert not exact.gradient_is_right(name, grad + 100 * FLOOR * rounding), name
 

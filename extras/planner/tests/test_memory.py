@@ -37,7 +37,7 @@ def _saved_by_a_block(rank, cfg):
     del x
     if is_kept() is not None:
         saved[at] = size
-    assert y.requires_grad  # its graph lives until here
+    assert y.requires_grad  # keeps y, and so its graph, alive until here
     return sum(saved.values())
 
 

@@ -649,7 +649,7 @@ TIME = re.compile(
     r"|(?:the|its|this \w+) (?:\w+ )?(?:speed|time))"
     rf"|{RANGE}%? (?:faster|slower|off the step)"
     rf"|{RANGE}%? of (?:a step\b|the step\b|(?:the|its|\w+'s) (?:speed|time)))")
-NOT_MEASURED = {  # {file: (figures of time that nobody has measured, why)}
+NOT_MEASURED = {  # {file: (figures of time that are not measured, why)}
     "docs/gpus-and-nodes.md": (["5 to 10 us"], "reasoned, and the page says so"),
     "docs/runs-that-survive.md": (["5 seconds", "600 seconds", "2 to 3 seconds"],
                                   "--timeout, and the constants of run/processes.py"),
@@ -737,7 +737,7 @@ def layouts_and_bugs(fork):
     tests = vars(importlib.import_module(f"extras.forks.tests.test_{fork}"))
     layouts = [mark.args[1] for test in tests.values() for mark in getattr(test, "pytestmark", [])
                if mark.args[0] in ("flags", "layout")]
-    if "LAYOUTS" in tests:  # of which some are trained
+    if "LAYOUTS" in tests:  # the tests train some layouts of this table
         layouts = [tests["LAYOUTS"]]
     return [str(len(cases)) for cases in (*layouts, tests["BUGS"])]
 
