@@ -1,20 +1,19 @@
-"""The collectives of collectives.py, with the same results and bytes: a butterfly for small tensors
-(fewer hops), a ring in pieces (less memory), torch's own on GPUs. op, "sum" or "max", replaces
-combine, because torch's own collectives take a name. With async_op=True (not
-broadcast, reduce, barrier) they run in the background, behind earlier work of the group, and return
-their Work.
+"""The collectives of collectives.py, with the same results and bytes, in the background too, and
+torch's own on GPUs. op, "sum" or "max", replaces combine, because torch's own collectives take a
+name. With async_op=True (not broadcast, reduce, barrier) they run behind earlier work of the group
+while the caller goes on, and return their Work.
 
-    pieces          a chunk travels in pieces, and a piece is added while the next one travels
-    early receives  the receives of the next pieces are posted ahead: a gloo send completes when it
-                    meets its receive, so a receive that is already there saves a round trip
-    butterfly       a small tensor takes 2 log2 N - 1 hops, not 2 (N-1)
-    native          torch's own collectives, the default on GPUs
+    added where it lies    what arrives through shared memory is added from the sender's buffer: one
+                           copy less, no landing buffer (combine, an option of Group.exchange)
+    pieces                 a long message travels through shared memory in pieces
+    swap                   two ranks' all-reduce takes one hop
+    native                 torch's own collectives, the default on GPUs
 
 What each trick gains: docs/measured.md.
 """
 
+import math
 from collections import deque
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,164 +22,59 @@ from collectives import own_chunk
 from engine.group import queued
 from group import wait_all
 
-# Chosen by time: smaller pieces take longer (docs/measured.md, "Pieces")
-PIECE = 2 << 20  # bytes
-AHEAD = 8  # receives posted ahead
-
-# op -> (what our ring and butterfly call, in place; what torch's own collectives take)
+PIECE = 2 << 20  # bytes; a piece stays in the cache from one rank's copy to the next one's
+# op -> (what our ring calls, in place; what torch's own collectives take)
 OPS = {"sum": (torch.Tensor.add_, dist.ReduceOp.SUM),
        "max": (lambda a, b: torch.maximum(a, b, out=a), dist.ReduceOp.MAX)}
 
 
-# ---- the ring ----
-
-
-class RingStep(NamedTuple):
-    """One piece in one hop."""
-    reduce: bool  # True: add what arrives to `into`; False: receive in place
-    out: torch.Tensor  # sent to the next rank
-    into: torch.Tensor
-
-
-def ring_steps(tensor, group, hops, num_pieces):
-    """The steps of a ring, num_pieces for each hop. The piece that step i receives is the piece
-    that step i + num_pieces sends. Hops 0 .. N-2 are the reduce-scatter, N-1 .. 2N-3 the
-    all-gather."""
-    N, r = group.size, group.rank
-    chunks = tensor.view(-1).tensor_split(N)
-    steps = []
-    for hop in hops:  # N = 4, r = 1: sends chunks 0 3 2, then 1 0 3; receives 3 2 1, then 0 3 2
-        out = chunks[(r - 1 - hop) % N].tensor_split(num_pieces)
-        into = chunks[(r - 2 - hop) % N].tensor_split(num_pieces)
-        steps += [RingStep(hop < N - 1, *pair) for pair in zip(out, into, strict=True)]
-    return steps
-
-
 def ring(tensor, group, op, hops):
-    """Run some hops of the ring. A receive of the all-gather may overwrite this rank's partial sum
-    of a chunk. That is safe: the complete sum was computed from that partial sum, which has been
-    sent by then. (all_gather alone receives only chunks that this rank lacks.)"""
-    assert tensor.is_contiguous(), "collectives take contiguous tensors"
-    combine, _ = OPS[op]
-    chunk = tensor.view(-1).tensor_split(group.size)[0]  # a largest one
-    if group.in_order:
-        ring_in_turn(ring_steps(tensor, group, hops, 1), group, combine, chunk)
+    """Run some hops of the root's ring: hops 0 .. N-2 are the reduce-scatter, N-1 .. 2N-3 the
+    all-gather.
+
+    A receive of the all-gather may overwrite this rank's partial sum of a chunk. That is safe: the
+    complete sum was computed from that partial sum, which has been sent by then. (all_gather alone
+    receives only chunks that this rank lacks.)"""
+    N, r = group.size, group.rank
+    chunks = flat(tensor).tensor_split(N)
+    # N = 4, r = 1: sends chunks 0 3 2, then 1 0 3; receives 3 2 1, then 0 3 2
+    pass_on([(chunks[(r - 1 - hop) % N], chunks[(r - 2 - hop) % N],
+              OPS[op][0] if hop < N - 1 else None) for hop in hops], group, chunks[0].nbytes)
+
+
+def swap(tensor, group, op):
+    """All-reduce of two ranks in one hop, not two: each sends all that it has, and adds. The bytes
+    are the ring's, and so are the bits, because a + b = b + a."""
+    pass_on([(flat(tensor), flat(tensor), OPS[op][0])], group, tensor.nbytes)
+
+
+def reduce_by_hand(tensor, group, op):
+    """All-reduce: two ranks swap, more go around the ring."""
+    if group.size == 2:
+        swap(tensor, group, op)
     else:
-        num_pieces = max(1, chunk.nbytes // PIECE)
-        piece = chunk.tensor_split(num_pieces)[0]
-        ring_ahead(ring_steps(tensor, group, hops, num_pieces), group, combine, piece, num_pieces)
+        ring(tensor, group, op, range(2 * group.size - 2))
 
 
-def ring_in_turn(steps, group, combine, chunk):
-    """Hop by hop, like the root's ring: NCCL allows no early receive."""
-    buffer = torch.empty_like(chunk) if steps[0].reduce else None
-    for step in steps:
-        landing = buffer[: step.into.numel()] if step.reduce else step.into
-        group.exchange(step.out, group.next, landing, group.prev).wait()
-        if step.reduce:
-            combine(step.into, landing)
+def flat(tensor):
+    assert tensor.is_contiguous(), "collectives take contiguous tensors"
+    return tensor.view(-1)
 
 
-def ring_ahead(steps, group, combine, piece, num_pieces):
-    """Up to AHEAD receives are posted before their turn. Step i sends what step i - num_pieces has
-    received. piece: a tensor as large as the largest piece."""
-    num_reduce = sum(step.reduce for step in steps)
-    # Buffers for arriving terms, used in turn: as many as receives can be pending
-    buffers = [torch.empty_like(piece) for _ in range(min(AHEAD, num_reduce))]
-    landings = [buffers[i % len(buffers)][: step.into.numel()] if step.reduce else step.into
-                for i, step in enumerate(steps)]
-    to_post = iter(landings)
-    receives = deque()
-    sends = []
-
-    def post_receive():
-        landing = next(to_post, None)
-        if landing is not None:
-            receives.append(group.recv(landing, group.prev))
-
-    def finish(i):
-        """Complete step i, and post the next receive: a buffer that step i used is free now."""
-        receives.popleft().wait()
-        if steps[i].reduce:
-            combine(steps[i].into, landings[i])
-        post_receive()
-
-    for _ in range(AHEAD):
-        post_receive()
-    for i, step in enumerate(steps):
-        if i >= num_pieces:
-            finish(i - num_pieces)
-        sends.append(group.send(step.out, group.next))
-    for i in range(len(steps) - num_pieces, len(steps)):
-        finish(i)
-    wait_all(sends)
-
-
-# ---- the butterfly: fewer hops for small tensors ----
-# Up to SMALL bytes the ring's many hops cost more than its pieces save (docs/measured.md, "Where
-# the butterfly ends")
-SMALL = 4 << 20  # bytes
-
-
-def takes_butterfly(tensor, group):
-    """All ranks give the same answer."""
-    power_of_two = group.size & (group.size - 1) == 0
-    return tensor.nbytes <= SMALL and power_of_two and not group.in_order and not group.native
-
-
-class ButterflyStep(NamedTuple):
-    peer: int
-    out: torch.Tensor
-    into: torch.Tensor  # receives
-    total: torch.Tensor | None  # `into` is added to it; None: `into` is complete
-
-
-def butterfly_steps(tensor, group):
-    """Halve the part to sum, then double the complete part. N = 4, rank 1, a tensor of the quarters
-    q0 q1 q2 q3:
-
-        distance 2, with rank 3    sends q2 q3, adds what arrives to q0 q1
-        distance 1, with rank 0    swaps q0 q1: both ranks add, q0 q1 is complete on both
-        distance 2, with rank 3    sends q0 q1, receives q2 q3
-    """
-    kept = tensor.view(-1)
-    halving = []
-    distance = group.size // 2
-    while distance > 1:
-        lower, upper = kept.tensor_split(2)
-        keeps_upper = bool(group.rank & distance)
-        kept, given = (upper, lower) if keeps_upper else (lower, upper)
-        halving.append(ButterflyStep(group.rank ^ distance, given, torch.empty_like(kept), kept))
-        distance //= 2
-    swap = ButterflyStep(group.rank ^ 1, kept, torch.empty_like(kept), kept)
-    doubling = [ButterflyStep(step.peer, step.total, step.out, None) for step in reversed(halving)]
-    return [*halving, swap, *doubling]
-
-
-def butterfly(tensor, group, op):
-    """All-reduce of N = 2^k ranks in 2k - 1 hops instead of 2 (N-1), with the bytes of the ring.
-    All ranks get the same bits, because a + b = b + a. Rabenseifner 2004.
-
-    All receives are posted first, even a receive into a half that this rank must still send. That
-    is safe: the peer can complete that half only after it has received ours."""
-    steps = butterfly_steps(tensor, group)
-    swap = steps[len(steps) // 2]
-    combine, _ = OPS[op]
-    first, *others = steps
-    # The first step sends what this rank has already, so its send and receive are one operation,
-    # posted before the other receives. Its Work waits for both
-    receives = [group.exchange(first.out, first.peer, first.into, first.peer)]
-    receives += [group.recv(step.into, step.peer) for step in others]
-    sends = []  # sends of the other steps
-    for step, receive in zip(steps, receives, strict=True):
-        if step is not first:
-            sends.append(group.send(step.out, step.peer))
-        receive.wait()
-        if step is swap:
-            wait_all(sends)  # combine() overwrites what the swap sends
-        if step.total is not None:
-            combine(step.total, step.into)
-    wait_all(sends)
+def pass_on(hops, group, largest):
+    """Hops of a ring, [(out, into, combine)]: send `out` to the next rank, and combine `into` with
+    what the rank before sends. Through shared memory a message travels in pieces: the next one
+    leaves before this one is waited for. largest: bytes of the longest message of any rank, so that
+    all ranks cut alike."""
+    num_pieces = max(1, math.ceil(largest / PIECE)) if group.is_on_one_machine() else 1
+    works = deque()
+    for out, into, combine in hops:
+        for sent, received in zip(out.tensor_split(num_pieces), into.tensor_split(num_pieces),
+                                  strict=True):
+            if len(works) == min(2, num_pieces):  # all that this hop sends has arrived by then
+                works.popleft().wait()
+            works.append(group.exchange(sent, group.next, received, group.prev, combine=combine))
+    wait_all(works)
 
 
 # ---- the family: beside the members of collectives.py, four with a root ----
@@ -219,10 +113,8 @@ def all_reduce(tensor, group, op="sum"):
     """In: every rank a full tensor. Out: every rank the same bits of the reduction, in place."""
     if group.native:
         group.run_native("all_reduce", tensor, OPS[op][1])
-    elif takes_butterfly(tensor, group):
-        butterfly(tensor, group, op)
     else:
-        ring(tensor, group, op, range(2 * group.size - 2))
+        reduce_by_hand(tensor, group, op)
 
 
 @queued

@@ -1,5 +1,6 @@
 """The root's Group with what a long, fast run needs: one trick or safeguard per method.
 
+    carry           sends through shared memory where the peer is on this machine, else through gloo
     submit          runs a function in the background, after all earlier work of the group, so that
                     messages travel while the caller computes
     start           every operation gets a number, and an error names rank, operation and peer
@@ -7,18 +8,19 @@
     run_native      one of torch's own collectives (--collectives native): the default on GPUs.
                     Those bypass exchange(), and bytes_sent does not count them
 
-This file is for gloo, torch's message library for CPUs; engine/nccl_group.py has subclasses for
-NCCL, the one for GPUs.
+This file is for CPUs: shared memory (engine/shared_memory.py) and gloo, torch's message library for
+CPUs. engine/nccl_group.py has subclasses for NCCL, the one for GPUs.
 """
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
 
 import group
+from engine.shared_memory import Incoming, Outgoing
 from group import naming
 
 # The library's own collectives. torch 2.13 renamed two of them.
@@ -50,10 +52,6 @@ class Work(group.Work):
 class Group(group.Group):
     """Some ranks in a ring order."""
 
-    # True: the library demands that two ranks post their messages in one order, both directions of
-    # an exchange as one operation (engine/nccl_group.py). False: a receive may be posted long
-    # before its send, and the ring does so, for speed.
-    in_order = False
     # May several names have one group, if their ranks are the same? Here no: a thread of the group
     # posts what was submitted, and the caller's messages must not get between these
     is_shared = False
@@ -70,18 +68,24 @@ class Group(group.Group):
         self.executor = None  # one thread, which runs submitted work; made by the first submit()
         self.worker = None  # identifies that thread, from its first job on
         self.kept = {}  # (name, shape, dtype) -> the tensor that kept_buffer() returns
+        self.links = {}  # (Outgoing or Incoming, peer) -> this rank's end of the link
 
     def span(self, name, **args):
         """A context: a named stretch of time, for --trace."""
         return self.mesh.span(name, group=self.name, **args)
 
-    def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
+    def exchange(self, send=None, dst=None, recv=None, src=None, more=(), combine=None):
         """group.Group.exchange, after all submitted work: a message between those of a job would
-        be taken for one of them. more: further (send, dst, recv, src) of the same operation."""
+        be taken for one of them. more: further (send, dst, recv, src) of the same operation.
+        combine(recv, received): what to do with a received tensor, in place, once this rank's send
+        has left; without it, recv is overwritten."""
         self.wait_for_jobs()
+        landing = recv
+        if combine and recv.numel() > 0 and not self.link(Incoming, src):
+            landing = torch.empty_like(recv)
         ends = []  # (dist.irecv or dist.isend, tensor, peer): the form that dist.P2POp takes
         names = []
-        for out, to, into, source in [(send, dst, recv, src), *more]:
+        for out, to, into, source in [(send, dst, landing, src), *more]:
             if into is not None and into.numel() > 0:
                 ends.append((dist.irecv, into, source))
                 names.append(f"receive from rank {self.ranks[source]}")
@@ -89,12 +93,45 @@ class Group(group.Group):
                 ends.append((dist.isend, out, to))
                 names.append(f"send to rank {self.ranks[to]}")
                 self.bytes_sent += out.numel() * out.element_size()
-        return self.start(", ".join(names), lambda: self.post(ends))
+        work = self.start(", ".join(names), lambda: self.carry(ends, combine))
+        if landing is not recv:
+            work.waits.append(partial(combine, recv, landing))
+        return work
+
+    def carry(self, ends, combine):
+        """Start these sends and receives: through shared memory where there is a link, else through
+        the library. Returns objects to wait() for. combine: of what arrives through a link."""
+        works, others = [], []
+        for operation, tensor, peer in ends:
+            link = self.link(Incoming if operation is dist.irecv else Outgoing, peer)
+            if link is None:
+                others.append((operation, tensor, peer))
+            elif operation is dist.irecv:
+                works.append(link.post(tensor, combine))
+            else:
+                link.send(tensor)
+                works.append(link)
+        return works + self.post(others)
 
     def post(self, ends):
         """Post these sends and receives; return the library's works."""
         return [self.communicator.recv([tensor], peer, 0) if operation is dist.irecv else
                 self.communicator.send([tensor], peer, 0) for operation, tensor, peer in ends]
+
+    def is_on_one_machine(self):
+        """Does shared memory carry all messages of the ring? All ranks give the same answer."""
+        neighbours = self.mesh.neighbours
+        return neighbours is not None and all(
+            neighbours.are(rank, self.ranks[i - 1]) for i, rank in enumerate(self.ranks))
+
+    def link(self, end, peer):
+        """This rank's end of the link to or from a peer; None if gloo carries their messages."""
+        neighbours = self.mesh.neighbours
+        if not neighbours or not neighbours.are(self.ranks[self.rank], self.ranks[peer]):
+            return None
+        if (end, peer) not in self.links:
+            self.links[end, peer] = end(neighbours, self.name, self.ranks[peer])
+        return self.links[end, peer]
 
     def start(self, what, post):
         """Call post(), which starts an operation and returns the library's works; return one Work.

@@ -1,5 +1,5 @@
-"""The root's Mesh with the engine's groups: on CPU or GPU, with spans of time for --trace, and with
-torch's own collectives (--collectives native).
+"""The root's Mesh with the engine's groups: on CPU or GPU, with shared memory between ranks of one
+machine, spans of time for --trace, and torch's own collectives (--collectives native).
 """
 
 from collections import deque
@@ -10,15 +10,20 @@ import torch.distributed as dist
 import mesh
 from engine.group import Group
 from engine.nccl_group import CudaGroup, InOrderGroup
+from engine.shared_memory import Neighbours
 from group import naming
 from mesh import connection_options
 
 
 class Mesh(mesh.Mesh):
     """Mesh("cuda", dp=2, pp=2, tp=2). native: call torch's own collectives. in_order: post messages
-    in the order that NCCL demands (engine/nccl_group.py), also on CPU, for tests."""
+    in the order that NCCL demands (engine/nccl_group.py), also on CPU, for tests. transport="auto":
+    messages take shared memory where both ranks can; "gloo": none does."""
 
-    def __init__(self, device="cpu", timeout=600, native=False, in_order=False, **sizes):
+    neighbours = None  # whom this rank reaches through shared memory
+
+    def __init__(self, device="cpu", timeout=600, native=False, in_order=False, transport="auto",
+                 **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
         # The rows of join(), such as ((0, 1), (2, 3)) -> the Group of the row that has this rank.
@@ -27,6 +32,17 @@ class Mesh(mesh.Mesh):
         cuda = str(device).startswith("cuda")
         self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group
         super().__init__(device, timeout, **sizes)
+        if transport == "auto" and self.group_class is Group and self.world.size > 1:
+            self.neighbours = Neighbours(self.world, timeout)
+            self.world.bytes_sent = 0  # what was sent so far is none of the training's
+
+    def carriers(self):
+        """Of rank 0."""
+        usual, others = super().carriers(), range(1, self.world.size)
+        near = sum(self.neighbours.are(0, rank) for rank in others) if self.neighbours else 0
+        far = len(others) - near
+        to = [f"shared memory to {near} ranks"] * (near > 0) + [f"{usual} to {far}"] * (far > 0)
+        return ", ".join(to)
 
     def span(self, name, **args):
         """A span is a named stretch of time, for --trace. This one records nothing: replaced in
@@ -50,3 +66,8 @@ class Mesh(mesh.Mesh):
             return dist.group.WORLD  # connected in init (run/processes.py)
         with naming(f"rank {self.rank}: joining group {name}"):
             return dist.new_group(ranks, **connection_options(self.device, self.timeout))
+
+    def close(self):
+        """Close the links through shared memory. No message may be under way."""
+        if self.neighbours:
+            self.neighbours.close()

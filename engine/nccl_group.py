@@ -24,8 +24,6 @@ from group import CommunicationError, naming
 class InOrderGroup(Group):
     """Posts both directions of an exchange as one operation."""
 
-    in_order = True
-
     def post(self, ends):
         operations = [dist.P2POp(operation, tensor, group=self.communicator, group_peer=peer)
                       for operation, tensor, peer in ends]

@@ -64,7 +64,8 @@ class Engine:
         self.spread_experts = spread_experts
 
     def Mesh(self, device, timeout, **sizes):
-        return Mesh(device, timeout, native=self.cfg.collectives == "native", **sizes)
+        return Mesh(device, timeout, native=self.cfg.collectives == "native",
+                    transport=self.cfg.transport, **sizes)
 
     def split_sequences(self, model, group, kind):
         self.positions = split_sequences(model, group, kind)

@@ -2,7 +2,7 @@
 
     any schedule      schedules.py makes the list: F, B, I, W, and the messages between them
     zero bubble       a backward in two parts, I now and W later
-    early receives    on gloo a send completes only when its receive is posted, so receives are
+
                       posted one ahead of the list
     freed outputs     a stage's output is freed once it was sent. Backward needs its graph, not its
                       values: the last operation is the residual sum, which saves no inputs
@@ -16,7 +16,6 @@ schedules, and memory.
 
 from collections import Counter, deque
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 
@@ -99,19 +98,6 @@ def finish_weights(queue):
 # ---- any schedule ----
 
 
-def receive_early(actions):
-    """Post each receive in the place of the receive before it, the first at the front: RF0 F0 RF1
-    F1 becomes RF0 RF1 F0 F1."""
-    places = [i for i, action in enumerate(actions) if action.kind in ("RF", "RB")]
-    if not places:
-        return actions
-    early = list(actions)
-    for here, following in pairwise(places):
-        early[here] = actions[following]
-    early.pop(places[-1])
-    return [actions[places[0]], *early]
-
-
 class Pipeline:
     """Executes this rank's list of actions, of any schedule. Everywhere below, s is a stage, k a
     microbatch, and data "F", an activation, or "B", a gradient."""
@@ -153,7 +139,7 @@ class Pipeline:
         training = reducer is not None
         actions = self.actions if training else self.forwards
         loss = torch.zeros((), dtype=torch.double, device=self.group.device)
-        for action in actions if self.group.in_order else receive_early(actions):
+        for action in actions:
             kind, s, k = action
             if kind in ("RF", "RB"):
                 self.post_receive(kind[1], s, k)

@@ -68,6 +68,8 @@ class Config:
     recompute: bool = flag(False, "layout", "recompute each block's activations in backward")
     collectives: str = flag("auto", "details", "ring: ours; native: torch's [engine]; auto: native "
                             "on GPUs, else ring", ("auto", "ring", "native"))
+    transport: str = flag("auto", "details", "auto: shared memory between ranks of one machine "
+                          "[engine], else gloo; gloo: gloo for all", ("auto", "gloo"))
     pad_vocab: int = flag(0, "details", "pad a rank's rows of the vocabulary to a multiple of "
                           "this; 0: 64 on GPUs, 1 on CPUs [engine]")
     bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB "

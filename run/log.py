@@ -150,6 +150,8 @@ class Log:
                  f"then down to {cfg.min_lr:.3g}")
         if mesh.world.size > 1:
             self.say(grid(mesh.sizes))
+            if cfg.verbose:
+                self.say(f"messages of rank 0: {mesh.carriers()}")
         if len(trainer.cuts) > 1:
             for stage, (start, stop) in enumerate(trainer.cuts):
                 self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "

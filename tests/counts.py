@@ -110,7 +110,7 @@ class OneOfMany(Mesh):
         with (patch.object(dist, "is_initialized", lambda: True),
               patch.object(dist, "get_rank", lambda: 0),
               patch.object(dist, "get_world_size", lambda: math.prod(sizes.values()))):
-            super().__init__("meta", native=True, **sizes)
+            super().__init__("meta", native=True, transport="gloo", **sizes)
 
     def communicator(self, name, ranks):
         return None

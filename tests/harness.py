@@ -73,7 +73,8 @@ def sizes_of(cfg):
 def mesh_of(cfg, in_order=IN_ORDER):
     if not cfg.fast:
         return mesh_file.Mesh(cfg.device, **sizes_of(cfg))
-    return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order, **sizes_of(cfg))
+    return Mesh(cfg.device, native=cfg.collectives == "native", in_order=in_order,
+                transport=cfg.transport, **sizes_of(cfg))
 
 
 def whole_batch(corpus, step, batch_size=BATCH, block_size=SHAPE["block_size"]):

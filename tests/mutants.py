@@ -211,12 +211,11 @@ MUTANTS = {
         ("tensor.untyped_storage().resize_(0)", "pass", "schedules:freed"),
         ("if outputs[-1].requires_grad:", "if True:", "layouts:frozen")],
     "engine/collectives.py": [
-        ("if step is swap:", "if False:", "collectives:change_no_collective"),
-        ("landing, group.prev).wait()", "landing, group.prev)", "streams:zb_v"),
-        ("receives.popleft().wait()", "receives.popleft()", "collectives:change_no_collective"),
-        ("finish(i)\n    wait_all(sends)", "finish(i)", "collectives:change_no_collective"),
-        ("min(AHEAD, num_reduce)", "min(AHEAD // 2, num_reduce)", "collectives:fast_ring"),
-        ("power_of_two = ", "power_of_two = group.size % 2 == 0 or ", "collectives:definition")],
+        ("works.popleft().wait()", "works.popleft()", "collectives:change_no_collective"),
+        ("    wait_all(works)\n\n\n#", "\n\n#", "collectives:change_no_collective"),
+        ("min(2, num_pieces)", "2", "collectives:change_no_collective"),
+        ("OPS[op][0] if hop < N - 1 else None", "OPS[op][0]", "collectives:definition"),
+        ("chunks[0].nbytes)", "chunks[-1].nbytes)", "collectives:fast_ring")],
     "group.py": [
         ("send.numel() * send.element_size()", "send.numel()", "parts:table"),
         ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason")],

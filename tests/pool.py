@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroupGloo
 import engine.group as engine_group
 import engine.mesh as engine_mesh
 import mesh as mesh_file
+from engine.nccl_group import InOrderGroup
 from run.config import Config
 from run.processes import init, shutdown
 
@@ -66,7 +67,8 @@ class Communicators:
         if mesh not in self.meshes:
             self.meshes.append(mesh)
         # Groups that call torch's functions need a process group that torch knows
-        if isinstance(mesh, engine_mesh.Mesh) and (mesh.native or mesh.group_class.in_order):
+        if isinstance(mesh, engine_mesh.Mesh) and (
+                mesh.native or issubclass(mesh.group_class, InOrderGroup)):
             return self.usual(mesh, name, ranks)
         # A second mesh of a test has connections of its own: the first may have work under way
         number = self.meshes.index(mesh)
@@ -84,6 +86,8 @@ class Communicators:
             for group in mesh.groups.values():
                 if isinstance(group, engine_group.Group):
                     group.last.wait()
+            if isinstance(mesh, engine_mesh.Mesh):
+                mesh.close()
         self.meshes, self.asked = [], []
 
 

@@ -84,7 +84,7 @@ def test_the_same_ranks_have_one_communicator_on_gpus(nccl, monkeypatch, device,
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    mesh = Mesh(device, timeout=30, dp=2, tp=2)
+    mesh = Mesh(device, timeout=30, transport="gloo", dp=2, tp=2)
     replicas, tp, data = mesh.group("shard", "ep", "cp"), mesh.group("tp"), mesh.group("dp")
     assert [group.ranks for group in (replicas, tp, data)] == [[0, 2], [2, 3], [0, 2]]
     is_one = data is replicas

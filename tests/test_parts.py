@@ -84,7 +84,7 @@ ROOT_PLACES = """
 ENGINE_PLACES = """
     engine.mesh.Mesh.span: dp 2
     engine.group.Group.exchange: dp 2
-    engine.collectives.butterfly: dp 2
+    engine.collectives.swap: dp 2
     engine.collectives.ring: dp 3
     engine.ddp.DDP.launch: dp 2
     engine.zero.ZeRO2.launch: dp 2 zero 2

@@ -12,6 +12,7 @@ import train
 from collectives import all_reduce
 from data.batches import Data
 from ddp import DDP
+from engine.shared_memory import MESSAGE
 from group import wait_all
 from run.config import check
 from run.watch import Watch, axis_of, tell, ticks
@@ -40,9 +41,24 @@ class Counting:
         return self.communicator.send(tensors, *args)
 
 
+class CountingSocket:
+    """A socket of a link; counts the bytes of the messages that it announces."""
+
+    def __init__(self, socket, sends):
+        self.socket, self.sends = socket, sends
+
+    def __getattr__(self, name):
+        return getattr(self.socket, name)
+
+    def sendmsg(self, packets, *args):
+        sent = self.socket.sendmsg(packets, *args)
+        self.sends += [MESSAGE.unpack(packet)[1] for packet in packets]
+        return sent
+
+
 def counted(mesh):
-    """Count what the groups of a mesh send, also those that are made later. Returns a list: the
-    bytes of each message."""
+    """Count what the groups of a mesh send, also those that are made later, through gloo and
+    through shared memory. Returns a list: the bytes of each message."""
     sends = []
     usual = mesh.communicator
 
@@ -53,6 +69,12 @@ def counted(mesh):
     mesh.communicator = communicator
     for group in mesh.groups.values():
         group.communicator = group.communicator and Counting(group.communicator, sends)
+    if neighbours := getattr(mesh, "neighbours", None):
+        connect = neighbours.connect
+        neighbours.connect = lambda *args: CountingSocket(connect(*args), sends)
+        for group in mesh.groups.values():
+            for end in getattr(group, "links", {}).values():
+                end.socket = end.socket and CountingSocket(end.socket, sends)
     return sends
 
 

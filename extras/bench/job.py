@@ -17,6 +17,7 @@ import engine.mesh
 import group
 import mesh
 import train
+from engine.shared_memory import Neighbours
 from run import checkpoint
 from run.config import Config, choose_parts
 
@@ -111,6 +112,11 @@ class RowMesh(engine.mesh.Mesh):
         self.pending = deque()
         self.groups = {}
         self.world = self.join("world", [list(range(n))])
+        if group_class is engine.group.Group and n > 1:
+            self.meet()
+
+    def meet(self):
+        self.neighbours = Neighbours(self.world, timeout=1800)
 
     def join(self, name, rows):
         """Like the root: a group for each name, also of the root's Group."""

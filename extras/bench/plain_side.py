@@ -6,6 +6,7 @@ import torch
 import collectives
 import context_parallel
 import engine.context_parallel
+from engine.collectives import PIECE
 from extras.bench.job import repeated, trainer
 from extras.bench.torch_side import adamw, loop, whole_model
 from extras.bench.without import swapped
@@ -19,6 +20,24 @@ def plain_ring(job):
     tensor = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
     group = job.mesh(plain=True).group("dp")
     return repeated(job, lambda: collectives.all_reduce(tensor, group))
+
+
+def copies_and_sums(job):
+    """What an all-reduce through shared memory copies and adds, on each rank, without a message: a
+    hop copies what it sends into a buffer, and adds or copies what it receives out of one."""
+    tensor, n = torch.zeros(256 * job.row.size), job.n
+    chunks, hops = (tensor.chunk(n), 2 * (n - 1)) if n > 2 else ([tensor], 1)  # two ranks swap
+    buffer = torch.empty(PIECE // 4)
+
+    def call():
+        for hop in range(hops):
+            take = torch.Tensor.add_ if hop < n - 1 else torch.Tensor.copy_
+            for piece in chunks[hop % len(chunks)].split(buffer.numel()):
+                message = buffer[: piece.numel()]
+                message.copy_(piece)
+                take(piece, message)
+
+    return repeated(job, call)
 
 
 def other_flags(**flags):

@@ -82,11 +82,10 @@ def rows_of_collectives(name, peer, kilobytes, goal=None):
 def against_torch():
     """The engine against torch's own."""
     return [
-        *rows_of_collectives("all_reduce", torch_side.library, (4, 64, 256), goal=1.25),
-        *rows_of_collectives("all_reduce", torch_side.library, (1024, 4096, 16384, 65536),
-                             goal=0.85),
-        *rows_of_collectives("reduce_scatter", torch_side.library, [65536], goal=1.5),
-        *rows_of_collectives("all_gather", torch_side.library, [65536], goal=1.0),
+        *rows_of_collectives("all_reduce", torch_side.library,
+                             (4, 64, 256, 1024, 4096, 16384, 65536), goal=2.0),
+        *rows_of_collectives("reduce_scatter", torch_side.library, [65536], goal=8.0),
+        *rows_of_collectives("all_gather", torch_side.library, [65536], goal=4.0),
         *rows_of_training("DDP", torch_side.ddp, [D2, D4], COMPUTE_AND_COMMUNICATION, goal=1.0),
         # 4 steps in a turn: ZeRO-1's weights travel during the next step, but a turn ends only when
         # the weights of its last step have arrived
@@ -112,6 +111,8 @@ def against_limits():
     # balance 0, because race() compares losses, and only the other loop's has a balance loss in it
     experts = (2, {"dp": 2, "ep": 2, "experts": 8, "balance": 0.0})
     rows = [
+        *rows_of_collectives("all_reduce, to the memory's limit", plain_side.copies_and_sums,
+                             (1024, 16384, 65536)),
         *rows_of_training("D = 2, to 2 threads", threads, [D2], ["compute"], goal=0.95),
         # 2 stages and 8 microbatches have a bubble of 1/9, so a step takes 9/8 of its work's time
         *rows_of_training("P = 2, to 2 threads + bubble", threads, [P2], ["compute"], goal=0.95,
@@ -182,10 +183,13 @@ def against_the_engine_without():
     recompute = (2, {"pp": 2, "microbatches": 8, "schedule": "gpipe", "recompute": True})
     P2_M4 = (2, {"pp": 2, "microbatches": 4})
     return [
+        *collectives("shared memory", without.shared_memory, [4, 1024, 65536]),
+        *training("shared memory", without.shared_memory_in_training, [D2, ZERO3],
+                  COMPUTE_AND_COMMUNICATION),
+        *training("shared memory", without.shared_memory_in_training, [T2, P2], COMPUTE_AND_TINY),
         *collectives("ring: pieces", without.pieces, [16384, 65536]),
-        *collectives("ring: early receives", without.early_receives, [16384, 65536]),
-        *collectives("butterfly", without.butterfly, [4, 256, 1024, 4096]),
-        *training("butterfly", without.butterfly_in_training, [T2], COMPUTE_AND_TINY),
+        *collectives("two ranks swap", without.swap, [4, 1024, 65536]),
+        *training("two ranks swap", without.swap_in_training, [T2], COMPUTE_AND_TINY),
         *training("DDP: buckets", one_parameter_each, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: overlap", without.overlap_of_buckets, [D2], COMPUTE_AND_COMMUNICATION),
         *training("DDP: gradient copied", without.first_gradient_copied, [D2], ["communication"]),
@@ -200,7 +204,6 @@ def against_the_engine_without():
         *training("--sp: saves 1/T, gathers again", without.input_gathered_again, [T2_SP],
                   ["compute"]),
         *training("one rank: torch's layers", without.torchs_linear_layers, [ONE], ["tiny"]),
-        *training("pipeline: early receives", without.receive_early, [P2], COMPUTE_AND_TINY),
         *training("pipeline: freed outputs", without.freed_outputs, [recompute],
                   ["8 x 2048 tokens"]),
         *training("ring attention: overlap", without.overlap_of_hops, [N2], ["long"]),

@@ -20,7 +20,7 @@ import engine.vocabulary_parallel
 import engine.zero
 from engine.collectives import all_gather
 from engine.group import Work
-from extras.bench.job import collective, trainer
+from extras.bench.job import RowMesh, collective, trainer
 from model import cross_entropy
 from optimizer import AdamWState
 
@@ -55,10 +55,16 @@ def without(owner, build=trainer, **others):
 
 # ---- collectives ----
 
+def ring_of_two(tensor, group, op):
+    """swap() in two hops, like the ring of more ranks."""
+    engine.collectives.ring(tensor, group, op, range(2))
+
+
+shared_memory = without(RowMesh, collective, meet=lambda self: None)
+shared_memory_in_training = without(RowMesh, meet=lambda self: None)
 pieces = without(engine.collectives, collective, PIECE=1 << 62)
-early_receives = without(engine.collectives, collective, AHEAD=1)
-butterfly = without(engine.collectives, collective, takes_butterfly=lambda tensor, group: False)
-butterfly_in_training = without(engine.collectives, takes_butterfly=lambda tensor, group: False)
+swap = without(engine.collectives, collective, swap=ring_of_two)
+swap_in_training = without(engine.collectives, swap=ring_of_two)
 
 # ---- data parallelism ----
 
@@ -134,9 +140,6 @@ def columns_in_python(model, group, sp, defer):
 torchs_linear_layers = without(engine.parts, parallelize=columns_in_python)
 
 # ---- pipeline ----
-
-receive_early = without(engine.pipeline, receive_early=lambda actions: actions)
-
 
 def keep_output(self):
     """finish_send() that keeps the tensor that was sent."""

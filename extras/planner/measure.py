@@ -9,7 +9,6 @@
 
 All ranks measure at the same time, like in training."""
 
-import math
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from engine.collectives import all_reduce, barrier, takes_butterfly
+from engine.collectives import all_reduce, barrier
 from engine.mesh import Mesh
 from run import signals
 from run.launch import launch
@@ -40,13 +39,12 @@ def seconds(mesh, work, times=1):
     return mesh.world.read(all_reduce(least, mesh.world, "max"))[0]
 
 
-def hops(tensor, group):
-    """How many messages follow one another in an all-reduce of engine/collectives.py. GPUs use
-    NCCL's all-reduce, in a ring or a tree; this function assumes a ring."""
+def hops(group):
+    """How many messages follow one another in an all-reduce of engine/collectives.py: those of a
+    ring, but two ranks swap. GPUs use NCCL's all-reduce, in a ring or a tree; this function assumes
+    a ring."""
     n = group.size
-    # Butterfly: log2(n) - 1 halvings, one swap, log2(n) - 1 doublings. Ring: n - 1 hops for the
-    # reduce-scatter, and n - 1 for the all-gather
-    return 2 * int(math.log2(n)) - 1 if takes_butterfly(tensor, group) else 2 * (n - 1)
+    return 1 if n == 2 and not group.native else 2 * (n - 1)
 
 
 def measure(mesh):
@@ -79,10 +77,9 @@ def measure(mesh):
         "launch": 0 if cuda else seconds(mesh, lambda: tiny @ tiny, 200), "node": n,
         "gb": (torch.cuda.mem_get_info()[1] if cuda else main_memory / n) / 1e9}
     if n > 1:
-        latency = seconds(mesh, lambda: all_reduce(tiny, world), 10) / hops(tiny, world)
-        # The long all-reduce goes around a ring: 2 (n-1) hops, each with 1/n of the tensor
-        # (ring_time in costs.py)
-        latency_seconds = hops(long, world) * latency
+        latency = seconds(mesh, lambda: all_reduce(tiny, world), 10) / hops(world)
+        # Each rank sends 2 (n-1)/n of the long tensor (ring_time in costs.py)
+        latency_seconds = hops(world) * latency
         transfer_seconds = max(
             1e-9, seconds(mesh, lambda: all_reduce(long, world)) - latency_seconds)
         flags |= {"nvlink": 2 * (n - 1) / n * long.nbytes / transfer_seconds / 1e9, "f-nvlink": 1,

@@ -646,8 +646,8 @@ def mesh_without_ranks(layout):
     world = {"is_initialized": lambda: True, "get_rank": lambda: 0,
              "get_world_size": lambda: layout.ranks}
     with patch.multiple(torch.distributed, **world):
-        return Unconnected(**{axis: getattr(layout, axis)
-                              for axis in ("dp", "pp", "cp", "tp", "ep", "shard")})
+        sizes = {axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep", "shard")}
+        return Unconnected(transport="gloo", **sizes)
 
 
 def matrices_of_rank(model, layout):
@@ -1101,7 +1101,7 @@ def _latency(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_measured_latency_is_that_of_one_message(world):
-    """A short all-reduce is a butterfly on 2 and 4 ranks, a ring on 3."""
+    """An all-reduce is a swap on 2 ranks, a ring on 3 and 4."""
     assert pool(world, _latency, world) == [1] * world
 
 
