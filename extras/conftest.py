@@ -1,4 +1,4 @@
-"""The fixtures of tests/, for the tests of the rooms. (The options --quick and --reversed are for
+"""The fixtures of tests/, for the tests of extras/. (The options --quick and --reversed are for
 tests/ only.)"""
 
 from tests.conftest import (  # noqa: F401

@@ -28,7 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 
-# {file: [(old text, found once; new text; "ROOM:K" for test_ROOM.py -k K)]}
+# {file: [(old text, found once; new text; "NAME:K" for test_NAME.py -k K)]}
 MUTANTS = {
     "collectives.py": [
         ("combine(into, received)\n    return", "into.copy_(received)\n    return",
@@ -510,10 +510,10 @@ MUTANTS = {
 }
 
 
-def test_file(room):
-    """test_ROOM.py, in tests/ or in the tests of a room of extras/. AssertionError unless there is
-    one."""
-    name = f"test_{room}.py"
+def test_file(name):
+    """test_NAME.py, in tests/ or in the tests of a folder of extras/. AssertionError unless there
+    is one."""
+    name = f"test_{name}.py"
     found = [*HERE.glob(f"tests/{name}"), *HERE.glob(f"extras/*/tests/{name}")]
     assert len(found) == 1, f"{name}: {len(found)} files"
     return str(found[0].relative_to(HERE))
@@ -562,8 +562,8 @@ def main():
     for file, old, new, tests in ((file, *row) for file, rows in MUTANTS.items() for row in rows):
         name = re.sub(r"\s+", " ", f"{file}: {old} -> {new or 'nothing'}")
         if args.name in name:
-            room, expression = tests.split(":")
-            found = killer(file, old, new, [test_file(room), "-k", expression], 300)
+            name, expression = tests.split(":")
+            found = killer(file, old, new, [test_file(name), "-k", expression], 300)
             if args.all and not found:
                 found = killer(file, old, new, ["tests", "extras"], 3600)
             verdicts[name] = f"killed by {found}" if found else "LIVES"

@@ -1,5 +1,5 @@
 """What every program does: with a wrong flag, with a file that is not ours, and that it leaves
-pytest's process as it was. The tests of each room call these checks with the programs of the room.
+pytest's process as it was. The tests of each folder call these checks with its programs.
 """
 
 import re

@@ -51,10 +51,10 @@ def all_collectives(rank, world, g=None):
         c.all_reduce(x, g, "max")
         assert torch.equal(x, torch.stack(every).amax(0) if n else total)
         gathered = torch.cat([chunk[r][r] for r in range(world)])
-        for floor in (plain, c):
-            x = floor.reduce_scatter(every[rank].clone(), g)
+        for family in (plain, c):
+            x = family.reduce_scatter(every[rank].clone(), g)
             assert torch.equal(x.tensor_split(world)[rank], own)
-            assert torch.equal(floor.all_gather(every[rank].clone(), g), gathered)
+            assert torch.equal(family.all_gather(every[rank].clone(), g), gathered)
         for root in range(world):
             assert torch.equal(c.broadcast(every[rank].clone(), g, root), every[root])
             x = c.scatter(every[rank].clone(), g, root)
@@ -155,7 +155,7 @@ def test_an_exchange_of_two_ranks_does_not_overtake_a_ring():
 
 
 def _texts_and_copies(rank, world):
-    """What run/ asks of the ranks, on groups of both floors; one rank has another copy of "b"."""
+    """What run/ asks of the ranks, on groups of root and engine; one rank's copy of "b" differs."""
     for mesh in (plain_mesh.Mesh(dp=world), Mesh(dp=world, in_order=IN_ORDER)):
         assert all_gather_text("x" * rank, mesh.world) == ["x" * r for r in range(world)]
         for different, usual, other in itertools.product(range(world), *[(1.0, 2.0)] * 2):
@@ -166,7 +166,7 @@ def _texts_and_copies(rank, world):
             assert copies.differing(["a", "b"], mesh.world) == ["b"] * (usual != other)
 
 
-def test_run_compares_copies_and_gathers_texts_on_both_floors():
+def test_run_compares_copies_and_gathers_texts_on_groups_of_root_and_engine():
     """The one copy that differs may have the largest hash or the smallest, on any rank."""
     pool(3, _texts_and_copies, 3)
 
@@ -314,7 +314,7 @@ def test_messages_that_come_late_change_nothing(corpus, flags):
 
 
 def _mesh(rank, names, **sizes):
-    """{name: ranks of this rank's group}, the same on both floors."""
+    """{name: ranks of this rank's group}, the same in root and engine."""
     found = []
     for mesh in (plain_mesh.Mesh(**sizes), Mesh(**sizes)):
         groups = [mesh.group(*axes.split()) for axes in names] + [mesh.ends("pp"), mesh.world]

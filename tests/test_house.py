@@ -31,7 +31,7 @@ ROOMS = {
                     expert_parallel recompute schedules pipeline""".split(),
     "command": "train sample".split(), "proof": ["test_all"]}
 ROOT = ["ground", "technique"]
-MAY_IMPORT = {  # room -> the rooms that its files may import; folders are rooms
+MAY_IMPORT = {  # a file of the root, or a folder -> what its files may import
     "ground": ["ground"], "technique": ROOT, "engine": [*ROOT, "engine"],
     "data": ["ground", "data"], "run": [*ROOT, "data", "run"],
     "command": [*ROOT, "data", "run", "command"],
@@ -46,14 +46,14 @@ HOUSE = {".".join(path.relative_to(HERE).with_suffix("").parts): path
          for path in FILES if path.name != "__init__.py"}
 
 
-def room(module):
+def place(module):
     return next((name for name, modules in ROOMS.items() if module in modules),
                 module.split(".")[0])
 
 
 def is_ours(module):
-    """Does the module stand in a room of this repository? Else it is a fork's own."""
-    return room(module) in MAY_IMPORT
+    """Does the module stand in this repository? Else it is a fork's own."""
+    return place(module) in MAY_IMPORT
 
 
 def imported(path):
@@ -91,10 +91,10 @@ def test_the_root_has_these_files_and_folders():
 
 
 def test_arrows_point_down():
-    """The root imports neither the engine nor a room; the engine imports the root; data/ and run/
+    """The root imports neither the engine nor a folder; the engine imports the root; data/ and run/
     never the engine; nothing outside of extras/ and tests/ imports these two. No circle."""
     up = [(module, other) for module, others in IMPORTS.items() for other in others
-          if is_ours(module) and is_ours(other) and room(other) not in MAY_IMPORT[room(module)]
+          if is_ours(module) and is_ours(other) and place(other) not in MAY_IMPORT[place(module)]
           and not other.startswith("extras.forks")]  # which patches import
     assert set(up) == {THE_ONE_LINE}
     text = HOUSE["train"].read_text()
@@ -108,7 +108,7 @@ def test_any_file_of_the_root_works_in_a_folder_with_the_files_that_it_imports(t
     for module in ROOMS["ground"] + ROOMS["technique"]:
         (tmp_path / module).mkdir()
         for name in needs(module):
-            assert room(name) in ROOT, (module, name)
+            assert place(name) in ROOT, (module, name)
             shutil.copy(HOUSE[name], tmp_path / module)
     run = command("-c", """
 import importlib, pathlib, sys
@@ -142,14 +142,14 @@ def test_the_engine_inherits_from_no_layer_of_the_root():
 def test_messages_pass_through_the_ground():
     """Only the ground, its engine, and what starts and ends the ranks, use torch.distributed."""
     talkers = {module for module, path in HOUSE.items()
-               if is_ours(module) and room(module) not in ("tests", "extras") and
+               if is_ours(module) and place(module) not in ("tests", "extras") and
                re.search("import torch.distributed|torch.distributed[.]", path.read_text())}
     assert talkers <= {"mesh", "engine.mesh", "engine.group", "engine.nccl_group",
                        "engine.collectives", "run.processes"}
 
 
 def test_one_name_means_one_thing():
-    """No two top-level functions or classes of one name, but for a technique's on its two floors,
+    """No two top-level functions or classes of one name, but for a technique's in root and engine,
     what every file may have, and an exercise, which has the name of the form that it asks for. (A
     fork replaces functions by others of the same name.)"""
     where = {}
@@ -161,10 +161,10 @@ def test_one_name_means_one_thing():
             for name in re.findall(r"^(?:def|class) (\w+)", path.read_text(), re.MULTILINE):
                 where.setdefault(name, []).append(module)
     twice = {name: files for name, files in where.items() if len(files) > 1}
-    floors = {name for name, files in twice.items() if len(files) == 2 and
+    techniques = {name for name, files in twice.items() if len(files) == 2 and
               any(module.startswith("engine.") for module in files) and
-              any(room(module) in ROOT for module in files)}
-    assert set(twice) - floors <= {"main", "demo"}, twice
+              any(place(module) in ROOT for module in files)}
+    assert set(twice) - techniques <= {"main", "demo"}, twice
 
 
 # ---- commands, messages, figures ----

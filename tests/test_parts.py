@@ -176,8 +176,8 @@ def test_without_engine_and_all_other_rooms_it_trains_resumes_and_samples(corpus
     copy.mkdir()
     for path in HERE.glob("*.py"):
         shutil.copy(path, copy)
-    for room in NEEDED:
-        shutil.copytree(HERE / room, copy / room, ignore=hidden)
+    for folder in NEEDED:
+        shutil.copytree(HERE / folder, copy / folder, ignore=hidden)
     out = tmp_path / "out"
     data = shutil.copytree(corpus, tmp_path / "data")
     meta = json.loads((data / "meta.json").read_text())

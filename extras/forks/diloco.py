@@ -9,7 +9,7 @@ its pipeline, context, tensor and expert ranks; a worker trains on its part of e
 w0: the weights after the last meeting. MOMENTUM v in the last line is Nesterov's form of momentum.
 With SGD, OUTER_LR 1 and MOMENTUM 0 this is federated averaging (1602.05629), and with H = 1, too,
 data parallelism. What the fork shows: the tags alone say over which ranks gradients are summed; and
-an optimizer around an optimizer needs to know no technique, on either floor.
+an optimizer around an optimizer needs to know no technique, of the root or the engine.
 
 Sent between W workers: 2 (W-1)/W of the weights in H steps, in place of H times the gradients; and
 in each step train.py's few sums. Held: w0 and v, two more numbers per weight. Each worker has its

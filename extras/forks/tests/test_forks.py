@@ -1,7 +1,7 @@
 """A fork's first run of the tests is green: with README's patch, and with each patch of
 extras/forks/.
 
-Each fork's own tests are a room: test_muon.py and so on. They run in this repository, too: there a
+Each fork's own tests are a file: test_muon.py and so on. They run in this repository, too: there a
 rank replaces, in its process, the names that the patch replaces in the files. (test_docs.py sees
 that all patches apply.)"""
 
@@ -29,8 +29,8 @@ if (HERE / "README.md").exists():
 
 def test_a_fork_is_a_file_its_patch_and_its_tests():
     for name in PATCHES.keys() - {"README"}:
-        room = HERE / "extras/forks"
-        assert (room / f"{name}.py").exists() and (room / f"tests/test_{name}.py").exists()
+        folder = HERE / "extras/forks"
+        assert (folder / f"{name}.py").exists() and (folder / f"tests/test_{name}.py").exists()
 
 
 def test_test_docs_can_be_deleted():

@@ -1,5 +1,5 @@
 """README.md, extras/README.md and docs/ as blocks: commands, outputs, code. For test_docs.py, and
-for rooms that run what a page shows."""
+for tests that run what a page shows."""
 
 import re
 from itertools import pairwise

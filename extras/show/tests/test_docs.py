@@ -1,12 +1,12 @@
 """What README.md and docs/ quote is what the commands print today; patches apply; figures of time
-stand in docs/measured.md only; every room has its row, every mutant its place.
+stand in docs/measured.md only; every folder of extras/ has its row, every mutant its place.
 
 All that is so for this repository as it stands. A fork that adds a schedule, a flag or a file makes
 some of it untrue, and deletes this file. Where README.md has another title, this file is skipped.
 
 A block of a page is indented by four or fenced. These are compared, whatever page they stand on:
 
-    a command, an empty line, lines     "python -m ROOM ..." or "torchrun FILE ..."; "| grep WORD"
+    a command, an empty line, lines     "python -m FOLDER ..." or "torchrun FILE ..."; "| grep WORD"
                                         keeps the lines with the word. The lines stand so in the
                                         output, without a gap. Below a paragraph that says
                                         "shortened" there may be gaps, and lines may be cut
@@ -221,7 +221,7 @@ def _printed(rank, fn, make_mesh, sizes):
 @pytest.fixture
 def printed(capsys, monkeypatch, tmp_path):
     """A function: the lines that a command prints. No process is started that imports torch:
-    training runs in forked ranks, python -m ROOM in this process, its demonstrations in the
+    training runs in forked ranks, python -m FOLDER in this process, its demonstrations in the
     pool."""
     def train(words):
         run = Run(check_layout(parse(words), 1), [*words, "--out", tmp_path / "out"], tmp_path)
@@ -233,13 +233,13 @@ def printed(capsys, monkeypatch, tmp_path):
         ranks = math.prod(sizes.values()) // sizes.get("ep", 1)
         print(*pool(ranks, _printed, fn, make_mesh, sizes), sep="", end="")
 
-    def run_room(room, words):
+    def run_folder(folder, words):
         monkeypatch.setattr(demonstrations, "demonstrate", demonstrate)
-        monkeypatch.setattr(sys, "argv", [f"{room}/__main__.py", *words])
+        monkeypatch.setattr(sys, "argv", [f"{folder}/__main__.py", *words])
         monkeypatch.setenv("COLUMNS", WIDTH)
         capsys.readouterr()
         with as_it_was():
-            importlib.import_module(f"{room}.__main__").main()
+            importlib.import_module(f"{folder}.__main__").main()
         return capsys.readouterr().out
 
     def lines(line):
@@ -248,8 +248,8 @@ def printed(capsys, monkeypatch, tmp_path):
         if words[0] == "train.py":
             text = train(words[1:])
         else:
-            _, room, *words = words  # -m ROOM
-            text = run_room(room, words)
+            _, folder, *words = words  # -m ROOM
+            text = run_folder(folder, words)
         return [line for line in text.splitlines() if word in line]
 
     return lines
@@ -726,10 +726,10 @@ def test_tests_rooms_and_rows_that_pages_name_exist():
 # ---- files, schedules, mutants ----
 
 
-def test_every_room_of_extras_has_its_row():
+def test_every_folder_of_extras_has_its_row():
     rows = re.findall(r"^\| \[(\w+)\]\(", (HERE / "extras/README.md").read_text(), re.MULTILINE)
-    rooms = {path.parent.name for path in HERE.glob("extras/*/__init__.py")} - {"tests"}
-    assert rows == sorted(rooms)
+    folders = {path.parent.name for path in HERE.glob("extras/*/__init__.py")} - {"tests"}
+    assert rows == sorted(folders)
 
 
 def layouts_and_bugs(fork):
@@ -745,9 +745,9 @@ def layouts_and_bugs(fork):
 def test_the_gallery_lists_every_fork_with_its_lines_layouts_and_bugs():
     rows = re.findall(r"\(\.\./extras/forks/(\w+)\.py\) \| [^|]* \| (\d+) \| ([^|]+) \| (\d+) "
                       r"\| (\d+) \| (\d+) \|", PAGES[YOUR_OWN])
-    room = HERE / "extras/forks"
-    assert {name for name, *_ in rows} == {path.stem for path in room.glob("*.py")
-                                           if (room / f"tests/test_{path.name}").exists()}
+    folder = HERE / "extras/forks"
+    assert {name for name, *_ in rows} == {path.stem for path in folder.glob("*.py")
+                                           if (folder / f"tests/test_{path.name}").exists()}
     for name, lines, added, tests, *counts in rows:
         assert counts == layouts_and_bugs(name), name
         patch = HERE / f"extras/forks/{name}.patch"
