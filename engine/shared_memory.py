@@ -328,7 +328,7 @@ class Neighbours:
                     raise EOFError
                 try:
                     alive = alive or self.connect(peer, "")
-                    # 50 ms: another thread may let in the one for which this thread waits
+                    # Not for long: another thread may let in whom this thread waits for
                     has_ended = alive in self.sleep([self.door, alive, *self.waiting], deadline,
                                                     most=0.05)
                 except ConnectionError:

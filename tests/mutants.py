@@ -216,6 +216,15 @@ MUTANTS = {
         ("min(2, num_pieces)", "2", "collectives:change_no_collective"),
         ("OPS[op][0] if hop < N - 1 else None", "OPS[op][0]", "collectives:definition"),
         ("chunks[0].nbytes)", "chunks[-1].nbytes)", "collectives:fast_ring")],
+    "engine/shared_memory.py": [
+        ("user != os.getuid() or ", "", "shared_memory:one_line"),
+        ("not secrets.compare_digest(token, self.token)", "False", "shared_memory:strangers"),
+        ("        self.read.append(number)\n", "", "shared_memory:never_waits"),
+        ("if length != receive.content.numel():", "if False:", "shared_memory:another_length"),
+        ("if number >= len(self.buffers):", "if False:", "shared_memory:wrong_number"),
+        ("except ConnectionResetError:", "except ZeroDivisionError:", "collectives:fast_ring"),
+        ("self.posted[0]", "receive", "shared_memory:in_the_order"),
+        ("(peer, group), None)", "(peer, 'world'), None)", "shared_memory:strangers")],
     "group.py": [
         ("send.numel() * send.element_size()", "send.numel()", "parts:table"),
         ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason")],
@@ -442,7 +451,7 @@ MUTANTS = {
         ("for b in range(1, 17) if", "for b in range(1, 16) if", "planner:limits_that")],
     "extras/planner/measure.py": [
         ("2 * (n - 1) / n * long.nbytes", "(n - 1) / n * long.nbytes", "planner:measured_links"),
-        (" / hops(tiny, world)", "", "planner:measured_links")],
+        (" / hops(world)", "", "planner:measured_links")],
     "run/tensorfile.py": [
         ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],

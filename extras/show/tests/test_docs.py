@@ -80,7 +80,8 @@ LONG = {  # {command: what is compared}
 OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which test has it}}
     "README.md": {"row                        n": "test_readme_has_rows_of_the_bench"},
     "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM",
-                               "    --master-addr": "its end, for another model"},
+                               "    --master-addr": "its end, for another model",
+                               "rank 0        ": "a picture"},
     "docs/long-sequences.md": {"without --sp   row -> all-reduce": "a picture"},
     "docs/measured.md": {
         "     S                N = 1": "times, rearranged by hand",
