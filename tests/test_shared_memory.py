@@ -368,12 +368,14 @@ def test_a_stranger_is_named_in_one_line(capfd):
     with patch.object(shared_memory, "all_gather", lambda tensor, world: tensor):
         neighbours = shared_memory.Neighbours(World, timeout=1)
     stranger = knock(neighbours.cards[0][1], b"x")
+    stranger.setblocking(False)
     neighbours.look_outside()
     assert stranger.recv(1) == b""
     assert capfd.readouterr().err == (f"rank 0: a stranger (user {os.getuid()}) tried to connect "
                                       "to its messages\n")
     with patch.object(os, "getuid", lambda: -1):  # the right token, of another user
         stranger = knock(neighbours.cards[0][1], neighbours.token + bytes(4) + b"world")
+        stranger.setblocking(False)
         neighbours.look_outside()
     assert stranger.recv(1) == b"" and not neighbours.arrived
     neighbours.close()
