@@ -226,9 +226,9 @@ class Board:
 class WatchedGroup(engine.group.Group):
     """A Group whose messages are on the board, and counted. It is engine/group.py's Group because
     exercise 3 runs collectives in the background: submit(job, name) runs job() on a thread of the
-    group, is_running_job() tells whether the caller is that thread, and exchange() takes `more`:
-    further (send, dst, recv, src). Its Work has a wait for each receive and for each send; of one
-    (send, dst, recv, src) the receive comes first."""
+    group, is_running_job() tells whether the caller is that thread, and exchange() takes `more`,
+    further (send, dst, recv, src), and `combine`. Its Work has a wait for each receive and for each
+    send; of one (send, dst, recv, src) the receive comes first."""
 
     def __init__(self, mesh, name, ranks, rank, communicator=None):
         super().__init__(mesh, name, ranks, rank, communicator)
@@ -246,7 +246,7 @@ class WatchedGroup(engine.group.Group):
             self.board.groups.append((mesh, name))
         self.number = self.board.groups.index((mesh, name))
 
-    def exchange(self, send=None, dst=None, recv=None, src=None, more=()):
+    def exchange(self, send=None, dst=None, recv=None, src=None, more=(), combine=None):
         self.wait_for_jobs()  # all ranks number a job's messages before this one
         me = self.ranks[self.rank]
         messages = []  # (way, src, dst, bytes), in the order in which the Work waits for them
@@ -266,13 +266,14 @@ class WatchedGroup(engine.group.Group):
             self.buffers += [weakref.ref(out if out._base is None else out._base) for out in sent]
         elif messages:
             self.not_waited_for.add(hop)
-        work = super().exchange(send, dst, recv, src, more)
+        work = super().exchange(send, dst, recv, src, more, combine)
         self.board.works.append(work)
         ends = [(way, source, to) for way, source, to, _ in messages]
         for end in ends:
             self.board.post(self.number, *end)
+        arrive, after = work.waits[:len(ends)], work.waits[len(ends):]  # after: combine, if given
         work.waits = [partial(self.finish, (*end, k), wait, hop)
-                      for end, k, wait in zip(ends, numbers, work.waits, strict=True)]
+                      for end, k, wait in zip(ends, numbers, arrive, strict=True)] + list(after)
         return work
 
     def finish(self, message, wait, hop):

@@ -1,5 +1,7 @@
 """Judges data parallelism and ZeRO: exercises 3 to 5."""
 
+import math
+
 import torch
 
 import train
@@ -150,12 +152,12 @@ def judge_buckets(make_mesh, forms):
     if on_their_way == 0:
         raise Wrong(f"right sums, but each of {begun} buckets was waited for before backward "
                     "ended: no overlap; wait() in gradients()")
-    # engine/collectives.py sums small tensors by a butterfly, whose first message is half of the
-    # bucket. group.largest: bytes of the largest message; a number has 8 bytes
-    largest = 2 * group.largest // 8
-    if largest > BUCKET:
-        raise Wrong(f"right sums, but a bucket of {largest} numbers was sent: send a bucket when "
-                    f"the next gradient would make it larger than {BUCKET}")
+    # Messages of the ring are chunks, 1/RANKS of a bucket. group.largest: bytes of the largest
+    # message; a number has 8 bytes
+    if group.largest // 8 > math.ceil(BUCKET / RANKS):
+        raise Wrong(f"right sums, but a chunk of {group.largest // 8} numbers was sent: send a "
+                    f"bucket when the next gradient would make it larger than {BUCKET}, {RANKS} "
+                    f"chunks of {math.ceil(BUCKET / RANKS)}")
     facts = [f"buckets: {group.submitted} for {len(reducer.params)} parameters; on their way when "
              f"backward ended: {on_their_way}",
              f"bytes sent by rank {group.rank}: {group.bytes_sent}    formula 2 (N-1)/N n = "

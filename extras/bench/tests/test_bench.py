@@ -97,20 +97,20 @@ def test_bench_gpu_prints_a_row_for_each_peer_with_and_without_compile():
 
 
 def test_what_gpt2_should_reach_is_the_pages_arithmetic():
-    """Without this repository's formulas: 989 TFLOP/s, 4800 GB/s, 124,439,808 parameters."""
-    lines = expected("NVIDIA H200")
+    """Without this repository's formulas: 989 TFLOP/s, 3350 GB/s, 124,439,808 parameters."""
+    lines = expected("NVIDIA H100 80GB HBM3")
     assert "\n".join(f"    {line}" for line in lines) in (HERE / "docs/measured.md").read_text()
     tokens, (plain, compiled) = 16 * 1024, (count_step(), count_step(fused_loss=True))
     products = 1e3 * 6 * 124_439_808 * tokens / (0.78 * 989e12)
     attention = 1e3 * 6 * 12 * 768 * 1024 * tokens / (0.38 * 989e12)
     peak = 1e3 * (6 * 124_439_808 + 12 * 12 * 768 * 1024) * tokens / 989e12
     for column, counting in ((1, plain), (2, compiled)):
-        moved = counting.gigabytes(but=(*PRODUCTS, *ATTENTION)) / (0.66 * 4.8)
+        moved = counting.gigabytes(but=(*PRODUCTS, *ATTENTION)) / (0.66 * 3.35)
         want = [products, attention, moved, 1.5e-3 * counting.num_kernels]
         rows = [re.split(r" {2,}", line) for line in lines[1:]]
         got = [float(row[column]) for row in rows[:6]]
         assert got == pytest.approx([*want, sum(want), peak], abs=0.15), rows
-        assert rows[6][column] == f"{peak / sum(want):.0%}", rows
+        assert float(rows[6][column][:-1]) == pytest.approx(100 * peak / sum(want), abs=1), rows
 
 
 @pytest.mark.parametrize("gpu,name,hbm", [
