@@ -79,7 +79,7 @@ def spread_experts(model, mesh, sp=False):
     In: a MixtureGPT or MixtureLlama, tagged by tag_whole, and maybe split by tensor_parallel or
     (sp) by sequence_parallel, which leave experts whole.
     After: the parameters of experts are this rank's slices, tagged as such, and their gradients are
-    to be summed over the ranks that hold the same experts. E must divide n_experts.
+    to be summed over the ranks that hold the same experts.
 
     Each of T tensor ranks runs all tokens that it holds: under sp 1/T of them, else all, so T ranks
     repeat the same work. (engine/expert_parallel.py spreads the experts over them, too.)"""
@@ -94,7 +94,9 @@ def spread_experts(model, mesh, sp=False):
 
     for block in model.layers[1:-1]:
         layer = block.mlp
-        n = layer.n_experts // group.size
+        n, rest = divmod(layer.n_experts, group.size)
+        if rest:
+            raise ValueError(f"--ep {group.size} must divide the {layer.n_experts} experts")
         own = (group.rank * n, (group.rank + 1) * n)
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):

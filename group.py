@@ -2,8 +2,8 @@
 
 A rank is one process. A Group is some ranks in a ring order: each has a next and a previous one.
 Group.exchange posts a send, a receive or both, and returns a Work to wait for. Collectives
-(collectives.py) and pipelines (pipeline.py) are made of it, so bytes are counted here. A message of
-n bytes takes latency + n / bandwidth.
+(collectives.py) and pipelines (pipeline.py) are made of it, so bytes are counted here.
+Cost model: a message of n bytes takes latency + n / bandwidth.
 
 The messages are carried by gloo, torch's library for CPUs. Two of its properties matter:
 

@@ -31,6 +31,8 @@ def embedding(n, width):
 
 
 class Embedding(nn.Module):
+    read_in_backward = ()  # backward reads none of these weights (engine/zero.py)
+
     def __init__(self, config):
         super().__init__()
         self.wte = embedding(config.vocab_size, config.n_embd)
@@ -93,7 +95,9 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-ABSENT = -1  # the target of a padding token: adds nothing to the loss or to a gradient
+# The target of a padding token, which adds nothing to the loss or to a gradient. The number is
+# torch's ignore_index, with which other libraries' batches come
+ABSENT = -100
 
 
 def cross_entropy(logits, targets):  # (B, S, V), (B, S)

@@ -16,8 +16,7 @@ from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-
-from model import Block
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # torch has this as torch.utils.checkpoint, which imports torch.compile: two seconds in each process
 
@@ -32,17 +31,25 @@ class StandIn:
     value = None  # the tensor, once it has been computed again
 
 
-def recompute(run, *inputs, again=nullcontext):
-    """run(*inputs), but autograd saves StandIns. At backward's first request for one of their
-    values, run is repeated, from the same state of torch's random numbers, and its i-th tensor to
-    save becomes the value of the i-th StandIn. A value is freed when autograd frees its StandIn.
+def recompute(run, *args, again=nullcontext, **kwargs):
+    """run(*args, **kwargs), but autograd saves StandIns. At backward's first request for one of
+    their values, run is repeated, from the same state of torch's random numbers and of autocast,
+    and its i-th tensor to save becomes the value of the i-th StandIn. A value is freed when
+    autograd frees its StandIn.
 
-    inputs: tensors, which must not be changed in place before backward. again() is called now; it
-    returns a context for the repetition. (Autocast is not repeated: autocast inside of run.)"""
+    Tensors among the arguments, in lists and dicts too, must not be changed in place before
+    backward. again() is called now; it returns a context for the repetition."""
     stand_ins = []  # weak references: autograd alone keeps the StandIns
     repeating = again()
     random_state = torch.get_rng_state()
-    versions = [x._version for x in inputs]
+    inputs, form = tree_flatten((args, kwargs))
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    versions = [x._version for x in tensors]
+    kind = tensors[0].device.type if tensors else "cpu"
+    autocast = nullcontext()
+    if torch.amp.is_autocast_available(kind):
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        autocast = torch.autocast(kind, dtype, enabled)
 
     def stand_in(tensor):
         saved = StandIn()
@@ -50,7 +57,7 @@ def recompute(run, *inputs, again=nullcontext):
         return saved
 
     def repeat():
-        if [x._version for x in inputs] != versions:
+        if [x._version for x in tensors] != versions:
             raise RuntimeError("an input of recompute() was changed in place before backward")
         num_computed = 0
 
@@ -64,12 +71,15 @@ def recompute(run, *inputs, again=nullcontext):
                 raise Enough
 
         # detached: the repetition has a graph of its own, which is dropped
-        alone = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        alone = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+                 for x in inputs]
+        args, kwargs = tree_unflatten(alone, form)
         now = torch.get_rng_state()
         torch.set_rng_state(random_state)
         try:
-            with repeating, torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept):
-                run(*alone)
+            with (repeating, autocast, torch.enable_grad(),
+                  saved_tensors_hooks(keep, lambda kept: kept)):
+                run(*args, **kwargs)
         except Enough:
             pass
         finally:
@@ -81,7 +91,7 @@ def recompute(run, *inputs, again=nullcontext):
         return saved.value
 
     with saved_tensors_hooks(stand_in, value_of):
-        return run(*inputs)
+        return run(*args, **kwargs)
 
 
 def recompute_blocks(stages, again=nullcontext):
@@ -90,5 +100,5 @@ def recompute_blocks(stages, again=nullcontext):
     left as it is. (The engine's ZeRO-3 keeps the blocks: they are recomputed.)"""
     for layers in stages.values():
         for layer in layers:
-            if isinstance(layer, Block):
+            if "attn" in dict(layer.named_children()):  # a block, of model.py or of llama.py
                 layer.forward = partial(recompute, layer.forward, again=again)

@@ -2,10 +2,7 @@
 
 The model is cut into stages, P ranks have v stages each (a rank's chunks), and the batch is cut
 into m microbatches. A forward takes the time F, a backward B = I + W: I for the gradient of the
-stage's input, W for the gradients of its weights. The two columns hold for F = I = W and
-m >= 2P - 1. "Bubble": take the rank that needs the longest from its first action to its last; the
-bubble is the share of that time in which the rank idles. "In flight": microbatches whose forward
-is done and whose backward is not, on the rank with the most of them, which holds their activations.
+stage's input, W for the gradients of its weights.
 
                  bubble                             in flight
     gpipe        (P-1) / (m+P-1)                    m                 arXiv 1811.06965
@@ -16,8 +13,11 @@ is done and whose backward is not, on the rank with the most of them, which hold
     zb-v         0                                  P (1)             arXiv 2401.10241
     (1) a microbatch in one of v chunks counts 1/v
 
-make_schedule makes a list of Actions for each rank; lower adds their messages, validate checks any
-lists, and simulate times them.
+Both columns hold for F = I = W and m >= 2P - 1. Bubble: the share of time that the slowest rank is
+idle, between its first action and its last. In flight: microbatches whose forward is done and whose
+backward is not, on the rank with the most of them, which holds their activations.
+
+make_schedule lists each rank's Actions, lower adds messages, validate checks, simulate times them.
 
     python -m extras.show schedules 1f1b 4 8        python -m extras.show schedules 4 8 --compare
 """

@@ -23,8 +23,8 @@ class Tag:
     shape: torch.Size  # full shape
     dim: int = 0  # the dim that is split
     ranges: tuple = ()  # [start, stop) pieces of the full dim that this rank holds, in order
-    # The tensor ranks that hold the other slices (set in split()); None: not split over them.
-    # (A tag of experts has None, too: spread_experts changes only `ranges` and the sums)
+    # The tensor ranks that hold the other slices (set in split()). None: not split over them, like
+    # an expert, which its rank holds whole
     split_over: object = None
     shared_by: tuple = ()  # groups, other than the replicas, whose ranks all hold this slice
     # Groups over which the terms of the gradient are to be summed. First the replicas, over which
@@ -38,20 +38,20 @@ class Tag:
         return torch.Size((*self.shape[: self.dim], held, *self.shape[self.dim + 1 :]))
 
     @property
-    def copies(self):
-        """How many ranks hold this slice, if all replicas (sum_over[0]) count as one rank."""
+    def num_sharing(self):
+        """How many ranks share this slice, if all replicas (sum_over[0]) count as one rank."""
         return math.prod(group.size for group in self.shared_by)
 
     def holders(self, sharded):
         """How many ranks of the world hold the same gradient: this slice's or, if `sharded`, the
         gradient of a chunk of it. (ZeRO shards over the replicas, so no two of them hold the same
         chunk.)"""
-        return self.copies * (1 if sharded else self.sum_over[0].size)
+        return self.num_sharing * (1 if sharded else self.sum_over[0].size)
 
     @property
     def first(self):
         """Is this rank the first in each group of shared_by? (run/checkpoint.py lets only this one
-        of the ranks that `copies` counts write the slice.)"""
+        of the `num_sharing` ranks write the slice.)"""
         return all(group.rank == 0 for group in self.shared_by)
 
     def slice(self, full):
@@ -101,14 +101,14 @@ def bounds(n, group):
     return start, start + each + (1 if group.rank < more else 0)
 
 
-def tag_whole(model, data, copies=None):
-    """Tag every parameter of a model as whole, its gradient to be summed over the group `data`,
-    over which ZeRO shards. copies: a group whose ranks hold the same shard (hybrid sharding); the
-    gradient is to be summed over it, too."""
-    others = (copies,) if copies and copies.size > 1 else ()
+def tag_whole(model, replicas, rep=None):
+    """Tag every parameter of a model as whole, its gradient to be summed over the group `replicas`,
+    over which ZeRO shards. rep: the group along the mesh's axis of this name, whose ranks hold the
+    same shard (hybrid sharding); the gradient is to be summed over it, too."""
+    others = (rep,) if rep and rep.size > 1 else ()
     for name, param in model.canonical_parameters():
         param.tag = Tag(name, param.shape, 0, ((0, param.size(0)),), shared_by=others,
-                            sum_over=(data, *others))
+                            sum_over=(replicas, *others))
 
 
 def take_slice(full, tag):

@@ -128,10 +128,20 @@ def vocabulary_loss(logits, targets, words, group):
     return losses.masked_fill(targets == ABSENT, 0).sum()
 
 
+def refuse_too_many_ranks(config, group):
+    """ValueError unless each rank gets a word, and T divides n_head (and a Llama's n_kv_head)."""
+    heads = getattr(config, "n_kv_head", config.n_head)
+    if heads % group.size:
+        raise ValueError(f"--tp {group.size} must divide the {heads} heads")
+    if config.vocab_size < group.size:
+        raise ValueError(f"--tp {group.size} must be at most the {config.vocab_size} words of the "
+                         "vocabulary")
+
+
 def split_layers(model, group, f, g):
     """Replace the layers of a whole, tagged model by their parallel versions. f: what happens to
-    an activation before a column; g: to a partial sum, after a row or after the embedding. T must
-    divide n_head (and a Llama's n_kv_head)."""
+    an activation before a column; g: to a partial sum, after a row or after the embedding."""
+    refuse_too_many_ranks(model.config, group)
     embedding, *blocks, head = model.layers
     embedding.wte = VocabularyEmbedding(embedding.wte, group, g)
     for block in blocks:

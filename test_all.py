@@ -1,6 +1,6 @@
 """The proof: any layout is the same computation.
 
-    python test_all.py             this page, about a minute; then the first case of each test in
+    python test_all.py             this page, a minute or two; then the first case of each test in
                                    tests/, without the files that take long
     python test_all.py --page      this page alone
     python test_all.py --full      this page, then all cases of all tests; FULL=1 python test_all.py
@@ -11,12 +11,12 @@
 
 Each layout of the table below trains a small model for three steps in float64, on as many processes
 as it has ranks. One process trains the same model on whole batches, in a loop of a dozen lines that
-shares only the model with train.py. A line of the output is a layout, and how far its loss, its
-gradients before clipping, their norm, and its weights are from the loop's, at most, in parts of the
-largest number: float64 has 16 digits, and sums in another order cost the last one or two. (Weights
-lose more: the key biases of a GPT's attention have gradients of 0, and AdamW divides what rounding
-leaves of these by its own size.) Before the first step the weights have the loop's bits. Last, the
-page plants a bug, and has to see it.
+shares only the model with train.py. A line of the output is a layout, and for its loss, its
+gradients before clipping, their norm and its weights the largest difference from the loop's,
+divided by the largest magnitude. float64 has 16 digits, and sums in another order cost the last one
+or two. (Weights lose more: the key biases of a GPT's attention have gradients of 0, and AdamW
+divides what rounding leaves of these by its own size.) Before the first step the weights have the
+loop's bits. Last, the page plants a bug, and has to see it.
 
 Parts: "root", "engine" (--fast), "mixed": the root's, but the engine's pipeline for a schedule that
 the root cannot run. A fork adds its layouts to the table.

@@ -2,9 +2,9 @@
 pipeline parallelism and ZeRO.
 
     python train.py                          one process
-    torchrun train.py --tp 2 --pp 2          starts four ranks, and waits for them
-    torchrun --nproc-per-node 8 train.py --tp 2 --pp 2          eight: the rest is data parallel
-    torchrun train.py --tp 2 --pp 2 --fast   the same with the parts of engine/
+    python train.py --tp 2 --pp 2            starts four ranks itself, as does torchrun train.py ...
+    python train.py --tp 2 --pp 2 --fast     the same with the parts of engine/
+    torchrun --nproc-per-node 8 train.py --tp 2 --pp 2       eight: the rest is data parallel
 
 Any layout is the same computation: the same initial weights, the same batches, and gradients that
 are summed, never averaged, because the loss was divided by the tokens of the whole batch first. So
@@ -96,7 +96,7 @@ class Trainer:
         # mesh.py) or different tokens of a sequence (cp). rep: more data ranks, if ZeRO shards over
         # some of them only (--shard)
         replicas = mesh.group("shard", "ep", "cp")
-        tag_whole(model, replicas, copies=mesh.group("rep"))
+        tag_whole(model, replicas, rep=mesh.group("rep"))
 
         # Each call changes the model in place: to this rank's tokens of each sequence, to its slice
         # of each matrix, to its experts; and updates the tags of what it splits. In a group of one
@@ -126,7 +126,7 @@ class Trainer:
         # this rank's slice. ZeRO-3 replaces the layers in `stages` by layers that gather their
         # weights, so Routing, which looks into blocks, comes before, and the rest after
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
-        self.reducer = parts.Reducer(stages, value)
+        self.reducer = parts.Reducer(stages, value=value)
         self.optimizer = parts.Optimizer(cfg, self.reducer)
         if cfg.recompute:
             parts.recompute_blocks(stages)
@@ -244,7 +244,7 @@ def main():
     cfg, world, _ = read_command_line(__doc__)  # as start() did. world: number of processes
     data = checked(cfg, world, Data)  # the flags that depend on this machine; then the data
     with joined(cfg, world) as device:  # an error inside ends all ranks, with one line
-        # Of these parts only Mesh is used: the Trainer calls choose() again, for its own
+        # For Mesh only: a Trainer, also one made without main(), calls choose() itself
         mesh = choose(cfg).Mesh(device, cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
                                 ep=cfg.ep, shard=cfg.shard)
         checkpoint.agree(cfg, data, mesh.world)  # same flags, data and code? Resolves --resume

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from data.prepare import BYTES, PATTERN, make_encoding, prepare, require_file
-from model import ABSENT  # -1: a target that the loss leaves out; as a start: no window
+from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
@@ -265,7 +265,7 @@ class Data:
             windows = torch.from_numpy(windows)
             if mesh.device.type == "cuda":
                 windows = windows.pin_memory().to(mesh.device, non_blocking=True)
-            ids = windows[:, :-1].clamp(min=0)  # (B, S); ABSENT is -1, and the embedding has no -1
+            ids = windows[:, :-1].clamp(min=0)  # (B, S); the embedding has no row for ABSENT
             targets = windows[:, 1:]  # (B, S): the token after each of the ids
             microbatches.append((ids, targets, None if number is None else number + row))
             row += len(part)

@@ -18,7 +18,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from collectives import own_chunk
+import collectives
+from collectives import flat, own_chunk, refuse_wrong_lists
 from engine.group import queued
 from group import wait_all
 
@@ -56,11 +57,6 @@ def reduce_by_hand(tensor, group, op):
         ring(tensor, group, op, range(2 * group.size - 2))
 
 
-def flat(tensor):
-    assert tensor.is_contiguous(), "collectives take contiguous tensors"
-    return tensor.view(-1)
-
-
 def pass_on(hops, group, largest):
     """Hops of a ring, [(out, into, combine)]: send `out` to the next rank, and combine `into` with
     what the rank before sends. Through shared memory a message travels in pieces: the next one
@@ -77,12 +73,10 @@ def pass_on(hops, group, largest):
     wait_all(works)
 
 
-# ---- the family: beside the members of collectives.py, four with a root ----
-#
-#   scatter      the chunks of rank `root` go to their owners     n (N-1)/N sent by that rank
-#   gather       the owners' chunks go to rank `root`             n/N
-#   broadcast    that rank's tensor goes to all: scatter, then all_gather
-#   reduce       the sum goes to that rank: reduce_scatter, then gather
+# ---- the family ----
+
+scatter = queued(collectives.scatter)
+gather = queued(collectives.gather)
 
 
 @queued
@@ -117,35 +111,13 @@ def all_reduce(tensor, group, op="sum"):
         reduce_by_hand(tensor, group, op)
 
 
-@queued
-def scatter(tensor, group, root=0):
-    """In: `root` a full tensor. Out: chunk r of rank r is root's."""
-    parts = enumerate(tensor.view(-1).tensor_split(group.size))
-    if group.rank == root:
-        wait_all([group.send(part, peer) for peer, part in parts if peer != root])
-    else:
-        group.recv(own_chunk(tensor, group), root).wait()
-
-
-@queued
-def gather(tensor, group, root=0):
-    """In: chunk r of rank r is valid. Out: `root` has all chunks."""
-    parts = enumerate(tensor.view(-1).tensor_split(group.size))
-    if group.rank == root:
-        wait_all([group.recv(part, peer) for peer, part in parts if peer != root])
-    else:
-        group.send(own_chunk(tensor, group), root).wait()
-
-
 def broadcast(tensor, group, root=0):
-    """In: `root` a full tensor. Out: every rank has it. No rank sends more than 2 (N-1)/N of the
-    bytes."""
+    """In: `root` a full tensor. Out: every rank has it."""
     return all_gather(scatter(tensor, group, root), group)
 
 
 def reduce(tensor, group, root=0, op="sum"):
-    """In: every rank a full tensor. Out: `root` has the reduction. No rank sends more than its
-    tensor."""
+    """In: every rank a full tensor. Out: `root` has the reduction."""
     return gather(reduce_scatter(tensor, group, op), group, root)
 
 
@@ -163,6 +135,7 @@ def _all_to_all(outputs, group, inputs):  # the order of arguments that @queued 
 def all_to_all(outputs, inputs, group, async_op=False):
     """In: lists of N tensors; inputs[j] is for rank j. Out: outputs[i] is what rank i sent to this
     rank."""
+    refuse_wrong_lists(outputs, inputs, group)
     outputs[group.rank].copy_(inputs[group.rank])
     return _all_to_all(outputs, group, inputs, async_op=async_op)
 

@@ -18,9 +18,11 @@ from weakref import WeakMethod
 
 import torch
 
+from ddp import as_stages, used_by_any
 from engine.ahead import compute_ahead, threads_per_rank
 from engine.collectives import all_gather, all_reduce
 from group import wait_all
+from zero import outside_of, places_of_layers
 
 
 class Bucket:
@@ -28,8 +30,8 @@ class Bucket:
     either all trained or all frozen (requires_grad is False). Under ZeRO (`split`) the buffer is
     padded and cut into equal shards, one per replica.
 
-    train.py makes the model on the meta device: shapes, no memory. Here each parameter gets its
-    memory, a view into `full`, and its value: the next one of the iterator `values`.
+    Here each parameter gets its memory, a view into `full`, and its value: the next one of the
+    iterator `values`. (train.py makes the model on the meta device: shapes, no memory.)
 
     Where the gradients are (gradients() completes their sums):
                                           grad              views    grad_shard
@@ -67,13 +69,15 @@ class Bucket:
             self.allocate(param, next(values))
 
     def allocate(self, param, values):
-        """Turn a parameter of the meta device into a view of the buffer that holds these values;
-        rows beyond them (--pad-vocab) stay zero. The layers keep the same Parameter object."""
+        """Turn a parameter into a view of the buffer that holds these values; rows beyond them
+        (--pad-vocab) stay zero. The layers keep the same Parameter object."""
         view = self.view(self.full, param)
-        dim = param.tag.dim
-        view.narrow(dim, 0, values.size(dim)).copy_(values)
+        view[tuple(slice(n) for n in values.shape)].copy_(values)
         # .data: a tensor with a version counter of its own, so that ZeRO-3 may refill the buffer
         # between forward and backward without an error of autograd
+        if not param.is_meta:
+            param.data = view.data
+            return
         real = torch.nn.Parameter(view.data, param.requires_grad)
         real.tag = param.tag
         # swap_tensors: `param` itself, the object that layers and dicts refer to, becomes `real`
@@ -112,11 +116,13 @@ class Bucket:
 class DDP:
     """Sums gradients over the replicas, in buckets, during backward.
 
-    In: this rank's pipeline stages (as many as the schedule has chunks), {stage: [layers]} in order
-    of use, with tagged parameters of the meta device. value(tag): this rank's slice of an initial
-    value; threads ask for some of them ahead. Members: those in the table of the root's DDP
-    (ddp.py), and flush() and grad_added() for pipelines that split the backward
-    (engine/pipeline.py).
+    In, from train.py: this rank's pipeline stages (as many as the schedule has chunks), {stage:
+    [layers]} in order of use, with tagged parameters of the meta device. value(tag): this rank's
+    slice of an initial value; threads ask for some of them ahead. dtype: of weights. In, from you:
+    any module, or a list of layers; and the group of replicas. Members: those in the table of the
+    root's DDP (ddp.py), and flush() and grad_added() for pipelines that split the backward
+    (engine/pipeline.py). Nobody need call expect() for a model of your own; if expect(0, last=True)
+    comes before a step's last backward, DDP and ZeRO-1 send during that backward, else after it.
     Frozen parameters lie in buckets of their own: `frozen_buckets`; `buckets` are the trained ones,
     in the order in which forward uses them.
     Here gradients and weights are whole; ZeRO-1, 2 and 3 (engine/zero.py) override what they split.
@@ -129,8 +135,18 @@ class DDP:
     # (extras/forks/int8.py). A checkpoint leaves it out, so --resume is refused. "": there is none
     unsaved = ""
 
-    def __init__(self, stages, value, dtype, device, bucket_bytes=25 << 20, grad_dtype=None):
-        self.bucket_numel = bucket_bytes // dtype.itemsize
+    def __init__(self, model, replicas=None, value=None, dtype=None, device="cpu",
+                 bucket_bytes=25 << 20, grad_dtype=None):
+        self.replicas = replicas
+        self.bucket_bytes = bucket_bytes
+        self.dtype = dtype  # None: each parameter's own
+        # Of a model of your own: is a backward under way? Has expect() been called for the next,
+        # and for the last of this step?
+        self.in_backward = self.is_expected = self.is_last = False
+        self.used = set()  # parameters that this replica has used in this step
+        self.model = model
+        self.outside = None  # the parameters outside of a module's layers, as one layer more
+        stages = self.as_stages(model)
         self.layers = [layer for layers in stages.values() for layer in layers]
         self.stages = {stage: [] for stage in stages}  # buckets, in the order of backward
         self.frozen_buckets = []  # buckets of parameters without gradients
@@ -148,10 +164,11 @@ class DDP:
         hook = WeakMethod(self.grad_added)
         partition = self.partition(users)
         tags = [param.tag for _, params in partition for param in params]
-        values = compute_ahead(value, tags, threads_per_rank())
+        values = (compute_ahead(value, tags, threads_per_rank()) if value else
+                  (param.data for _, params in partition for param in params))
         for stage, params in partition:
             split = self.is_split(params[0].requires_grad)
-            bucket = Bucket(params, split, values, dtype, device, grad_dtype)
+            bucket = Bucket(params, split, values, dtype or params[0].dtype, device, grad_dtype)
             self.allocate_shards(bucket)
             self.home.update(dict.fromkeys(params, bucket))
             if not bucket.trained:
@@ -161,11 +178,24 @@ class DDP:
             for param in params:
                 param.register_post_accumulate_grad_hook(lambda param: hook()(param))
         self.buckets = [bucket for stage in self.stages.values() for bucket in reversed(stage)]
+        self.index = {bucket: i for i, bucket in enumerate(self.buckets + self.frozen_buckets)}
         held = self.held(self.buckets)
+        self.params = [param for bucket in self.buckets for param in bucket.params]
         self.weights = [weights for weights, _, _ in held]
         self.tags = [tag for _, tag, _ in held]
         self.starts = [start for _, _, start in held]
         self.frozen = self.held(self.frozen_buckets)
+
+    def as_stages(self, model):
+        """The root's as_stages(). But a module's layers are those of places_of_layers() (zero.py),
+        and its parameters outside of them are one layer more, the first."""
+        stages = as_stages(model, self.replicas)
+        if isinstance(model, torch.nn.Module):
+            layers = list(dict.fromkeys(parts[i] for parts, i in places_of_layers(model)))
+            params = dict.fromkeys(param for _, _, param in outside_of(layers, model))
+            self.outside = torch.nn.ParameterList(params)
+            stages[0] = [self.outside, *layers]
+        return stages
 
     def is_split(self, trained):
         """Are the buckets of trained, or of frozen, parameters cut into shards?"""
@@ -183,9 +213,10 @@ class DDP:
         still_open = {}  # (stage, groups to sum over, trained?) -> the bucket that takes more
         for param, where in reversed(users.items()):
             stage, _ = where[0]  # a tied weight: its first user, which backward reaches last
-            key = (stage, param.tag.sum_over, param.requires_grad)
+            key = (stage, param.tag.sum_over, param.requires_grad, param.dtype)
             bucket = still_open.get(key)
-            if bucket is None or sum(p.numel() for p in bucket) + param.numel() > self.bucket_numel:
+            limit = self.bucket_bytes // (self.dtype or param.dtype).itemsize
+            if bucket is None or sum(p.numel() for p in bucket) + param.numel() > limit:
                 bucket = still_open[key] = []
                 found.append((stage, bucket))
             bucket.append(param)
@@ -217,6 +248,8 @@ class DDP:
         engine/pipeline.py, brings those of matrices later than the rest.) A bucket that waits for
         no gradient is launched at once."""
         self.flush()
+        self.is_expected = True
+        self.is_last = last
         if last or self.every_microbatch:
             self.filling = list(self.stages[stage])
             for bucket in self.filling:
@@ -229,11 +262,25 @@ class DDP:
         the gradient is computed.) While `filling` is empty the hook only collects, and the next
         expect() sets the counts again: in the I of a split backward and, unless every_microbatch,
         in all microbatches but the last."""
+        self.begin_backward()
         bucket = self.home[param]
         if param.grad is not None:
+            self.used.add(param)
             self.collect(param, bucket)
         bucket.missing -= 1
         self.launch_full()
+
+    def begin_backward(self):
+        """A model of your own has no pipeline, which would call expect()."""
+        if self.replicas and not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            if not self.is_expected:
+                self.expect(0, last=False)
+
+    def end_backward(self):
+        self.in_backward = self.is_expected = False
+        self.launch_rest()
 
     def launch_full(self):
         """A full bucket waits for the buckets before it, so that all ranks reduce in one order."""
@@ -283,10 +330,17 @@ class DDP:
     def gradients(self):
         """After the last backward of a step: the gradient of each of `weights`, summed over the
         ranks that the tag names. They stay as they are until the next expect() or flush()."""
+        if self.replicas and not (self.is_last or self.every_microbatch):
+            self.expect(0, last=True, params=())  # all buckets wait for nothing: launched
         self.flush()
         self.finish()
         self.is_new_step = True
-        grads = [grad for bucket in self.buckets for _, grad in self.grad_pieces(bucket)]
+        self.is_last = False
+        used = used_by_any([param in self.used for param in self.params], self.replicas)
+        self.used.clear()
+        used = dict(zip(self.params, used, strict=True))
+        grads = [grad if used[param] else None
+                 for bucket in self.buckets for param, grad in self.grad_pieces(bucket)]
         for param in self.home:
             param.grad = None
         return grads

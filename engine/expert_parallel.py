@@ -31,6 +31,9 @@ class SpreadExperts:
         self.experts = layer.experts
         self.group = group
         self.region = region
+        if layer.n_experts % (group.size * region.group.size):
+            raise ValueError(f"--ep {group.size} x --tp {region.group.size} must divide the "
+                             f"{layer.n_experts} experts")
         # Which rank has which experts. For E = 2, T = 2 and 8 experts, on rank e = 1, t = 0:
         # owners[e][t], experts of that rank: [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         owners = torch.arange(layer.n_experts).view(group.size, region.group.size, -1)
@@ -112,8 +115,8 @@ def spread_experts(model, mesh, sp=False):
         own = layer.run_experts.own.tolist()
         for stack in (layer.experts.c_fc, layer.experts.c_proj):
             for name, full in list(stack.named_parameters()):
-                # copies: replicas of shards (--shard)
-                copies = [group for group in full.tag.shared_by if group is not tp]
-                tag = replace(full.tag, ranges=((own[0], own[-1] + 1),), shared_by=(*copies,),
-                              sum_over=(mesh.group("shard", "cp"), *copies))
+                # rep: the group whose ranks hold the same shard (--shard)
+                rep = [group for group in full.tag.shared_by if group is not tp]
+                tag = replace(full.tag, ranges=((own[0], own[-1] + 1),), shared_by=(*rep,),
+                              sum_over=(mesh.group("shard", "cp"), *rep))
                 setattr(stack, name, take_slice(full, tag))

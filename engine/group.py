@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import group
+from collectives import flat
 from engine.shared_memory import Incoming, Outgoing
 from group import naming
 
@@ -202,12 +203,16 @@ class Group(group.Group):
 def queued(collective):
     """Make a collective(tensor, group, ...) run after all earlier work of its group. With async_op
     it runs in the background and returns its Work; without, it returns the tensor when complete. In
-    a group of one it does nothing. A queued collective may call others of its group: inside of a
-    job these run at once, also with async_op; otherwise the job would wait for itself."""
+    a group of one it does nothing. A tensor that is not contiguous is refused here, not in the
+    job, so that it fails the call, not the group's next wait. A queued collective may call others
+    of its group: inside of a job these run at once, also with async_op; otherwise the job would
+    wait for itself."""
     name = collective.__name__.strip("_")
 
     @wraps(collective)
     def queue(tensor, group, *args, async_op=False, **more):
+        if torch.is_tensor(tensor):  # all_to_all has lists, and refuses by itself
+            flat(tensor)
         if group.size == 1:
             return Work() if async_op else tensor
         inside = group.is_running_job()

@@ -88,7 +88,7 @@ class Engine:
             for layer in (layer for layers in stages.values() for layer in layers):
                 compile_layer(layer)
         return REDUCERS[cfg.zero](
-            stages, value, self.dtype, self.device, int(cfg.bucket_mb * 2**20),
+            stages, None, value, self.dtype, self.device, int(cfg.bucket_mb * 2**20),
             self.dtype if cfg.grad_dtype == "same" else torch.float)
 
     def Optimizer(self, cfg, reducer):

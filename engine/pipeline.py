@@ -7,7 +7,7 @@
     freed outputs     a stage's output is freed once it was sent. Backward needs its graph, not its
                       values: the last operation is the residual sum, which saves no inputs
 
-1F1B takes 2 to 4% longer than in pipeline.py (docs/measured.md): what this file adds is the other
+1F1B takes 1 to 2% longer than in pipeline.py (docs/measured.md): what this file adds is the other
 schedules, and memory.
 
     python -m extras.show engine.pipeline                   three schedules on 4 ranks

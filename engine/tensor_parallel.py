@@ -24,6 +24,7 @@ from engine.vocabulary_parallel import ChunkedHead, VocabularyEmbedding
 from experts import MixtureOfExperts
 from sequence_parallel import positions_of_own_tokens
 from shard import split, tag_replicated
+from tensor_parallel import refuse_too_many_ranks
 
 # Elements that each rank keeps for backward, per token and block:
 #
@@ -140,11 +141,12 @@ def parallelize(model, group, sp=False, defer=None):
     After: each parameter is this rank's slice, tagged as such, or is tagged as replicated over the
     group. With sp the ranks hold different tokens outside of the matrices, so the gradients of
     replicated parameters are to be summed over the group. defer: see compute_now.
-    T must divide n_head and, with sp, the tokens of a sequence on this rank. Call it after
-    split_sequences (engine/context_parallel.py).
+    With sp T must divide the tokens of a sequence on this rank. Call it after split_sequences
+    (engine/context_parallel.py).
 
     A group of one keeps torch's own linear layers, because an autograd function in Python costs
     time; unless `defer` is given, which only ColumnLinear and RowLinear know."""
+    refuse_too_many_ranks(model.config, group)
     sp = sp and group.size > 1
     region = Region(group, sp)
     with_attention = Region(group, sp, has_attention=True)

@@ -181,6 +181,11 @@ class ChunkedHead(nn.Module):
         self.lm_head = head.lm_head  # its weight: (V/T, C)
         self.region = region
 
+    @property
+    def read_in_backward(self):
+        """ChunkedLoss computes the matrix's gradient already in forward (engine/zero.py)."""
+        return [self.ln_f]
+
     def log_likelihood(self, logits, local, outside, num_words, training):
         """In: the logits (c, V/T) of c tokens. Returns the sum of the log-probabilities of those
         targets that are words of this rank. In training the logits then hold their gradient.

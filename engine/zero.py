@@ -14,12 +14,11 @@ once for each of its uses.
 """
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from engine.collectives import all_gather, reduce_scatter
+from engine.collectives import all_gather, all_reduce, reduce_scatter
 from engine.ddp import DDP
 from engine.group import Work
-from engine.vocabulary_parallel import ChunkedHead
-from model import Embedding
 
 
 class ZeRO1(DDP):
@@ -28,11 +27,11 @@ class ZeRO1(DDP):
 
     sharded = True
 
-    def __init__(self, stages, *args, **options):
+    def __init__(self, model, *args, **options):
         # bucket -> Work of its all_gather, until waited for; under ZeRO-3 until freed
         self.gathered = {}
-        super().__init__(stages, *args, **options)
-        self.watch(stages)
+        super().__init__(model, *args, **options)
+        self.watch({0: self.layers} if self.replicas else model)
 
     def is_split(self, trained):
         return trained
@@ -41,7 +40,14 @@ class ZeRO1(DDP):
         """Have each layer wait for its new weights, which travel while the layers before it run."""
         for layers in stages.values():
             for layer in layers:
-                layer.register_forward_pre_hook(lambda layer, args: self.gather_weights([layer]))
+                # prepend: before a hook of the user's, which may read weights
+                self.called(layer).register_forward_pre_hook(
+                    lambda module, args, layer=layer: self.gather_weights([layer]), prepend=True)
+
+    def called(self, layer):
+        """The module whose call runs a layer: the layer itself; for the parameters outside of the
+        layers of a model of your own, the model."""
+        return self.model if layer is self.outside else layer
 
     def partition(self, users):
         """One bucket for the parameters that have the same users (layers) and the same groups to
@@ -58,7 +64,7 @@ class ZeRO1(DDP):
 
     def common(self, param, where):
         """(groups to sum over, users, trained?) of a parameter."""
-        return param.tag.sum_over, tuple(where), param.requires_grad
+        return param.tag.sum_over, tuple(where), param.requires_grad, param.dtype
 
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)
@@ -67,6 +73,8 @@ class ZeRO1(DDP):
         """Start to all-gather the new weights, in the order in which the next forward uses them."""
         for bucket in self.buckets:
             self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
+        if self.replicas:  # of your own model you may read weights without a forward
+            self.gather_weights(self.layers)
 
     def gather_weights(self, layers):
         for layer in layers:
@@ -159,15 +167,17 @@ class ZeRO3(ZeRO2):
     """Shards weights too: gathers a layer's weights while the layer before it computes, and frees
     them after the layer has run. At most two layers' full weights exist at a time."""
 
-    def __init__(self, stages, *args, **options):
-        # Parameters that backward reads: they share no bucket with those that it does not
-        self.for_backward = {param for layers in stages.values() for layer in layers
-                             for module in self.read_in_backward(layer)
-                             for param in module.parameters()}
-        super().__init__(stages, *args, **options)
-
     def is_split(self, trained):
         return True
+
+    def partition(self, users):
+        self.pinned = []  # layers whose weights stay whole until the end of the step
+        self.order = 0  # stands for the buckets gathered in this step, in this order
+        # Parameters that backward reads: they share no bucket with those that it does not
+        self.for_backward = {param for layer in self.layers
+                             for module in self.read_in_backward(layer)
+                             for param in module.parameters()}
+        return super().partition(users)
 
     def common(self, param, where):
         return *super().common(param, where), param in self.for_backward
@@ -179,22 +189,25 @@ class ZeRO3(ZeRO2):
         bucket.full.untyped_storage().resize_(0)
 
     def watch(self, stages):
+        if self.outside is not None:
+            self.model.register_forward_pre_hook(self.pin_outside, prepend=True)
         for layers in stages.values():
+            layers = [layer for layer in layers if layer is not self.outside]
             read = [self.read_in_backward(layer) for layer in layers]
             for i, layer in enumerate(layers):
                 previous = read[i - 1] if i > 0 else []
                 self.watch_layer(layer, layers[i + 1 : i + 2], read[i], previous)
-            layers[0].register_forward_pre_hook(self.watch_input)
+            if not self.replicas:
+                layers[0].register_forward_pre_hook(self.watch_input)
+
+    def pin_outside(self, module, args):
+        """Before a module of your own runs: gather its weights outside of the layers."""
+        self.pinned = [self.outside]
+        self.gather_weights([])
 
     def read_in_backward(self, layer):
-        """The modules whose weights the layer's backward reads. Embedding: none. ChunkedHead: only
-        its LayerNorm, because its loss (ChunkedLoss) computes the matrix's gradient already in
-        forward. Block, and the root's Head: all."""
-        if isinstance(layer, Embedding):
-            return []
-        if isinstance(layer, ChunkedHead):
-            return [layer.ln_f]
-        return [layer]
+        """The modules whose weights the layer's backward reads: all, if the layer does not say."""
+        return list(getattr(layer, "read_in_backward", [layer]))
 
     def watch_layer(self, layer, next_layers, needed, previous):
         """Before the layer's forward gather its weights, and start to gather those of the next
@@ -202,21 +215,27 @@ class ZeRO3(ZeRO2):
         `needed`, the modules that this backward reads, and start to gather those of `previous`, the
         modules that the backward of the layer before it reads: that backward comes next."""
         def before_forward(module, args):
+            if self.in_backward:  # activation checkpointing of yours runs the layer again
+                self.gather_weights([layer], free=False)
+                return
             # The previous backward is over, and another rank may have launched all its buckets in
             # it. Launch the rest before gathering more: so all ranks call collectives in one order
             self.launch_rest()
             self.gather_weights([layer], next_layers)
 
         def after_forward(module, args, out):
-            if not next_layers:  # no next layer, whose before_forward would free these weights
+            # If there is no next layer, whose before_forward would free these weights
+            if not next_layers and not self.in_backward:
                 self.gather_weights([])
-            if out.requires_grad:
-                out.register_hook(before_backward)
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(before_backward)
 
         def before_backward(grad):
+            self.begin_backward()
             self.gather_weights(needed, previous)
 
-        layer.register_forward_pre_hook(before_forward)
+        layer.register_forward_pre_hook(before_forward, prepend=True)
         layer.register_forward_hook(after_forward)
 
     def watch_input(self, layer, args):
@@ -228,19 +247,21 @@ class ZeRO3(ZeRO2):
         if x.requires_grad:
             x.register_hook(lambda grad: self.gather_weights([]))
 
-    def gather_weights(self, layers, prefetch=()):
+    def gather_weights(self, layers, prefetch=(), free=True):
         """Make the weights of `layers` whole, start to gather those of `prefetch`, and free all
-        others. A bucket is refilled in the same storage, because tensors that autograd saved point
-        into it."""
+        others, except those of self.pinned. A bucket is refilled in the same storage, because
+        tensors that autograd saved point into it."""
         # dicts, not sets: all ranks need the same order
-        needed = {self.home[param]: None for layer in layers for param in layer.parameters()}
+        needed = {self.home[param]: None for layer in [*self.pinned, *layers]
+                  for param in layer.parameters()}
         kept = dict(needed)
         kept.update({self.home[param]: None for layer in prefetch for param in layer.parameters()})
-        for bucket in [bucket for bucket in self.gathered if bucket not in kept]:
+        for bucket in [bucket for bucket in self.gathered if free and bucket not in kept]:
             self.gathered.pop(bucket).wait()
             bucket.full.untyped_storage().resize_(0)
         for bucket in kept:
             if bucket not in self.gathered:
+                self.order = (31 * self.order + 1 + self.index[bucket]) % 1_000_003
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
                 bucket.full[bucket.own].copy_(bucket.weight_shard)
                 self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
@@ -251,10 +272,18 @@ class ZeRO3(ZeRO2):
         """Also free the weights that the last backward has gathered: the optimizer steps the
         shards, and the next forward gathers the new weights."""
         super().finish()
-        self.gather_weights([])
+        self.publish()
+        if self.replicas:
+            order = torch.tensor([self.order], device=self.replicas.device, dtype=torch.double)
+            if all_reduce(order, self.replicas).item() != self.order * self.replicas.size:
+                raise RuntimeError("ZeRO-3: in this step the replicas have run other layers, or in "
+                                   "another order: all must run the same")
+            self.order = 0
 
     def publish(self):
-        """Nothing to send: gather_weights gathers the new weights."""
+        """Nothing to send: free all weights, and gather_weights gathers the new ones."""
+        self.pinned = []
+        self.gather_weights([])
 
 
 REDUCERS = (DDP, ZeRO1, ZeRO2, ZeRO3)  # by ZeRO stage

@@ -74,8 +74,8 @@ class Config:
                           "this; 0: 64 on GPUs, 1 on CPUs [engine]")
     bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB "
                             "[engine]")
-    shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold copies of "
-                      "the shards; 0: all --dp")
+    shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold replicas "
+                      "of the shards; 0: all --dp")
     fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
                      "tp, ep, ddp, optimizer, pp", alone="all")
     arch: str = flag("gpt2", "model", "model.py's GPT-2 or llama.py's Llama", ("gpt2", "llama"))

@@ -50,10 +50,10 @@ TORCH = f"{Path(torch.__file__).parent}/"
 
 def qualified_name(code):
     """A function's name, behind those of its class and of the functions around it:
-    "DDP.gradients"; "gather.backward" for a backward() inside of gather(); "sum_over_ranks" for a
-    lambda in sum_over_ranks(). (Python 3.10 knows the last part only, and a lambda is "<lambda>".)
-    """
-    full = getattr(code, "co_qualname", code.co_name)  # "gather.<locals>.backward"
+    "DDP.gradients"; "gather_weight.backward" for a backward() inside of gather_weight();
+    "sum_over_ranks" for a lambda in sum_over_ranks(). (Python 3.10 knows the last part only, and a
+    lambda is "<lambda>".)"""
+    full = getattr(code, "co_qualname", code.co_name)  # "gather_weight.<locals>.backward"
     return ".".join(part for part in full.split(".") if part[0] != "<") or code.co_name
 
 

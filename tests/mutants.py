@@ -34,30 +34,49 @@ MUTANTS = {
         ("combine(into, received)\n    return", "into.copy_(received)\n    return",
          "collectives:definition"),
         ("(r - 2 - hop) % N", "(r - 1 - hop) % N", "collectives:definition"),
-        ("outputs[r].copy_(inputs[r])", "pass", "collectives:definition")],
+        ("outputs[r].copy_(inputs[r])", "pass", "collectives:definition"),
+        ("if not tensor.is_contiguous():", "if False:", "collectives:cannot_take"),
+        ("if not len(outputs) == len(inputs) == N:", "if len(outputs) != N:",
+         "collectives:cannot_take"),
+        ("other_start < stop", "other_start <= start", "collectives:cannot_take"),
+        ("ranges[i + 1 :]", "ranges[N:]", "collectives:cannot_take"),
+        ("return all_gather(scatter(tensor, group, root), group)",
+         "return all_gather(tensor, group)", "collectives:definition"),
+        ("return gather(reduce_scatter(tensor, group, combine), group, root)",
+         "return all_reduce(tensor, group, combine)", "collectives:formula")],
     "ddp.py": [
-        ("            for group in tag.sum_over:", "            for group in ():",
+        ("        for group in param.tag.sum_over:", "        for group in ():",
          "layouts:root_parts"),
         ("grad, param.grad = param.grad, None", "grad = param.grad", "layouts:root_parts"),
-        ("            for group in tag.sum_over:", "            for group in tag.sum_over[:1]:",
-         "layouts:root_parts")],
+        ("        for group in param.tag.sum_over:", "        for group in param.tag.sum_over[:1]:",
+         "layouts:root_parts"),
+        ("broadcast(param.data, replicas)", "pass", "your_own:Mlp"),
+        ("param.data = param.data.contiguous()", "pass", "your_own:ChannelsLast"),
+        ("(all_reduce(used, replicas) > 0)", "(used > 0)", "your_own:OneReplica")],
     "zero.py": [
         ("self.sums.get(param, 0) + chunk", "chunk.clone()", "layouts:root_parts"),
         ("own_chunk(reduce_scatter(whole, replicas), replicas).clone()",
          "own_chunk(whole, replicas).clone()", "layouts:root_parts"),
         ("            all_gather(param.data, param.tag.sum_over[0])", " " * 12 + "pass",
          "layouts:root_parts"),
-        ("\n        param.grad = None\n", "\n", "parts:table"),
-        ("param.data = param.data.new_empty(0)", "pass", "parts:table"),
-        ("return recompute(self.run, *inputs)", "return self.run(*inputs)", "parts:table"),
-        ("            all_reduce(chunk, group)\n", "            pass\n", "layouts:root_parts"),
+        ("owner.register_parameter(name, chunk_of[param][0])", "pass", "parts:table"),
+        ("return recompute(lambda *args, **kwargs: self.run(next(buffers), args, kwargs),\n"
+         + " " * 25 + "*args, **kwargs)", "return self.run({}, args, kwargs)", "parts:table"),
+        ("        all_reduce(chunk, group)\n    return", "        pass\n    return",
+         "layouts:root_parts"),
+        ("chain([{}], repeat(copies))", "repeat({})", "your_own:Normed"),
+        ("self.seen.clear()", "pass", "your_own:TwoHeads"),
+        ("if theirs.item() != number:", "if False:", "your_own:refuses"),
+        ("gathered[layers[i]]\n", "layers[i]\n", "parts:table"),
         ("clone(), param.requires_grad)", "clone())", "layouts:frozen")],
     "recompute.py": [
         ("        if saved.value is None:\n", "        if True:\n", "parts:repeats"),
         ("                raise Enough\n", "                pass\n", "parts:repeats"),
         ("torch.set_rng_state(random_state)", "pass", "parts:repeats"),
         ("weakref.ref(saved)", "lambda saved=saved: saved", "parts:repeats"),
-        ("if [x._version for x in inputs] != versions:", "if False:", "parts:repeats")],
+        ("if [x._version for x in tensors] != versions:", "if False:", "parts:repeats"),
+        ("(repeating, autocast, ", "(repeating, ", "parts:autocast"),
+        ("args, kwargs = tree_unflatten(alone, form)", "args = alone", "your_own:Keywords")],
     "optimizer.py": [
         (".clamp(max=1.0)", "", "values:clipping"),
         ("square().sum() / n", "square().sum()", "layouts:root_parts"),
@@ -72,7 +91,9 @@ MUTANTS = {
         ("lambda grad: sum_of_copy(grad, group)", "lambda grad: grad", "layouts:root_parts"),
         ("losses.masked_fill(targets == ABSENT, 0)", "losses", "parts:padding"),
         ("logits.to(torch.promote_types(logits.dtype, torch.float))", "logits", "parts:padding"),
-        ("at_target.masked_fill(outside, 0)", "at_target", "parts:padding")],
+        ("at_target.masked_fill(outside, 0)", "at_target", "parts:padding"),
+        ("config.vocab_size < group.size", "False", "parts:refused"),
+        ('getattr(config, "n_kv_head", config.n_head)', "config.n_head", "parts:refused")],
     "sequence_parallel.py": [
         ("sum_gradients=True", "sum_gradients=False", "layouts:root_parts"),
         ("lambda grad: all_tokens(grad, group)", "lambda grad: grad", "layouts:root_parts"),
@@ -83,6 +104,7 @@ MUTANTS = {
          "layouts:root_parts"),
         ("[*early, *reversed(late)]", "[*early, *late]", "layouts:cp")],
     "expert_parallel.py": [
+        ("        if rest:\n", "        if False:\n", "parts:refused"),
         ("return outputs[order.argsort()]", "return outputs", "layouts:experts"),
         ("gates.flatten()[order]", "gates.flatten()", "layouts:root_parts"),
         ("sum_over=(same_experts, *others)", "sum_over=full.tag.sum_over", "layouts:root_parts")],
@@ -98,7 +120,10 @@ MUTANTS = {
         ("missing <= 0", "missing <= 1", "layouts:layout_equals"),
         ("            bucket.grad.zero_()", " " * 12 + "pass", "zero:sum_its_gradients"),
         ("max(start - self.offset, 0)", "start - self.offset", "layouts:layout_equals"),
-        ("sum_over, param.requires_grad)", "sum_over)", "layouts:frozen")],
+        ("sum_over, param.requires_grad, ", "sum_over, ", "layouts:frozen"),
+        ("param.requires_grad, param.dtype)", "param.requires_grad)", "your_own:TwoDtypes"),
+        ("            self.used.add(param)\n", "", "your_own:Mlp"),
+        ("            self.expect(0, last=True, params=())", "            pass", "your_own:Mlp")],
     "engine/zero.py": [
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
         ("        self.lacking.remove(param)\n        into", "        into", "zero:sum_its"),
@@ -113,9 +138,14 @@ MUTANTS = {
         ("bucket.grad_shard.zero_()", "pass", "layouts:layout_equals"),
         ("self.gathered[bucket].wait()", "pass", "collectives:change_nothing"),
         ("self.works.pop().wait()", "self.works.pop()", "streams:ring_zero2"),
-        ("= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def", "= Work()\n\n    def",
-         "layouts:layout_equals"),
-        ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights")],
+        ("= all_gather(bucket.full, bucket.group, async_op=True)\n        if",
+         "= Work()\n        if", "layouts:layout_equals"),
+        ("self.gathered.pop(self.home[param], Work()).wait()", "pass", "zero:new_weights"),
+        ("self.gather_weights(self.layers)", "pass", "your_own:Mlp"),
+        ("if self.in_backward:  # act", "if False:  # act", "your_own:Segments"),
+        ("not next_layers and not self.in_backward:", "not next_layers:", "your_own:Checkpointed"),
+        ("[*self.pinned, *layers]", "layers", "your_own:Tied"),
+        ("!= self.order * self.replicas.size:", "is None:", "your_own:refuses")],
     "engine/optimizer.py": [
         ("square() / self.holders).sum()", "square()).sum()", "layouts:layout_equals"),
         ("exact_norms(grads, self.wide)", "exact_norms(grads, grads[0].dtype)", "values:norm"),
@@ -135,7 +165,12 @@ MUTANTS = {
         ("weight_decay * decays(", "weight_decay * bool(", "layouts:layout_equals")],
     "engine/parts.py": [
         ("int(cfg.bucket_mb * 2**20)", "int(cfg.bucket_mb * 10**6)", "zero:mebibytes")],
+    "extras/doctor/dump.py": [
+        ("padding=(ABSENT, -1)", "padding=(ABSENT,)", "dump:padding"),
+        ("return tensor.masked_fill(absent, ABSENT)", "return tensor", "dump:padding"),
+        ("tokens.min() < 0", "tokens.min() < ABSENT", "dump:padding")],
     "engine/tensor_parallel.py": [
+        ("    refuse_too_many_ranks(model.config, group)\n", "", "parts:refused"),
         ("param is not None and param.requires_grad", "param is not None", "layouts:frozen"),
         ("now_or_later, attn.parts)", "now_or_later)", "layouts:layout_equals")],
     "engine/vocabulary_parallel.py": [
@@ -177,8 +212,9 @@ MUTANTS = {
         ("torch.promote_types(q.dtype, torch.float)  #", "q.dtype  #", "sequences:rounds"),
         ("x if x.stride(-1) == 1 else x.contiguous()", "x", "sequences:strides")],
     "engine/expert_parallel.py": [
+        ("if layer.n_experts % (group", "if 0 % (group", "parts:refused"),
         ("(cp, tp) if sp else (cp,)", "(cp,)", "layouts:experts"),
-        ('sum_over=(mesh.group("shard", "cp"), *copies)', "sum_over=full.tag.sum_over",
+        ('sum_over=(mesh.group("shard", "cp"), *rep)', "sum_over=full.tag.sum_over",
          "layouts:experts")],
     "run/routing.py": [
         ("mean(1)).max()", "mean(1)).mean()", "layouts:experts"),
@@ -215,7 +251,9 @@ MUTANTS = {
         ("    wait_all(works)\n\n\n#", "\n\n#", "collectives:change_no_collective"),
         ("min(2, num_pieces)", "2", "collectives:change_no_collective"),
         ("OPS[op][0] if hop < N - 1 else None", "OPS[op][0]", "collectives:definition"),
-        ("chunks[0].nbytes)", "chunks[-1].nbytes)", "collectives:fast_ring")],
+        ("    refuse_wrong_lists(outputs, inputs, group)\n", "", "collectives:cannot_take"),
+        ("return all_gather(scatter(tensor, group, root), group)",
+         "return all_gather(tensor, group)", "collectives:definition")],
     "engine/shared_memory.py": [
         ("user != os.getuid() or ", "", "shared_memory:one_line"),
         ("not secrets.compare_digest(token, self.token)", "False", "shared_memory:strangers"),
@@ -229,6 +267,7 @@ MUTANTS = {
         ("send.numel() * send.element_size()", "send.numel()", "parts:table"),
         ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason")],
     "engine/group.py": [
+        ("            flat(tensor)\n", "            pass\n", "collectives:cannot_take"),
         ("future.result()", "pass", "collectives:change_nothing"),
         ("inside = group.is_running_job()", "inside = False", "collectives:collective_of"),
         ("if async_op and not inside:", "if async_op:", "collectives:collective_of"),
@@ -277,6 +316,7 @@ MUTANTS = {
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
         ("            if sum_gradients:", "            if True:", "layouts:layout_equals")],
     "model.py": [
+        ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
         ("k, v, is_causal=True", "k, v, is_causal=False", "values:formulas"),
         ("math.sqrt(2 * config.n_layer)", "math.sqrt(config.n_layer)", "values:initial"),
@@ -298,7 +338,7 @@ MUTANTS = {
         ("data.ahead(cfg, mesh, first)", "data.ahead(cfg, mesh, 0)", "faults:storm"),
         ("loss / self.cfg.tp, asked", "loss, asked", "layouts:layout_equals"),
         ("        self.reducer.publish()  #", "        #", "layouts:root_parts"),
-        ('copies=mesh.group("rep"))', "copies=None)", "layouts:root_parts"),
+        ('rep=mesh.group("rep"))', "rep=None)", "layouts:root_parts"),
         ("        self.routing.clear()\n", "", "layouts:experts"),
         ("self.where[0] != self.where[-1]", "False", "layouts:layout_equals")],
     "extras/exercises/break_it.py": [
@@ -571,8 +611,8 @@ def main():
     for file, old, new, tests in ((file, *row) for file, rows in MUTANTS.items() for row in rows):
         name = re.sub(r"\s+", " ", f"{file}: {old} -> {new or 'nothing'}")
         if args.name in name:
-            name, expression = tests.split(":")
-            found = killer(file, old, new, [test_file(name), "-k", expression], 300)
+            where, expression = tests.split(":")
+            found = killer(file, old, new, [test_file(where), "-k", expression], 300)
             if args.all and not found:
                 found = killer(file, old, new, ["tests", "extras"], 3600)
             verdicts[name] = f"killed by {found}" if found else "LIVES"

@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 import torch
 from torch.distributed import ProcessGroupGloo
@@ -150,13 +151,17 @@ class Pool:
         for jobs in self.jobs[:world]:
             jobs.send((self.number, fn, world, f"{self.folder}/{self.number}", args))
         values, deadline = {}, time.time() + timeout
+        ends = {process.sentinel: rank for rank, process in enumerate(self.processes[:world])}
         while len(values) < world:
-            if self.results._reader.poll(max(0, deadline - time.time())):
+            ready = wait([self.results._reader, *ends], max(0, deadline - time.time()))
+            if self.results._reader in ready:
                 number, rank, value, error = self.results.get()
                 if error is None:
                     values[rank] = pickle.loads(value)
                     continue
                 message = f"rank {rank} of {world}:\n{error}"
+            elif ready:
+                message = f"ranks {[ends[end] for end in ready]} of {world} have ended, no answer"
             else:
                 message = f"ranks {set(range(world)) - set(values)} did not answer in {timeout} s"
             self.stop()

@@ -26,9 +26,8 @@ from tests.pool import HANG
 
 # ---- collectives ----
 
-SIZES = (0, 1, 2, 5, 8, 67)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
-CASES = {*((dtype, 67) for dtype in DTYPES), *((torch.float32, n) for n in SIZES)}
+SIZES = (0, 1, 2, 5, 8, 67)  # none, one, fewer than ranks, as many, more
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64)
 
 
 def _mesh_group(world):
@@ -41,7 +40,7 @@ def _values(rank, n, dtype):  # small integers: exact in every dtype and in ever
 
 def all_collectives(rank, world, g=None):
     g = g or _mesh_group(world)
-    for dtype, n in sorted(CASES, key=str):  # in the same order on all ranks
+    for dtype, n in itertools.product(DTYPES, SIZES):
         every = [_values(r, n, dtype) for r in range(world)]
         total, chunk = sum(every), [x.tensor_split(world) for x in every]
         own = torch.stack(every).sum(0).to(dtype).tensor_split(world)[rank]
@@ -55,11 +54,12 @@ def all_collectives(rank, world, g=None):
             x = family.reduce_scatter(every[rank].clone(), g)
             assert torch.equal(x.tensor_split(world)[rank], own)
             assert torch.equal(family.all_gather(every[rank].clone(), g), gathered)
-        for root in range(world):
-            assert torch.equal(c.broadcast(every[rank].clone(), g, root), every[root])
-            x = c.scatter(every[rank].clone(), g, root)
+        for family, root in itertools.product((plain, c), range(world)):
+            assert torch.equal(family.broadcast(every[rank].clone(), g, root), every[root])
+            x = family.scatter(every[rank].clone(), g, root)
             assert torch.equal(x.tensor_split(world)[rank], chunk[root][rank])
-            x, y = c.gather(every[rank].clone(), g, root), c.reduce(every[rank].clone(), g, root)
+            x = family.gather(every[rank].clone(), g, root)
+            y = family.reduce(every[rank].clone(), g, root)
             assert rank != root or torch.equal(x, gathered) and torch.equal(y, total)
         out = [torch.empty_like(every[r]) for r in range(world)]
         for exchange in (plain.all_to_all, c.all_to_all):
@@ -97,6 +97,67 @@ def test_ring_sends_the_formula_and_replicas_get_the_same_bits(world, n):
         assert sent["all_reduce"] == sent["reduce_scatter"] + sent["all_gather"]
         assert torch.equal(x, got[0][1])
     assert sum(sent["all_reduce"] for sent, _ in got) == 2 * (world - 1) * 4 * n
+
+
+def _bytes_of_rooted(rank, world, n, root):
+    sent = {}
+    for family, mesh in ((plain, plain_mesh.Mesh(dp=world)), (c, Mesh(dp=world))):
+        group = mesh.group("dp")
+        for name in ("scatter", "gather", "broadcast", "reduce"):
+            before = group.bytes_sent
+            getattr(family, name)(torch.ones(n), group, root)
+            sent.setdefault(name, []).append(group.bytes_sent - before)
+    return sent
+
+
+@pytest.mark.parametrize("world,root", [(2, 1), (3, 0), (4, 2)])
+def test_a_collective_with_a_root_sends_the_formula(world, root):
+    """The table on top of collectives.py, for `root` and for another rank, by root and engine."""
+    n = 60 * world  # elements
+    part, all_but_one = 4 * 60, 4 * 60 * (world - 1)  # bytes of a chunk, of all chunks but one
+    formulas = {"scatter": (all_but_one, 0), "gather": (0, part),
+                "broadcast": (2 * all_but_one, all_but_one), "reduce": (all_but_one, 4 * n)}
+    for rank, sent in enumerate(pool(world, _bytes_of_rooted, world, n, root)):
+        assert sent == {name: [formula[rank != root]] * 2 for name, formula in formulas.items()}
+
+
+def _refused(rank, world):
+    """What a collective cannot take: each call is refused on all ranks, and nothing is sent."""
+    no_view = [torch.ones(1).expand(4), torch.ones(3, 2).t(), torch.ones(8)[::2]]
+    for family, group in ((plain, plain_mesh.Mesh(dp=world).group("dp")), (c, _mesh_group(world))):
+        calls = [getattr(family, name) for name in (
+            "all_reduce", "reduce_scatter", "all_gather", "scatter", "gather", "broadcast",
+            "reduce")]
+        if family is c:
+            calls.append(partial(c.all_reduce, async_op=True))
+        for call, x in itertools.product(calls, no_view):
+            with pytest.raises(ValueError, match=r"pass tensor\.contiguous\(\)$"):
+                call(x, group)
+        buffer = torch.zeros(2 * world + 2)
+        rows = buffer[: 2 * world].split(2)
+        shifted = buffer[1 : 2 * world + 1].split(2)
+        fresh = torch.zeros(world, 2).unbind()
+        wrong = [(rows, rows, r"outputs\[0\] shares memory"), (rows, shifted, "shares memory"),
+                 (shifted, rows, "shares memory"), (rows, no_view[:1] * world, "contiguous"),
+                 (no_view[:1] * world, rows, "contiguous"),
+                 (rows, fresh[1:], rf"{world} inputs, .* {world} and {world - 1}$"),
+                 ([*fresh, rows[0]], rows, rf"{world} outputs .* {world + 1} and {world}$")]
+        if world > 1:
+            wrong.append((fresh[:1] * world, rows, "another output"))
+        for outputs, inputs, says in wrong:
+            with pytest.raises(ValueError, match=says):
+                family.all_to_all(outputs, inputs, group)
+        # Not refused: tensors that lie apart in one buffer, one input for several ranks, no bytes
+        family.all_to_all(rows, [buffer[-2:]] * world, group)
+        family.all_to_all([buffer[:0]] * world, [buffer[1:1]] * world, group)
+        assert group.bytes_sent == 8 * (world - 1)
+        assert family.all_reduce(torch.ones(3, 2), group).eq(world).all()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_tensor_that_a_collective_cannot_take_is_refused_before_a_message(world):
+    """A stride of 0 gave 8 for 4. A collective that has begun would leave its peers waiting."""
+    pool(world, _refused, world)
 
 
 def _plain_and_fast(rank, world, n, piece):

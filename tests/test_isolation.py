@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import train
 from data import prepare
 from run import export
 from tests import isolation
+from tests.pool import pool
 from tests.programs import leave_ctrl_c_and_errors_to_pytest
 from tests.runs import command
 
@@ -60,3 +62,16 @@ def test_what_a_test_leaves_changed_is_named_and_undone(tmp_path):
     change_everything(tmp_path)
     assert isolation.restore(before) == list(isolation.PARTS)
     assert isolation.restore(before) == [] and train.main in MAINS
+
+
+def _ends(rank):
+    if rank == 1:
+        os._exit(3)
+    time.sleep(1000)
+
+
+def test_a_rank_that_ends_is_named_at_once():
+    begun = time.time()
+    with pytest.raises(AssertionError, match=r"ranks \[1\] of 2 have ended"):
+        pool(2, _ends)
+    assert time.time() - begun < 300

@@ -6,10 +6,14 @@ import importlib
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import engine.expert_parallel as engine_experts
+import expert_parallel
 import schedules
 from collectives import all_reduce
 from data.batches import Data
@@ -18,14 +22,17 @@ from engine.group import Group as EngineGroup
 from engine.mesh import Mesh as EngineMesh
 from engine.pipeline import Deferred, Pipeline, Stage
 from engine.tensor_parallel import parallelize
+from experts import kind_of
+from group import Group
 from mesh import Mesh
-from model import ABSENT, build, cross_entropy
+from model import build, cross_entropy
 from pipeline import Pipeline as RootPipeline
 from recompute import StandIn, recompute
 from run.config import PARTS, check, choose_parts, needed_parts, words_of_parts
+from sequence_parallel import sequence_parallel
 from shard import tag_whole
-from sizes import GPTConfig
-from tensor_parallel import vocabulary_loss
+from sizes import GPTConfig, LlamaConfig
+from tensor_parallel import tensor_parallel, vocabulary_loss
 from tests.cover import layouts
 from tests.harness import HERE, VOCAB, _train, close, config, equals_one_process, pool
 from tests.runs import command
@@ -66,7 +73,7 @@ ROOT_PLACES = """
     collectives.all_to_all: cp 2 cp_attention all-to-all
     shard.split: tp 2
     ddp.DDP.gradients: dp 2
-    zero.ZeRO1.gradients: dp 2 zero 1
+    zero.ZeRO1.summed: dp 2 zero 1
     zero.ZeRO2.keep_own_chunk: dp 2 zero 2
     zero.Gathered.run: dp 2 zero 3
     optimizer.AdamW.step: microbatches 1
@@ -280,15 +287,16 @@ def _vocabulary_loss(rank, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = (9 * torch.randn(2, 5, VOCAB, generator=generator)).to(dtype)
     targets = torch.randint(VOCAB, (2, 5), generator=generator)
-    targets[1, 3] = ABSENT
+    targets[1, 3] = -100  # torch's ignore_index
     group = Mesh(tp=3).group("tp")
     words = (23 * rank, min(VOCAB, 23 * rank + 23))
     alone = logits.clone().requires_grad_()
     cross_entropy(alone, targets).backward()
+    want = F.cross_entropy(logits.double().movedim(-1, 1), targets, reduction="sum")
     mine = logits[..., slice(*words)].clone().requires_grad_()
     loss = vocabulary_loss(mine, targets, words, group)
     loss.backward()
-    return loss.detach(), cross_entropy(logits, targets), mine.grad, alone.grad[..., slice(*words)]
+    return loss.detach(), want, mine.grad, alone.grad[..., slice(*words)]
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.double, 1e-14), (torch.bfloat16, 2e-7)])
@@ -299,6 +307,38 @@ def test_the_plain_vocabulary_loss_counts_no_padding_and_sums_in_32_bits(dtype, 
         close(loss, want, "loss", bound)
         close(grad, whole_grad, "gradient", bound if dtype == torch.double else 2**-8)
         assert grad[1, 3].eq(0).all()
+
+
+SIZES = {"block_size": 4, "n_layer": 1, "n_head": 4, "n_embd": 16}
+
+
+@pytest.mark.parametrize("split", [tensor_parallel, sequence_parallel, parallelize])
+@pytest.mark.parametrize("config,says", [
+    (GPTConfig(3, **SIZES), "^--tp 4 must be at most the 3 words of the vocabulary$"),
+    (GPTConfig(67, **{**SIZES, "n_head": 2}), "^--tp 4 must divide the 2 heads$"),
+    (LlamaConfig(67, **SIZES, n_kv_head=2, n_hidden=32), "^--tp 4 must divide the 2 heads$")],
+    ids=["words", "heads", "heads of keys"])
+def test_more_tensor_ranks_than_words_or_heads_are_refused(split, config, says):
+    """Before a message: a rank without words failed in its first step, and its peers waited."""
+    model = build(config, kind=kind_of(config))
+    tag_whole(model, Group(Mesh(dp=1), "dp", [0], 0))
+    with pytest.raises(ValueError, match=says):
+        split(model, SimpleNamespace(rank=0, size=4))
+
+
+@pytest.mark.parametrize("spread,says", [
+    (expert_parallel.spread_experts, "^--ep 3 must divide the 4 experts$"),
+    (engine_experts.spread_experts, "^--ep 3 x --tp 1 must divide the 4 experts$")],
+    ids=["root", "engine"])
+def test_ranks_that_cannot_share_the_experts_are_refused(spread, says):
+    config = GPTConfig(67, **SIZES, n_experts=4)
+    model = build(config, kind=kind_of(config))
+    sizes = {"ep": 3}
+    mesh = SimpleNamespace(group=lambda *axes: SimpleNamespace(
+        rank=0, size=sizes.get(axes[0], 1), device="cpu"))
+    tag_whole(model, mesh.group("dp"))
+    with pytest.raises(ValueError, match=says):
+        spread(model, mesh)
 
 
 def _losses(rank, cfg):
@@ -369,6 +409,25 @@ def test_recompute_repeats_a_layer_once_from_the_same_random_numbers():
         with torch.no_grad():
             z.mul_(2)
         y.sum().backward()
+
+
+def test_recompute_repeats_autocast_and_takes_keywords_and_dicts():
+    """... as any forward of your own. bfloat16 of autocast, all bits equal."""
+    linear = torch.nn.Linear(8, 8)
+
+    def run(x, *, more, scale=1.0):
+        return (linear(x).tanh() * scale, linear(more["y"][0]).exp())
+
+    grads = []
+    for form in (run, lambda *args, **kwargs: recompute(run, *args, **kwargs)):
+        generator = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(4, 8, generator=generator, requires_grad=True) for _ in range(2))
+        linear.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            a, b = form(x, more={"y": [y]}, scale=0.5)
+        (a.sum() + b.sum()).float().backward()
+        grads.append([x.grad, y.grad, linear.weight.grad.clone(), linear.bias.grad.clone()])
+    assert all(map(torch.equal, *grads))
 
 
 # ---- the engine's pipeline, with stages that the project does not have ----

@@ -364,7 +364,8 @@ def test_windows_reach_the_last_token_and_no_further(tmp_path):
         targets = torch.cat([targets for (_, targets, _), in batches])
         tokens = np.fromfile(tmp_path / "val.bin", "<u2").tolist()
         assert found == windows and targets.tolist() == [
-            *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)), *[[-1] * 8] * (8 - windows)]
+            *(tokens[8 * i + 1 : 8 * i + 9] for i in range(windows)),
+            *[[ABSENT] * 8] * (8 - windows)]
 
 
 def test_data_that_differ_have_other_fingerprints(tmp_path):

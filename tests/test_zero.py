@@ -373,7 +373,7 @@ def _unused(rank, world, stage, n):
 
     group = Mesh(dp=world).group("dp")
     layers = [Layer(), Lonely()]
-    reducer = zero.REDUCERS[stage]({0: layers}, lambda tag: torch.ones(n), torch.float64, "cpu")
+    reducer = zero.REDUCERS[stage]({0: layers}, None, lambda tag: torch.ones(n), torch.float64)
     for bucket in reducer.buckets:
         bucket.grad_shard.fill_(7.0)  # as a step before might have left it
     for last in (False, True):

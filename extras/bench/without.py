@@ -93,8 +93,8 @@ def publish_and_wait(self):
 
 weights_in_background = without(engine.zero.ZeRO1, publish=publish_and_wait)
 gather_weights = engine.zero.ZeRO3.gather_weights
-prefetch = without(engine.zero.ZeRO3, gather_weights=lambda self, layers, prefetch=():
-                   gather_weights(self, layers))
+prefetch = without(engine.zero.ZeRO3, gather_weights=lambda self, layers, prefetch=(), **options:
+                   gather_weights(self, layers, **options))
 gathered_where_read = without(engine.zero.ZeRO3, read_in_backward=lambda self, layer: [layer])
 
 # ---- tensor and sequence parallelism ----

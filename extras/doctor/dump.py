@@ -3,7 +3,7 @@
     DIR/dump.json                 sizes, flags, and the numbers of both steps; written last
         weights-0.safetensors     full weights before step 1, as forward uses them
         tokens-1.safetensors      ids and targets (D, m, B, S): microbatch k of data rank d is
-                                  [d, k]; a target of -1 is padding
+                                  [d, k]; a target of -100 (or -1) is padding
         gradients-1.safetensors   full gradients of step 1, after all sums over ranks, before
                                   clipping, divided by the loss scale
         weights-1.safetensors     full weights after step 1
@@ -99,13 +99,13 @@ class Dump:
 
     def ids(self, number):
         """(D, m, B, S) int64 of step 1 or 2; None if the file is not there."""
-        return self.read_tokens(number, "ids", least=0)
+        return self.read_tokens(number, "ids")
 
     def targets(self, number):
-        """Like ids; -1: padding."""
-        return self.read_tokens(number, "targets", least=ABSENT)
+        """Like ids; ABSENT: padding. A file may have torch's -100 there, or nanoGPT's -1."""
+        return self.read_tokens(number, "targets", padding=(ABSENT, -1))
 
-    def read_tokens(self, number, name, least):
+    def read_tokens(self, number, name, padding=()):
         """ValueError unless all are tokens of the model, or padding, but not padding alone."""
         entries = self.tokens.get(f"tokens-{number}")
         if entries is None:
@@ -113,12 +113,14 @@ class Dump:
         entry = entries[name]
         tensor = read_tensor(entry)
         most = self.model.vocab_size - 1 if self.model else 2**63 - 1
-        if tensor.min() < least or tensor.max() > most:
-            raise ValueError(f"{entry.path}, tensor {name}: {tensor.min()} to {tensor.max()}, not "
-                             f"{least} to {most}")
-        if tensor.max() == ABSENT:
+        absent = torch.isin(tensor, tensor.new_tensor(padding))
+        tokens = tensor[~absent]
+        if len(tokens) == 0:
             raise ValueError(f"{entry.path}, tensor {name}: all are padding")
-        return tensor
+        if tokens.min() < 0 or tokens.max() > most:
+            raise ValueError(f"{entry.path}, tensor {name}: {tokens.min()} to {tokens.max()}, not "
+                             f"0 to {most}")
+        return tensor.masked_fill(absent, ABSENT)
 
 
 def read_dump(folder):

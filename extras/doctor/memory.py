@@ -16,7 +16,7 @@ from sizes import config_of
 class InMemory(Dump):
     """A Dump whose tensors and tokens are in memory: tokens has tensors in place of Entries."""
 
-    def read_tokens(self, number, name, least):
+    def read_tokens(self, number, name, padding=()):
         return self.tokens[f"tokens-{number}"][name]
 
 

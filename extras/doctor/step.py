@@ -236,7 +236,7 @@ class SimulatedStep:
         tensor = mesh.group("tp")
         sp = self.layout["sp"] and tensor.size > 1
         f, g = (gather_tokens, scatter_tokens) if sp else (copy_to_ranks, sum_over_ranks)
-        tag_whole(model, data=context)
+        tag_whole(model, replicas=context)
         positions = split_sequences(model, context, self.layout["cp_attention"])
         split_layers(model, tensor, f, g)
         tag_replicated(model, tensor, sum_gradients=sp)

@@ -54,8 +54,8 @@ EXERCISES = (
          "reduce_scatter(param.grad, replicas) sums in place; then take own_chunk of it.",
          "publish(): all_gather(param.data, replicas) for each parameter.")),
     Exercise(
-        "e05_zero3", "ZeRO-3's gather and free", ("gather", "Gathered"),
-        "zero.py: gather, Gathered", "replicas.judge_zero3",
+        "e05_zero3", "ZeRO-3's gather and free", ("gather_weight", "Gathered"),
+        "zero.py: gather_weight, Gathered", "replicas.judge_zero3",
         ("forward(chunk): an empty whole tensor; copy the chunk into own_chunk(whole, replicas); "
          "all_gather(whole, replicas).",
          "backward(grad): reduce_scatter a contiguous clone of grad; own_chunk of that is the "

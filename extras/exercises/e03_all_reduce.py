@@ -22,7 +22,7 @@ class BucketDDP(DDP):
     one backward, and then gradients()."""
 
     def __init__(self, stages, value=None):  # the arguments of ddp.py's DDP
-        super().__init__(stages, value)  # makes self.params, a list, and self.weights; no hooks
+        super().__init__(stages, value=value)  # makes lists, self.params and self.weights; no hooks
         raise NotImplementedError
 
     def gradients(self):

@@ -19,7 +19,7 @@ class ZeRO1(DDP):
     sharded = True  # the replicas' optimizers step different parts: the global norm asks
 
     def __init__(self, stages, value=None):  # the arguments of ddp.py's DDP
-        super().__init__(stages, value)  # makes self.params, a list
+        super().__init__(stages, value=value)  # makes self.params, a list
         raise NotImplementedError  # self.weights: what this rank's optimizer steps, in place
 
     def gradients(self):

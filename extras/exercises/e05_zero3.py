@@ -1,7 +1,8 @@
-"""Exercise 5: ZeRO-3 keeps a chunk of each weight. gather() makes the whole weight from the ranks'
-chunks. In backward each rank has a gradient of the whole weight, from its own tokens; a chunk's
-gradient is the sum of the ranks' gradients. Gathered runs a layer with gathered weights, which must
-be free after forward: recompute() keeps only the inputs, and in backward runs the layer again.
+"""Exercise 5: ZeRO-3 keeps a chunk of each weight. gather_weight() makes the whole weight from the
+ranks' chunks. In backward each rank has a gradient of the whole weight, from its own tokens; a
+chunk's gradient is the sum of the ranks' gradients. Gathered runs a layer with gathered weights,
+which must be free after forward: recompute() keeps only the inputs, and in backward runs the layer
+again.
 """
 
 import torch
@@ -11,7 +12,7 @@ from collectives import WithBackward, all_gather, own_chunk, reduce_scatter
 from recompute import recompute
 
 
-def gather(chunk, shape, replicas):
+def gather_weight(chunk, shape, replicas):
     """Returns the whole parameter, of this shape and of the chunk's dtype and device.
     WithBackward.apply(x, forward, backward) computes forward(x), and in backward
     grad_x = backward(grad_y); both may send messages.

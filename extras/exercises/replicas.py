@@ -222,25 +222,25 @@ WIDE = GPTConfig(21, block_size=4, n_layer=4, n_head=4, n_embd=64)
 
 
 def judge_zero3(make_mesh, forms):
-    form = forms["gather"]
+    form = forms["gather_weight"]
     mesh = make_mesh(dp=RANKS)
     group = mesh.group("dp")
     N, r = group.size, group.rank
     whole = torch.arange(15, dtype=torch.double).view(3, 5)
     chunk = own_chunk(whole, group).clone().requires_grad_()
     got = form(chunk, whole.shape, group)
-    check_shape("what gather() returns", got, whole)
+    check_shape("what gather_weight() returns", got, whole)
     if not same(got, whole):
-        raise Wrong(f"rank {r}: gather() returns {got.flatten().tolist()}, and the parameter is "
-                    "0.0 to 14.0: chunks of other ranks are missing")
+        raise Wrong(f"rank {r}: gather_weight() returns {got.flatten().tolist()}, and the "
+                    "parameter is 0.0 to 14.0: chunks of other ranks are missing")
     grads = [(whole + 1) ** (rank + 1) for rank in range(N)]  # each rank's gradient of the whole
     if not got.requires_grad:
-        raise Wrong("gather() has no backward: wrap it in WithBackward.apply")
+        raise Wrong("gather_weight() has no backward: wrap it in WithBackward.apply")
     brought = grads[r].clone()
     got.backward(brought)
     if not same(brought, grads[r]):
-        raise Wrong("gather()'s backward changes in place the gradient that autograd gave it: "
-                    "reduce_scatter a clone")
+        raise Wrong("gather_weight()'s backward changes in place the gradient that autograd gave "
+                    "it: reduce_scatter a clone")
     want = own_chunk(sum(grads), group)
     if chunk.grad is None or not same(chunk.grad, want):
         raise Wrong(f"rank {r}: the gradient of the chunk "
@@ -251,7 +251,7 @@ def judge_zero3(make_mesh, forms):
         form(chunk, whole.shape, group).backward(transposed(grads[r]))
         if not same(chunk.grad, want):
             raise Wrong(f"rank {r}: the gradient of the chunk differs")
-    places = [(zero, name, forms[name]) for name in ("gather", "Gathered")]
+    places = [(zero, name, forms[name]) for name in ("gather_weight", "Gathered")]
     held, psi = held_after_forward(group, places)
     if held > 8 * psi / 2:
         raise Wrong(f"right numbers, but after forward this rank holds {held} bytes more than "

@@ -25,7 +25,7 @@ WRONG_LINES = (
     WrongLine("gradients are averaged, of a loss that is a mean", REPLICAS, "ddp.py",
               "all_reduce(grad, group)", "all_reduce(grad, group).div_(group.size)"),
     WrongLine("gradients are not summed over the replicas", REPLICAS, "ddp.py",
-              "for group in tag.sum_over:", "for group in tag.sum_over[1:]:"),
+              "for group in param.tag.sum_over:", "for group in param.tag.sum_over[1:]:"),
     WrongLine("gradients are not zeroed between steps", SLICES, "ddp.py",
               "grad, param.grad = param.grad, None", "grad = param.grad"),
     WrongLine("ZeRO-2 keeps only the last microbatch's gradient",

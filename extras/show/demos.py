@@ -50,9 +50,8 @@ def demo_ddp(mesh):
 def demo_fast_ddp(mesh):
     """The engine's DDP: how many buckets of gradients were sent before backward ended."""
     model, mine = small_gpt(mesh)
-    values = {name: param.data for name, param in model.canonical_parameters()}
-    reducer = engine.ddp.DDP({0: model.layers}, lambda tag: values[tag.name], torch.double, "cpu",
-                             20_000)  # bytes of a bucket: small, so that there are several
+    # A small bucket, so that there are several
+    reducer = engine.ddp.DDP({0: model.layers}, bucket_bytes=20_000)
     reducer.expect(0, last=True)
     model(mine, mine).backward()
     launched = len(reducer.works)

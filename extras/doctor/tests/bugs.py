@@ -105,7 +105,7 @@ INITIAL_VALUES = [
 # ---- loss ----
 
 TOKENS = "self.tokens = cfg.batch_size * cfg.block_size"
-# Some targets are padding (-1), and the loss is divided by the number of those that are not.
+# Some targets are padding, and the loss is divided by the number of those that are not.
 # Window i of a batch has i * i % 7 padding tokens at its end
 PADDING = (
     ("data/batches.py", "            self.check_ids(windows, self.folder)\n",
@@ -576,8 +576,8 @@ UPDATE = [
     Bug("under ZeRO the new weights are not gathered", "update",
         ("dp 2 zero 1 microbatches 5", "dp 3 zero 2 microbatches 5"),
         change("engine/zero.py",
-               "= all_gather(bucket.full, bucket.group, async_op=True)\n\n    def",
-               "= Work()\n\n    def")),
+               "= all_gather(bucket.full, bucket.group, async_op=True)\n        if",
+               "= Work()\n        if")),
 ]
 
 # ---- experts ----

@@ -37,7 +37,8 @@ def _seen(rank, changes, ask):
 
 def _subclass():
     """A method of DDP, by its subclass ZeRO-1, in another module."""
-    reducer = SimpleNamespace(flush=lambda: None, finish=lambda: None, buckets=[], home={})
+    reducer = SimpleNamespace(flush=lambda: None, finish=lambda: None, buckets=[], home={},
+                              params=[], replicas=None, used=set())
     zero.ZeRO1.gradients(reducer)
     return reducer.is_new_step
 
@@ -48,7 +49,7 @@ def _imported():
 
 
 def _property():
-    return Tag("w", torch.Size([1]), shared_by=(SimpleNamespace(size=3),)).copies
+    return Tag("w", torch.Size([1]), shared_by=(SimpleNamespace(size=3),)).num_sharing
 
 
 def _nested():
@@ -78,8 +79,8 @@ def _cached():
 
 
 @pytest.mark.parametrize("ask,before,during,changes", [
-    (_subclass, True, None, [("engine/ddp.py", "self.is_new_step = True\n        grads",
-                              "self.is_new_step = None\n        grads")]),
+    (_subclass, True, None, [("engine/ddp.py", "self.is_new_step = True\n        self.is_last",
+                              "self.is_new_step = None\n        self.is_last")]),
     (_imported, 0.5, 2.0, [("optimizer.py", "(grad_clip / (norm + 1e-6))", "(norm / grad_clip)"),
                            ("optimizer.py", ".clamp(max=1.0)", "")]),
     (_property, 3, 1, [("shard.py", "group.size for group in self.shared_by)",
@@ -87,8 +88,8 @@ def _cached():
     (_nested, 0.0, 1.0, [("engine/sequence_parallel.py", "            return tensor\n",
                           "            return tensor + 1\n")]),
     (_static, 2.0, 1.0, [("collectives.py", "return forward(x)", "return x.clone()")]),
-    (_constants, (-1, -1, False, False), (-2, -2, True, True), [
-        ("model.py", "ABSENT = -1", "ABSENT = -2"),
+    (_constants, (-100, -100, False, False), (-2, -2, True, True), [
+        ("model.py", "ABSENT = -100", "ABSENT = -2"),
         ("engine/ddp.py", "every_microbatch = False", "every_microbatch = True")]),
     (_generator, "sending: closed", "asleep: closed",
      [("group.py", 'f"{what}: {reason_in', 'f"asleep: {reason_in')]),

@@ -43,6 +43,7 @@ from extras.doctor.threads import World
 from extras.doctor.update import Way
 from extras.doctor.weights import Steps, check_updates, known_ways
 from extras.doctor.words import lines
+from model import ABSENT
 from run.weights import read_tensor
 from tests.harness import FULL, HERE, needs_minutes
 from tests.runs import rewrite
@@ -210,11 +211,11 @@ SAME_NUMBERS = {
 
 # What the doctor says of some mutants, whose names (bugs.py) begin like this
 NAMED_MUTANTS = {
-    "ddp.py: '            for group in tag.sum_over:' -> '            for group in ()":
+    "ddp.py: '        for group in param.tag.sum_over:' -> '        for group in ()":
         "not summed over the data ranks",
-    "ddp.py: '            for group in tag.sum_over:' -> '            for group in tag.sum":
+    "ddp.py: '        for group in param.tag.sum_over:' -> '        for group in param.tag.sum":
         "the tied matrix lacks the head's term",
-    "zero.py: '            all_reduce(chunk,": "the tied matrix lacks the head's term",
+    "zero.py: '        all_reduce(chunk,": "the tied matrix lacks the head's term",
     "zero.py: 'self.sums.get(param, 0) +": "only the last microbatch|the first microbatch is miss",
     "zero.py: '            all_gather(param.data": "keeps its old values",
     "optimizer.py: 'square().sum() / n'": "replicated gradients count 3 times",
@@ -1058,7 +1059,7 @@ def test_microbatches_of_padding_are_in_no_mean_of_means(right):
     class Padded(Dump):
         def targets(self, number):
             targets = super().targets(number)
-            targets[0, 0] = -1
+            targets[0, 0] = ABSENT
             return targets
 
     one = changed(right(microbatches=3), "gradients-1", change=lambda name, grad: grad.flip(0))
@@ -1152,11 +1153,12 @@ def test_settings_that_are_not_references_are_not_equal(right, spoil, says):
     assert "fits nothing" not in said[at + 1][0]
 
 
-def test_a_batch_of_padding_only_is_refused(right, monkeypatch):
+@pytest.mark.parametrize("padding", [-1, -100])
+def test_a_batch_of_padding_only_is_refused(right, monkeypatch, padding):
     one = right()
     entry = one.tokens["tokens-1"]["targets"]
     monkeypatch.setattr("extras.doctor.dump.read_tensor", lambda given, usual=read_tensor:
-                        usual(given) * 0 - 1 if given is entry else usual(given))
+                        usual(given) * 0 + padding if given is entry else usual(given))
     for deep in (False, True):
         with pytest.raises(ValueError, match="tensor targets: all are padding"):
             list(diagnose(one, one, deep))

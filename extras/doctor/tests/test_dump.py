@@ -26,6 +26,7 @@ from extras.doctor.dump import DUMP, DUMP_BEGUN, read_dump
 from extras.doctor.groups import layer_number
 from extras.doctor.record import Writer, random_value, write_run
 from extras.planner.tests.test_planner import peak_of
+from model import ABSENT
 from optimizer import decays, learning_rate
 from run.checkpoint import EMBEDDING
 from run.config import Config, check
@@ -553,10 +554,10 @@ def replaced(make):
     return change
 
 
-def first_id(value):
+def first_id(value, name="ids"):
     def change(tensors):
-        shape, data = tensors["ids"]
-        tensors["ids"] = shape, value.to_bytes(8, "little", signed=True) + data[8:]
+        shape, data = tensors[name]
+        tensors[name] = shape, value.to_bytes(8, "little", signed=True) + data[8:]
     return change
 
 
@@ -645,6 +646,22 @@ def test_a_damaged_dump_is_one_line(small, tmp_path, how):
         dump = read_dump(folder)
         dump.ids(2)
     assert says in str(error.value) and "\n" not in str(error.value), error.value
+
+
+def _with_first_target(folder, value):
+    """The targets of step 2, the first one replaced."""
+    in_tensors(IDS, first_id(value, "targets"), "I64")(folder)
+    return read_dump(folder).targets(2)
+
+
+def test_padding_is_torchs_minus_100_or_nanogpts_minus_1(small, tmp_path):
+    folder = Path(shutil.copytree(small, tmp_path / "dump"))
+    as_torch, as_nanogpt = (_with_first_target(folder, value) for value in (-100, -1))
+    assert as_torch.flatten()[0] == ABSENT and torch.equal(as_torch, as_nanogpt)
+    assert as_torch.eq(ABSENT).sum() == 1
+    for value in (-2, -99, -101):
+        with pytest.raises(ValueError, match=f"tensor targets: {value} to 66, not 0 to 66"):
+            _with_first_target(folder, value)
 
 
 def test_a_loss_that_is_not_finite_is_no_damage(small, tmp_path):

@@ -205,7 +205,7 @@ class Buckets(ddp.DDP):
     empties = True
 
     def __init__(self, stages, value=None):
-        super().__init__(stages, value)
+        super().__init__(stages, value=value)
         self.bucket, self.works = [], []
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.collect)
@@ -277,7 +277,7 @@ class KeepsBuffers(Buckets):
     """Empties its list, and keeps the last flat tensor in another one."""
 
     def __init__(self, stages, value=None):
-        super().__init__(stages, value)
+        super().__init__(stages, value=value)
         self.kept = []
 
     def gradients(self):
@@ -330,8 +330,8 @@ class TheEngines(ddp.DDP):
     def __init__(self, stages, value=None):
         self.params = ddp.parameters_of(stages)
         values = {p.tag.name: p.data.clone() for p in self.params if not p.is_meta}
-        self.ours = engine.ddp.DDP(stages, value or (lambda tag: values[tag.name]), torch.double,
-                                   "cpu", 8 * 600)
+        self.ours = engine.ddp.DDP(stages, None, value or (lambda tag: values[tag.name]),
+                                   torch.double, "cpu", 8 * 600)
         self.weights = [param.data for param in self.params]
         self.tags = [param.tag for param in self.params]
         self.ours.expect(0, last=True)
@@ -345,19 +345,19 @@ class TheEngines(ddp.DDP):
 
 class StepsWhole(zero.ZeRO1):
     def __init__(self, stages, value=None):
-        super().__init__(stages, value)
+        super().__init__(stages, value=value)
         self.weights = [param.data for param in self.params]
 
 
 class StepsCopies(zero.ZeRO1):
     def __init__(self, stages, value=None):
-        super().__init__(stages, value)
+        super().__init__(stages, value=value)
         self.weights = [weight.clone() for weight in self.weights]
 
 
 class StepsRecorded(zero.ZeRO1):
     def __init__(self, stages, value=None):
-        super().__init__(stages, value)
+        super().__init__(stages, value=value)
         self.weights = [own_chunk(param, param.tag.sum_over[0]) for param in self.params]
 
 
@@ -394,19 +394,19 @@ class AveragesChunks(zero.ZeRO1):
 
 
 def gather_without_backward(chunk, shape, replicas):
-    return zero.gather(chunk.detach(), shape, replicas)
+    return zero.gather_weight(chunk.detach(), shape, replicas)
 
 
 def gather_own_gradient(chunk, shape, replicas):
     def forward(chunk):
-        return zero.gather(chunk.detach(), shape, replicas)
+        return zero.gather_weight(chunk.detach(), shape, replicas)
 
     return WithBackward.apply(chunk, forward, lambda grad: own_chunk(grad, replicas).clone())
 
 
 def gather_in_place(chunk, shape, replicas):
     def forward(chunk):
-        return zero.gather(chunk.detach(), shape, replicas)
+        return zero.gather_weight(chunk.detach(), shape, replicas)
 
     return WithBackward.apply(
         chunk, forward, lambda grad: own_chunk(reduce_scatter(grad, replicas), replicas))
@@ -426,11 +426,11 @@ def gather_clone_as_it_lies(chunk, shape, replicas):
 
 
 def gather_float32(chunk, shape, replicas):
-    return zero.gather(chunk, shape, replicas).float()
+    return zero.gather_weight(chunk, shape, replicas).float()
 
 
 def gather_average(chunk, shape, replicas):
-    return zero.gather(chunk, shape, replicas) / 1 + (
+    return zero.gather_weight(chunk, shape, replicas) / 1 + (
         0 if not chunk.requires_grad else chunk.register_hook(lambda grad: grad / RANKS) and 0)
 
 
@@ -441,19 +441,19 @@ def gather_nothing(chunk, shape, replicas):
 
 
 def gather_flat(chunk, shape, replicas):
-    return zero.gather(chunk, shape, replicas).flatten()
+    return zero.gather_weight(chunk, shape, replicas).flatten()
 
 
 class Keeps(zero.Gathered):
     def forward(self, *inputs):
-        return self.run(*inputs)
+        return self.run({}, inputs, {})
 
 
 class KeepsWhatItClosesOver(zero.Gathered):
     """Gathers outside of the function that recompute() runs."""
 
     def forward(self, *inputs):
-        whole = {name: zero.gather(chunk, shape, chunk.tag.sum_over[0])
+        whole = {name: zero.gather_weight(chunk, shape, chunk.tag.sum_over[0])
                  for name, (chunk, shape) in self.chunks.items()}
         return recompute(lambda *x: functional_call(self.layer, whole, x), *inputs)
 
@@ -463,7 +463,7 @@ class KeepsNothing(zero.Gathered):
 
     def forward(self, *inputs):
         with torch.no_grad():
-            return self.run(*inputs)
+            return self.run({}, inputs, {})
 
 
 # ---- tensor and sequence parallelism ----
@@ -892,8 +892,8 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         (KeepsGradients, "leaves param.grad: the next step would add to it"),
         (AllReduces, "right, but bytes sent by rank"),
         (AveragesChunks, "is divided by 4: gradients are summed, never averaged")]),
-    "e05_zero3": ({"gather": zero.gather, "Gathered": zero.Gathered}, [
-        (gather_without_backward, "gather() has no backward"),
+    "e05_zero3": ({"gather_weight": zero.gather_weight, "Gathered": zero.Gathered}, [
+        (gather_without_backward, "gather_weight() has no backward"),
         (gather_own_gradient, "is this rank's own term: not summed over the replicas"),
         (gather_average, "is divided by 4: gradients are summed, never averaged"),
         (gather_nothing, "chunks of other ranks are missing"),

@@ -74,9 +74,9 @@ class Workers(Trainer):
             parts = usual(cfg)
             make_reducer = parts.Reducer
 
-            def reducer_of_workers(stages, value):
+            def reducer_of_workers(stages, value=None):
                 diloco.keep_apart(stages, mesh.group("rep"))
-                return make_reducer(stages, value)
+                return make_reducer(stages, value=value)
 
             if every:
                 parts.Reducer = reducer_of_workers

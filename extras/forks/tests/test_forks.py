@@ -1,5 +1,5 @@
-"""A fork's first run of the tests is green: with README's patch, and with each patch of
-extras/forks/.
+"""A fork's first run of the tests is green: with the patch of docs/test-your-own.md, and with each
+patch of extras/forks/.
 
 Each fork's own tests are a file: test_muon.py and so on. They run in this repository, too: there a
 rank replaces, in its process, the names that the patch replaces in the files. (test_docs.py sees
@@ -16,19 +16,15 @@ import pytest
 from tests.harness import HERE, needs_minutes
 from tests.runs import apply, needs_git
 
-
-def readme():
-    """README's patch: eager, a schedule."""
-    return re.search(r"```diff\n(.*?)```", (HERE / "README.md").read_text(), re.S)[1]
-
-
+PAGE = HERE / "docs/test-your-own.md"
 PATCHES = {path.stem: path.read_text() for path in sorted(HERE.glob("extras/forks/*.patch"))}
-if (HERE / "README.md").exists():
-    PATCHES["README"] = readme()
+if PAGE.exists():
+    # A schedule, without a file and tests of its own
+    PATCHES["eager"] = re.search(r"```diff\n(.*?)```", PAGE.read_text(), re.S)[1]
 
 
 def test_a_fork_is_a_file_its_patch_and_its_tests():
-    for name in PATCHES.keys() - {"README"}:
+    for name in PATCHES.keys() - {"eager"}:
         folder = HERE / "extras/forks"
         assert (folder / f"{name}.py").exists() and (folder / f"tests/test_{name}.py").exists()
 
@@ -47,7 +43,7 @@ def test_the_quick_tests_pass_in_every_fork(name, fork, tmp_path):
     tree = shutil.copytree(fork, tmp_path / "fork")
     apply(PATCHES[name], tree)
     runs = [["test_all.py", "--quick"]]
-    if name != "README":
+    if name != "eager":
         runs.append(["-m", "pytest", "-q", f"extras/forks/tests/test_{name}.py"])
     for words in runs:
         run = subprocess.run([sys.executable, *words, "-p", "no:cacheprovider"], cwd=tree,

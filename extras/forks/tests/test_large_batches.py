@@ -222,8 +222,8 @@ def _empty(rank, cfg, n):
     """(ratios, pieces on this rank) of a layer of fewer numbers than ranks."""
     mesh = mesh_of(cfg)
     layer = Small(n, mesh.group("dp"))
-    reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, lambda tag: torch.full(tag.shape, 3.0),
-                                      torch.float64, "cpu")
+    reducer = zero.REDUCERS[cfg.zero]({0: [layer]}, None, lambda tag: torch.full(tag.shape, 3.0),
+                                      torch.float64)
     scale = LossScale(torch.float64, "cpu")
     optimizer = OPTIMIZERS[cfg.optimizer](cfg, reducer, scale, layer.shapes, mesh.world)
     grads = [torch.full_like(weights, 0.5) for weights in reducer.weights]

@@ -139,7 +139,7 @@ def _same(rank, world):
         close(reduce(), given(flat, Split(0), group), "a gradient under ZeRO")
         sent.append(group.bytes_sent - before)
     chunk = given(flat, Split(0), group)
-    for gather in (lambda: zero.gather(chunk, flat.shape, group),
+    for gather in (lambda: zero.gather_weight(chunk, flat.shape, group),
                    lambda: redistribute(chunk, Split(0), REPLICATE, group)):
         before = group.bytes_sent
         close(gather(), flat, "weights under ZeRO-3")
