@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from collectives import all_reduce, all_to_all
+from collectives import all_reduce, all_to_all, maximum
 from context_parallel import zigzag
 from experts import kind_of
 from mesh import Mesh
@@ -62,10 +62,14 @@ def pipeline_flags(schedule, microbatches, chunks=1):
                            batch_size=1, block_size=1)
 
 
-def report_difference(name, rank, pairs):
-    """Print the largest relative difference. pairs: [(this rank's gradient, one process's)]."""
-    off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs)
-    print(f"{name:12} rank {rank}: gradients differ from one process's by {off:.0e} of their size")
+def report_difference(name, group, pairs):
+    """Print the largest relative difference on any rank of the group. pairs: [(this rank's
+    gradient, one process's)]."""
+    off = max((mine - alone).abs().max() / alone.abs().max() for mine, alone in pairs).view(1)
+    all_reduce(off, group, maximum)
+    if group.rank == 0:
+        print(f"{name}: the gradients of {group.size} ranks differ from one process's by "
+              f"{off.item():.0e} of their size")
 
 
 def show_difference(name, mesh, model, summed=False):
@@ -80,7 +84,7 @@ def show_difference(name, mesh, model, summed=False):
         for param in held:
             for group in param.tag.sum_over:
                 all_reduce(param.grad, group)
-    report_difference(name, mesh.rank, [
+    report_difference(name, mesh.world, [
         (param.grad, param.tag.slice(whole[param.tag.name])) for param in held])
 
 
@@ -108,7 +112,7 @@ def compare_reducer(name, mesh, reducer):
     alone = build(model.config, dtype=torch.double)
     alone(SEQUENCES, SEQUENCES).backward()
     one_process = {name: param.grad for name, param in alone.canonical_parameters()}
-    report_difference(name, mesh.rank, [
+    report_difference(name, mesh.world, [
         (whole, one_process[tag.name]) for tag, whole in whole_slices(ours, ours.gradients())])
     if mesh.rank == 0:
         print(f"{name}: of {psi} parameters rank 0 keeps {held}, and its optimizer steps {stepped}")
@@ -132,7 +136,7 @@ def compare_attention(name, attention, group):
         return [part.grad for part in parts]
 
     alone = gradients(causal_attention, torch.arange(S))
-    report_difference(name, group.rank, [
+    report_difference(name, group, [
         (part, whole[:, :, mine]) for part, whole in zip(gradients(attention, mine), alone,
                                                          strict=True)])
 

@@ -55,12 +55,11 @@ def demo_fast_ddp(mesh):
     reducer.expect(0, last=True)
     model(mine, mine).backward()
     launched = len(reducer.works)
-    params = [param for bucket in reducer.buckets for param in bucket.params]
-    for param, grad in zip(params, reducer.gradients(), strict=True):
+    for param, grad in zip(reducer.params, reducer.gradients(), strict=True):
         param.grad = grad.view_as(param)
     show_difference("buckets", mesh, model, summed=True)
-    print(f"rank {mesh.rank}: {launched} of {len(reducer.buckets)} buckets were on their way when "
-          "backward ended")
+    if mesh.rank == 0:
+        print(f"{launched} of {len(reducer.buckets)} buckets were on their way when backward ended")
 
 
 def demo_zero(mesh):
