@@ -27,6 +27,7 @@ from extras.show.demonstrations import (
     show_routes,
     small_gpt,
 )
+from extras.show.draw import schedule_text, time_schedule
 from extras.show.tables import zigzag_table
 from mesh import Mesh
 from schedules import cut, placement
@@ -155,6 +156,9 @@ def demo_pipeline(make_pipeline, schedules, mesh):
         make_pipeline(stages, group, cfg, shape, torch.double).run(batches, reducer)
         for param, grad in zip(reducer.params, reducer.gradients(), strict=True):
             param.grad = grad
+        if group.rank == 0:
+            timeline = time_schedule(name, group.size, len(batches), v, costs=(1, 1, 1, 0))
+            print(schedule_text(timeline.times))
         show_difference(name, mesh, model, summed=True)
 
 
