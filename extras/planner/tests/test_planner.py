@@ -663,7 +663,7 @@ def matrices_of_rank(model, layout):
              for param in layer.parameters()}
     mebibytes = parse([]).bucket_mb
     assert memory.BUCKET == mebibytes * 2**20
-    limit = SimpleNamespace(bucket_numel=memory.BUCKET // 2)  # of 16-bit weights
+    limit = SimpleNamespace(bucket_bytes=memory.BUCKET, dtype=torch.bfloat16)
     buckets = [params for _, params in DDP.partition(limit, users)]
     return [param for bucket in reversed(buckets) for param in bucket if decays(param.tag)]
 
