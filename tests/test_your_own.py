@@ -717,8 +717,8 @@ def _adapters_of_page(rank, floor, what):
     return max(deviation(full[name], want) for name, want in trained_small().items())
 
 
-@pytest.mark.parametrize("floor,what", [("root", "ddp"), ("root", "sharded"), ("root", "fsdp"),
-                                        ("engine", "ddp"), ("engine", "sharded")])
+@pytest.mark.parametrize("floor,what", [(floor, what) for floor in FLOORS
+                                        for what in ("ddp", "sharded", "fsdp")])
 def test_the_adapters_of_the_page_train(floor, what):
     assert max(pool(RANKS, _adapters_of_page, floor, what)) < 1e-10
 
