@@ -60,6 +60,14 @@ def llama_names(name, config):
 
 # ---- config.json -> flags ----
 
+# What transformers takes for a size that config.json leaves out
+DEFAULTS = {"gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
+            "llama": {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096,
+                      "intermediate_size": 11008}}
+# Names by which a GPT-2's config.json may call its sizes, too
+GPT2_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+                "hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
+SAME_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function, written in three ways
 # Settings of config.json that change the computation -> the one value that this code computes
 GPT2_ONLY = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
@@ -89,6 +97,7 @@ def flags_of_folder(folder):
     describes a model that this code does not compute."""
     given = read_config(folder)
     try:
+        given = completed(given)
         refuse_other_mathematics(given)
         return gpt2_flags(given) if kind_of_config(given) == "gpt2" else llama_flags(given)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -100,6 +109,15 @@ def kind_of_config(given):
     return given.get("model_type", "gpt2")
 
 
+def completed(given):
+    """config.json's dict under GPT-2's own names, with transformers' defaults for the sizes that
+    are left out."""
+    kind = kind_of_config(given)
+    if kind == "gpt2":
+        given = {GPT2_ALIASES.get(name, name): value for name, value in given.items()}
+    return {**DEFAULTS.get(kind, {}), **given}
+
+
 def refuse_other_mathematics(given):
     """ValueError if a value of config.json makes that model compute something else than ours."""
     kind = kind_of_config(given)
@@ -109,17 +127,16 @@ def refuse_other_mathematics(given):
         raise ValueError("its weights are quantized (quantization_config); take the original ones")
     for name, ours in (GPT2_ONLY if kind == "gpt2" else LLAMA_ONLY).items():
         value = given.get(name, ours)
-        if name == "n_inner" and value == 4 * given.get("n_embd", 0):  # None means the same
+        if name == "n_inner" and value == 4 * given["n_embd"]:  # None means the same
+            continue
+        if name == "activation_function" and value in SAME_GELU:
             continue
         if value != ours:
             raise ValueError(f"its {name} is {value}, here it is {ours}")
 
 
 def gpt2_flags(given):
-    flags = {name: given[name] for name in GPT2_SIZES if name in given}
-    if "n_positions" in given:
-        flags["block_size"] = given["n_positions"]
-    return flags
+    return {**{name: given[name] for name in GPT2_SIZES}, "block_size": given["n_positions"]}
 
 
 def llama_flags(given):
@@ -150,7 +167,7 @@ def rope_scaling(rope):
     if kind != "llama3":
         raise ValueError(f"its rope_scaling is {kind}; default and llama3 can be read")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ",".join(f"{rope[name]:g}" for name in names)
+    return ",".join(f"{rope[name]:.15g}" for name in names)
 
 
 # ---- a GPTConfig or LlamaConfig -> config.json ----

@@ -20,6 +20,7 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile, weights
 from run import export as export_file
+from run.hugging_face import flags_of_folder
 from run.weights import load_model, read_weights
 from sizes import GPTConfig
 from tests.harness import VOCAB, config
@@ -137,12 +138,39 @@ def test_weights_of_others_are_taken_or_refused_in_one_line(corpus, trained, tmp
         rewrite(path, change)
     elif how != "pickle":
         value = {"heads": {"n_head": 4}, "activation": {"activation_function": "relu"}}[how]
-        (tmp_path / "config.json").write_text(json.dumps(value))
+        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8}
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, **value}))
     run = Run(1, flags(corpus, tmp_path / "out", steps=0, init_from=path), tmp_path)
     assert run.wait() == [2 if says else 0] and says in run.read(), run.read()
     assert run.read().count("\n") == bool(says)
     if not says:
         assert (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes() == ours.read_bytes()
+
+
+GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
+
+
+@pytest.mark.parametrize("given,want", [
+    ({}, GPT2_DEFAULTS), ({"model_type": "gpt2", "n_embd": 96}, {**GPT2_DEFAULTS, "n_embd": 96}),
+    ({"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 3,
+      "max_position_embeddings": 32}, {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32}),
+    ({"n_inner": 3072, "activation_function": "gelu_fast"}, GPT2_DEFAULTS),
+    ({"activation_function": "gelu_pytorch_tanh"}, GPT2_DEFAULTS),
+    ({"model_type": "llama"}, {"n_layer": 32, "n_head": 32, "n_embd": 4096, "n_hidden": 11008,
+                               "n_kv_head": 32, "norm_eps": 1e-6, "untied": True}),
+    ({"model_type": "llama", "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
+        "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
+], ids=str)
+def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    got = flags_of_folder(tmp_path)
+    assert {name: got[name] for name in want} == want
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.LlamaConfig if got.get("arch") == "llama" else transformers.GPT2Config
+    theirs = kind.from_dict(given)
+    assert got["n_layer"] == theirs.num_hidden_layers and got["n_embd"] == theirs.hidden_size
+    assert got["n_head"] == theirs.num_attention_heads
 
 
 def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
