@@ -26,6 +26,7 @@ from model import ABSENT  # -100: a target that the loss leaves out; as a start:
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
+GPT2_WORDS = (50257, 50304)  # 50304: with rows of padding, as nanoGPT counts them
 TOKEN = "<u2"  # numpy's name for a little-endian uint16
 # How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
@@ -86,6 +87,9 @@ def load_tokenizer(folder):
         raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
                          "tokenizer; data/prepare.py makes folders with one")
     meta = read_meta(path) if path.exists() else {}
+    if "tokenizer" not in meta and meta.get("vocab_size", 50257) not in GPT2_WORDS:
+        raise ValueError(f"meta.json names no tokenizer, and {meta['vocab_size']} words are not "
+                         "GPT-2's")
     kind = meta.get("tokenizer", "gpt2")
     ranks = read_ranks(Path(folder, "vocab.tiktoken")) if kind == "bpe" else BYTES
     encoding = make_encoding(kind, ranks, meta.get("pattern", PATTERN))
@@ -121,7 +125,9 @@ class Data:
             self.folder = Path(__file__).parent / cfg.data
             self.prepare_or_wait(cfg.data, local_rank)
         # The fix that errors name
-        self.fix = f"python data/prepare.py SOURCE --out {self.folder} writes this folder"
+        ours = (self.folder / "meta.json").exists() or not self.folder.exists()
+        self.fix = (f"python data/prepare.py SOURCE --out {self.folder} writes this folder" if ours
+                    else "python data/prepare.py SOURCE --out ANOTHER_FOLDER makes one that fits")
         self.meta = self.find_meta()  # at least {"vocab_size": ...}
         self.vocab_size = self.meta["vocab_size"]
         if cfg.tp > self.vocab_size:

@@ -53,6 +53,7 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
+UNFINISHED = ".unfinished"  # a file in a folder whose files are being written
 # The vocabulary is learned from this many characters at the start of train (the files are shuffled)
 LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
@@ -288,14 +289,31 @@ def write_whole(out, files):
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as tmp:
             for name, data in files.items():
                 Path(tmp, name).write_bytes(data)
+            (out / UNFINISHED).touch()
             with suppress(FileNotFoundError):
                 if mark.read_bytes() != files["meta.json"]:
                     mark.unlink()
             for name in files:
                 os.replace(Path(tmp, name), out / name)
+            (out / UNFINISHED).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror}); python data/prepare.py "
                          "--out FOLDER prepares it elsewhere") from error
+
+
+def refuse_to_replace(out, sources):
+    """ValueError if the folder has a source, or tokens that another program has written (nanoGPT's
+    and llm.c's folders have no meta.json)."""
+    for name in ("train.bin", "val.bin", "vocab.tiktoken", "meta.json"):
+        if any((out / name).exists() and (out / name).samefile(source)
+               for source in sources if Path(source).is_file()):
+            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
+                             "another folder")
+    if not (out / "meta.json").exists() and not (out / UNFINISHED).exists():
+        for name in ("train.bin", "val.bin"):
+            if (out / name).exists():
+                raise ValueError(f"--out {out} has a {name} of another program, which would be "
+                                 "replaced; name another folder")
 
 
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
@@ -314,15 +332,11 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         out = Path(__file__).parent / (sources[0] if is_named else "custom")
     out = Path(out)
 
+    refuse_to_replace(out, sources)
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
     train_bytes = "".join(train_texts).encode()
     val_bytes = "".join(val_texts).encode()
-    for name in ("train.bin", "val.bin", "vocab.tiktoken", "meta.json"):
-        if any((out / name).exists() and (out / name).samefile(source)
-               for source in sources if Path(source).is_file()):
-            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
-                             "another folder")
     with ThreadPoolExecutor(2) as pool:
         zipped = pool.submit(gzip.compress, val_bytes, 9)  # while the vocabulary is learned
         ranks = BYTES

@@ -15,6 +15,7 @@ code 2. The functions that check raise it as a ValueError; fail() prints it.
 import argparse
 import math
 import os
+import shutil
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -620,6 +621,10 @@ def check(cfg, world):
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
         check_ring_kernels(cfg)
     if not cuda:
+        compilers = (os.environ.get("CXX", "g++"), "clang++")
+        require(not cfg.compile or any(map(shutil.which, compilers)), "--compile needs a C++ "
+                "compiler on a CPU, and there is no g++; install one, name it in the environment "
+                "variable CXX, or leave --compile out")
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"

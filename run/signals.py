@@ -28,10 +28,11 @@ parent = 0
 
 
 def local_rank():
-    """This process's rank among those of its machine, from the environment variables that torchrun
-    or run/launch.py has set; 0 without them, and 0 for the only process of a run."""
+    """This process's rank among those of its machine, from the environment variable that torchrun
+    or run/launch.py has set; 0 without it (pods with a process each have RANK alone), and 0 for the
+    only process of a run."""
     alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
-    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", ""))
+    rank = os.environ.get("LOCAL_RANK", "")
     return int(rank) if rank.isdecimal() and not alone else 0
 
 

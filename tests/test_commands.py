@@ -24,6 +24,7 @@ from data.batches import Data, DataError, load_tokenizer
 from data.prepare import (
     BYTES,
     PATTERN,
+    UNFINISHED,
     encode,
     learn_bpe,
     make_encoding,
@@ -34,7 +35,7 @@ from data.prepare import (
 )
 from engine.mesh import Mesh
 from group import naming
-from run import processes
+from run import launch, processes, signals
 from run.config import check, check_memory
 from run.processes import out_of_memory
 from sizes import peak_flops
@@ -157,6 +158,33 @@ def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, cap
     argv = ["train.py", "--data", corpus, "--device", "cpu", *tp]
     monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
     assert says in one_line(train.main, argv, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("env,says", [
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun has 2 tasks, each of which is a whole run"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has 4 tasks"), ({"SLURM_NTASKS": "1"}, "")], ids=str)
+def test_tasks_of_srun_and_mpirun_are_named(corpus, env, says, monkeypatch, capfd):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    launch.note_other_tasks()
+    said = capfd.readouterr().err
+    assert says in said and said.count("\n") == bool(says) and ("torchrun" in said) == bool(says)
+
+
+def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
+    """RANK and WORLD_SIZE alone: a process for each machine, whose errors are to be printed."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert signals.local_rank() == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert signals.local_rank() == 1
+
+
+def test_compile_without_a_compiler_is_one_line(corpus, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="--compile needs a C.. compiler on a CPU"):
+        check(config(corpus, device="cpu", microbatches=1, compile=True), 1)
 
 
 def test_nanogpts_folders_of_characters_have_their_own_vocabulary(corpus, tmp_path):
@@ -375,6 +403,28 @@ def test_gzips_bits_are_those_of_the_validation_text(tmp_path):
     assert meta["val_bytes"] == len(val) == meta["val_tokens"]
 
 
+def test_words_of_another_tokenizer_are_not_taken_for_gpt2s(tmp_path):
+    (tmp_path / "meta.json").write_text('{"vocab_size": 49152}')
+    with pytest.raises(ValueError, match="no tokenizer, and 49152 words are not GPT-2's"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokens_of_another_program_are_not_replaced(tmp_path):
+    """... but a folder in which prepare.py was stopped is prepared again."""
+    (tmp_path / "text.txt").write_text("some words of text here\n" * 200)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "val.bin").write_bytes(b"nanoGPT's")
+    with pytest.raises(ValueError, match="has a val.bin of another program.* name another folder"):
+        prepare(str(tmp_path / "text.txt"), folder, "bytes")
+    assert [path.name for path in folder.iterdir()] == ["val.bin"]
+    assert (folder / "val.bin").read_bytes() == b"nanoGPT's"
+    (folder / UNFINISHED).touch()
+    prepare(str(tmp_path / "text.txt"), folder, "bytes")
+    prepare(str(tmp_path / "text.txt"), folder, "bpe", 300)  # its own may be replaced
+    assert not (folder / UNFINISHED).exists() and (folder / "meta.json").exists()
+
+
 def test_a_folder_that_is_half_replaced_is_not_marked_as_complete(tmp_path, monkeypatch):
     """Other files are under way. If they are the same, other processes may go on to read."""
     old = {"train.bin": b"1", "val.bin": b"2", "meta.json": b"{}"}
@@ -395,7 +445,7 @@ def test_a_folder_that_is_half_replaced_is_not_marked_as_complete(tmp_path, monk
     for at in old:
         assert not replaced_until_it_fails({**old, "meta.json": b'{"x": 1}'}, at)
         assert replaced_until_it_fails(old, at)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(old)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([UNFINISHED, *old])
 
 
 def test_a_file_that_is_cut_off_during_the_run_is_named(corpus, tmp_path):
