@@ -103,8 +103,21 @@ def files_under(root, skip, ending):
     return found
 
 
+def texts_of_lines(name, lines):
+    """[(name of a document, its text)] of JSON lines {"text": ...}. ValueError: others."""
+    docs = []
+    for i, line in enumerate(lines.splitlines()):
+        if line.strip():
+            entry = json.loads(line)
+            if type(entry) is not dict or type(entry.get("text")) is not str:
+                raise ValueError(f"line {i + 1} has no text")
+            docs.append((f"{name}:{i:09}", entry["text"]))
+    return docs
+
+
 def read_source(source):
-    """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files."""
+    """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files. A
+    .jsonl file has a text in each line."""
     if source == "shakespeare":
         return [(source, download_shakespeare())]
     root = Path(source)
@@ -117,17 +130,23 @@ def read_source(source):
     show(f"reading {source}")
     paths = files_under(root, skip, ending) if root.is_dir() else [root]
     docs = []
+    left_out = []
     for path in paths:
+        # a name relative to root: the same corpus wherever the folder lies
+        name = path.relative_to(root).as_posix()
         try:
             text = require_file(path).read_bytes().decode()
+            docs += [(name, text)] if path.suffix != ".jsonl" else texts_of_lines(name, text)
         except (OSError, ValueError) as error:
             if path == root:  # the user has named this file; in a folder, skip what is not text
                 reason = getattr(error, "strerror", None) or error  # an OSError without its number
                 raise ValueError(f"{source}: not readable as UTF-8 text ({reason}); give the path "
                                  "of a text file or a folder, or stdlib, or shakespeare") from error
-            continue
-        # a name relative to root: the same corpus wherever the folder lies
-        docs.append((path.relative_to(root).as_posix(), text))
+            left_out.append(name)
+    if left_out:
+        print(f"{source}: left out {len(left_out)} of {len(paths)} files, which are not UTF-8 text "
+              f"or not lines of JSON with a text: {', '.join(sorted(left_out)[:3])}"
+              + ", ..." * (len(left_out) > 3), flush=True)
     if not docs:
         raise ValueError(f"{source}: no file of UTF-8 text in {root}; give another path")
     return docs

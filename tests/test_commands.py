@@ -395,6 +395,24 @@ def test_a_folders_own_products_and_hidden_files_are_no_text(tmp_path):
     assert sorted(read_source(tmp_path)) == [("a.txt", "a.txt"), ("b/c.py", "b/c.py")]
 
 
+def test_files_that_are_left_out_are_counted(tmp_path, capsys):
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_bytes("café".encode("cp1252" if i % 2 else "utf-8"))
+    (tmp_path / "no.jsonl").write_text('{"body": "a"}\n')
+    assert [name for name, _ in sorted(read_source(tmp_path))] == ["0.txt", "2.txt", "4.txt"]
+    assert "left out 4 of 7 files, which are not UTF-8 text or not lines of JSON with a text: " \
+        "1.txt, 3.txt, 5.txt, ..." in capsys.readouterr().out
+    with pytest.raises(ValueError, match="not readable as UTF-8 text .line 1 has no text"):
+        read_source(tmp_path / "no.jsonl")
+
+
+def test_json_lines_are_their_texts(tmp_path):
+    path = tmp_path / "d.jsonl"
+    lines = [{"text": ""}, {"text": "caf\u00e9\nsecond line", "meta": {"id": 1}}, {"text": "end"}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert [text for _, text in read_source(path)] == ["", "café\nsecond line", "end"]
+
+
 def test_gzips_bits_are_those_of_the_validation_text(tmp_path):
     (tmp_path / "text").write_text("".join(f"def f{i}(x): return x\n" for i in range(300)))
     meta = prepare([tmp_path / "text"], tmp_path / "data", "bytes")
