@@ -27,6 +27,8 @@ from sizes import LlamaConfig, config_from
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
 # Parts of a name that torch.compile, DDP, FSDP and checkpointing put in where they wrap a module
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+POSITIONS = "transformer.wpe.weight"
+MASKS = (".attn.bias", ".attn.masked_bias")  # old files have them; no parameters
 
 
 def read_headers(path):
@@ -86,27 +88,36 @@ def canonical(name):
 def find_tensors(path, shapes, config):
     """Find the tensors of these {canonical name: shape} in a file or a folder. Returns {canonical
     name: [(Entry, is it stored as (in, out)?)]}. If there are several entries (a Llama's q, k and
-    v), our tensor is their rows, one below the other. CheckpointError unless the file has these
-    tensors and no others. (refuse_more lets the head's matrix and old masks
-    pass.)"""
+    v), our tensor is their rows, one below the other; if there is none, zeros. CheckpointError
+    unless the file has these tensors and no others. (refuse_more lets the head's matrix and old
+    masks pass.)"""
     entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
     entries = {canonical(name): entry for name, entry in entries.items()}
     require_one_tied(path, entries, shapes, EMBEDDING)
+    # nanoGPT's default has no biases: zeros compute the same
+    has_biases = any(name.endswith(".bias") and not name.endswith(MASKS) for name in entries)
+    zeros = [name for name in shapes if name.endswith(".bias") and not has_biases]
     # Hugging Face's GPT-2 stores four matrices of a block as (in, out): those named in CONV1D
     probe = entries.get("transformer.h.0.attn.c_attn.weight")
     is_conv1d = probe and probe.shape == (config.n_embd, 3 * config.n_embd)
     transposed = CONV1D if is_conv1d else ()
     wanted = {}  # {name: shape in this file}
     for name, shape in shapes.items():
+        if name in zeros:
+            continue
         wanted[name] = shape
+        if name == POSITIONS and name in entries:  # of more positions the first ones are taken
+            rows = max(shape[0], *entries[name].shape[:1])
+            wanted[name] = torch.Size((rows, *shape[1:]))
         if name.endswith(transposed):  # False for all names if transposed is ()
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
     # UNTIED: a file may have the head's matrix beside the embedding's. Old files also have masks
-    refuse_more(path, entries, {*wanted, UNTIED}, (".attn.bias", ".attn.masked_bias"))
-    return {name: [(entries[name], name.endswith(transposed))] for name in shapes}
+    refuse_more(path, entries, {*wanted, UNTIED}, MASKS)
+    return {name: [(entries[name], name.endswith(transposed))] for name in wanted} | {
+        name: [] for name in zeros}
 
 
 def find_llama(path, entries, shapes, config):
@@ -156,13 +167,15 @@ def read_tensor(entry):
     return tensor
 
 
-def load_parts(places):
-    """A tensor, on CPU, from the places that find_tensors found for it."""
+def load_parts(places, shape):
+    """A tensor of this shape, on CPU, from the places that find_tensors found for it."""
+    if not places:
+        return torch.zeros(shape)
     parts = []
     for entry, is_conv1d in places:
         tensor = read_tensor(entry)
         parts.append(tensor.t() if is_conv1d else tensor)
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return torch.cat(parts) if len(parts) > 1 else parts[0][: shape[0]]
 
 
 def read_weights(path, shapes, config):
@@ -184,7 +197,7 @@ def read_weights(path, shapes, config):
             # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
-    return lambda name: load_parts(found[name])
+    return lambda name: load_parts(found[name], shapes[name])
 
 
 def initial_slices(cfg, shapes, config, mesh, draw):

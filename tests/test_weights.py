@@ -121,6 +121,8 @@ OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothin
         "transformer.ln_f.weight"]}), "has transformer.h.2.ln_1.weight, which a model of these"),
     "no bias": (lambda tensors: tensors.pop("transformer.ln_f.bias"),
                 "tensor transformer.ln_f.bias: missing"),
+    "narrow": (lambda tensors: tensors.update({"transformer.wpe.weight": (
+        (4, 16), tensors["transformer.wpe.weight"][1])}), "transformer.wpe.weight"),
     "heads": (None, "config.json: its n_head is 4, here it is 2"),
     "activation": (None, "config.json: its activation_function is relu, here it is gelu_new"),
     "pickle": (None, "ckpt.pt: not a safetensors file"),
@@ -145,6 +147,21 @@ def test_weights_of_others_are_taken_or_refused_in_one_line(corpus, trained, tmp
     assert run.read().count("\n") == bool(says)
     if not says:
         assert (tmp_path / "out/step-00000000" / checkpoint.MODEL).read_bytes() == ours.read_bytes()
+
+
+def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained, tmp_path):
+    """nanoGPT's default has no biases: zeros. A shorter block takes the first positions."""
+    ours = trained / "step-00000004" / checkpoint.MODEL
+    path = shutil.copy(ours, tmp_path / "model.safetensors")
+    rewrite(path, lambda tensors: [tensors.pop(name) for name in list(tensors)
+                                   if name.endswith(".bias")])
+    model = load_model(trained / "step-00000004")
+    shapes = {name: p.shape for name, p in model.canonical_parameters()}
+    shapes["transformer.wpe.weight"] = torch.Size((5, 8))
+    get = read_weights(path, shapes, model.config)
+    for name, param in model.canonical_parameters():
+        want = torch.zeros_like(param) if name.endswith("bias") else param.data
+        assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
 
 
 GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}

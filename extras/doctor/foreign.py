@@ -110,5 +110,5 @@ def readers(path, shapes, config, names):
     names and shapes, and no others (but see find_megatron)."""
     if names == "megatron":
         return find_megatron(path, shapes, config)
-    return {name: partial(load_parts, places)
+    return {name: partial(load_parts, places, shapes[name])
             for name, places in find_tensors(path, shapes, config).items()}
