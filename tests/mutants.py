@@ -413,7 +413,19 @@ MUTANTS = {
         ("flops = rate * self", "flops = self.trainer.tokens * self", "values:mfu")],
     "run/hugging_face.py": [
         ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
-         "weights:starts_from or exported")],
+         "weights:starts_from or exported"),
+        ('given.get("rms_norm_eps", 1e-6)', 'given.get("rms_norm_eps", 1e-5)', "weights:config"),
+        ('given.get("tie_word_embeddings", False)', 'given.get("tie_word_embeddings", True)',
+         "weights:config"),
+        ('given.get("num_key_value_heads") or flags["n_head"]', 'given["num_key_value_heads"]',
+         "weights:config"),
+        (',\n            **(given.get("rope_parameters") or {})}', "}", "weights:config"),
+        ('rope.get("rope_type", rope.get("type", "default"))', 'rope.get("rope_type", "default")',
+         "weights:config"),
+        ('"scale_attn_by_inverse_layer_idx": False,', "", "weights:config"),
+        (', "mlp_bias": False}', "}", "weights:config"),
+        ('if name == "n_inner" and value == 4 * given["n_embd"]:', "if False:", "weights:config"),
+        (":.15g}", ":g}", "weights:config")],
     "extras/doctor/foreign.py": [
         ("heads[:, of_q], heads[:, of_q + 1]", "heads[:, of_q + 1], heads[:, of_q]",
          "foreign:megatrons"),
@@ -445,7 +457,9 @@ MUTANTS = {
         ("if part not in WRAPPERS", "", "foreign:wrappers"),
         ('wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)', "pass",
          "weights:larger_than_their_file"),
-        ("if not param.isfinite().all():", "if False:", "weights:not_finite")],
+        ("if not param.isfinite().all():", "if False:", "weights:not_finite"),
+        ("return torch.zeros(shape)", "return torch.ones(shape)", "weights:without_biases"),
+        ("[: shape[0]]", "[-shape[0] :]", "weights:without_biases")],
     "run/timeline.py": [
         ("actions[-1].end - actions[0].start",
          "actions[-1].end - min(e[2] for every_rank in every for e in every_rank "

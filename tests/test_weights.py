@@ -178,6 +178,8 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
     ({"model_type": "llama", "rope_scaling": {
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
+    ({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+     {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
 def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
@@ -188,6 +190,21 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
     theirs = kind.from_dict(given)
     assert got["n_layer"] == theirs.num_hidden_layers and got["n_embd"] == theirs.hidden_size
     assert got["n_head"] == theirs.num_attention_heads
+
+
+@pytest.mark.parametrize("given,says", [
+    ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, "is linear"),
+    ({"model_type": "llama", "mlp_bias": True}, "its mlp_bias is True, here it is False"),
+    ({"model_type": "llama", "attention_bias": True}, "its attention_bias is True"),
+    ({"model_type": "llama", "hidden_act": "gelu"}, "its hidden_act is gelu, here it is silu"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True"),
+    ({"n_embd": 96, "n_inner": 3072}, "its n_inner is 3072"),
+    ({"layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06"),
+    ({"model_type": "mistral"}, "its model_type is mistral; gpt2 and llama can be read")], ids=str)
+def test_another_model_in_config_json_is_refused(given, says, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=says):
+        flags_of_folder(tmp_path)
 
 
 def test_a_checkpoint_becomes_a_hugging_face_folder(trained, tmp_path):
