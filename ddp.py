@@ -16,6 +16,7 @@ For a model of your own: DDP(model, replicas), three lines of a loop (docs/your-
 import torch
 
 from collectives import all_reduce, broadcast
+from group import Group
 from shard import Tag
 
 
@@ -39,11 +40,11 @@ def as_stages(model, replicas):
     model of your own, a module or a list of layers, comes with its replicas: all get the parameters
     of the first (each keeps its own buffers), and tags that say: whole, to be summed over
     `replicas`."""
-    if replicas is None:
-        if not isinstance(model, dict):
-            raise TypeError("a model of your own needs the group of its replicas: "
-                            'DDP(model, Mesh(dp=4).group("dp"))')
+    if replicas is None and isinstance(model, dict):
         return model
+    if not isinstance(replicas, Group):
+        raise TypeError("a model of your own needs the group of its replicas, "
+                        'Mesh(dp=number of ranks).group("dp"), as the second argument')
     layers = [model] if isinstance(model, torch.nn.Module) else model
     for name, param in torch.nn.ModuleList(layers).named_parameters():
         param.data = param.data.contiguous()  # in another order (channels_last) no chunk is a view

@@ -37,6 +37,7 @@ class ZeRO1(DDP):
     and the optimizer steps between them. So a rank sends no more than before."""
 
     sharded = True
+    is_published = True  # has publish() been called since the last call of gradients()?
 
     def __init__(self, model, replicas=None, value=None):
         super().__init__(model, replicas, value)
@@ -50,9 +51,17 @@ class ZeRO1(DDP):
         grad = reduce_scatter(take_gradient(param), replicas)  # other chunks: partial sums
         return sum_over_others(own_chunk(grad, replicas), others)
 
+    def gradients(self):
+        if self.replicas and not self.is_published:
+            raise RuntimeError("ZeRO-1 and 2: call publish() after each step of the optimizer, "
+                               "which has stepped only this replica's chunks")
+        self.is_published = False
+        return super().gradients()
+
     def publish(self):
         for param in self.params:
             all_gather(param.data, param.tag.sum_over[0])
+        self.is_published = True
 
 
 def sum_over_others(chunk, groups):

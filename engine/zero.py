@@ -26,6 +26,7 @@ class ZeRO1(DDP):
     next forward begins."""
 
     sharded = True
+    is_published = True  # has publish() been called since the last call of gradients()?
 
     def __init__(self, model, *args, **options):
         # bucket -> Work of its all_gather, until waited for; under ZeRO-3 until freed
@@ -69,8 +70,16 @@ class ZeRO1(DDP):
     def launch(self, bucket):
         super().launch(bucket, reduce_scatter)
 
+    def gradients(self):
+        if self.replicas and not self.is_published:
+            raise RuntimeError("ZeRO-1 and 2: call publish() after each step of the optimizer, "
+                               "which has stepped only this replica's chunks")
+        self.is_published = False
+        return super().gradients()
+
     def publish(self):
         """Start to all-gather the new weights, in the order in which the next forward uses them."""
+        self.is_published = True
         for bucket in self.buckets:
             self.gathered[bucket] = all_gather(bucket.full, bucket.group, async_op=True)
         if self.replicas:  # of your own model you may read weights without a forward
@@ -282,6 +291,7 @@ class ZeRO3(ZeRO2):
 
     def publish(self):
         """Nothing to send: free all weights, and gather_weights gathers the new ones."""
+        self.is_published = True
         self.pinned = []
         self.gather_weights([])
 

@@ -566,7 +566,7 @@ def _deviation_of_list(rank, D, floor, stage, as_list):
     tensors = {*model.parameters(), *reducer.weights}
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     before = replicas.bytes_sent
-    for row in rows:
+    for row in rows:  # microbatches
         x, want = row[rank], row
         for layer in layers:
             x = layer(x)
@@ -631,8 +631,24 @@ def test_a_hook_on_a_parameter_runs_or_is_refused(floor, stage):
 
 @pytest.mark.parametrize("floor,stage", [(floor, stage) for floor in FLOORS for stage in range(4)])
 def test_a_model_without_its_replicas_is_refused(floor, stage):
-    with pytest.raises(TypeError, match="needs the group of its replicas"):
-        FLOORS[floor][1][stage](Mlp())
+    for replicas in (None, torch.distributed.group.WORLD, 4):
+        with pytest.raises(TypeError, match="needs the group of its replicas"):
+            FLOORS[floor][1][stage](Mlp(), replicas)
+
+
+def _never_publishes(rank, floor, stage):
+    Mesh, reducers = FLOORS[floor]
+    model = make(Mlp)
+    reducer = reducers[stage](model, Mesh(dp=RANKS).group("dp"))
+    for step in range(2):
+        backward(model, step, rank)
+        reducer.gradients()
+
+
+@pytest.mark.parametrize("floor,stage", [(floor, stage) for floor in FLOORS for stage in (1, 2)])
+def test_a_step_that_was_not_published_is_refused(floor, stage):
+    with pytest.raises(AssertionError, match="call publish.. after each step of the optimizer"):
+        pool(RANKS, _never_publishes, floor, stage)
 
 
 # ---- the code of docs/your-own-model.md ----

@@ -37,10 +37,9 @@ def _seen(rank, changes, ask):
 
 def _subclass():
     """A method of DDP, by its subclass ZeRO-1, in another module."""
-    reducer = SimpleNamespace(flush=lambda: None, finish=lambda: None, buckets=[], home={},
-                              params=[], replicas=None, used=set())
-    zero.ZeRO1.gradients(reducer)
-    return reducer.is_new_step
+    reducer = SimpleNamespace(launch_rest=lambda: None)
+    zero.ZeRO1.end_backward(reducer)
+    return reducer.in_backward
 
 
 def _imported():
@@ -79,8 +78,9 @@ def _cached():
 
 
 @pytest.mark.parametrize("ask,before,during,changes", [
-    (_subclass, True, None, [("engine/ddp.py", "self.is_new_step = True\n        self.is_last",
-                              "self.is_new_step = None\n        self.is_last")]),
+    (_subclass, False, None, [("engine/ddp.py", "self.in_backward = self.is_expected = False\n"
+                               "        self.launch_rest", "self.in_backward = None\n"
+                               "        self.launch_rest")]),
     (_imported, 0.5, 2.0, [("optimizer.py", "(grad_clip / (norm + 1e-6))", "(norm / grad_clip)"),
                            ("optimizer.py", ".clamp(max=1.0)", "")]),
     (_property, 3, 1, [("shard.py", "group.size for group in self.shared_by)",
