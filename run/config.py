@@ -15,7 +15,6 @@ code 2. The functions that check raise it as a ValueError; fail() prints it.
 import argparse
 import math
 import os
-import shutil
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -609,6 +608,8 @@ def check_ring_kernels(cfg):
 
 def check(cfg, world):
     """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
+    import shutil
+
     import torch  # here, because run/launch.py imports this file and is not to wait for torch
 
     ranks = check_layout(cfg, world)

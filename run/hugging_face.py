@@ -60,10 +60,9 @@ def llama_names(name, config):
 
 # ---- config.json -> flags ----
 
-# What transformers takes for a size that config.json leaves out
-DEFAULTS = {"gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
-            "llama": {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096,
-                      "intermediate_size": 11008}}
+# What transformers takes for a size that a GPT-2's config.json leaves out. (A Llama's sizes must be
+# there: transformers' defaults are those of the model of 7 billion parameters)
+GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
 # Names by which a GPT-2's config.json may call its sizes, too
 GPT2_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
                 "hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
@@ -110,12 +109,12 @@ def kind_of_config(given):
 
 
 def completed(given):
-    """config.json's dict under GPT-2's own names, with transformers' defaults for the sizes that
-    are left out."""
-    kind = kind_of_config(given)
-    if kind == "gpt2":
+    """config.json's dict; a GPT-2's under its own names, with transformers' defaults for the sizes
+    that are left out."""
+    if kind_of_config(given) == "gpt2":
         given = {GPT2_ALIASES.get(name, name): value for name, value in given.items()}
-    return {**DEFAULTS.get(kind, {}), **given}
+        given = {**GPT2_DEFAULTS, **given}
+    return given
 
 
 def refuse_other_mathematics(given):

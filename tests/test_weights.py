@@ -164,6 +164,8 @@ def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained
         assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
 
 
+LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4,
+         "hidden_size": 64, "intermediate_size": 96}
 GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
 
 
@@ -173,12 +175,12 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
       "max_position_embeddings": 32}, {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32}),
     ({"n_inner": 3072, "activation_function": "gelu_fast"}, GPT2_DEFAULTS),
     ({"activation_function": "gelu_pytorch_tanh"}, GPT2_DEFAULTS),
-    ({"model_type": "llama"}, {"n_layer": 32, "n_head": 32, "n_embd": 4096, "n_hidden": 11008,
-                               "n_kv_head": 32, "norm_eps": 1e-6, "untied": True}),
-    ({"model_type": "llama", "rope_scaling": {
+    (LLAMA, {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_hidden": 96, "n_kv_head": 4,
+             "norm_eps": 1e-6, "untied": True}),
+    ({**LLAMA, "rope_scaling": {
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
-    ({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
      {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
 def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_path):
@@ -193,7 +195,7 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
 
 
 @pytest.mark.parametrize("given,says", [
-    ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, "is linear"),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "is linear"),
     ({"model_type": "llama", "mlp_bias": True}, "its mlp_bias is True, here it is False"),
     ({"model_type": "llama", "attention_bias": True}, "its attention_bias is True"),
     ({"model_type": "llama", "hidden_act": "gelu"}, "its hidden_act is gelu, here it is silu"),
