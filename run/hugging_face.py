@@ -60,19 +60,18 @@ def llama_names(name, config):
 
 # ---- config.json -> flags ----
 
-# What transformers takes for a size that a GPT-2's config.json leaves out. (A Llama's sizes must be
-# there: transformers' defaults are those of the model of 7 billion parameters)
-GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-# Names by which a GPT-2's config.json may call its sizes, too
-GPT2_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-                "hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
-SAME_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function, written in three ways
+SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_python_tanh": "gelu_new",
+        "gelu_accurate": "gelu_new", "swish": "silu"}  # other names for the same function
 # Settings of config.json that change the computation -> the one value that this code computes
 GPT2_ONLY = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
              "add_cross_attention": False, "tie_word_embeddings": True}
 LLAMA_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-GPT2_SIZES = ("n_layer", "n_head", "n_embd")  # named like our flags
+# Sizes of a GPT-2, named like our flags -> (another name for the same, the value without either):
+# those of transformers' GPT2Config
+GPT2_SIZES = {"n_head": ("num_attention_heads", 12), "n_layer": ("num_hidden_layers", 12),
+              "n_embd": ("hidden_size", 768)}
+GPT2_POSITIONS = {"n_positions": ("max_position_embeddings", 1024)}
 LLAMA_SIZES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
                "hidden_size": "n_embd", "intermediate_size": "n_hidden"}
 
@@ -96,7 +95,6 @@ def flags_of_folder(folder):
     describes a model that this code does not compute."""
     given = read_config(folder)
     try:
-        given = completed(given)
         refuse_other_mathematics(given)
         return gpt2_flags(given) if kind_of_config(given) == "gpt2" else llama_flags(given)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -108,15 +106,6 @@ def kind_of_config(given):
     return given.get("model_type", "gpt2")
 
 
-def completed(given):
-    """config.json's dict; a GPT-2's under its own names, with transformers' defaults for the sizes
-    that are left out."""
-    if kind_of_config(given) == "gpt2":
-        given = {GPT2_ALIASES.get(name, name): value for name, value in given.items()}
-        given = {**GPT2_DEFAULTS, **given}
-    return given
-
-
 def refuse_other_mathematics(given):
     """ValueError if a value of config.json makes that model compute something else than ours."""
     kind = kind_of_config(given)
@@ -126,33 +115,59 @@ def refuse_other_mathematics(given):
         raise ValueError("its weights are quantized (quantization_config); take the original ones")
     for name, ours in (GPT2_ONLY if kind == "gpt2" else LLAMA_ONLY).items():
         value = given.get(name, ours)
-        if name == "n_inner" and value == 4 * given["n_embd"]:  # None means the same
+        if name == "n_inner" and value == 4 * gpt2_flags(given)["n_embd"]:  # None means the same
             continue
-        if name == "activation_function" and value in SAME_GELU:
-            continue
-        if value != ours:
+        if value != ours and SAME.get(str(value)) != ours:
             raise ValueError(f"its {name} is {value}, here it is {ours}")
 
 
+def size(given, *names, default=None):
+    """A size in config.json, which has it under one of these names. ValueError if it is no size, if
+    two names contradict, or if none is there and there is no default."""
+    found = {name: given[name] for name in names if name in given}
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"its {name} is {value!r:.40}, not a whole number above 0")
+        if value != found.get(names[0], value):
+            raise ValueError(f"its {name} is {value}, its {names[0]} {found[names[0]]}")
+    if not found and default is None:
+        raise ValueError(f"it has no {names[0]}; add that line")
+    return next(iter(found.values()), default)
+
+
+def number(given, name, default):
+    """A number above 0 in config.json."""
+    value = given.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < 1e300:
+        raise ValueError(f"its {name} is {value!r:.40}, not a number above 0")
+    return float(value)
+
+
 def gpt2_flags(given):
-    return {**{name: given[name] for name in GPT2_SIZES}, "block_size": given["n_positions"]}
+    flags = {name: size(given, name, other, default=default)
+             for name, (other, default) in {**GPT2_SIZES, **GPT2_POSITIONS}.items()}
+    flags["block_size"] = flags.pop("n_positions")
+    return flags
 
 
 def llama_flags(given):
     """The flags of a Llama's config.json. block_size is not among them: rotary positions have no
-    table, so --block-size decides."""
-    flags = {"arch": "llama", **{ours: given[theirs] for theirs, ours in LLAMA_SIZES.items()}}
-    flags["n_kv_head"] = given.get("num_key_value_heads") or flags["n_head"]
-    head_dim = given.get("head_dim") or flags["n_embd"] // flags["n_head"]
-    if head_dim * flags["n_head"] != flags["n_embd"]:
-        raise ValueError(f"its head_dim is {head_dim}, here it is hidden_size / "
-                         f"num_attention_heads = {flags['n_embd'] / flags['n_head']:g}")
-    flags["norm_eps"] = float(given.get("rms_norm_eps", 1e-6))
+    table, so --block-size decides. (transformers has defaults for the four sizes, too: the 7B
+    model's. A smaller folder that lacks one would fail at some tensor, so name the size.)"""
+    flags = {"arch": "llama", **{ours: size(given, theirs) for theirs, ours in LLAMA_SIZES.items()}}
+    flags["n_kv_head"] = flags["n_head"]
+    if given.get("num_key_value_heads") is not None:
+        flags["n_kv_head"] = size(given, "num_key_value_heads")
+    head_dim = flags["n_embd"] / flags["n_head"]
+    if given.get("head_dim") not in (None, head_dim):
+        raise ValueError(f"its head_dim is {given['head_dim']}, here it is hidden_size / "
+                         f"num_attention_heads = {head_dim:g}")
+    flags["norm_eps"] = number(given, "rms_norm_eps", 1e-6)
     flags["untied"] = not given.get("tie_word_embeddings", False)
     # transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters
     rope = {"rope_theta": given.get("rope_theta", 10000.0), **(given.get("rope_scaling") or {}),
             **(given.get("rope_parameters") or {})}
-    flags["rope_theta"] = float(rope["rope_theta"])
+    flags["rope_theta"] = number(rope, "rope_theta", 10000.0)
     flags["rope_scaling"] = rope_scaling(rope)
     return flags
 
@@ -166,7 +181,7 @@ def rope_scaling(rope):
     if kind != "llama3":
         raise ValueError(f"its rope_scaling is {kind}; default and llama3 can be read")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ",".join(f"{rope[name]:.15g}" for name in names)
+    return ",".join(f"{number(rope, name, None):.15g}" for name in names)
 
 
 # ---- a GPTConfig or LlamaConfig -> config.json ----

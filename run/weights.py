@@ -122,6 +122,9 @@ def find_tensors(path, shapes, config):
 
 def find_llama(path, entries, shapes, config):
     """find_tensors() under LlamaForCausalLM's names."""
+    if not isinstance(config, LlamaConfig):
+        raise CheckpointError(f"{path}: has the tensors of a Llama; add --arch llama, or "
+                              f'"model_type": "llama" to its {CONFIG}')
     if config.n_experts:
         raise CheckpointError(f"{path}: a LlamaForCausalLM has no experts; leave out --experts")
     require_one_tied(path, entries, shapes, LLAMA_ENDS[EMBEDDING])

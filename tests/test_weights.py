@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import torch.nn.functional as F
 
 import sample
 import train
@@ -110,6 +111,46 @@ def test_a_checkpoints_folder_is_as_good_as_its_file(corpus, trained, tmp_path):
 def _untied(tensors):
     shape, data = tensors["lm_head.weight"]
     tensors["lm_head.weight"] = shape, data[::-1]
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"n_head": 6}, {"num_attention_heads": 6, "hidden_size": 24}, {"n_embd": 36, "n_layer": 3},
+    {"max_position_embeddings": 64, "num_hidden_layers": 1}, {"n_inner": 3072},
+    {"activation_function": "gelu_fast"}, {"activation_function": "gelu_pytorch_tanh"}], ids=str)
+def test_what_a_gpt2s_config_json_leaves_out_is_transformers_default(given, tmp_path):
+    theirs = pytest.importorskip("transformers").GPT2Config(**given)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert flags_of_folder(tmp_path) == {
+        "n_head": theirs.n_head, "n_layer": theirs.n_layer, "n_embd": theirs.n_embd,
+        "block_size": theirs.n_positions}
+    activations = pytest.importorskip("transformers").activations.ACT2FN
+    x = torch.linspace(-6, 6, 1001)
+    assert torch.allclose(activations[theirs.activation_function](x),
+                          F.gelu(x, approximate="tanh"), atol=1e-6)
+
+
+def test_a_llamas_config_json_leaves_out_what_transformers_leaves_out(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16,
+             "intermediate_size": 21}
+    theirs = pytest.importorskip("transformers").LlamaConfig(**sizes)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert flags_of_folder(tmp_path) == {
+        "arch": "llama", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_hidden": 21,
+        "n_kv_head": theirs.num_key_value_heads, "norm_eps": theirs.rms_norm_eps,
+        "untied": not theirs.tie_word_embeddings, "rope_scaling": "",
+        "rope_theta": theirs.rope_parameters["rope_theta"]}
+
+
+@pytest.mark.parametrize("given,says", [
+    ({"n_head": "12"}, "its n_head is 12, not a whole number above 0"),
+    ({"n_layer": None}, "its n_layer is None, not a whole number above 0"),
+    ({"n_head": 12, "num_attention_heads": 6}, "its num_attention_heads is 6, its n_head 12"),
+    ({"n_positions": 0}, "its n_positions is 0, not a whole number above 0"),
+    ({"activation_function": "gelu"}, "its activation_function is gelu, here it is gelu_new")])
+def test_a_field_of_config_json_that_cannot_be_is_named(given, says, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=f"config.json: {says}$"):
+        flags_of_folder(tmp_path)
 
 
 OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothing
