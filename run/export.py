@@ -89,8 +89,8 @@ def export(folder, to):
         note = f"; without a tokenizer: {in_words(error)}"
     if tokenizer:
         end_of_text = 0  # in our own vocabularies tokens 0 to 255 are the bytes; no text has byte 0
-    elif config.vocab_size > 50256:
-        end_of_text = 50256  # GPT-2's own
+    elif 50257 <= config.vocab_size <= 50304:
+        end_of_text = 50256  # GPT-2's own, also in nanoGPT's vocabulary of 50,304
     else:
         end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
     files = {CONFIG: config_json(config, end_of_text), **tokenizer}

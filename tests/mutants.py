@@ -510,7 +510,7 @@ MUTANTS = {
         ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],
     "run/export.py": [
-        ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
+        ("elif 50257 <= config", "elif 50256 <= config", "weights:own_tokenizer_ends")],
     "run/watch.py": [
         ('[(send, dst, recv, src), *options.get("more", ())]', "[(send, dst, recv, src)]",
          "watch:every_message"),

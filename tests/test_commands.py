@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+import tiktoken
 import torch
 
 import train
@@ -24,7 +25,7 @@ from data.batches import Data, DataError, load_tokenizer
 from data.prepare import (
     BYTES,
     PATTERN,
-    UNFINISHED,
+    advice,
     encode,
     learn_bpe,
     make_encoding,
@@ -88,7 +89,8 @@ def damaged(corpus, tmp_path, how):
     ("--schedule wave", "invalid choice: 'wave'"),
     ("--block-size 9999", "--block-size 9999 is longer than"),
     ("--data missing", "val.bin is missing"),
-    ("--data truncated", "not a whole number of uint16; python data/prepare.py SOURCE --out /"),
+    ("--data truncated", "not a whole number of uint16; python data/prepare.py SOURCE --out "
+     "FOLDER writes another"),
     ("--data pipe", "train.bin is not a regular file"),
     ("--data device", "meta.json is not a regular file"),
     ("--data beyond", "but the vocabulary of"),
@@ -395,22 +397,76 @@ def test_a_folders_own_products_and_hidden_files_are_no_text(tmp_path):
     assert sorted(read_source(tmp_path)) == [("a.txt", "a.txt"), ("b/c.py", "b/c.py")]
 
 
-def test_files_that_are_left_out_are_counted(tmp_path, capsys):
-    for i in range(6):
-        (tmp_path / f"{i}.txt").write_bytes("café".encode("cp1252" if i % 2 else "utf-8"))
-    (tmp_path / "no.jsonl").write_text('{"body": "a"}\n')
-    assert [name for name, _ in sorted(read_source(tmp_path))] == ["0.txt", "2.txt", "4.txt"]
-    assert "left out 4 of 7 files, which are not UTF-8 text or not lines of JSON with a text: " \
-        "1.txt, 3.txt, 5.txt, ..." in capsys.readouterr().out
-    with pytest.raises(ValueError, match="not readable as UTF-8 text .line 1 has no text"):
-        read_source(tmp_path / "no.jsonl")
+@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("train.bin", "meta.json"),
+                                   ("val.bin", "meta.pkl"), ("vocab.tiktoken",)], ids=str)
+def test_tokens_of_another_program_are_not_replaced(names, tmp_path):
+    """... and no error advises to do so. A folder of prepare's own is replaced, also where it was
+    stopped half-way."""
+    (tmp_path / "text").write_text("some of these words come twice\n" * 100)
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in names:
+        (out / name).write_text('{"vocab_size": 67}')
+    assert advice(out).endswith("--out FOLDER writes another folder")
+    with pytest.raises(ValueError, match=f"another program wrote {names[0]}, .*; name another fol"):
+        prepare([tmp_path / "text"], out, "bytes")
+    assert all((out / name).read_text() == '{"vocab_size": 67}' for name in names)
+    for name in names:
+        (out / name).unlink()
+    prepare([tmp_path / "text"], out, "bytes")
+    (out / ".tmp-1").mkdir()
+    (out / "meta.json").rename(out / ".tmp-1/meta.json")
+    assert advice(out).endswith(f"--out {out} writes this folder")
+    assert prepare([tmp_path / "text"], out, "bytes")["val_tokens"] > 0
 
 
-def test_json_lines_are_their_texts(tmp_path):
-    path = tmp_path / "d.jsonl"
-    lines = [{"text": ""}, {"text": "caf\u00e9\nsecond line", "meta": {"id": 1}}, {"text": "end"}]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert [text for _, text in read_source(path)] == ["", "café\nsecond line", "end"]
+def test_files_of_a_folder_that_are_skipped_are_counted(tmp_path, capsys):
+    for i in range(10):
+        encoding = {0: "cp1252", 1: "utf-16", 2: "utf-16-le", 3: "utf-8-sig"}.get(i, "utf-8")
+        (tmp_path / f"{i}.txt").write_text("a café\n" if i else "é", encoding=encoding)
+    (tmp_path / "4.txt.gz").write_bytes(gzip.compress(b"text"))
+    (tmp_path / "5.jsonl").write_text('{"content": "no text"}')
+    assert [text for _, text in read_source(tmp_path)] == ["a café\n"] * 7
+    said = capsys.readouterr().out
+    where = f"of 12 files of {tmp_path}"
+    assert f"skipped 3 {where}: not UTF-8 text: has bytes of 0 (1.txt, ...)\n" in said
+    assert f"skipped 1 {where}: not UTF-8 text (0.txt)\n" in said
+    assert f'skipped 1 {where}: line 1 is no JSON object with a "text" (5.jsonl)\n' in said
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.ndjson", "d.json"])
+def test_json_lines_are_their_texts(name, tmp_path):
+    texts = [f"document {i}: café\nsecond {{line}}" for i in range(200)]
+    lines = [json.dumps({"text": text, "meta": {"text": 1}}) for text in ["", *texts]]
+    (tmp_path / name).write_text("\n".join(lines) + "\n\n")
+    assert [text for _, text in read_source(tmp_path / name)] == ["", *texts]
+    prepare([tmp_path / name], tmp_path / "data", "bytes")
+    ids = [np.fromfile(tmp_path / "data" / f"{split}.bin", "<u2") for split in ("train", "val")]
+    said = np.concatenate(ids).astype(np.uint8).tobytes().decode()
+    assert sorted(said.replace("\nsecond", " second").split("\n")) == sorted(
+        ["", *(text.replace("\nsecond", " second") for text in texts)])
+    for line in ('{"text": 3}', '{"content": "x"}', '{"text": "\\ud83d"}', "text", "[]"):
+        (tmp_path / "bad.jsonl").write_text(f"{lines[1]}\n\n{line}\n")
+        with pytest.raises(ValueError, match='bad.jsonl: .*line 3 is no JSON object with a "text"'):
+            read_source(tmp_path / "bad.jsonl")
+    (tmp_path / "package.json").write_text('{\n"text": 3}')
+    assert read_source(tmp_path / "package.json") == [(".", '{\n"text": 3}')]
+
+
+def test_gpt2s_tokenizer_ends_each_text(tmp_path, monkeypatch):
+    """Also where few texts are cut at a line."""
+    words = tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=BYTES,
+                              special_tokens={"<|endoftext|>": 50256})
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: words)
+    for number, end_tokens in ((40, 40), (3, 4)):
+        docs = [tmp_path / f"{number}.{i}" for i in range(number)]
+        for i, path in enumerate(docs):
+            path.write_text(f"Story {i} says <|endoftext|>.\n" * 100)
+        meta = prepare(docs, tmp_path / f"of {number}", "gpt2")
+        ids = [np.fromfile(tmp_path / f"of {number}" / f"{split}.bin", "<u2")
+               for split in ("train", "val")]
+        assert sum((part == 50256).sum() for part in ids) == end_tokens
+        assert ids[0][-1] == ids[1][-1] == 50256 and meta["val_tokens"] == len(ids[1])
 
 
 def test_gzips_bits_are_those_of_the_validation_text(tmp_path):

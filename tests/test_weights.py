@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import sample
 import train
-from data.batches import load_tokenizer
+from data.batches import Data, load_tokenizer
 from data.prepare import prepare
 from data.tokenizer import tokenizer_files
 from engine.mesh import Mesh
@@ -302,9 +302,10 @@ def test_a_header_may_be_as_long_as_in_the_safetensors_library(tmp_path, monkeyp
         tensorfile.read_header(path)
 
 
-@pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256)])
+@pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256),
+                                       (65536, None)])
 def test_gpt2s_own_tokenizer_ends_a_text_with_token_50256(words, end, tmp_path, monkeypatch):
-    """A vocabulary of 50256 tokens has no such token."""
+    """A vocabulary of 50256 tokens has no such token, one of 65,536 is another tokenizer's."""
     model = build(GPTConfig(words, 8, 1, 1, 2))
     monkeypatch.setattr(export_file, "load_model", lambda folder: model)
     monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: {"data": "nowhere"})
@@ -338,6 +339,20 @@ def test_a_run_on_nanogpts_characters_ends_without_a_tokenizer_and_says_so(corpu
     assert f"; without a tokenizer: {says}" in said and said.count("\n") == 0
     written = json.loads((tmp_path / "new/config.json").read_text())
     assert written["eos_token_id"] is None  # token 0 is a character, mostly the line break
+
+
+@pytest.mark.parametrize("meta,says", [
+    ({"vocab_size": 49152}, "its vocab_size is 49152, GPT-2's tokenizer has 50257 tokens"),
+    ({"vocab_size": 50304, "tokenizer": "gpt2"}, "its vocab_size is 50304, GPT-2's"),
+    ({"vocab_size": 50257, "tokenizer": "HuggingFaceTB/SmolLM-135M"},
+     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2 and bytes can be read")])
+def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("takes GPT-2's words"))
+    shutil.copytree(corpus, tmp_path / "data")
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=f"meta.json: {says}"):
+        load_tokenizer(tmp_path / "data")
+    assert Data(config(str(tmp_path / "data"))).vocab_size == meta["vocab_size"]  # can be trained
 
 
 def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, tmp_path, capsys,
