@@ -19,6 +19,9 @@ import math
 import sys
 from types import SimpleNamespace
 
+if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
+    sys.path.insert(0, __file__.rpartition("/")[0] or ".")
+
 from run.launch import start
 
 # start() runs before torch is imported, which takes seconds. It ends the process if a flag is wrong

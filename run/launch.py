@@ -21,6 +21,29 @@ import time
 
 from run import config, signals
 
+# Environment variables in which a launcher says how many tasks it has started. (SLURM sets the
+# first for srun's tasks only, SLURM_NTASKS also for the batch script, which is one process)
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def refuse_tasks():
+    """ValueError if srun or mpirun has started this command several times: each task would be a
+    whole run. Where only SLURM_NTASKS says so, print a line, unless this is not the first task."""
+    given = os.environ
+    if "WORLD_SIZE" in given:  # a rank, or a process of torchrun
+        return
+    told = [name for name in TASKS if given.get(name, "1") not in ("", "0", "1")]
+    fix = "let one task per node start torchrun (docs/gpus-and-nodes.md), or start one task"
+    if not told and given.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in given:
+        if given["SLURM_PROCID"] == "0":
+            signals.note(f"{signals.program()}: SLURM_NTASKS={given['SLURM_NTASKS']}, and this "
+                         f"process is a whole run; if srun has started others: {fix}")
+        else:
+            told = ["SLURM_PROCID"]
+    if told:
+        raise ValueError(f"{told[0]}={given[told[0]]}: srun or mpirun has started several tasks, "
+                         f"and each would be a whole run; {fix}")
+
 
 def start(description, args=None):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit. args: the
@@ -31,6 +54,10 @@ def start(description, args=None):
     # counts, also under the variable's older name
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    try:
+        refuse_tasks()
+    except ValueError as error:
+        config.fail(error)
     cfg, world, ranks = config.read_command_line(description, args)
     # Print one line, once: the launcher prints it, or rank 0 of torchrun, or the only process
     is_first = os.environ.get("RANK", "0") == "0"

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import sys
 import time
 from collections import Counter
@@ -35,12 +36,14 @@ from data.prepare import (
     write_whole,
 )
 from engine.mesh import Mesh
-from group import naming
-from run import launch, processes, signals
+from group import CommunicationError, naming
+from run import processes, signals
 from run.config import check, check_memory
+from run.launch import refuse_tasks, start
 from run.processes import out_of_memory
 from sizes import peak_flops
 from tests.harness import HERE, VOCAB, config, needs_minutes
+from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.runs import Run, command, flags, one_line
 
@@ -289,10 +292,103 @@ def test_each_card_has_its_own_peak(gpu, tflops):
 @needs_minutes
 def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     runs = [command("train.py", "--dp", 3, "--data", corpus, env={
-        "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-            for rank in "01"]
+        "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1"}) for rank in "01"]
     assert [run.returncode for run in runs] == [2, 2]
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
+
+
+def test_without_local_rank_the_error_of_each_machine_is_printed(corpus, tmp_path):
+    """As in pods, whose disks are their own: rank 0 cannot know why rank 1 has ended."""
+    run = command("train.py", "--dp", 2, "--data", tmp_path / "missing", "--device", "cpu", env={
+        "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert f"--data {tmp_path}/missing: train.bin is missing" in run.stderr
+
+
+def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setattr(processes, "store", torch.distributed.HashStore())
+    machines = "abacba"
+    for rank, machine in enumerate(machines):
+        processes.store.set(f"machine of rank {rank}", machine)
+    local = []
+    for rank in range(6):
+        monkeypatch.setattr(processes, "place", (rank, 6))
+        processes.number_ranks_of_machine()
+        local.append(signals.local_rank())
+        assert int(os.environ["LOCAL_WORLD_SIZE"]) == machines.count(machines[rank])
+    assert local == [0, 0, 1, 0, 1, 2]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(CommunicationError, match="^rank 5: --device cuda: 3 processes here but 2 "):
+        processes.choose_device("cuda")  # rank 5 is the third one of its machine
+
+
+def test_two_ranks_without_local_rank_train(corpus, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    argv = ["train.py", *flags(corpus, tmp_path / "out", dp=2, steps=2)]
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [threads.submit(command, *argv, env={
+            "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port})
+                 for rank in "01"]
+    assert [rank.result().returncode for rank in ranks] == [0, 0], ranks[0].result().stderr
+
+
+@pytest.mark.parametrize("env,says", [
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=2: srun or mpirun"),
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_PROCID=1: srun or mpirun has started"),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE=4: srun"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE=2: srun or mpirun")], ids=str)
+def test_tasks_of_srun_and_mpirun_are_one_line_that_names_torchrun(env, says, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with as_it_was(), pytest.raises(SystemExit) as stop:
+        start("", ["--steps", "0"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert says in error and "let one task per node start torchrun" in error
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_tasks()  # torchrun, or a run's own rank, under srun
+
+
+@pytest.mark.parametrize("env,lines", [
+    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1), ({"SLURM_NTASKS": "8"}, 0),
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0)], ids=str)
+def test_the_one_process_of_a_batch_script_trains(env, lines, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    refuse_tasks()
+    assert capsys.readouterr().err.count("\n") == lines
+
+
+def test_a_missing_compiler_is_one_line(corpus, tmp_path, monkeypatch):
+    """Other errors of torch.compile keep their traceback."""
+    cfg = config(corpus, compile=True)
+
+    def end(error, timeout):
+        raise SystemExit(error)
+
+    monkeypatch.setattr(processes, "give_up", end)
+    for line, is_ours in (("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')", 1),
+                          ("RuntimeError: Failed to find C compiler. Please specify via CC", 1),
+                          ("Unsupported: generator", 0)):
+        with pytest.raises(SystemExit if is_ours else RuntimeError) as stop:
+            with processes.joined(cfg, 1):
+                raise RuntimeError(f"{line}\n\nSet TORCHDYNAMO_VERBOSE=1 for ...")
+        if is_ours:
+            assert str(stop.value) == (f"rank 0: --compile: {line}; install g++, or leave out "
+                                       "--compile")
+
+
+def test_a_safe_path_finds_the_files_all_the_same(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=1)
+    for words in (["train.py", *argv], ["sample.py", "--help"]):
+        run = command(HERE / words[0], *words[1:], env={"PYTHONSAFEPATH": "1"}, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
 
 
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
