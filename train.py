@@ -49,7 +49,7 @@ from run.copies import replicas_agree
 from run.log import Log
 from run.processes import joined
 from run.routing import Routing
-from run.weights import initial_slices
+from run.weights import initial_slices, kept_of
 from sample import sample_text
 from schedules import cut, placement
 from sequence_parallel import sequence_parallel
@@ -129,6 +129,7 @@ class Trainer:
         # this rank's slice. ZeRO-3 replaces the layers in `stages` by layers that gather their
         # weights, so Routing, which looks into blocks, comes before, and the rest after
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
+        self.kept = kept_of(cfg)  # of the folder of --init-from, for checkpoints and run.export
         self.reducer = parts.Reducer(stages, value=value)
         self.optimizer = parts.Optimizer(cfg, self.reducer)
         if cfg.recompute:

@@ -111,6 +111,7 @@ def refuse_unsound(manifest):
     require(type(manifest["data"]) is str, "data")
     require(manifest["data"] != "", "data")
     require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "optimizer")
+    require(type(manifest.get("kept")) in (dict, type(None)), "kept")
 
 
 def read_manifest(folder):
@@ -388,6 +389,7 @@ def save(trainer, step, data_folder=""):
                 **{"scale": 1.0, "good_steps": 0, **numbers_of(trainer)},
                 "model": asdict(trainer.model_config),
                 "config": asdict(cfg),
+                "kept": trainer.kept,
                 "data": str(Path(data_folder).resolve()),
                 "checksums": {path.name: {name: sums[name] for name in shapes}
                               for path, _, shapes in files}})
@@ -436,6 +438,7 @@ def load(trainer, folder):
         transfer(trainer, entries, saving=False)
     for name, value in trainer.optimizer.numbers().items():
         value.fill_(manifest[name])
+    trainer.kept = manifest.get("kept")
     trainer.reducer.publish()  # ZeRO-1 and 2: each rank has read its shard of the weights
     return manifest["step"]
 

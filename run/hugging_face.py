@@ -162,6 +162,7 @@ def llama_flags(given):
     if given.get("head_dim") not in (None, head_dim):
         raise ValueError(f"its head_dim is {given['head_dim']}, here it is hidden_size / "
                          f"num_attention_heads = {head_dim:g}")
+    size(given, "max_position_embeddings", default=2048)  # for run.export: see KEPT
     flags["norm_eps"] = number(given, "rms_norm_eps", 1e-6)
     flags["untied"] = not given.get("tie_word_embeddings", False)
     # transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters
@@ -187,10 +188,28 @@ def rope_scaling(rope):
 # ---- a GPTConfig or LlamaConfig -> config.json ----
 
 
-def config_json(config, end_of_text):
-    """The content of config.json. end_of_text: the token that ends a text, or None."""
-    common = {"vocab_size": config.vocab_size, "bos_token_id": end_of_text,
-              "eos_token_id": end_of_text}
+# Settings that no flag changes: a run from a folder hands them on to run.export
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+
+def kept_settings(folder):
+    """{name: value} of KEPT in a folder's config.json."""
+    given = read_config(folder)
+    return {name: given[name] for name in KEPT if name in given}
+
+
+def config_json(config, end_of_text, kept=None):
+    """The content of config.json. end_of_text: the token that ends a text, or None. kept: what
+    kept_settings() said of the folder with which the training began; what is not in there has
+    transformers' default, so it is left out."""
+    if kept is None:
+        kept = {"bos_token_id": end_of_text, "eos_token_id": end_of_text,
+                "max_position_embeddings": config.block_size}
+    else:
+        kept = dict(kept)
+    # a GPT-2's table has block_size positions, and transformers has another name for their number
+    most = kept.pop("max_position_embeddings", 2048)  # the default of LlamaConfig
+    common = {"vocab_size": config.vocab_size, **kept}
     if not isinstance(config, LlamaConfig):
         return {"architectures": ["GPT2LMHeadModel"],
                 "model_type": "gpt2",
@@ -211,7 +230,7 @@ def config_json(config, end_of_text):
             "model_type": "llama",
             **{theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()},
             "num_key_value_heads": config.n_kv_head,
-            "max_position_embeddings": config.block_size,
+            "max_position_embeddings": max(most, config.block_size),
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,

@@ -192,7 +192,7 @@ def wait_for_start(server, timeout):
         store.set("rank 0 to see all ranks", "")
 
 
-def machine():
+def name_of_machine():
     """A text that differs from machine to machine. (Pods have names of their own.)"""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
@@ -222,7 +222,7 @@ def meet(timeout=600, url="", rank=-1, size=-1):
         attempt = name_attempt(server, size)
         store = dist.PrefixStore(attempt, server)
         last_words = dist.PrefixStore(attempt, server.clone())
-        store.set(f"machine of rank {rank}", machine())
+        store.set(f"machine of rank {rank}", name_of_machine())
         wait_for_start(server, timeout)
         if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
             number_ranks_of_machine()

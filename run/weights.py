@@ -20,10 +20,11 @@ from experts import kind_of
 from model import UNTIED
 from run import tensorfile
 from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other, together
-from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, llama_names
+from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_settings, llama_names
 from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
 from sizes import LlamaConfig, config_from
 
+POSITIONS = "transformer.wpe.weight"
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
 # Parts of a name that torch.compile, DDP, FSDP and checkpointing put in where they wrap a module
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -108,9 +109,12 @@ def find_tensors(path, shapes, config):
         if name in zeros:
             continue
         wanted[name] = shape
-        if name == POSITIONS and name in entries:  # of more positions the first ones are taken
-            rows = max(shape[0], *entries[name].shape[:1])
-            wanted[name] = torch.Size((rows, *shape[1:]))
+        if name == POSITIONS and name in entries:
+            rows = max(entries[name].shape[:1], default=0)
+            if rows < shape[0]:
+                raise CheckpointError(f"{path}, tensor {name}: {rows} positions; take "
+                                      f"--block-size {rows}")
+            wanted[name] = torch.Size((rows, *shape[1:]))  # of a longer table the first rows
         if name.endswith(transposed):  # False for all names if transposed is ()
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
@@ -200,7 +204,20 @@ def read_weights(path, shapes, config):
             # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
-    return lambda name: load_parts(found[name], shapes[name])
+    # all rows, but for GPT-2's positions beyond --block-size
+    return lambda name: load_parts(found[name])[: shapes[name][0]]
+
+
+def kept_of(cfg):
+    """What checkpoints of this run keep of the folder of --init-from, for run.export; None: there
+    is no such folder. (load() in checkpoint.py replaces it by what the checkpoint has kept.)"""
+    path = Path(cfg.init_from)
+    folder = path if path.is_dir() else path.parent
+    if cfg.init_from and (folder / MANIFEST).exists():  # a checkpoint of ours
+        return read_manifest(folder).get("kept")
+    if cfg.init_from and (folder / CONFIG).exists():
+        return kept_settings(folder)
+    return None
 
 
 def initial_slices(cfg, shapes, config, mesh, draw):

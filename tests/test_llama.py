@@ -192,6 +192,30 @@ def test_logits_gradients_and_text_are_transformers(folders, kind):
     assert text == greedy[0].tolist()
 
 
+def test_tokens_and_positions_of_a_folder_are_kept_until_the_export(corpus, folders, tmp_path):
+    """... also by a run that is resumed, and by one that starts from such a checkpoint."""
+    shutil.copytree(folders["multi-query"][1], tmp_path / "hf")
+    theirs = {"eos_token_id": [2, 3], "max_position_embeddings": 64}
+    _edit_config(**theirs)(tmp_path / "hf")
+    given = json.loads((tmp_path / "hf/config.json").read_text())
+    del given["bos_token_id"]  # then transformers has one of its own
+    (tmp_path / "hf/config.json").write_text(json.dumps(given))
+    runs = {"first": ["--steps", 1, "--init-from", tmp_path / "hf"],
+            "resumed": ["--steps", 2, "--resume", tmp_path / "first", "--arch", "llama",
+                        *"--n-layer 2 --n-head 4 --n-embd 16 --n-hidden 21 --n-kv-head 1".split()],
+            "from ours": ["--steps", 0, "--init-from", tmp_path / "first/step-00000001", "--arch",
+                          "llama", *("--n-layer 2 --n-head 4 --n-embd 16 --n-hidden 21 "
+                                     "--n-kv-head 1").split()]}
+    for name, argv in runs.items():
+        run = Run(1, [*argv, "--data", corpus, "--out", tmp_path / name, "--device", "cpu",
+                      "--eval-interval", 0, "--batch-size", 4, "--block-size", 8], tmp_path)
+        assert run.wait() == [0], run.read()
+        saved = checkpoint.newest(tmp_path / name)
+        export_file.export(saved, tmp_path / f"{name} exported")
+        written = json.loads((tmp_path / f"{name} exported/config.json").read_text())
+        assert theirs.items() <= written.items() and "bos_token_id" not in written, name
+
+
 def sharded(exported, folder, dtype):
     """The same weights as save_pretrained writes a large model: several files and an index."""
     shutil.copytree(exported, folder)

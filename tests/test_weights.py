@@ -153,6 +153,22 @@ def test_a_field_of_config_json_that_cannot_be_is_named(given, says, tmp_path):
         flags_of_folder(tmp_path)
 
 
+def test_gpt2s_weights_train_in_shorter_sequences(corpus, trained, tmp_path):
+    """The first positions of the table are taken, like nanoGPT's crop_block_size does; a longer
+    block has no positions."""
+    export_file.export(trained / "step-00000004", tmp_path / "hf")
+    argv = ["--init-from", tmp_path / "hf", "--data", corpus, "--steps", 0, "--device", "cpu",
+            "--batch-size", 4, "--eval-interval", 0]
+    run = Run(1, [*argv, "--out", tmp_path / "out", "--block-size", 5], tmp_path)
+    assert run.wait() == [0], run.read()
+    short, whole = load_model(tmp_path / "out/step-00000000"), load_model(trained / "step-00000004")
+    ids = torch.arange(5).view(1, 5)
+    assert torch.equal(short(ids), whole(ids)) and short.config.block_size == 5
+    run = Run(1, [*argv, "--out", tmp_path / "o", "--block-size", 9], tmp_path)
+    says = "hf, tensor transformer.wpe.weight: 8 positions; take --block-size 8"
+    assert run.wait() == [2] and says in run.read()
+
+
 OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothing
     "compiled": (lambda tensors: [tensors.update({"_orig_mod." + name: tensors.pop(name)})
                                   for name in list(tensors)], ""),
