@@ -26,7 +26,6 @@ from model import ABSENT  # -100: a target that the loss leaves out; as a start:
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
-GPT2_WORDS = (50257, 50304)  # 50304: with rows of padding, as nanoGPT counts them
 TOKEN = "<u2"  # numpy's name for a little-endian uint16
 # How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
@@ -86,9 +85,6 @@ def load_tokenizer(folder):
         raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
                          "tokenizer; data/prepare.py makes folders with one")
     meta = read_meta(path) if path.exists() else {}
-    if "tokenizer" not in meta and meta.get("vocab_size", 50257) not in GPT2_WORDS:
-        raise ValueError(f"meta.json names no tokenizer, and {meta['vocab_size']} words are not "
-                         "GPT-2's")
     kind = meta.get("tokenizer", "gpt2")
     if kind not in ("bpe", "gpt2", "bytes"):
         raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2 and bytes can be read")

@@ -54,6 +54,7 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
+FILES = ("train.bin", "val.bin", "vocab.tiktoken", "meta.json")  # of a prepared folder
 UNFINISHED = ".unfinished"  # a file in a folder whose files are being written
 # The vocabulary is learned from this many characters at the start of train (the files are shuffled)
 LEARN_CHARS = 8_000_000
@@ -332,16 +333,14 @@ def encode(enc, texts, name, pool):
 
 def foreign_file(out):
     """The first file of the folder `out` that prepare() would replace and has not written; None if
-    there is none. A meta.json with a source_hash marks a folder as ours. If prepare() was stopped
-    half-way, it is still in the folder from which write_whole moves the files."""
-    for mark in (*out.glob(".tmp-*/meta.json"), out / "meta.json"):
-        with suppress(OSError, ValueError, RecursionError):
-            if "source_hash" in json.loads(require_file(mark).read_bytes()):
-                return None
-    for name in ("train.bin", "val.bin", "vocab.tiktoken", "meta.json", "meta.pkl"):
-        if (out / name).exists():
-            return out / name
-    return None
+    there is none. A meta.json with a source_hash marks a folder as ours, or UNFINISHED if prepare()
+    was stopped half-way."""
+    if (out / UNFINISHED).exists():
+        return None
+    with suppress(OSError, ValueError, RecursionError):
+        if "source_hash" in json.loads(require_file(out / "meta.json").read_bytes()):
+            return None
+    return next((out / name for name in (*FILES, "meta.pkl") if (out / name).exists()), None)
 
 
 def advice(out):
@@ -377,21 +376,6 @@ def write_whole(out, files):
                          "--out FOLDER prepares it elsewhere") from error
 
 
-def refuse_to_replace(out, sources):
-    """ValueError if the folder has a source, or tokens that another program has written (nanoGPT's
-    and llm.c's folders have no meta.json)."""
-    for name in ("train.bin", "val.bin", "vocab.tiktoken", "meta.json"):
-        if any((out / name).exists() and (out / name).samefile(source)
-               for source in sources if Path(source).is_file()):
-            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
-                             "another folder")
-    if not (out / "meta.json").exists() and not (out / UNFINISHED).exists():
-        for name in ("train.bin", "val.bin"):
-            if (out / name).exists():
-                raise ValueError(f"--out {out} has a {name} of another program, which would be "
-                                 "replaced; name another folder")
-
-
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     """Write the folder `out` and return the values of its meta.json. Default: data/stdlib or
     data/shakespeare for that source alone, else data/custom. ValueError: sources that cannot be
@@ -408,6 +392,11 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         out = Path(__file__).parent / (sources[0] if is_named else "custom")
     out = Path(out)
 
+    for name in FILES:
+        if any((out / name).exists() and (out / name).samefile(source)
+               for source in sources if Path(source).is_file()):
+            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
+                             "another folder")
     foreign = foreign_file(out)
     if foreign:
         raise ValueError(f"--out {out}: another program wrote {foreign.name}, which would be "

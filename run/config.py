@@ -621,11 +621,13 @@ def check(cfg, world):
     cuda = cfg.device == "cuda"
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
         check_ring_kernels(cfg)
+    language, variable, usual, also = (("C", "CC", "gcc", "clang") if cuda
+                                       else ("C++", "CXX", "g++", "clang++"))
+    compilers = (os.environ.get(variable, usual), also)
+    require(not cfg.compile or any(map(shutil.which, compilers)), f"--compile needs a {language} "
+            f"compiler, and there is no {usual}; install one, name it in the environment variable "
+            f"{variable}, or leave --compile out")
     if not cuda:
-        compilers = (os.environ.get("CXX", "g++"), "clang++")
-        require(not cfg.compile or any(map(shutil.which, compilers)), "--compile needs a C++ "
-                "compiler on a CPU, and there is no g++; install one, name it in the environment "
-                "variable CXX, or leave --compile out")
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"

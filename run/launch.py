@@ -66,22 +66,8 @@ def start(description, args=None):
         model = "Llama" if cfg.arch == "llama" else "GPT"
         print(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
-    if world == 1 and not has_launcher:
-        note_other_tasks()
     if ranks > world:
         sys.exit(launch(ranks, grace=min(10, cfg.timeout)))
-
-
-def note_other_tasks():
-    """Print a line if srun or mpirun has started this command several times, which does not make
-    one run of them."""
-    for program, size in (("srun", "SLURM_NTASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"),
-                          ("mpirun", "PMI_SIZE")):
-        if os.environ.get(size, "1") != "1":
-            signals.note(f"{signals.program()}: {program} has {os.environ[size]} tasks, each of "
-                         "which is a whole run; for one run on all of them start torchrun in each, "
-                         "as docs/gpus-and-nodes.md does")
-            return
 
 
 def sentence(cfg, ranks):

@@ -303,9 +303,3 @@ def joined(cfg, world):
         give_up(out_of_memory(cfg), cfg.timeout)
     except (CommunicationError, DataError, OSError) as error:
         give_up(error, cfg.timeout)
-    except RuntimeError as error:
-        if not cfg.compile or not re.search(r"C(\+\+)? compile", str(error)):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        give_up(f"rank {place[0]}: --compile: {reason}; install g++, or leave out --compile",
-                cfg.timeout)

@@ -24,7 +24,6 @@ from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_s
 from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
 from sizes import LlamaConfig, config_from
 
-POSITIONS = "transformer.wpe.weight"
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
 # Parts of a name that torch.compile, DDP, FSDP and checkpointing put in where they wrap a module
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -204,8 +203,7 @@ def read_weights(path, shapes, config):
             # -1 equals no CRC-32: a checksum that is missing is an error
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
-    # all rows, but for GPT-2's positions beyond --block-size
-    return lambda name: load_parts(found[name])[: shapes[name][0]]
+    return lambda name: load_parts(found[name], shapes[name])
 
 
 def kept_of(cfg):

@@ -26,6 +26,7 @@ from data.batches import Data, DataError, load_tokenizer
 from data.prepare import (
     BYTES,
     PATTERN,
+    UNFINISHED,
     advice,
     encode,
     learn_bpe,
@@ -165,17 +166,6 @@ def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, cap
     assert says in one_line(train.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("env,says", [
-    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun has 2 tasks, each of which is a whole run"),
-    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has 4 tasks"), ({"SLURM_NTASKS": "1"}, "")], ids=str)
-def test_tasks_of_srun_and_mpirun_are_named(corpus, env, says, monkeypatch, capfd):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    launch.note_other_tasks()
-    said = capfd.readouterr().err
-    assert says in said and said.count("\n") == bool(says) and ("torchrun" in said) == bool(says)
-
-
 def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
     """RANK and WORLD_SIZE alone: a process for each machine, whose errors are to be printed."""
     monkeypatch.setenv("RANK", "1")
@@ -188,7 +178,7 @@ def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
 
 def test_compile_without_a_compiler_is_one_line(corpus, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="--compile needs a C.. compiler on a CPU"):
+    with pytest.raises(ValueError, match="--compile needs a C.. compiler, and there is no g.."):
         check(config(corpus, device="cpu", microbatches=1, compile=True), 1)
 
 
@@ -365,25 +355,6 @@ def test_the_one_process_of_a_batch_script_trains(env, lines, capsys, monkeypatc
     assert capsys.readouterr().err.count("\n") == lines
 
 
-def test_a_missing_compiler_is_one_line(corpus, tmp_path, monkeypatch):
-    """Other errors of torch.compile keep their traceback."""
-    cfg = config(corpus, compile=True)
-
-    def end(error, timeout):
-        raise SystemExit(error)
-
-    monkeypatch.setattr(processes, "give_up", end)
-    for line, is_ours in (("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')", 1),
-                          ("RuntimeError: Failed to find C compiler. Please specify via CC", 1),
-                          ("Unsupported: generator", 0)):
-        with pytest.raises(SystemExit if is_ours else RuntimeError) as stop:
-            with processes.joined(cfg, 1):
-                raise RuntimeError(f"{line}\n\nSet TORCHDYNAMO_VERBOSE=1 for ...")
-        if is_ours:
-            assert str(stop.value) == (f"rank 0: --compile: {line}; install g++, or leave out "
-                                       "--compile")
-
-
 def test_a_safe_path_finds_the_files_all_the_same(corpus, tmp_path):
     argv = flags(corpus, tmp_path / "out", dp=2, steps=1)
     for words in (["train.py", *argv], ["sample.py", "--help"]):
@@ -510,8 +481,8 @@ def test_tokens_of_another_program_are_not_replaced(names, tmp_path):
     for name in names:
         (out / name).unlink()
     prepare([tmp_path / "text"], out, "bytes")
-    (out / ".tmp-1").mkdir()
-    (out / "meta.json").rename(out / ".tmp-1/meta.json")
+    (out / "meta.json").unlink()
+    (out / UNFINISHED).touch()
     assert advice(out).endswith(f"--out {out} writes this folder")
     assert prepare([tmp_path / "text"], out, "bytes")["val_tokens"] > 0
 
@@ -571,28 +542,6 @@ def test_gzips_bits_are_those_of_the_validation_text(tmp_path):
     val = (tmp_path / "data" / "val.bin").read_bytes()[::2]  # tokens of 16 bits are bytes
     assert meta["gzip_bits_per_byte"] == 8 * len(gzip.compress(val, 9)) / len(val)
     assert meta["val_bytes"] == len(val) == meta["val_tokens"]
-
-
-def test_words_of_another_tokenizer_are_not_taken_for_gpt2s(tmp_path):
-    (tmp_path / "meta.json").write_text('{"vocab_size": 49152}')
-    with pytest.raises(ValueError, match="no tokenizer, and 49152 words are not GPT-2's"):
-        load_tokenizer(tmp_path)
-
-
-def test_tokens_of_another_program_are_not_replaced(tmp_path):
-    """... but a folder in which prepare.py was stopped is prepared again."""
-    (tmp_path / "text.txt").write_text("some words of text here\n" * 200)
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "val.bin").write_bytes(b"nanoGPT's")
-    with pytest.raises(ValueError, match="has a val.bin of another program.* name another folder"):
-        prepare(str(tmp_path / "text.txt"), folder, "bytes")
-    assert [path.name for path in folder.iterdir()] == ["val.bin"]
-    assert (folder / "val.bin").read_bytes() == b"nanoGPT's"
-    (folder / UNFINISHED).touch()
-    prepare(str(tmp_path / "text.txt"), folder, "bytes")
-    prepare(str(tmp_path / "text.txt"), folder, "bpe", 300)  # its own may be replaced
-    assert not (folder / UNFINISHED).exists() and (folder / "meta.json").exists()
 
 
 def test_a_folder_that_is_half_replaced_is_not_marked_as_complete(tmp_path, monkeypatch):
