@@ -235,7 +235,8 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
     ({"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True"),
     ({"n_embd": 96, "n_inner": 3072}, "its n_inner is 3072"),
     ({"layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06"),
-    ({"model_type": "mistral"}, "its model_type is mistral; gpt2 and llama can be read")], ids=str)
+    ({"model_type": "gemma"}, "its model_type is gemma; gpt2, llama, mistral, qwen2, qwen3 can"),
+    ({"model_type": "mistral"}, "its sliding_window is 4096, here it is None")], ids=str)
 def test_another_model_in_config_json_is_refused(given, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=says):
