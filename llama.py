@@ -53,11 +53,15 @@ def frequencies(config, dtype):
 
 
 def stretch(frequency, scaling):
-    """Llama 3.1's change of the frequencies. That model was first trained on sequences of
-    `original` tokens, then on longer ones. Slow pairs, which turn less than `low` times in
-    `original` tokens, are slowed down by `factor`; fast ones, which turn more than `high` times,
-    stay; between them a straight line."""
-    factor, low, high, original = (float(number) for number in scaling.split(","))
+    """Lower frequencies, for sequences longer than those of a first training. One number: divide
+    all by this factor (arXiv 2306.15595). Four: Llama 3.1's change. That model was first trained on
+    sequences of `original` tokens, then on longer ones. Slow pairs, which turn less than `low`
+    times in `original` tokens, are slowed down by `factor`; fast ones, which turn more than `high`
+    times, stay; between them a straight line."""
+    factor, *more = (float(number) for number in scaling.split(","))
+    if not more:
+        return frequency / factor
+    low, high, original = more
     turns = original * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slowed down, 1: as before
     return frequency / factor * (1 - kept) + frequency * kept

@@ -67,7 +67,7 @@ class LlamaConfig(GPTConfig):
     n_kv_head: int = 12  # heads of keys and values; n_head / n_kv_head heads of queries share one
     n_hidden: int = 2048  # hidden units of the MLP
     rope_theta: float = 10000.0  # the base of the rotary frequencies
-    rope_scaling: str = ""  # Llama 3.1's four numbers: factor, low, high, original block_size
+    rope_scaling: str = ""  # factor; or Llama 3.1's numbers: factor, low, high, first block_size
     norm_eps: float = 1e-5
     tied: bool = True  # are lm_head and the embedding one matrix?
     head_dim: int = 0  # width of a head; 0: n_embd / n_head

@@ -88,8 +88,8 @@ class Config:
                          "up to a multiple of 64")
     head_dim: int = flag(0, "model", "llama: width of a head; 0: the width / --n-head")
     rope_theta: float = flag(10000.0, "model", "llama: base of the rotary frequencies")
-    rope_scaling: str = flag("", "model", "llama: FACTOR,LOW,HIGH,TOKENS, Llama 3.1's change of "
-                             "the frequencies for longer sequences")
+    rope_scaling: str = flag("", "model", "llama: FACTOR, or Llama 3.1's FACTOR,LOW,HIGH,TOKENS: "
+                             "lower frequencies, for longer sequences")
     norm_eps: float = flag(1e-5, "model", "llama: RMSNorm's epsilon")
     untied: bool = flag(False, "model", "llama: lm_head has a matrix of its own")
     experts: int = flag(0, "model", "experts in each block, in place of its MLP; 0: none")
@@ -138,7 +138,7 @@ class Config:
 LIMITS = {  # (least, most): flags
     (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
     (1, 2**31): "block_size",
-    (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden",
+    (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden head_dim",
     (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2 dropout",
@@ -462,8 +462,8 @@ def refuse_wrong_model(cfg):
         require(width % 2 == 0, f"{whence}: heads of {width} numbers; rotary positions need an "
                 "even number")
         require(not cfg.rope_scaling or is_scaling(cfg.rope_scaling),
-                f"{given(cfg, 'rope_scaling')} must be four numbers above 0 such as 8,1,4,8192, "
-                "the second below the third")
+                f"{given(cfg, 'rope_scaling')} must be one number above 0, or four such as "
+                "8,1,4,8192, the second below the third")
         return
     for f in fields(cfg):
         require(f.name not in LLAMA_FLAGS or getattr(cfg, f.name) == f.default,
@@ -471,12 +471,13 @@ def refuse_wrong_model(cfg):
 
 
 def is_scaling(text):
-    """Is the text FACTOR,LOW,HIGH,TOKENS: finite numbers above 0, with LOW below HIGH?"""
+    """Is the text FACTOR or FACTOR,LOW,HIGH,TOKENS: finite numbers above 0, with LOW below HIGH?"""
     try:
-        factor, low, high, tokens = (float(number) for number in text.split(","))
+        numbers = [float(number) for number in text.split(",")]
     except ValueError:
         return False
-    return 0 < factor < math.inf and 0 < low < high < math.inf and 0 < tokens < math.inf
+    ordered = len(numbers) == 1 or (len(numbers) == 4 and numbers[1] < numbers[2])
+    return ordered and all(0 < number < math.inf for number in numbers)
 
 
 def refuse_wrong_pipeline(cfg):

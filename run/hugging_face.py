@@ -190,16 +190,21 @@ def llama_flags(given):
     return flags
 
 
+# config.json's rope_type -> its names of --rope-scaling's numbers
+SCALINGS = {"linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                       "original_max_position_embeddings")}
+
+
 def rope_scaling(rope):
-    """The value of --rope-scaling for these settings of config.json's rotary positions: "" or
-    FACTOR,LOW,HIGH,TOKENS."""
+    """The value of --rope-scaling for these settings of config.json's rotary positions: "",
+    FACTOR or FACTOR,LOW,HIGH,TOKENS."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return ""
-    if kind != "llama3":
-        raise ValueError(f"its rope_scaling is {kind}; default and llama3 can be read")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ",".join(f"{number(rope, name, None):.15g}" for name in names)
+    if kind not in SCALINGS:
+        raise ValueError(f"its rope_scaling is {kind}; default, linear and llama3 can be read")
+    return ",".join(f"{number(rope, name, None):.15g}" for name in SCALINGS[kind])
 
 
 # ---- a GPTConfig or LlamaConfig -> config.json ----
@@ -239,10 +244,11 @@ def config_json(config, end_of_text, kept=None):
                 **common}
     scaling = None
     if config.rope_scaling:
-        factor, low, high, original = config.rope_scaling.split(",")
-        scaling = {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": float(low),
-                   "high_freq_factor": float(high),
-                   "original_max_position_embeddings": int(float(original))}
+        numbers = [float(number) for number in config.rope_scaling.split(",")]
+        kind = "linear" if len(numbers) == 1 else "llama3"
+        scaling = {"rope_type": kind, **dict(zip(SCALINGS[kind], numbers, strict=True))}
+        if kind == "llama3":
+            scaling["original_max_position_embeddings"] = int(numbers[-1])
     return {"architectures": [f"{config.arch.capitalize()}ForCausalLM"],
             "model_type": config.arch,
             **{theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()},

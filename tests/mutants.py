@@ -314,7 +314,9 @@ MUTANTS = {
     "shard.py": [
         ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ("            if sum_gradients or", "            if True:", "layouts:layout_equals")],
+        ('if sum_gradients or hasattr(param, "sees_own_heads")', "if True",
+         "layouts:layout_equals"),
+        (' or hasattr(param, "sees_own_heads")', "", "layouts:layout_equals")],
     "model.py": [
         ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
@@ -429,6 +431,9 @@ MUTANTS = {
         ('if name == "n_inner" and value == 4 * gpt2_flags(given)["n_embd"]:', "if False:",
          "weights:config"),
         (":.15g}", ":g}", "weights:config")],
+    "llama.py": [
+        ("frequency / factor\n    low", "frequency * factor\n    low", "llama:by_its_formulas"),
+        ("rotate(self.ln_q(q), angles)", "self.ln_q(rotate(q, angles))", "llama:by_its_formulas")],
     "extras/doctor/foreign.py": [
         ("heads[:, of_q], heads[:, of_q + 1]", "heads[:, of_q + 1], heads[:, of_q]",
          "foreign:megatrons"),

@@ -47,7 +47,9 @@ def by_formula(model, ids):
         row = []
         for pair in range(hs // 2):
             frequency = config.rope_theta ** (-2 * pair / hs)
-            if config.rope_scaling:  # the formula of Llama 3.1's reference code, by wavelength
+            if "," not in config.rope_scaling:
+                frequency /= float(config.rope_scaling or 1)
+            else:  # the formula of Llama 3.1's reference code, by wavelength
                 factor, low, high, original = map(float, config.rope_scaling.split(","))
                 wavelength = 2 * math.pi / frequency
                 if wavelength > original / low:
@@ -95,6 +97,7 @@ def by_formula(model, ids):
 
 KINDS = {"untied": {}, "tied": {"tied": True}, "multi-query": {"n_kv_head": 1},
          "a key head each": {"n_kv_head": 6}, "stretched": {"rope_scaling": STRETCHED},
+         "linear": {"rope_scaling": "2.5"},
          "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 6},
          "narrow heads": {"head_dim": 2}}
 
@@ -150,7 +153,8 @@ def test_the_cache_holds_the_heads_of_keys_only():
 
 TRAINED = {  # kind of model -> its flags
     "untied": {"untied": True}, "stretched": {"rope_scaling": STRETCHED, "rope_theta": 500.0},
-    "multi-query": {"tp": 1, "n_kv_head": 1}, "narrow heads": {"head_dim": 2},
+    "multi-query": {"tp": 1, "n_kv_head": 1},
+    "narrow heads": {"head_dim": 2, "rope_scaling": "2.5"},
     "qwen2": {"arch": "qwen2"}, "qwen3": {"arch": "qwen3", "head_dim": 6, "untied": True}}
 
 
@@ -330,7 +334,7 @@ DAMAGES = {  # what happens to a sharded folder -> what the run says, in one lin
                            "has the tensors of a Llama; add --arch llama"),
     "quantized": (_edit_config(quantization_config={"quant_method": "gptq"}), "quantized"),
     "another rope": (_edit_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-                     "its rope_scaling is yarn; default and llama3 can be read"),
+                     "its rope_scaling is yarn; default, linear and llama3 can be read"),
     "biases": (_edit_config(attention_bias=True), "its attention_bias is True, here it is False"),
     "gelu": (_edit_config(hidden_act="gelu"), "its hidden_act is gelu, here it is silu"),
     "wide heads": (_edit_config(head_dim=8), "q_proj.weight: F32 [16, 16], not "),
@@ -364,7 +368,8 @@ def test_flags_say_what_config_json_says_and_flags_win(folders):
     exported = folders["stretched"][1]
     assert flags_of_folder(exported) == {
         "arch": "llama", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
-        "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED, "head_dim": 0}
+        "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED,
+        "head_dim": 0}
     cfg = train.read_command_line.__globals__["parse"](["--init-from", str(exported), "--n-layer",
                                                         "3"])
     assert (cfg.arch, cfg.n_layer, cfg.n_hidden) == ("llama", 3, 21)
@@ -380,7 +385,9 @@ FLAGS = [  # flags -> what the one line says
     ("--arch qwen3 --head-dim 7", "--head-dim 7: heads of 7 numbers; rotary positions need an"),
     ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama"), ("--untied", "--untied True is for"),
     ("--head-dim 8", "--head-dim 8 is for --arch llama, qwen2 or qwen3"),
-    ("--arch llama --rope-scaling 8,4,1,100", "must be four numbers above 0 such as 8,1,4,8192"),
+    ("--arch llama --rope-scaling 8,4,1,100", "must be one number above 0, or four such as"),
+    ("--arch llama --rope-scaling 2,1", "must be one number above 0, or four such as 8,1,4,8192"),
+    ("--arch llama --rope-scaling -2", "must be one number above 0, or four such as 8,1,4,8192"),
     ("--arch llama --norm-eps 2", "--norm-eps 2.0 must be from 0 to 1"),
 ]
 

@@ -209,6 +209,7 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
     ({**LLAMA, "rope_scaling": {
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
     ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
      {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
@@ -228,7 +229,7 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
 
 
 @pytest.mark.parametrize("given,says", [
-    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "is linear"),
+    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is dynamic"),
     ({"model_type": "llama", "mlp_bias": True}, "its mlp_bias is True, here it is False"),
     ({"model_type": "llama", "attention_bias": True}, "its attention_bias is True"),
     ({"model_type": "llama", "hidden_act": "gelu"}, "its hidden_act is gelu, here it is silu"),
