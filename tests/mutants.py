@@ -487,8 +487,9 @@ MUTANTS = {
         ('mesh.place("dp")', 'mesh.place("shard")', "layouts:experts"),
         ("in (self.train, self.val):\n            digest", "in (self.train,):\n            digest",
          "values:fingerprints"),
-        ("if size // 2 <= self.block:", "if size // 2 < self.block:", "values:shorter_than"),
-        ("if tokens_of_meta and size != 2 * tokens_of_meta:", "if False:", "values:shorter_than"),
+        ("if size // width <= self.block:", "if size // 2 < self.block:", "values:shorter_than"),
+        ("if tokens_of_meta and size != width * tokens_of_meta:", "if False:",
+         "values:shorter_than"),
         ("if not meta.exists() and local_rank == 0:", "if not meta.exists():",
          "values:others_wait")],
     "sample.py": [
@@ -518,7 +519,7 @@ MUTANTS = {
         ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],
     "run/export.py": [
-        ("elif 50257 <= config", "elif 50256 <= config", "weights:own_tokenizer_ends")],
+        ("if 50257 <= config", "if 50256 <= config", "weights:own_tokenizer_ends")],
     "run/watch.py": [
         ('[(send, dst, recv, src), *options.get("more", ())]', "[(send, dst, recv, src)]",
          "watch:every_message"),
