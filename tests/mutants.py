@@ -397,6 +397,7 @@ MUTANTS = {
         ("need = share * cfg.n_layer", "need = cfg.n_layer", "commands:machines_share"),
         ("cfg.steps >= 3,", "cfg.steps >= 2,", "commands:one_line and trace")],
     "run/log.py": [
+        ("if now != was:", "if False:", "faults:rate_jumps"),
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
         ("self.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches"),
