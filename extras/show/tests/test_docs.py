@@ -83,7 +83,6 @@ OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which 
     "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM",
                                "    --master-addr": "its end, for another model",
                                "rank 0        ": "a picture"},
-    "docs/long-sequences.md": {"without --sp   row -> all-reduce": "a picture"},
     "docs/measured.md": {
         "     S                N = 1": "times, rearranged by hand",
         "ms           without": "test_what_gpt2_should_reach_is_the_pages_arithmetic"},
@@ -725,7 +724,7 @@ NOT_MEASURED = {  # {file: (figures of time that are not measured, why)}
     "docs/which-layout.md": (
         ["28% slower", "23% faster", "3.6 times as slow", "1.6 times as fast", "12.7 s", "7.5 s",
          "71.0 s", "44.0 s", "95.0 s", "58.9 s", "37.4 s", "37.4 s", "6.3 s", "5.9 s", "0.42 s",
-         "0.42 s"], "predictions; published speeds beside them"),
+         "0.42 s"], "predictions; published speeds next to them"),
     "run/launch.py": (["30 s"], "a constant of torchrun"),
     "run/processes.py": (["2 s", "3 s"], "constants of this file")}
 

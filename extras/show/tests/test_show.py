@@ -1,4 +1,4 @@
-"""What python -m extras.show and the programs beside it print, refuse and write."""
+"""What python -m extras.show and the programs next to it print, refuse and write."""
 
 import json
 import sys
