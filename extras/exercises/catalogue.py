@@ -26,8 +26,8 @@ EXERCISES = (
     Exercise(
         "e01_reduce_scatter", "ring reduce-scatter", ("reduce_scatter",),
         "collectives.py: reduce_scatter", "messages.judge_reduce_scatter",
-        ("Chunk r has to end its way on rank r. So in the last hop rank r receives chunk r, and "
-         "chunk r starts its way on rank r + 1.",
+        ("Chunk r must finish on rank r, so rank r receives it in the last hop, and chunk r starts "
+         "on rank r + 1.",
          "In hop h rank r sends chunk (r - 1 - h) % N and receives chunk (r - 2 - h) % N.",
          "Receive into a new tensor (torch.empty_like), wait, then combine(chunk, received).")),
     Exercise(
