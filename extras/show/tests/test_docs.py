@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tokenize
@@ -45,6 +46,7 @@ from extras.bench.job import SIZES
 from extras.forks import large_batches_curves as large_batches
 from extras.planner import measure
 from extras.planner.hardware import DEVICES
+from extras.planner.published import RUNS
 from extras.planner.tests.test_planner import _sent
 from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
@@ -546,6 +548,12 @@ def test_the_recipes_shares_are_the_first_rows(line):
     shares = (seconds.pop("compute") + seconds.pop("optimizer"), seconds.pop("bubble"),
               sum(seconds.values()))
     assert [f"{share / first['step_s']:.0%}" for share in shares] == [computing, bubble, messages]
+
+
+def test_mfus_of_published_runs_are_those_that_the_recipe_names():
+    found = [run.mfu for run in RUNS if run.device.startswith("a100") and run.layout.ranks >= 128]
+    low, _, high = statistics.quantiles(found, n=4)
+    assert said(RECIPE, r"an MFU of (\d+) to (\d+)%") == (f"{100 * low:.0f}", f"{100 * high:.0f}")
 
 
 def test_links_are_the_planners():
