@@ -457,7 +457,7 @@ MUTANTS = {
         ("torch.finfo(self.dtype).eps + self.distance", "torch.finfo(self.dtype).eps",
          "foreign:as_much_as_the_weights"),
         ("least = 1e-2 * max(sizes.values())", "least = 0.0", "foreign:exact_arithmetic"),
-        ("FLOOR * (1 - 1 / NOISE)", "FLOOR", "doctor:equal_in_float64")],
+        ("self.floor * (1 - 1 / NOISE)", "self.floor", "doctor:equal_in_float64")],
     "extras/doctor/gradients.py": [
         ("[check_loss(examined, number, of_loss), finding]",
          "[check_loss(examined, number, []), finding]", "foreign:shifted_twice"),
