@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from run import checkpoint
 from run.config import check
 from run.copies import whole_slices
 from run.files import LOCK
-from sizes import MOMENTS
+from sizes import MOMENTS, LlamaConfig
 from tests.harness import (
     FULL,
     VOCAB,
@@ -316,9 +317,12 @@ def test_a_file_that_is_cut_off_after_its_check_is_named(corpus, tmp_path, monke
 
 
 @pytest.mark.parametrize("changes", [{"data": None}, {"model": {"n_head": 3}}, {"scale": 0.0},
-                                     {"scale": math.inf}, {"step": -1}], ids=str)
+                                     {"scale": math.inf}, {"step": -1},
+                                     {"model": asdict(LlamaConfig(VOCAB, n_embd=24, n_head=8,
+                                                                  n_kv_head=8))}], ids=str)
 def test_a_forged_value_of_a_sealed_manifest_is_damage(trained, tmp_path, changes):
-    """A width of 8 has no 3 heads; a loss is divided by its scale."""
+    """A width of 8 has no 3 heads; a loss is divided by its scale; rotary positions turn pairs, and
+    heads of 3 numbers have none."""
     path = Path(shutil.copy(trained / "step-00000004" / checkpoint.MANIFEST, tmp_path))
     manifest = json.loads(path.read_text())
     assert checkpoint.read_manifest(tmp_path) == manifest

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 
@@ -84,7 +85,8 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
                 data = np.frombuffer(data).reshape(shape).T.tobytes()
                 shape = shape[::-1]
             tensors[name.removeprefix("transformer.")] = shape, data
-        tensors["h.0.attn.bias"] = (1, 1, 8, 8), bytes(512)
+        tensors["h.0.attn.bias"] = (1, 1, 8, 8), bytes(512)  # old files have both
+        tensors["h.0.attn.masked_bias"] = (), bytes(8)
 
     ours = trained / "step-00000004" / checkpoint.MODEL
     path = shutil.copy(ours, tmp_path / "weights.safetensors")
@@ -191,6 +193,16 @@ def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained
     for name, param in model.canonical_parameters():
         want = torch.zeros_like(param) if name.endswith("bias") else param.data
         assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
+
+
+def test_a_file_that_is_cut_off_after_its_header_was_read_is_named(trained, tmp_path):
+    path = shutil.copy(trained / "step-00000004" / checkpoint.MODEL, tmp_path)
+    model = load_model(trained / "step-00000004")
+    get = read_weights(path, {n: p.shape for n, p in model.canonical_parameters()}, model.config)
+    os.truncate(path, os.path.getsize(path) // 2)
+    with pytest.raises(tensorfile.CheckpointError, match=f"^{path}, tensor .*: cut off at the end"):
+        for name, _ in model.canonical_parameters():
+            get(name)
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4,
