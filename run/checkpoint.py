@@ -88,11 +88,12 @@ def sound_config(values):
             require(is_whole(value, 2**31) and value >= least, field.name)
         if field.type is float:
             require(0 <= value < math.inf, field.name)
-    require(config.n_embd % config.n_head == 0, "n_head")
+    if not getattr(config, "head_dim", 0):
+        require(config.n_embd % config.n_head == 0, "n_head")
     require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
     if isinstance(config, LlamaConfig):
         require(config.n_head % config.n_kv_head == 0, "n_kv_head")
-        require(config.n_embd // config.n_head % 2 == 0, "n_head")
+        require(config.hs % 2 == 0, "n_head")
         require(not config.rope_scaling or is_scaling(config.rope_scaling), "rope_scaling")
     return config
 

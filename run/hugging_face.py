@@ -9,6 +9,7 @@ under other names.
     in transformer.h.0.         in h.0.                  in model.layers.0.
         ln_1                        ln_1                     input_layernorm
         attn.c_attn                 attn.c_attn *            self_attn.q_proj, k_proj, v_proj: rows
+        attn.ln_q, ln_k             -                        self_attn.q_norm, k_norm (Qwen3)
         attn.c_proj                 attn.c_proj *            self_attn.o_proj
         ln_2                        ln_2                     post_attention_layernorm
         mlp.c_fc                    mlp.c_fc *               mlp.gate_proj, up_proj: rows
@@ -16,7 +17,8 @@ under other names.
 
 *: GPT-2 stores this matrix as (in, out), we store it as (out, in). rows: our matrix has the rows of
 all these matrices, one matrix below the other.
-(GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.)
+(GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.
+Qwen2's, Qwen3's and Mistral's names are Llama's.)
 
 No torch here: run/config.py reads the sizes of --init-from with this file before torch is imported.
 """
@@ -33,12 +35,14 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 # Names in a block: ours -> LlamaForCausalLM's. If there are several, our tensor is their rows, one
 # below the other
 LLAMA_BLOCK = {
-    "ln_1.weight": ["input_layernorm"],
-    "attn.c_attn.weight": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.c_proj.weight": ["self_attn.o_proj"],
-    "ln_2.weight": ["post_attention_layernorm"],
-    "mlp.c_fc.weight": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.c_proj.weight": ["mlp.down_proj"],
+    "ln_1": ["input_layernorm"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.ln_q": ["self_attn.q_norm"],
+    "attn.ln_k": ["self_attn.k_norm"],
+    "attn.c_proj": ["self_attn.o_proj"],
+    "ln_2": ["post_attention_layernorm"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.c_proj": ["mlp.down_proj"],
 }
 LLAMA_ENDS = {"transformer.wte.weight": "model.embed_tokens.weight",
               "transformer.ln_f.weight": "model.norm.weight",
@@ -51,11 +55,11 @@ def llama_names(name, config):
     if name in LLAMA_ENDS:
         return [(LLAMA_ENDS[name], None)]
     _, _, i, local = name.split(".", 3)  # transformer.h.0.ln_1.weight
-    rows = {"attn.c_attn.weight": [config.n_embd, config.kv_width, config.kv_width],
-            "mlp.c_fc.weight": [config.n_hidden] * 2}
-    theirs = LLAMA_BLOCK[local]
-    return [(f"model.layers.{i}.{part}.weight", n)
-            for part, n in zip(theirs, rows.get(local, [None]), strict=True)]
+    local, _, kind = local.rpartition(".")  # "ln_1", "weight" (Qwen2's c_attn also has a "bias")
+    rows = {"attn.c_attn": [config.query_width, config.kv_width, config.kv_width],
+            "mlp.c_fc": [config.n_hidden] * 2}
+    return [(f"model.layers.{i}.{part}.{kind}", n)
+            for part, n in zip(LLAMA_BLOCK[local], rows.get(local, [None]), strict=True)]
 
 
 # ---- config.json -> flags ----
@@ -63,10 +67,17 @@ def llama_names(name, config):
 SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_python_tanh": "gelu_new",
         "gelu_accurate": "gelu_new", "swish": "silu"}  # other names for the same function
 # Settings of config.json that change the computation -> the one value that this code computes
-GPT2_ONLY = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
-             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-             "add_cross_attention": False, "tie_word_embeddings": True}
-LLAMA_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+ONLY = {"gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
+                 "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+                 "add_cross_attention": False, "tie_word_embeddings": True},
+        "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        "mistral": {"hidden_act": "silu", "sliding_window": None},
+        "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+        "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}}
+# What transformers takes for a setting that is left out, if that is another value than a Llama's
+DEFAULTS = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+            "qwen2": {"num_key_value_heads": 32},
+            "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
 # Sizes of a GPT-2, named like our flags -> (another name for the same, the value without either):
 # those of transformers' GPT2Config
 GPT2_SIZES = {"n_head": ("num_attention_heads", 12), "n_layer": ("num_hidden_layers", 12),
@@ -95,6 +106,7 @@ def flags_of_folder(folder):
     describes a model that this code does not compute."""
     given = read_config(folder)
     try:
+        given = {**DEFAULTS.get(kind_of_config(given), {}), **given}
         refuse_other_mathematics(given)
         return gpt2_flags(given) if kind_of_config(given) == "gpt2" else llama_flags(given)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -109,11 +121,14 @@ def kind_of_config(given):
 def refuse_other_mathematics(given):
     """ValueError if a value of config.json makes that model compute something else than ours."""
     kind = kind_of_config(given)
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(f"its model_type is {kind}; gpt2 and llama can be read")
+    if kind not in ONLY:
+        raise ValueError(f"its model_type is {kind}; {', '.join(ONLY)} can be read")
     if given.get("quantization_config"):
         raise ValueError("its weights are quantized (quantization_config); take the original ones")
-    for name, ours in (GPT2_ONLY if kind == "gpt2" else LLAMA_ONLY).items():
+    others = set(given.get("layer_types") or ()) - {"full_attention"}
+    if others:
+        raise ValueError(f"its layer_types has {min(others)}; full_attention can be read")
+    for name, ours in ONLY[kind].items():
         value = given.get(name, ours)
         if name == "n_inner" and value == 4 * gpt2_flags(given)["n_embd"]:  # None means the same
             continue
@@ -154,14 +169,16 @@ def llama_flags(given):
     """The flags of a Llama's config.json. block_size is not among them: rotary positions have no
     table, so --block-size decides. (transformers has defaults for the four sizes, too: the 7B
     model's. A smaller folder that lacks one would fail at some tensor, so name the size.)"""
-    flags = {"arch": "llama", **{ours: size(given, theirs) for theirs, ours in LLAMA_SIZES.items()}}
+    kind = kind_of_config(given)
+    flags = {"arch": "llama" if kind == "mistral" else kind,  # Mistral without its window: a Llama
+             **{ours: size(given, theirs) for theirs, ours in LLAMA_SIZES.items()}}
     flags["n_kv_head"] = flags["n_head"]
     if given.get("num_key_value_heads") is not None:
         flags["n_kv_head"] = size(given, "num_key_value_heads")
-    head_dim = flags["n_embd"] / flags["n_head"]
-    if given.get("head_dim") not in (None, head_dim):
-        raise ValueError(f"its head_dim is {given['head_dim']}, here it is hidden_size / "
-                         f"num_attention_heads = {head_dim:g}")
+    flags["head_dim"] = 0  # the width / n_head
+    if given.get("head_dim") is not None:
+        head_dim = size(given, "head_dim")
+        flags["head_dim"] = head_dim if head_dim * flags["n_head"] != flags["n_embd"] else 0
     size(given, "max_position_embeddings", default=2048)  # for run.export: see KEPT
     flags["norm_eps"] = number(given, "rms_norm_eps", 1e-6)
     flags["untied"] = not given.get("tie_word_embeddings", False)
@@ -173,16 +190,21 @@ def llama_flags(given):
     return flags
 
 
+# config.json's rope_type -> its names of --rope-scaling's numbers
+SCALINGS = {"linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                       "original_max_position_embeddings")}
+
+
 def rope_scaling(rope):
-    """The value of --rope-scaling for these settings of config.json's rotary positions: "" or
-    FACTOR,LOW,HIGH,TOKENS."""
+    """The value of --rope-scaling for these settings of config.json's rotary positions: "",
+    FACTOR or FACTOR,LOW,HIGH,TOKENS."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return ""
-    if kind != "llama3":
-        raise ValueError(f"its rope_scaling is {kind}; default and llama3 can be read")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ",".join(f"{number(rope, name, None):.15g}" for name in names)
+    if kind not in SCALINGS:
+        raise ValueError(f"its rope_scaling is {kind}; default, linear and llama3 can be read")
+    return ",".join(f"{number(rope, name, None):.15g}" for name in SCALINGS[kind])
 
 
 # ---- a GPTConfig or LlamaConfig -> config.json ----
@@ -222,18 +244,20 @@ def config_json(config, end_of_text, kept=None):
                 **common}
     scaling = None
     if config.rope_scaling:
-        factor, low, high, original = config.rope_scaling.split(",")
-        scaling = {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": float(low),
-                   "high_freq_factor": float(high),
-                   "original_max_position_embeddings": int(float(original))}
-    return {"architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        numbers = [float(number) for number in config.rope_scaling.split(",")]
+        kind = "linear" if len(numbers) == 1 else "llama3"
+        scaling = {"rope_type": kind, **dict(zip(SCALINGS[kind], numbers, strict=True))}
+        if kind == "llama3":
+            scaling["original_max_position_embeddings"] = int(numbers[-1])
+    return {"architectures": [f"{config.arch.capitalize()}ForCausalLM"],
+            "model_type": config.arch,
             **{theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()},
             "num_key_value_heads": config.n_kv_head,
+            "head_dim": config.hs,
             "max_position_embeddings": max(most, config.block_size),
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
             "tie_word_embeddings": config.tied,
-            **LLAMA_ONLY,
+            **ONLY[config.arch],
             **common}

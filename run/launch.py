@@ -63,7 +63,7 @@ def start(description, args=None):
     is_first = os.environ.get("RANK", "0") == "0"
     has_launcher = signals.STORE in os.environ
     if is_first and not has_launcher:
-        model = "Llama" if cfg.arch == "llama" else "GPT"
+        model = {"gpt2": "GPT"}.get(cfg.arch, cfg.arch.capitalize())
         print(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
     if ranks > world:

@@ -68,7 +68,7 @@ def refuse_config(folder, config):
     theirs.pop("block_size", None)  # GPT-2: find_tensors compares wpe's shape; a Llama takes any
     ours = {**asdict(config), "arch": "gpt2"}
     if isinstance(config, LlamaConfig):
-        ours.update(arch="llama", untied=not config.tied)
+        ours.update(arch=config.arch, untied=not config.tied)
     for name, value in theirs.items():
         if value != ours[name]:
             raise CheckpointError(f"{folder / CONFIG}: its {name} is {value}, here it is "
@@ -249,7 +249,8 @@ def refuse_sizes(path, config):
     wanted = {EMBEDDING: (config.vocab_size, C),
               f"transformer.h.{config.n_layer - 1}.ln_1.weight": (C,)}
     if isinstance(config, LlamaConfig):
-        wanted["transformer.h.0.attn.c_attn.weight"] = (C + 2 * config.kv_width, C)
+        wanted["transformer.h.0.attn.c_attn.weight"] = (
+            config.query_width + 2 * config.kv_width, C)
     else:
         wanted["transformer.wpe.weight"] = (config.block_size, C)
     if config.n_experts:

@@ -112,7 +112,9 @@ MUTANTS = {
         ("torch.promote_types(x.dtype, torch.float)  # angles", "x.dtype  # angles",
          "llama:late_positions"),
         (".clamp(0, 1)  # 0", ".clamp(min=0)  # 0", "llama:by_its_formulas"),
-        ("((turns - low) / (high - low))", "((turns - low) / high)", "llama:by_its_formulas")],
+        ("((turns - low) / (high - low))", "((turns - low) / high)", "llama:by_its_formulas"),
+        ("frequency / factor\n    low", "frequency * factor\n    low", "llama:by_its_formulas"),
+        ("rotate(self.ln_q(q), angles)", "self.ln_q(rotate(q, angles))", "llama:by_its_formulas")],
     "expert_parallel.py": [
         ("        if rest:\n", "        if False:\n", "parts:refused"),
         ("return outputs[order.argsort()]", "return outputs", "layouts:experts"),
@@ -333,7 +335,9 @@ MUTANTS = {
     "shard.py": [
         ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ("            if sum_gradients:", "            if True:", "layouts:layout_equals")],
+        ('if sum_gradients or hasattr(param, "sees_own_heads")', "if True",
+         "layouts:layout_equals"),
+        (' or hasattr(param, "sees_own_heads")', "", "layouts:layout_equals")],
     "model.py": [
         ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
@@ -407,7 +411,7 @@ MUTANTS = {
          "checkpoint:forged_value"),
         ('    require(type(manifest["data"]) is str, "data")\n', "", "checkpoint:forged_value"),
         ("if moved < len(run):", "if False:", "checkpoint:after_its_check"),
-        ('        require(config.n_embd // config.n_head % 2 == 0, "n_head")\n', "",
+        ('        require(config.hs % 2 == 0, "n_head")\n', "",
          "checkpoint:forged_value"),
         ("**numbers_of(trainer)}", '**numbers_of(trainer), "updates": step}', "values:keeps")],
     "run/config.py": [

@@ -221,6 +221,7 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
     ({**LLAMA, "rope_scaling": {
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
     ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
      {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
@@ -240,14 +241,15 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
 
 
 @pytest.mark.parametrize("given,says", [
-    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "is linear"),
+    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is dynamic"),
     ({"model_type": "llama", "mlp_bias": True}, "its mlp_bias is True, here it is False"),
     ({"model_type": "llama", "attention_bias": True}, "its attention_bias is True"),
     ({"model_type": "llama", "hidden_act": "gelu"}, "its hidden_act is gelu, here it is silu"),
     ({"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True"),
     ({"n_embd": 96, "n_inner": 3072}, "its n_inner is 3072"),
     ({"layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06"),
-    ({"model_type": "mistral"}, "its model_type is mistral; gpt2 and llama can be read")], ids=str)
+    ({"model_type": "gemma"}, "its model_type is gemma; gpt2, llama, mistral, qwen2, qwen3 can"),
+    ({"model_type": "mistral"}, "its sliding_window is 4096, here it is None")], ids=str)
 def test_another_model_in_config_json_is_refused(given, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=says):
