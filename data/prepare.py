@@ -28,9 +28,11 @@ import sys
 import sysconfig
 import tempfile
 import time
+from array import array
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +54,8 @@ NO_SOURCE = regex.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
 # machine to machine
 NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
-BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
+BYTE = [bytes([b]) for b in range(256)]
+BYTES = {byte: rank for rank, byte in enumerate(BYTE)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
 FILES = ("train.bin", "val.bin", "vocab.tiktoken", "meta.json")  # of a prepared folder
 UNFINISHED = ".unfinished"  # a file in a folder whose files are being written
@@ -215,21 +218,6 @@ def train_and_val(docs):
 # ---- learn a vocabulary ----
 
 
-def merge_pair(word, token):
-    """A word, as a list of tokens, in which all neighbours that spell `token` are merged, from left
-    to right. merge_pair([a, a, a, b], aa) = [aa, a, b]."""
-    merged = []
-    i = 0
-    while i < len(word):
-        if i + 1 < len(word) and word[i] + word[i + 1] == token:
-            merged.append(token)
-            i += 2
-        else:
-            merged.append(word[i])
-            i += 1
-    return merged
-
-
 def learn_bpe(text, vocab_size):
     """{token: rank}: 256 bytes; then, again and again, the most frequent pair of neighbours becomes
     a token and is merged wherever it stands, until there are vocab_size tokens, or no pair occurs
@@ -243,19 +231,26 @@ def learn_bpe(text, vocab_size):
         ab      3         [a ab] [" " a ab] [" " ab]       ab, rank 256
         aab     2         [aab]  [" " aab]  [" " ab]       aab, rank 257
 
-    A merge rewrites each different word that has the pair: that is quick where words are short and
-    come often, and slow for a text that is one long word.
+    A merge looks at the places of its pair alone, so that a text of one long word is no slower.
     """
     show(f"learning {vocab_size} tokens")
     found = Counter(regex.findall(PATTERN, text))
-    words = [[bytes([byte]) for byte in word.encode()] for word in found]  # each as its tokens
-    times = list(found.values())  # times[i]: how often words[i] occurs
+    # The tokens of all different words, one after the other, with None between two words. A merge
+    # puts the new token in the place of its left part; `left` and `right` leave out the other place
+    tokens = [None]
+    times = array("q", [0])  # how often the word of this token occurs
+    for word, number in found.items():
+        letters = [BYTE[byte] for byte in word.encode()]
+        tokens += [*letters, None]
+        times.extend([number] * (len(letters) + 1))
+    left = array("q", range(-1, len(tokens) - 1))  # place of the token before this one
+    right = array("q", range(1, len(tokens) + 1))  # place of the token behind this one
     count = defaultdict(int)  # pair -> how often it occurs
-    where = defaultdict(list)  # pair -> indices of the words in which it occurs, or has occurred
-    for i, word in enumerate(words):
-        for left, right in pairwise(word):
-            count[left + right] += times[i]
-            where[left + right].append(i)
+    where = defaultdict(partial(array, "q"))  # pair -> places where it begins, or has begun
+    for i, (first, second) in enumerate(pairwise(tokens)):
+        if first and second:
+            count[first + second] += times[i]
+            where[first + second].append(i)
 
     # Entries (-count, pair): the largest count is on top of the heap. An entry may be out of date:
     # a pair that got rarer has an entry with too large a count, which is corrected when the entry
@@ -275,19 +270,25 @@ def learn_bpe(text, vocab_size):
         ranks[pair] = len(ranks)
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
         risen = set()
-        for i in set(where.pop(pair)):
-            before = words[i]
-            after = merge_pair(before, pair)
-            if len(after) == len(before):  # the pair has gone from this word
+        for i in sorted(where.pop(pair)):  # from left to right: [a a a b] becomes [aa a b]
+            j = right[i]
+            if not tokens[i] or not tokens[j] or tokens[i] + tokens[j] != pair:  # it has gone
                 continue
-            words[i] = after
-            for left, right in pairwise(before):
-                count[left + right] -= times[i]
-            for left, right in pairwise(after):
-                count[left + right] += times[i]
-                if pair in (left, right):  # the new token has a new neighbour
-                    where[left + right].append(i)
-                    risen.add(left + right)
+            before, behind = left[i], right[j]  # places
+            # h i j k -> h ij k: the pairs (h, i), (i, j) and (j, k) go, (h, ij) and (ij, k) come
+            count[pair] -= times[i]
+            if tokens[before]:
+                count[tokens[before] + tokens[i]] -= times[i]
+            if tokens[behind]:
+                count[tokens[j] + tokens[behind]] -= times[i]
+            tokens[i], tokens[j] = pair, None
+            right[i], left[behind] = behind, i
+            for begin, end in ((before, i), (i, behind)):
+                if tokens[begin] and tokens[end]:
+                    new = tokens[begin] + tokens[end]
+                    count[new] += times[i]
+                    where[new].append(begin)
+                    risen.add(new)
         for new in risen:
             heapq.heappush(heap, (-count[new], new))
     return ranks
