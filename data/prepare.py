@@ -42,6 +42,10 @@ import numpy as np
 import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
 import tiktoken
 
+if not __package__:  # python data/prepare.py: the project's folder is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data.foreign import TEXT, open_file, read_json
+
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
 # GPT-2's split of a text into words, without its rule for English contractions (he's). No token
@@ -79,13 +83,6 @@ def show(doing, progress=""):
 # ---- read the texts ----
 
 
-def require_file(path):
-    """Returns the path. ValueError for a pipe or a device, because a read may never end."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
-    return path
-
-
 def download_shakespeare():
     try:
         with urlopen(SHAKESPEARE, timeout=15) as reply:
@@ -110,7 +107,8 @@ def files_under(root, skip, ending):
 
 def read_text(path):
     """The text of a file. ValueError if it is no text in UTF-8."""
-    data = require_file(path).read_bytes()
+    with open_file(path) as file:
+        data = file.read()
     if b"\0" in data:  # UTF-16, or no text
         raise ValueError("not UTF-8 text: has bytes of 0")
     try:
@@ -338,10 +336,10 @@ def foreign_file(out):
     was stopped half-way."""
     if (out / UNFINISHED).exists():
         return None
-    with suppress(OSError, ValueError, RecursionError):
-        if "source_hash" in json.loads(require_file(out / "meta.json").read_bytes()):
-            return None
-    return next((out / name for name in (*FILES, "meta.pkl") if (out / name).exists()), None)
+    with suppress(ValueError):
+        read_json(out / "meta.json", {"source_hash": TEXT})
+        return None
+    return next((out / name for name in (*FILES, "meta.pkl") if os.path.lexists(out / name)), None)
 
 
 def advice(out):

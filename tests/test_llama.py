@@ -338,14 +338,15 @@ DAMAGES = {  # what happens to a sharded folder -> what the run says, in one lin
          if files["model.norm.weight"].startswith("model-00002")
          else "model-00002-of-00002.safetensors"})), "names model-0000"),
     "an index to elsewhere": (_edit_index(lambda files: files.update(
-        {"model.norm.weight": "../config.json"})), f"{INDEX}: damaged"),
-    "no index": (lambda folder: (folder / INDEX).write_text("[1]"), f"{INDEX}: damaged"),
+        {"model.norm.weight": "../config.json"})),
+        "its model.norm.weight is '../config.json', not the name of a file"),
+    "no index": (lambda folder: (folder / INDEX).write_text("[1]"), f"{INDEX}: not a JSON object"),
     "nothing": (lambda folder: (folder / INDEX).unlink(), "model.safetensors: No such file"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
     "config lacks a size": (lambda folder: (folder / "config.json").write_text(
         '{"model_type": "llama"}'), "config.json: it has no num_hidden_layers; add that line"),
     "config has half a head": (_edit_config(num_attention_heads=2.5),
-                               "its num_attention_heads is 2.5, not a whole number above 0"),
+                               "its num_attention_heads is 2.5, not a whole number from 1 to"),
     "no epsilon": (_edit_config(rms_norm_eps=None), "its rms_norm_eps is None, not a number"),
     "no factor": (_edit_config(rope_scaling={"rope_type": "llama3"}), "its factor is None, not a"),
     "gemma": (_edit_config(model_type="gemma"), "its model_type is gemma; gpt2, llama, mistral, q"),

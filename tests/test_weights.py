@@ -116,10 +116,10 @@ def _untied(tensors):
 
 
 @pytest.mark.parametrize("given,says", [
-    ({"n_head": "12"}, "its n_head is '12', not a whole number above 0"),
-    ({"n_layer": None}, "its n_layer is None, not a whole number above 0"),
+    ({"n_head": "12"}, "its n_head is '12', not a whole number from 1 to 2,147,483,648"),
+    ({"n_layer": None}, "its n_layer is None, not a whole number from 1 to 2,147,483,648"),
     ({"n_head": 12, "num_attention_heads": 6}, "its num_attention_heads is 6, its n_head 12"),
-    ({"n_positions": 0}, "its n_positions is 0, not a whole number above 0"),
+    ({"n_positions": 0}, "its n_positions is 0, not a whole number from 1 to 2,147,483,648"),
     ({"activation_function": "gelu"}, "its activation_function is gelu, here it is gelu_new")])
 def test_a_field_of_config_json_that_cannot_be_is_named(given, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
@@ -368,7 +368,7 @@ def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, t
     for argv in (["sample.py", "--out", folder], ["export.py", "--out", folder, "--to", "new"]):
         main = sample.main if argv[0] == "sample.py" else export_file.main
         error = one_line(main, argv, capsys, monkeypatch)
-        assert "manifest.json: damaged; take another checkpoint" in error
+        assert "manifest.json: damaged (it has no seal); take another checkpoint" in error
 
 
 def test_hugging_faces_tokenizers_opens_ours(tmp_path):
