@@ -455,8 +455,10 @@ def main():
     args = parser.parse_args()
     try:
         prepare(**vars(args))
-    except ValueError as error:
-        parser.exit(2, "prepare.py: " + str(error).replace("\n", "\\n") + "\n")
+    except (ValueError, OSError) as error:
+        # an OSError without its number
+        what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        parser.exit(2, "prepare.py: " + what.replace("\n", "\\n") + "\n")
 
 
 if __name__ == "__main__":

@@ -95,20 +95,20 @@ NEEDED = {"seal": CRC, "number": COUNT, "step": COUNT, "updates": COUNT, "good_s
           "scale": SCALE, "data": TEXT, "model": OBJECT, "config": OBJECT, "checksums": OBJECT}
 
 
-def kind_of_field(field):
-    """The Kind of a field of GPTConfig or LlamaConfig."""
-    return {int: whole(min(field.default, 1)),  # from 0 where 0 means none
-            float: Kind("a number from 0", lambda value: type(value) is float
-                        and 0 <= value < math.inf),
-            bool: YES_NO,
-            str: Kind("a text", lambda value: type(value) is str)}[field.type]
+# Fields of GPTConfig and LlamaConfig
+KINDS_OF_SIZES = {
+    float: Kind("a number from 0", lambda value: type(value) is float and 0 <= value < math.inf),
+    bool: YES_NO, str: Kind("a text", lambda value: type(value) is str)}
 
 
 def sound_config(values):
     """The GPTConfig or LlamaConfig with these {name: value}. Raises one of DAMAGED unless each
     value is of its type and range, and fits the others."""
     config = config_from(values)
-    require_fields(vars(config), {field.name: kind_of_field(field) for field in fields(config)})
+    for field in fields(config):
+        # whole numbers from 0 where 0, the default, means none
+        kind = whole(min(field.default, 1)) if field.type is int else KINDS_OF_SIZES[field.type]
+        require_fields(vars(config), {field.name: kind})
 
     def fits(condition, name):
         require(condition, f"its {name} is {getattr(config, name)}, which does not fit its other "

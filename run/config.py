@@ -663,5 +663,5 @@ def read_command_line(description, args=None):
         ranks = check_layout(cfg, world)
         refuse_same_files(cfg)
         return cfg, world, ranks
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)

@@ -55,6 +55,7 @@ def start(description, args=None):
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         signals.before_training()
+        signals.refuse_no_place()
         refuse_tasks()
     except ValueError as error:
         config.fail(error)

@@ -47,8 +47,7 @@ def number_in_environment(name, default, least, most):
 
 def launched():
     """The Launched of this process. The only process of a run has size 1 and rank 0, whatever its
-    other variables say. ValueError for a value that no launcher sets, or if the ranks have no place
-    to meet: our launcher's store, or torchrun's address.
+    other variables say. ValueError for a value that no launcher sets.
 
     Without LOCAL_RANK, as in pods, the local rank is 0 until the ranks have met: meet
     (run/processes.py) then counts those of this machine."""
@@ -61,12 +60,22 @@ def launched():
     local_size = number_in_environment("LOCAL_WORLD_SIZE", 1, 1, size)
     most = (local_size if os.environ.get("LOCAL_WORLD_SIZE") else size) - 1
     local_rank = number_in_environment("LOCAL_RANK", 0, 0, most)
-    if not os.environ.get(STORE):
+    return Launched(size, rank, local_size, local_rank, restarts, parent)
+
+
+def refuse_no_place():
+    """ValueError if several ranks have no place to meet: our launcher's store, or torchrun's
+    address."""
+    size, rank, *_ = launched()
+    store = os.environ.get(STORE)
+    if store and not store.endswith(f"?rank={rank}&world_size={size}"):
+        raise ValueError(f"{STORE}={store:.40} in the environment is not the store of rank {rank} "
+                         f"of {size}; unset it")
+    if size > 1 and not store:
         number_in_environment("MASTER_PORT", "", 1, 65535)
         if not os.environ.get("MASTER_ADDR"):
             raise ValueError(f"WORLD_SIZE={size} in the environment, but no MASTER_ADDR; unset "
                              "WORLD_SIZE, or use torchrun")
-    return Launched(size, rank, local_size, local_rank, restarts, parent)
 
 
 def local_rank():

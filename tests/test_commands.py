@@ -171,12 +171,14 @@ TWO_RANKS = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER
     ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT=abc in"),
     ({"NANOPARALLEL_PARENT": "abc"}, "NANOPARALLEL_PARENT=abc in"),
     ({"NANOPARALLEL_PARENT": "-5"}, "NANOPARALLEL_PARENT=-5 in"),
+    ({**TWO_RANKS, "NANOPARALLEL_STORE": "file:///a?rank=1&world_size=2"},
+     "NANOPARALLEL_STORE=file:///a?rank=1&world_size=2 in the environment is not the store"),
     ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": ""}, "--tp 0 must be from 1")],
     ids=lambda x: str(x)[:60])
 def test_an_environment_that_is_not_torchruns_is_one_line(env, says, capsys, monkeypatch):
     """... of each process, because none of them is a rank whose first rank could speak."""
     for name in (*TWO_RANKS, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
-                 "NANOPARALLEL_PARENT"):
+                 "NANOPARALLEL_PARENT", "NANOPARALLEL_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -234,6 +236,8 @@ def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypat
                  dtype="bfloat16", out=str(tmp_path))
     states = 12 * cfg.n_embd**2 * 16
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": states * 5 // 8}.get)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert check(cfg, 2) == 2
     for world in (1, 2):  # one process that will start both; both, here
@@ -245,7 +249,8 @@ def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypat
 def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     cfg = config(corpus, dp=2, device="auto")
     check(cfg, 2)
     assert cfg.device == "cpu" and "2 processes for 1 GPUs" in capsys.readouterr().err
@@ -324,6 +329,7 @@ def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
     local = []
     for rank in range(6):
         monkeypatch.setattr(processes, "place", (rank, 6))
+        monkeypatch.setenv("RANK", str(rank))
         processes.number_ranks_of_machine()
         local.append(signals.local_rank())
         assert int(os.environ["LOCAL_WORLD_SIZE"]) == machines.count(machines[rank])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from data import prepare as prepare_file
 from data.batches import Data, load_tokenizer
 from data.foreign import MAX_JSON, open_file, parse_json, read_json
 from data.prepare import learn_bpe, prepare
@@ -62,6 +63,28 @@ def test_a_folder_of_strangers_is_one_line_of_train_py(place, name, corpus, tmp_
         (tmp_path / "config.json").write_text(json.dumps(
             {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8}))
     assert str(tmp_path / name) in one_line(train.main, argv, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("words", [
+    "--init-from LONG", "--init-from LONG/model.safetensors", "--data LONG", "--out LONG",
+    "--out out --metrics LONG", "--init-from empty"])
+def test_a_name_that_no_file_can_have_is_one_line(words, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    argv = ["train.py", "--data", corpus, "--device", "cpu", "--block-size", "8", "--out", "out",
+            *words.replace("LONG", "a" * 5000).split()]
+    error = one_line(train.main, argv, capsys, monkeypatch)
+    assert "File name too long" in error or "No such file" in error or "no such folder" in error
+
+
+@pytest.mark.parametrize("words", ["LONG", "pipe", "text --out LONG"])
+def test_a_name_that_no_text_can_have_is_one_line_of_prepare(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("a line of text\n" * 100)
+    os.mkfifo("pipe")
+    argv = ["prepare.py", *words.replace("LONG", "a" * 5000).split()]
+    error = one_line(prepare_file.main, argv, capsys, monkeypatch)
+    assert "File name too long" in error or "pipe is not a regular file" in error
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4,
