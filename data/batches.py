@@ -5,8 +5,9 @@ window of block_size + 1 tokens that begins at a random place. Data rank d takes
 slices of the batch, and microbatch k the k-th part of the slice. So no rank has to tell another
 what it read.
 
-Each file holds tokens only, in little-endian uint16, the texts one after the other; a folder's
-meta.json says how many tokens and which vocabulary (data/prepare.py writes all of them).
+Each file holds tokens only, in little-endian uint16 (uint32 for a vocabulary of more than 65,536),
+the texts one after the other; a folder's meta.json says how many tokens and which vocabulary
+(data/prepare.py writes all of them).
 """
 
 import base64
@@ -22,15 +23,22 @@ import numpy as np
 import torch
 
 from data.foreign import POSITIVE, TEXT, open_file, read_json, whole
-from data.prepare import BYTES, PATTERN, advice, make_encoding, prepare
+from data.prepare import (
+    BYTES,
+    FOREIGN,
+    PATTERN,
+    FolderEncoding,
+    advice,
+    make_encoding,
+    prepare,
+    token_type,
+)
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
-# Fields of meta.json that this project reads; the first has to be there, others may be. Tokens have
-# 16 bits
-SIZE_OF_META = {"vocab_size": whole(1, 2**16)}
+# Fields of meta.json that this project reads; the first has to be there, others may be
+SIZE_OF_META = {"vocab_size": whole(1)}
 META = {"tokenizer": TEXT, "pattern": TEXT, "train_tokens": whole(1, 2**53),
         "val_tokens": whole(1, 2**53), "bytes_per_token": POSITIVE, "gzip_bits_per_byte": POSITIVE}
-TOKEN = "<u2"  # numpy's name for a little-endian uint16
 # How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
@@ -45,10 +53,11 @@ class DataError(ValueError):
 
 
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
-    its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for characters, because
-    reading a meta.pkl means unpickling, which could run any code; and for the tokens of another
-    tokenizer, which meta.json names or whose number is not GPT-2's."""
+    """The tiktoken.Encoding of a prepared folder, or its FolderEncoding. A folder that nanoGPT
+    prepared has no meta.json: its tokens are GPT-2's or, where a meta.pkl lies, characters.
+    ValueError for characters, because reading a meta.pkl means unpickling, which could run any
+    code; and for the tokens of another tokenizer, which meta.json names or whose number is not
+    GPT-2's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")
@@ -57,8 +66,11 @@ def load_tokenizer(folder):
                          "tokenizer; data/prepare.py makes folders with one")
     meta = read_json(path, SIZE_OF_META, META) if os.path.lexists(path) else {}
     kind = meta.get("tokenizer", "gpt2")
+    if kind == FOREIGN[0]:
+        return FolderEncoding(folder, meta["vocab_size"])
     if kind not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2 and bytes can be read")
+        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2, bytes and "
+                         f"{FOREIGN[0]} can be read")
     if kind == "gpt2" and meta.get("vocab_size", 50257) != 50257:
         raise ValueError(f"{path}: its vocab_size is {meta['vocab_size']}, GPT-2's tokenizer has "
                          "50257 tokens")
@@ -126,11 +138,12 @@ class Data:
             largest = 0
             for name in self.folder.glob("*.bin"):
                 with open_file(name) as file:
-                    largest = max(largest, np.fromfile(file, TOKEN).max(initial=0))
+                    largest = max(largest, np.fromfile(file, "<u2").max(initial=0))
             return {"vocab_size": int(largest) + 1}
         try:
             meta = read_json(path, SIZE_OF_META, META)
-            if meta.get("tokenizer") in ("bpe", "bytes"):  # (GPT-2's may need a download)
+            # (GPT-2's may need a download, another's a package)
+            if meta.get("tokenizer") in ("bpe", "bytes"):
                 load_tokenizer(self.folder)  # raises if it is damaged
         except (OSError, ValueError) as error:
             raise ValueError(f"--data {self.folder} is damaged ({error}); {self.fix}") from None
@@ -144,17 +157,19 @@ class Data:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
         tokens_of_meta = self.meta.get(f"{split}_tokens")
-        if tokens_of_meta and size != 2 * tokens_of_meta:
+        dtype = np.dtype(token_type(self.vocab_size))
+        width = dtype.itemsize
+        if tokens_of_meta and size != width * tokens_of_meta:
             raise ValueError(f"{path} does not fit its meta.json: {size} bytes for "
-                             f"{tokens_of_meta} tokens of 2 bytes; {self.fix}")
-        if size % 2:
-            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of uint16; "
+                             f"{tokens_of_meta} tokens of {width} bytes; {self.fix}")
+        if size % width:
+            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of {dtype}; "
                              + self.fix)
-        if size // 2 <= self.block:
+        if size // width <= self.block:
             raise ValueError(f"--block-size {self.block} is longer than {path} allows, which "
-                             f"has {size // 2} tokens; take less than that")
+                             f"has {size // width} tokens; take less than that")
         try:
-            tokens = np.memmap(path, dtype=TOKEN, mode="r")
+            tokens = np.memmap(path, dtype=dtype, mode="r")
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from None
         self.check_ids(tokens[:CHECKED_AT_START], path)

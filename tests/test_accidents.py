@@ -511,7 +511,8 @@ def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypa
     assert "of this machine's" in one_line(train.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("name,says", [("metrics", "is a pipe"), ("init_from", "is not a regular file")])
+@pytest.mark.parametrize("name,says", [("metrics", "is a pipe"),
+                                       ("init_from", "is not a regular file")])
 def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     argv = ["train.py", *flags(corpus, tmp_path / "out", **{name: tmp_path / "pipe"})]

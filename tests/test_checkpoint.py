@@ -361,7 +361,7 @@ MANIFESTS = {  # what is put into a manifest, and what is said about it
     "forged step": ({"step": "4"}, "its step is '4', not a whole number from 0 to 9,007,199,254"),
     "forged depth": ({"model": {"n_layer": "two"}}, "its n_layer is 'two', not a whole number"),
     "forged heads": ({"model": {"n_head": 0}}, "its n_head is 0, not a whole number from 1 to"),
-    "forged name": ({"model": {"n_heads": 2}}, "GPTConfig.__init__() got an unexpected keyword argu"),
+    "forged name": ({"model": {"n_heads": 2}}, "GPTConfig.__init__() got an unexpected keyword"),
     "forged size": ({"model": {"n_embd": 2**60}}, "its n_embd is 1152921504606846976, not a"),
     "forged scale": ({"scale": None}, "its scale is None, not a number above 0, below 2^128"),
     "forged infinity": ({"scale": 10**400}, "its scale is 1000000"),
