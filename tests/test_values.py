@@ -477,9 +477,12 @@ def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_p
     Log.validation(log, 7, 6 * math.log(2))
     assert math.isclose(written[0]["val_bits_per_byte"], 1.5) and "1.5000 bits" in said[0]
     path = tmp_path / "log"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"step": 1')
-    open_metrics(path, 2).close()
-    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    kept = '{"step": 0}\n{"step": 1}\n'
+    for rest in ('{"step": 2}\n{"step": 3}\n{"step": 1', '{"step": 1', '{"step": "1"}\n', "[1]\n",
+                 '{"step": ' + "[" * 10**5 + "\n"):
+        path.write_text(kept + rest)
+        open_metrics(path, 2).close()
+        assert path.read_text() == kept
 
 
 def test_the_last_lines_are_of_the_fullest_rank(monkeypatch):

@@ -618,7 +618,7 @@ DAMAGE = {  # what happens to the folder: (how, the line)
     "unknown size": (inside("model", "n_heads", 2), "its model is not"),
     "one layer more": (inside("model", "n_layer", 4), "too few for the model of dump.json"),
     "one layer less": (inside("model", "n_layer", 2), "which a model of these flags lacks"),
-    "longer sequences": (inside("model", "block_size", 16), "wpe.weight: F64 [12, 24], not"),
+    "longer sequences": (inside("model", "block_size", 16), "wpe.weight: 12 positions; take --b"),
     "weights cut off": (in_file(WEIGHTS, cut(9000)), "cut off at the end"),
     "header cut off": (in_file(TENSOR, cut(99)), "its header is damaged"),
     "empty file": (in_file(TENSOR, cut(0)), "its header is damaged"),
