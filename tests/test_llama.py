@@ -69,7 +69,9 @@ def by_formula(model, ids):
         return torch.cat([pairs.real, pairs.imag], 1)
 
     def attention(name, x):
-        rows = x @ p[name + ".c_attn.weight"].T + p.get(name + ".c_attn.bias", 0)
+        rows = x @ p[name + ".c_attn.weight"].T
+        if config.qkv_bias:
+            rows += p[name + ".c_attn.bias"]
         rows = [*rows.split(hs, 1)]  # heads of q, then of k, then of v
         n_kv = config.n_kv_head
         for i in range(config.n_head + n_kv):
