@@ -146,5 +146,7 @@ def tag_replicated(model, group, sum_gradients):
     for param in model.parameters():
         if group.size > 1 and param.shape == param.tag.shape:
             param.tag.shared_by += (group,)
-            if sum_gradients or hasattr(param, "sees_own_heads"):
+            if sum_gradients:
+                param.tag.sum_over += (group,)
+            elif hasattr(param, "sees_own_heads"):
                 param.tag.sum_over += (group,)

@@ -339,9 +339,8 @@ MUTANTS = {
     "shard.py": [
         ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ('if sum_gradients or hasattr(param, "sees_own_heads")', "if True",
-         "layouts:layout_equals"),
-        (' or hasattr(param, "sees_own_heads")', "", "layouts:layout_equals")],
+        ("            if sum_gradients:", "            if True:", "layouts:layout_equals"),
+        ('elif hasattr(param, "sees_own_heads"):', "elif False:", "layouts:layout_equals")],
     "model.py": [
         ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),

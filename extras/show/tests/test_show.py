@@ -1,6 +1,7 @@
 """What python -m extras.show and the programs next to it print, refuse and write."""
 
 import json
+import shlex
 import sys
 
 import pytest
@@ -71,7 +72,7 @@ def test_sizes_prints_what_the_planner_counts(m, capsys):
 def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
     def run(line):
         with as_it_was():
-            draw.schedules_command(line.split())
+            draw.schedules_command(shlex.split(line))
         return capsys.readouterr().out
 
     assert json.loads(run("1f1b 4 8 --json")) == {
@@ -83,7 +84,7 @@ def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
     assert compared["interleaved"].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
-    run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
+    run(f"zb-v 2 4 --svg '{tmp_path}/x.svg'")
     assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
     assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
     for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
