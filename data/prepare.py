@@ -29,9 +29,11 @@ import sys
 import sysconfig
 import tempfile
 import time
+from array import array
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +42,19 @@ from urllib.request import urlopen
 import numpy as np
 import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
 import tiktoken
+
+if not __package__:  # python data/prepare.py: the project's folder is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data.foreign import (
+    TEXT,
+    Kind,
+    either,
+    open_file,
+    or_null,
+    read_foreign,
+    read_json,
+    whole,
+)
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
@@ -53,7 +68,8 @@ NO_SOURCE = regex.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
 # machine to machine
 NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
-BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
+BYTE = [bytes([b]) for b in range(256)]
+BYTES = {byte: rank for rank, byte in enumerate(BYTE)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
 FOREIGN = ("tokenizer.json", "tokenizer_config.json")  # Hugging Face's files
 FILES = ("train.bin", "val.bin", "vocab.tiktoken", *FOREIGN, "meta.json")  # of a prepared folder
@@ -76,13 +92,6 @@ def show(doing, progress=""):
 
 
 # ---- read the texts ----
-
-
-def require_file(path):
-    """Returns the path. ValueError for a pipe or a device, because a read may never end."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
-    return path
 
 
 def download_shakespeare():
@@ -109,7 +118,8 @@ def files_under(root, skip, ending):
 
 def read_text(path):
     """The text of a file. ValueError if it is no text in UTF-8."""
-    data = require_file(path).read_bytes()
+    with open_file(path) as file:
+        data = file.read()
     if b"\0" in data:  # UTF-16, or no text
         raise ValueError("not UTF-8 text: has bytes of 0")
     try:
@@ -217,21 +227,6 @@ def train_and_val(docs):
 # ---- learn a vocabulary ----
 
 
-def merge_pair(word, token):
-    """A word, as a list of tokens, in which all neighbours that spell `token` are merged, from left
-    to right. merge_pair([a, a, a, b], aa) = [aa, a, b]."""
-    merged = []
-    i = 0
-    while i < len(word):
-        if i + 1 < len(word) and word[i] + word[i + 1] == token:
-            merged.append(token)
-            i += 2
-        else:
-            merged.append(word[i])
-            i += 1
-    return merged
-
-
 def learn_bpe(text, vocab_size):
     """{token: rank}: 256 bytes; then, again and again, the most frequent pair of neighbours becomes
     a token and is merged wherever it stands, until there are vocab_size tokens, or no pair occurs
@@ -245,19 +240,26 @@ def learn_bpe(text, vocab_size):
         ab      3         [a ab] [" " a ab] [" " ab]       ab, rank 256
         aab     2         [aab]  [" " aab]  [" " ab]       aab, rank 257
 
-    A merge rewrites each different word that has the pair: that is quick where words are short and
-    come often, and slow for a text that is one long word.
+    A merge looks at the places of its pair alone, so that a text of one long word is no slower.
     """
     show(f"learning {vocab_size} tokens")
     found = Counter(regex.findall(PATTERN, text))
-    words = [[bytes([byte]) for byte in word.encode()] for word in found]  # each as its tokens
-    times = list(found.values())  # times[i]: how often words[i] occurs
+    # The tokens of all different words, one after the other, with None between two words. A merge
+    # puts the new token in the place of its left part; `left` and `right` leave out the other place
+    tokens = [None]
+    times = array("q", [0])  # how often the word of this token occurs
+    for word, number in found.items():
+        letters = [BYTE[byte] for byte in word.encode()]
+        tokens += [*letters, None]
+        times.extend([number] * (len(letters) + 1))
+    left = array("q", range(-1, len(tokens) - 1))  # place of the token before this one
+    right = array("q", range(1, len(tokens) + 1))  # place of the token behind this one
     count = defaultdict(int)  # pair -> how often it occurs
-    where = defaultdict(list)  # pair -> indices of the words in which it occurs, or has occurred
-    for i, word in enumerate(words):
-        for left, right in pairwise(word):
-            count[left + right] += times[i]
-            where[left + right].append(i)
+    where = defaultdict(partial(array, "q"))  # pair -> places where it begins, or has begun
+    for i, (first, second) in enumerate(pairwise(tokens)):
+        if first and second:
+            count[first + second] += times[i]
+            where[first + second].append(i)
 
     # Entries (-count, pair): the largest count is on top of the heap. An entry may be out of date:
     # a pair that got rarer has an entry with too large a count, which is corrected when the entry
@@ -277,19 +279,25 @@ def learn_bpe(text, vocab_size):
         ranks[pair] = len(ranks)
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
         risen = set()
-        for i in set(where.pop(pair)):
-            before = words[i]
-            after = merge_pair(before, pair)
-            if len(after) == len(before):  # the pair has gone from this word
+        for i in sorted(where.pop(pair)):  # from left to right: [a a a b] becomes [aa a b]
+            j = right[i]
+            if not tokens[i] or not tokens[j] or tokens[i] + tokens[j] != pair:  # it has gone
                 continue
-            words[i] = after
-            for left, right in pairwise(before):
-                count[left + right] -= times[i]
-            for left, right in pairwise(after):
-                count[left + right] += times[i]
-                if pair in (left, right):  # the new token has a new neighbour
-                    where[left + right].append(i)
-                    risen.add(left + right)
+            before, behind = left[i], right[j]  # places
+            # h i j k -> h ij k: the pairs (h, i), (i, j) and (j, k) go, (h, ij) and (ij, k) come
+            count[pair] -= times[i]
+            if tokens[before]:
+                count[tokens[before] + tokens[i]] -= times[i]
+            if tokens[behind]:
+                count[tokens[j] + tokens[behind]] -= times[i]
+            tokens[i], tokens[j] = pair, None
+            right[i], left[behind] = behind, i
+            for begin, end in ((before, i), (i, behind)):
+                if tokens[begin] and tokens[end]:
+                    new = tokens[begin] + tokens[end]
+                    count[new] += times[i]
+                    where[new].append(begin)
+                    risen.add(new)
         for new in risen:
             heapq.heappush(heap, (-count[new], new))
     return ranks
@@ -311,6 +319,11 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
                          "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from error
 
 
+# The end of a text in tokenizer_config.json
+END_OF_TEXT = or_null(either(TEXT, Kind("an object with its content", lambda value:
+                                        type(value) is dict and TEXT.fits(value.get("content")))))
+
+
 class FolderEncoding:
     """The tokenizer.json in a folder of Hugging Face, with the methods of a tiktoken.Encoding that
     are called here. ValueError: no such file, or not a tokenizer.
@@ -325,25 +338,22 @@ class FolderEncoding:
         except ImportError:
             raise ValueError(f"{folder}: pip install tokenizers, which reads it") from None
         folder = Path(folder)
-        self.files = {}
+        self.files = {name: read_foreign(folder / name) for name in FOREIGN
+                      if name == self.name or os.path.lexists(folder / name)}
         try:
-            for name in FOREIGN:
-                if name == self.name or (folder / name).exists():
-                    self.files[name] = require_file(folder / name).read_bytes()
-            name = self.name
-            self.tokenizer = Tokenizer.from_buffer(self.files[name])
+            self.tokenizer = Tokenizer.from_buffer(self.files[self.name])
             self.tokenizer.encode_special_tokens = True  # in a text they are text
             size = max(self.tokenizer.get_vocab().values(), default=0) + 1
-            name = FOREIGN[1]
-            end = json.loads(self.files.get(name, "{}")).get("eos_token")
-            end = end["content"] if type(end) is dict else end
-            number = self.tokenizer.token_to_id(end) if end else None
-            name = "config.json"
-            if n_vocab is None and (folder / name).exists():
-                n_vocab = int(json.loads(require_file(folder / name).read_bytes())["vocab_size"])
         except Exception as error:  # tokenizers raises no narrower class
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            raise ValueError(f"{folder / name}: {reason}") from None
+            raise ValueError(f"{folder / self.name}: {type(error).__name__}: {error}") from None
+        end = None
+        if FOREIGN[1] in self.files:
+            settings = read_json(folder / FOREIGN[1], known={"eos_token": END_OF_TEXT})
+            end = settings.get("eos_token")
+            end = end["content"] if type(end) is dict else end
+        number = self.tokenizer.token_to_id(end) if end else None
+        if n_vocab is None and os.path.lexists(folder / "config.json"):
+            n_vocab = read_json(folder / "config.json", {"vocab_size": whole(1)})["vocab_size"]
         self.n_vocab = n_vocab or size
         if self.n_vocab < size:
             raise ValueError(f"{folder / self.name}: {size} tokens, for a vocabulary of "
@@ -393,10 +403,10 @@ def foreign_file(out):
     was stopped half-way."""
     if (out / UNFINISHED).exists():
         return None
-    with suppress(OSError, ValueError, RecursionError):
-        if "source_hash" in json.loads(require_file(out / "meta.json").read_bytes()):
-            return None
-    return next((out / name for name in (*FILES, "meta.pkl") if (out / name).exists()), None)
+    with suppress(ValueError):
+        read_json(out / "meta.json", {"source_hash": TEXT})
+        return None
+    return next((out / name for name in (*FILES, "meta.pkl") if os.path.lexists(out / name)), None)
 
 
 def advice(out):
@@ -518,8 +528,10 @@ def main():
     args = parser.parse_args()
     try:
         prepare(**vars(args))
-    except ValueError as error:
-        parser.exit(2, "prepare.py: " + str(error).replace("\n", "\\n") + "\n")
+    except (ValueError, OSError) as error:
+        # an OSError without its number
+        what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        parser.exit(2, "prepare.py: " + what.replace("\n", "\\n") + "\n")
 
 
 if __name__ == "__main__":

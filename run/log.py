@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import torch
 
+from data.foreign import parse_json
 from mesh import grid
 from optimizer import learning_rate
 from run.checkpoint import read_manifest
@@ -36,7 +37,7 @@ MAX_SKIPPED = 5
 def is_before(line, step):
     """Is this line of --metrics whole, and of an earlier step?"""
     with suppress(ValueError, KeyError, TypeError):  # a crash may have left anything
-        return line.endswith("\n") and json.loads(line)["step"] < step
+        return line.endswith("\n") and parse_json(line)["step"] < step
     return False
 
 

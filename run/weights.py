@@ -10,18 +10,19 @@ If head and embedding are tied, they are one matrix. A file may have it under th
 under the head's (lm_head.weight; in the code UNTIED) or under both.
 """
 
-import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from data.foreign import FILE_NAME, OBJECT, read_json
 from experts import kind_of
 from model import UNTIED
 from run import tensorfile
 from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other, together
 from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_settings, llama_names
-from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
+from run.tensorfile import DTYPES, FLOATS, CheckpointError, about, checksum, open_tensors
 from sizes import LlamaConfig, config_from
 
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
@@ -36,21 +37,17 @@ def read_headers(path):
     folder without an index: of its model.safetensors.)"""
     if not path.is_dir():
         return tensorfile.read_header(path)
-    if not (path / INDEX).exists():
-        return tensorfile.read_header(path / MODEL)
     index = path / INDEX
+    if not os.path.lexists(index):
+        return tensorfile.read_header(path / MODEL)
     with about(index):
-        text = index.read_bytes()
-    try:
-        file_of = dict(json.loads(text)["weight_map"])
-        files = sorted({Path(path, file) for file in file_of.values()})
-        if any(file.parent != path for file in files):
-            raise ValueError
-    except DAMAGED:
-        raise CheckpointError(f"{index}: damaged") from None
+        file_of = read_json(index, {"weight_map": OBJECT})["weight_map"]
     entries = {}
-    for file in files:
-        entries |= tensorfile.read_header(file)
+    for tensor, file in file_of.items():
+        if not FILE_NAME.fits(file):
+            raise CheckpointError(f"{index}: its {tensor} is {file!r:.40}, not {FILE_NAME.words}")
+    for file in sorted(set(file_of.values())):
+        entries |= tensorfile.read_header(path / file)
     for name, file in file_of.items():
         if name not in entries or entries[name].path != path / file:
             raise CheckpointError(f"{index}: names {file} for {name}, which is not there")
@@ -60,10 +57,8 @@ def read_headers(path):
 def refuse_config(folder, config):
     """CheckpointError if Hugging Face's config.json describes another model. (Some differences,
     such as n_head or rope_theta, do not show in the tensors' shapes.)"""
-    try:
+    with about(folder / CONFIG):
         flags = flags_of_folder(folder)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
     theirs = {"arch": "gpt2", **flags}
     theirs.pop("block_size", None)  # GPT-2: find_tensors compares wpe's shape; a Llama takes any
     ours = {**asdict(config), "arch": "gpt2"}
@@ -165,7 +160,7 @@ def refuse_more(path, entries, wanted, harmless):
 def read_tensor(entry):
     """The tensor of an Entry, on CPU."""
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    with about(entry.path, entry.name), open(entry.path, "rb") as file:
+    with open_tensors(entry.path, entry.name) as file:
         file.seek(entry.begin)
         had = file.readinto(tensor.flatten().view(torch.uint8).numpy())
     if had < entry.end - entry.begin:  # the file has shrunk since its header was read
@@ -192,7 +187,7 @@ def read_weights(path, shapes, config):
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     file = path / MODEL if path.is_dir() else path
-    if (folder / CONFIG).exists():
+    if os.path.lexists(folder / CONFIG):
         refuse_config(folder, config)
     found = find_tensors(path, shapes, config)
     if file.name == MODEL and (folder / MANIFEST).exists():  # a checkpoint of ours
@@ -213,8 +208,9 @@ def kept_of(cfg):
     folder = path if path.is_dir() else path.parent
     if cfg.init_from and (folder / MANIFEST).exists():  # a checkpoint of ours
         return read_manifest(folder).get("kept")
-    if cfg.init_from and (folder / CONFIG).exists():
-        return kept_settings(folder)
+    if cfg.init_from and os.path.lexists(folder / CONFIG):
+        with about(folder / CONFIG):
+            return kept_settings(folder)
     return None
 
 

@@ -274,8 +274,8 @@ def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=1), tmp_path)
     assert run.wait() == [0, 0] and "resumed from" in run.read("stdout")
     second = f"{out}/step-00000002"
-    assert run.read() == (f"{second} skipped: {second}/manifest.json: damaged; take another "
-                          "checkpoint\n")
+    assert run.read() == (f"{second} skipped: {second}/manifest.json: damaged (it has no scale); "
+                          "take another checkpoint\n")
     assert sorted(path.name for path in out.glob("step*")) == ["step-00000002", "step-00000006"]
     assert checkpoint.newest(out).name == "step-00000006"
 

@@ -43,8 +43,8 @@ def state_of(name, progress):
     """The state of an exercise: "to do", "begun", "solved", or "changed since it was solved"."""
     solved = progress.get(name, {}).get("solved")
     if solved is None:
-        text = Path(FOLDER, f"{name}.py").read_text()
-        return "to do" if "raise NotImplementedError" in text else "begun"
+        text = Path(FOLDER, f"{name}.py").read_bytes()  # in whatever encoding
+        return "to do" if b"raise NotImplementedError" in text else "begun"
     return "solved" if solved == hash_of(name) else "changed since it was solved"
 
 

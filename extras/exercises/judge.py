@@ -53,7 +53,10 @@ def place_of(error):
 def said_by(error):
     """An exception's text in one line: the first and the last of its lines, and its notes."""
     key = error.args[0] if error.args else None
-    lines = str(error).strip().splitlines() or [""]
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # a class of the learner's
+        lines = ["its text cannot be read"]
     if isinstance(key, torch.Tensor):  # a KeyError: its text would be the tensor's numbers
         said = f"the parameter {key.tag.name}" if hasattr(key, "tag") else "a tensor"
     else:
@@ -90,7 +93,7 @@ def attempt(rank, judge, forms, board, send):
         report = Report("a hang", str(error))
     except CommunicationError as error:  # another rank has ended, whose report tells more
         report = Report("a lost message", str(error))
-    except Exception as error:
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
                                     + said_by(error))
     # A rank that hangs stays on the board as waiting: the other ranks have to see for what

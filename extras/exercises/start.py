@@ -39,8 +39,10 @@ def run_rank(rank, exercise, path, folder, connection):
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of the profiler (exercise 5)
     init(url=f"file://{folder}/rendezvous", rank=rank, size=RANKS)
     forms = partial(load_forms, path, exercise.forms)
-    attempt(rank, exercise.judge, forms, f"{folder}/board", connection.send)
-    os._exit(0)
+    try:
+        attempt(rank, exercise.judge, forms, f"{folder}/board", connection.send)
+    finally:  # no traceback: where this rank cannot send, report_of says so
+        os._exit(0)
 
 
 def report_of(rank, receive, deadline):

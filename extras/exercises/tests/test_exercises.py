@@ -1109,6 +1109,27 @@ def test_a_rank_sends_its_report_before_it_waits_for_the_others(tmp_path):
     assert happened == [Report("right", "", ("12",)), "waits"]
 
 
+class Unreadable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit(), SystemExit(0),
+                                   Unreadable()], ids=repr)
+def test_whatever_an_attempt_raises_is_told(error, tmp_path):
+    def judge(make_mesh, forms):
+        raise error
+
+    told = []
+    with (patch.object(torch.distributed, "get_world_size", lambda: RANKS),
+          patch.object(Board, "wait_for_all", lambda board: None)):
+        attempt(0, judge, dict, tmp_path / "board", told.append)
+    report, = told
+    says = f"rank 0: {type(error).__name__} in test_exercises.py, line "
+    assert report.kind == "an error" and report.line.startswith(says)
+    assert report.line.endswith("its text cannot be read") == (type(error) is Unreadable)
+
+
 def test_at_the_limit_a_rank_that_computes_is_named(tmp_path):
     """Ranks 0 and 3 wait for rank 2: rank 0 for a message, rank 3 for a job that waits for a
     message. Rank 1 has sent its report."""
