@@ -12,6 +12,11 @@ hold 1/P, but a token has to pass them one by one. ZeRO would send all weights f
     python sample.py --prompt "def " --out out --samples 3
 """
 
+import sys
+
+if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
+    sys.path.insert(0, __file__.rpartition("/")[0] or ".")
+
 from run.config import Parser
 from run.launch import start_ranks
 from run.signals import end_quietly

@@ -141,9 +141,10 @@ def split(full, dim, group, parts=()):
 def tag_replicated(model, group, sum_gradients):
     """Tag each parameter that is still whole as held by all ranks of the group. Call this after the
     model has been split over the group. sum_gradients: the ranks see different tokens, so gradients
-    of whole parameters are to be summed over the group."""
+    of whole parameters are to be summed over the group. So are, in any case, those of parameters
+    that see a rank's own heads only (Qwen3's norms of queries and keys)."""
     for param in model.parameters():
         if group.size > 1 and param.shape == param.tag.shape:
             param.tag.shared_by += (group,)
-            if sum_gradients:
+            if sum_gradients or hasattr(param, "sees_own_heads"):
                 param.tag.sum_over += (group,)

@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import BYTES, PATTERN, make_encoding, prepare, require_file
+from data.prepare import BYTES, PATTERN, advice, make_encoding, prepare, require_file
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
-GPT2_WORDS = (50257, 50304)  # 50304: with rows of padding, as nanoGPT counts them
 TOKEN = "<u2"  # numpy's name for a little-endian uint16
 # How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
@@ -71,15 +70,14 @@ def read_meta(path):
             raise ValueError(f"meta.json's {name} is {str(meta[name])[:40]}")
     if meta["vocab_size"] > 2**16:
         raise ValueError(f"meta.json's vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
-    if meta.get("tokenizer", "gpt2") not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"meta.json's tokenizer is {meta['tokenizer'][:40]}")
     return meta
 
 
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
     its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for characters, because
-    reading a meta.pkl means unpickling, which could run any code."""
+    reading a meta.pkl means unpickling, which could run any code; and for the tokens of another
+    tokenizer, which meta.json names or whose number is not GPT-2's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")
@@ -87,10 +85,12 @@ def load_tokenizer(folder):
         raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
                          "tokenizer; data/prepare.py makes folders with one")
     meta = read_meta(path) if path.exists() else {}
-    if "tokenizer" not in meta and meta.get("vocab_size", 50257) not in GPT2_WORDS:
-        raise ValueError(f"meta.json names no tokenizer, and {meta['vocab_size']} words are not "
-                         "GPT-2's")
     kind = meta.get("tokenizer", "gpt2")
+    if kind not in ("bpe", "gpt2", "bytes"):
+        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2 and bytes can be read")
+    if kind == "gpt2" and meta.get("vocab_size", 50257) != 50257:
+        raise ValueError(f"{path}: its vocab_size is {meta['vocab_size']}, GPT-2's tokenizer has "
+                         "50257 tokens")
     ranks = read_ranks(Path(folder, "vocab.tiktoken")) if kind == "bpe" else BYTES
     encoding = make_encoding(kind, ranks, meta.get("pattern", PATTERN))
     if meta.get("vocab_size", 0) > encoding.n_vocab:
@@ -125,9 +125,7 @@ class Data:
             self.folder = Path(__file__).parent / cfg.data
             self.prepare_or_wait(cfg.data, local_rank)
         # The fix that errors name
-        ours = (self.folder / "meta.json").exists() or not self.folder.exists()
-        self.fix = (f"python data/prepare.py SOURCE --out {self.folder} writes this folder" if ours
-                    else "python data/prepare.py SOURCE --out ANOTHER_FOLDER makes one that fits")
+        self.fix = advice(self.folder)
         self.meta = self.find_meta()  # at least {"vocab_size": ...}
         self.vocab_size = self.meta["vocab_size"]
         if cfg.tp > self.vocab_size:

@@ -314,7 +314,9 @@ MUTANTS = {
     "shard.py": [
         ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ("            if sum_gradients:", "            if True:", "layouts:layout_equals")],
+        ('if sum_gradients or hasattr(param, "sees_own_heads")', "if True",
+         "layouts:layout_equals"),
+        (' or hasattr(param, "sees_own_heads")', "", "layouts:layout_equals")],
     "model.py": [
         ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
@@ -414,18 +416,24 @@ MUTANTS = {
     "run/hugging_face.py": [
         ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
          "weights:starts_from or exported"),
-        ('given.get("rms_norm_eps", 1e-6)', 'given.get("rms_norm_eps", 1e-5)', "weights:config"),
+        ('number(given, "rms_norm_eps", 1e-6)', 'number(given, "rms_norm_eps", 1e-5)',
+         "weights:config"),
         ('given.get("tie_word_embeddings", False)', 'given.get("tie_word_embeddings", True)',
          "weights:config"),
-        ('given.get("num_key_value_heads") or flags["n_head"]', 'given["num_key_value_heads"]',
-         "weights:config"),
+        ('if given.get("num_key_value_heads") is not None:', "if True:", "weights:config"),
+        ('("num_attention_heads", 12)', '("num_attention_heads", 4)', "weights:config"),
+        ('("max_position_embeddings", 1024)', '("block_size", 1024)', "weights:config"),
         (',\n            **(given.get("rope_parameters") or {})}', "}", "weights:config"),
         ('rope.get("rope_type", rope.get("type", "default"))', 'rope.get("rope_type", "default")',
          "weights:config"),
         ('"scale_attn_by_inverse_layer_idx": False,', "", "weights:config"),
         (', "mlp_bias": False}', "}", "weights:config"),
-        ('if name == "n_inner" and value == 4 * given["n_embd"]:', "if False:", "weights:config"),
+        ('if name == "n_inner" and value == 4 * gpt2_flags(given)["n_embd"]:', "if False:",
+         "weights:config"),
         (":.15g}", ":g}", "weights:config")],
+    "llama.py": [
+        ("frequency / factor\n    low", "frequency * factor\n    low", "llama:by_its_formulas"),
+        ("rotate(self.ln_q(q), angles)", "self.ln_q(rotate(q, angles))", "llama:by_its_formulas")],
     "extras/doctor/foreign.py": [
         ("heads[:, of_q], heads[:, of_q + 1]", "heads[:, of_q + 1], heads[:, of_q]",
          "foreign:megatrons"),
@@ -514,7 +522,7 @@ MUTANTS = {
         ('text += b" " * (-len(text) % 8)  #', "#", "weights:multiple_of_8"),
         ('{"__metadata__": {"format": "pt"}}', "{}", "weights:exported_file")],
     "run/export.py": [
-        ("config.vocab_size > 50256", "config.vocab_size >= 50256", "weights:own_tokenizer_ends")],
+        ("elif 50257 <= config", "elif 50256 <= config", "weights:own_tokenizer_ends")],
     "run/watch.py": [
         ('[(send, dst, recv, src), *options.get("more", ())]', "[(send, dst, recv, src)]",
          "watch:every_message"),
