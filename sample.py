@@ -1,11 +1,13 @@
-"""Text from the last complete checkpoint, on one process, whatever layout trained it.
+"""Text from the last complete checkpoint, on T ranks (--tp), whatever layout trained it.
 
-A token's key and value do not change when others follow, so they are kept (cached): 2 L C numbers
-per token and sample, for L blocks of width C (a Llama: n_kv/nh of that); a new token then costs one
-row of attention and 2 FLOPs per parameter. The model sees the last block_size tokens, the window.
-Positions count from the window's beginning: once it is full, each new token shifts all others by
-one position, so all keys and values change (in a Llama nearly all), and each further token is
-computed from the whole window.
+Held by a rank: 1/T of the matrices; 1/T of the keys and values of the tokens so far (the cache,
+because they do not change when others follow): 2 L C / T numbers per token and sample, for L blocks
+of width C (a Llama: n_kv/nh of that). Sent by a rank: 2 (T-1)/T (2 L + 1) C numbers for each token
+that enters the model, and (T-1)/T V for each new one, its logits.
+
+Tensor ranks are what makes a sample faster, on fast links: a new token costs one read of all
+weights, and T ranks read T at a time. Data ranks would serve other users' texts. Pipeline ranks
+hold 1/P, but a token has to pass them one by one. ZeRO would send all weights for each token.
 
     python sample.py --prompt "def " --out out --samples 3
 """
@@ -16,6 +18,7 @@ if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves
     sys.path.insert(0, __file__.rpartition("/")[0] or ".")
 
 from run.config import Parser
+from run.launch import start_ranks
 from run.signals import end_quietly
 
 
@@ -24,6 +27,8 @@ def sample_flags():
     parser.add_argument("--prompt", default="def ", help="the text to go on from (def )")
     parser.add_argument("--out", default="out", help="a run's folder, or one checkpoint's (out)")
     parser.add_argument("--data", help="folder of the tokenizer (the one of the training data)")
+    parser.add_argument("--tp", type=int, default=1,
+                        help="tensor-parallel ranks, which split each matrix (1)")
     parser.add_argument("--samples", type=int, default=1, help="number of continuations (1)")
     parser.add_argument("--max-tokens", type=int, default=200, help="length of each (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
@@ -34,16 +39,107 @@ def sample_flags():
     return parser
 
 
+def read_flags():
+    """The flags of this command line; a wrong one ends the process with one line."""
+    parser = sample_flags()
+    args = parser.parse_args()
+    for name, least, most in (("tp", 1, 64), ("samples", 1, 1000), ("max_tokens", 1, 10**6),
+                              ("temperature", 0, 1e308), ("top_k", 0, 2**31)):
+        value = getattr(args, name)
+        if not least <= value <= most:
+            parser.error(f"--{name.replace('_', '-')} {value} must be from {least} to {most:g}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed} must be at least 0, and below 2^63")
+    if args.tp > 1 and args.device == "cuda":
+        parser.error(f"--tp {args.tp}: tensor ranks sample on CPUs; leave out --device cuda")
+    return args
+
+
+# A wrong flag ends the process here, without torch. With --tp this process starts the ranks, waits
+# for them, and exits, unless it is a rank itself
 if __name__ == "__main__":
     end_quietly()
-    sample_flags().parse_args()  # a wrong flag ends the process here, without torch
+    start_ranks(read_flags().tp)
+
+import time
+from pathlib import Path
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
+from collectives import all_gather
 from data.batches import load_tokenizer
+from ddp import give_values
+from experts import kind_of
+from mesh import Mesh
 from run import checkpoint
-from run.weights import load_model
+from run.config import Config
+from run.processes import all_gather_text, joined
+from run.signals import in_words, note
+from run.tensorfile import CheckpointError
+from run.weights import MODEL, load_model, read_weights, refuse_sizes
+from shard import tag_whole
+from sizes import config_from
+from tensor_parallel import tensor_parallel
+
+# ---- the model, split over T ranks ----
+
+
+class WholeLogits(nn.Module):
+    """Replaces the head of a tensor-parallel model, for a few positions: gathers the logits, of
+    which each rank has computed those of its own words."""
+
+    def __init__(self, head, group, vocab_size):
+        super().__init__()
+        self.head = head
+        self.group = group
+        words = torch.arange(vocab_size, device="cpu")
+        self.counts = [len(part) for part in words.tensor_split(group.size)]  # of each rank
+
+    def forward(self, x):  # (B, S, C) -> (B, S, V)
+        own = self.head(x)  # (B, S, V/T)
+        # T need not divide V, but all_gather takes equal chunks: leave room for the largest part
+        parts = own.new_empty(self.group.size, *x.shape[:2], max(self.counts))
+        parts[self.group.rank, ..., : own.size(-1)] = own
+        all_gather(parts, self.group)
+        return torch.cat([part[..., :n] for part, n in zip(parts, self.counts, strict=True)], -1)
+
+
+def split_model(model, mesh):
+    """Split a whole model over the mesh's tensor ranks, in place. Each parameter is then tagged as
+    this rank's slice (shard.py); the logits are whole on every rank."""
+    group = mesh.group("tp")
+    tag_whole(model, mesh.group("dp"))
+    tensor_parallel(model, group)
+    model.layers[-1] = WholeLogits(model.layers[-1], group, model.config.vocab_size)
+
+
+def load_slices(folder, mesh):
+    """Collective: the model of a checkpoint in float32, split over the mesh's tensor ranks. A rank
+    reads one whole tensor after the other, and keeps its slice. CheckpointError on all ranks if the
+    file is damaged or not finite, ValueError if T does not divide the heads."""
+    path = Path(folder, MODEL)
+    with checkpoint.together(mesh.world):
+        config = config_from(checkpoint.read_manifest(folder)["model"])
+        refuse_sizes(path, config)
+        with torch.device("meta"):  # shapes without memory
+            model = kind_of(config)(config)
+        shapes = {name: param.shape for name, param in model.canonical_parameters()}
+        whole = read_weights(path, shapes, config)
+    split_model(model, mesh)
+    with checkpoint.together(mesh.world):
+        for param in model.parameters():
+            values = param.tag.slice(whole(param.tag.name)).to(
+                torch.float32, copy=True, memory_format=torch.contiguous_format)
+            if not values.isfinite().all():
+                raise CheckpointError(f"{folder}: {param.tag.name} is not finite; take an earlier "
+                                      "checkpoint")
+            give_values(param, values)
+    return model
+
+
+# ---- one token after the other ----
 
 
 class CachedAttention:
@@ -53,7 +149,8 @@ class CachedAttention:
     which sees all tokens so far: no mask."""
 
     def __init__(self):
-        self.keys = self.values = None  # (B, nh, tokens so far, hs); a Llama's have n_kv heads
+        # (B, nh, tokens so far, hs), or nh/T heads; a Llama's have n_kv heads
+        self.keys = self.values = None
 
     def __call__(self, q, k, v):
         is_first = self.keys is None
@@ -91,7 +188,13 @@ def next_logits(model, tokens, positions):
 @torch.no_grad()
 def generate(model, ids, n, samples=1, temperature=0.8, top_k=50, seed=1337):
     """`samples` continuations of the list `ids` by n tokens each: lists that begin with `ids`. For
-    temperature and top_k see pick_tokens."""
+    temperature and top_k see pick_tokens. T ranks that share a model (split_model) call this
+    together, and draw the same tokens: they have the same logits, bit for bit, and the same seed.
+
+    The model sees the last block_size tokens, the window. Positions count from the window's
+    beginning: once it is full, each new token shifts all others by one position, so all keys and
+    values change (in a Llama nearly all), and each further token is computed from the whole
+    window."""
     embedding, *blocks, _ = model.layers
     window = model.config.block_size
     out = torch.tensor([ids] * samples, device=embedding.wte.weight.device)  # (samples, tokens)
@@ -128,28 +231,17 @@ def sample_text(folder, data):
     return "\n".join("  | " + line for line in text.splitlines())
 
 
-def check_flags(args):
-    """ValueError for a value that is out of range."""
-    for name, least, most in (("samples", 1, 1000), ("max_tokens", 1, 10**6),
-                              ("temperature", 0, 1e308), ("top_k", 0, 2**31)):
-        value = getattr(args, name)
-        if not least <= value <= most:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be from {least} to {most:g}")
-    if not 0 <= args.seed < 2**63:
-        raise ValueError(f"--seed {args.seed} must be at least 0, and below 2^63")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: no GPU here; use --device cpu")
-
-
-def main():
-    parser = sample_flags()
-    args = parser.parse_args()
-
+def read_all(args, mesh):
+    """Collective: (model, tokenizer, token ids of the prompt) of these flags. CheckpointError if
+    one of them cannot be."""
     def read(folder):
-        return load_model(folder, args.device), checkpoint.read_manifest(folder)["data"]
+        # Rank 0's: a run may have saved another one since
+        folder = all_gather_text(str(folder), mesh.world)[0]
+        return load_slices(folder, mesh), checkpoint.read_manifest(folder)["data"]
 
     try:
-        check_flags(args)
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: no GPU here; use --device cpu")
         model, data = checkpoint.read_newest(args.out, read)
         tokenizer = load_tokenizer(args.data or data)
         if tokenizer.n_vocab != model.config.vocab_size:
@@ -159,10 +251,25 @@ def main():
         if not ids:
             raise ValueError("--prompt '' must not be empty")
     except (ValueError, OSError) as error:
-        parser.error(error)
-    for tokens in generate(model, ids, args.max_tokens, args.samples, args.temperature,
-                           args.top_k, args.seed):
-        print(tokenizer.decode(tokens), end="\n---\n", flush=True)
+        raise CheckpointError(in_words(error)) from None
+    return model.to(args.device), tokenizer, ids
+
+
+def main():
+    args = read_flags()
+    with joined(Config(dp=1, tp=args.tp, device="cpu"), args.tp):
+        mesh = Mesh(tp=args.tp)
+        model, tokenizer, ids = read_all(args, mesh)
+        start = time.perf_counter()
+        texts = generate(model, ids, args.max_tokens, args.samples, args.temperature,
+                         args.top_k, args.seed)
+        seconds = time.perf_counter() - start
+    if mesh.rank == 0:
+        for tokens in texts:
+            print(tokenizer.decode(tokens), end="\n---\n", flush=True)
+        sent = mesh.group("tp").bytes_sent
+        note(f"{args.tp} rank{'s' * (args.tp > 1)}: {1e3 * seconds / args.max_tokens:.2f} ms and "
+             f"{sent / args.max_tokens:,.0f} bytes sent by each, per token")
 
 
 if __name__ == "__main__":

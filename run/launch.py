@@ -137,3 +137,19 @@ def launch(size, grace=10):
                 process.kill()  # does nothing to a process that has ended
             codes = [process.wait() for process in processes]
     return max(1, *codes) if any(codes) else 0
+
+
+def start_ranks(size):
+    """Return if this process is one of `size` ranks, or if size is 1. Else start the ranks (--tp of
+    sample.py), wait for them, and exit. Ends with one line if torchrun has started another number
+    of processes."""
+    if size == 1:
+        return
+    try:
+        world = config.world_size()
+        config.require(world in (1, size), f"--tp {size} does not match the {world} processes; "
+                       f"start {size}, or one, which starts the others")
+    except ValueError as error:
+        config.fail(error)
+    if world == 1:
+        sys.exit(launch(size))

@@ -542,7 +542,11 @@ MUTANTS = {
         (".double() / temperature", ".double()", "weights:sampling"),
         ("args.top_k, args.seed)", "args.top_k)", "weights:seed_decides"),
         ("top_k or V", "top_k or 50", "weights:top_k_0"),
-        ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own")],
+        ("if tokenizer.n_vocab != model.config.vocab_size:", "if False:", "weights:models_own"),
+        ("        all_gather(parts, self.group)\n", "", "sample:draws_the_tokens"),
+        ("max(self.counts))", "own.size(-1))", "sample:draws_the_tokens"),
+        ("if not values.isfinite().all():", "if False:", "sample:not_finite"),
+        ("if mesh.rank == 0:", "if True:", "sample:tp_2_prints")],
     "extras/planner/memory.py": [
         ("experts * E, matrix)", "experts, matrix)", "planner:copies"),
         ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),

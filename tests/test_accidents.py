@@ -447,8 +447,8 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_is_looked_up_again(
         monkeypatch.setattr(tensorfile, "read_header",
                             lambda path: save_another_and_prune(out) or read(path))
     else:
-        read = weights.read_weights
-        monkeypatch.setattr(weights, "read_weights",
+        read = weights.find_tensors
+        monkeypatch.setattr(weights, "find_tensors",
                             lambda *args: save_another_and_prune(out) or read(*args))
     line = one_line(sample.main, ["sample.py", "--out", out], capsys, monkeypatch)
     assert line.startswith("sample.py: the tokenizer has 256 tokens")  # after all has been read
