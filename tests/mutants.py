@@ -496,6 +496,7 @@ MUTANTS = {
          "planner:zero_paper"),
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
         ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers"),
+        ("(2 * job.width + 2 * max", "(2 * job.width + max", "planner:ring_attention"),
         ("(3 * 8 + 2 * wide)", "(2 * 8 + 2 * wide)", "planner:saves_the_bytes"),
         ("up * (inner + shared)", "up * (inner - shared)", "planner:mlp_beside")],
     "extras/planner/search.py": [
@@ -553,8 +554,7 @@ MUTANTS = {
     "extras/planner/habits.py": [
         ('Price(8, "tensor ranks', 'Price(0, "tensor ranks', "advice:first_row")],
     "extras/planner/programs.py": [
-        ('"always" if layout.zero == 3 else "never"', '"never" if layout.zero == 3 else "always"',
-         "advice:programs_words")],
+        ('"t*{part.blocks}" if part', '"t*{part.blocks - 1}" if part', "advice:megatrons_stages")],
     "extras/planner/calibrate.py": [
         ("times[SKIPPED:]", "times", "advice:flags_or_a_file")],
     "extras/planner/report.py": [

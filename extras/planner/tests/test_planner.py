@@ -558,18 +558,26 @@ def test_the_heads_buffers_are_as_planned(corpus, dtype, tp):
 
 
 def _step(rank, cfg):
-    """Peak of a step's forward and backward, beyond the model states."""
+    """Peak of a step's forward and backward, beyond the model states: the second step's, and what
+    ring attention keeps since the first."""
     mesh, data = mesh_of(cfg), Data(cfg)
     trainer = Trainer(cfg, mesh, data.vocab_size)
     for step in range(2):
         peak = peak_of(lambda step=step: trainer.gradients(data.training(cfg, step, mesh)))
-    return mesh.group("pp").rank, peak
+    return mesh.group("pp").rank, peak + kept_by_the_ring(mesh)
+
+
+def kept_by_the_ring(mesh):
+    return sum(each.nbytes for each in mesh.group("cp").kept.values())
 
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2}, {"dp": 4, "zero": 2}, {"dp": 4, "zero": 3}, {"dp": 2, "zero": 3, "recompute": True},
     {"dp": 4, "shard": 2, "zero": 3},
     {"dp": 2, "pp": 2, "microbatches": 4}, {"dp": 2, "tp": 2, "sp": True},
+    {"cp": 2}, {"cp": 2, "recompute": True}, {"cp": 4, "recompute": True, "block_size": 256},
+    {"cp": 4, "recompute": True, "block_size": 256, "dtype": "bfloat16"},
+    {"cp": 2, "cp_attention": "all-to-all", "recompute": True},
     {"dp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4, "recompute": True}], ids=str)
 def test_a_step_allocates_what_is_planned(long_corpus, flags):
     """... within 10%. (Under ZeRO-2 and 3 less one layer's gradient, counted twice for a GPU.)"""
@@ -585,6 +593,29 @@ def test_a_step_allocates_what_is_planned(long_corpus, flags):
             want -= job.grad_width * memory.largest_layer(job, layout, part)
         measured = max(peak for place, peak in peaks if place == rank)
         assert 0.9 * want < measured < 1.05 * want, (rank, want, measured)
+
+
+def _kept(rank, cfg):
+    """(place on the pipeline axis, bytes that the ring keeps after a step)."""
+    mesh, data = mesh_of(cfg), Data(cfg)
+    trainer = Trainer(cfg, mesh, data.vocab_size)
+    trainer.gradients(data.training(cfg, 0, mesh))
+    return mesh.group("pp").rank, kept_by_the_ring(mesh)
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"dtype": "bfloat16"}, {"tp": 2, "sp": True}, {"arch": "llama", "n_kv_head": 2, "tp": 2},
+    {"arch": "llama", "n_kv_head": 1, "dtype": "bfloat16", "cp": 3, "block_size": 24},
+    {"pp": 4, "n_layer": 2, "microbatches": 4}, {"cp_attention": "all-to-all"},
+    {"dtype": "float64", "recompute": True}], ids=str)
+def test_ring_attention_keeps_the_bytes_that_are_planned(corpus, flags):
+    """For its messages, exactly. A stage without blocks has no attention, and all-to-all keeps
+    nothing."""
+    cfg = config(corpus, **{"cp": 2, "microbatches": 1, **flags})
+    job, layout = planned(cfg)
+    parts = memory.parts_of(job.model, cfg.schedule, cfg.pp, cfg.chunks)
+    for place, kept in pool(check(cfg, 1), _kept, cfg):
+        assert kept == memory.ring_buffers(job, layout, parts[place]), place
 
 
 def _sent(rank, cfg):
