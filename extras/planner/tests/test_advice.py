@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -339,7 +340,7 @@ def test_own_runs_are_flags_or_a_file_of_metrics(tmp_path):
     same = answer_of([*model.split(), "--measured", "0.905 s: dp 4 tp 2"])
     assert same == text
     for words, says in ((["--measured", "fast"], 'must be like "48.2 s: dp 8 tp 4 sp zero 1"'),
-                        (["--measured", "3 s: dp 2"], "does not match the 8 processes"),
+                        (["--measured", "3 s: dp 2"], "do not match --gpus 8"),
                         (["--measured", "3 s: dp"], "dp needs a value"),
                         (["--measured", "3 s: gpus 8"], "gpus is no flag of a layout"),
                         (["--measured", "1e9 s: dp 8"], "no speed of compute explains it"),
@@ -349,3 +350,161 @@ def test_own_runs_are_flags_or_a_file_of_metrics(tmp_path):
         with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
             answer_of([*model.split(), *words])
         assert says in err.getvalue() and err.getvalue().count("\n") == 1, words
+
+
+@pytest.mark.parametrize("words,says", [
+    ("1 s: schedule nope", "schedule nope is none of gpipe, 1f1b, "),
+    ("1 s: zero 7 dp 8", "zero 7 is none of 0, 1, 2, 3"), ("1 s: zero -1", "zero -1 is none of"),
+    ("1 s:", "say the layout, too"), ("1 s", "say the layout, too"),
+    ("1 s: dp 8 cp-attention all", "none of ring, all-to-all"), ("1 s: dp -8", "--dp -8 must be"),
+    ("nan s: dp 8", "must be like"), ("1e400 s: dp 8", "must be like"),
+    ("1 s: dp 1e3", "dp needs a value"), ("1 s: pp 8 chunks 1000 microbatches 512", "a million")])
+def test_a_wrong_text_of_a_run_is_answered_with_one_line(words, says):
+    refuses(["--measured", words], says)
+
+
+def refuses(words, says):
+    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as end:
+        answer_of(["--model", "gpt2", "--gpus", "8", "--batch-size", "512", *words])
+    said = err.getvalue()
+    assert end.value.code == 2 and said.count("\n") == 1 and says in said, said[:500]
+
+
+@pytest.mark.parametrize("ms,says", [
+    ('"900"', "its ms is '900', not a number"), ("[900]", "its ms is [900]"),
+    ('{"a": 900}', "its ms is {'a': 900}"), ("1" + 20 * "0", "no speed of compute explains it"),
+    ("1e999", "its ms is inf"), ("NaN", "its ms is nan"), ("true", "its ms is True"),
+    ("null", "its ms is None"), ("-900", "its ms is -900"), ("0", "its ms is 0"),
+    ("[" * 10**5, "line 1: "), ("[" * 200 + "]" * 200, "nested too deep"),
+    ("9" * 5000, "line 1: "), ('"' + "a" * (1 << 20) + '"', "more than 1,048,576 bytes")], ids=repr)
+def test_seconds_in_a_file_of_metrics_are_numbers(ms, says, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(8 * f'{{"step": 1, "ms": {ms}}}\n')
+    refuses(["--dp", "8", "--calibrate", str(file)], says)
+
+
+def odd_files(folder):
+    """{name: a path that is not a file of metrics}."""
+    paths = {name: folder / name for name in ("pipe", "loop", "sparse", "binary", "list", "dir")}
+    os.mkfifo(paths["pipe"])
+    paths["loop"].symlink_to(paths["loop"])
+    with open(paths["sparse"], "wb") as file:
+        file.truncate(1 << 33)
+    paths["binary"].write_bytes(bytes(range(256)))
+    paths["list"].write_text("[1, 2]\n" * 9)
+    paths["dir"].mkdir()
+    return {**paths, "zero": "/dev/zero"}
+
+
+@pytest.mark.parametrize("name,says", [
+    ("pipe", "not a regular file"), ("zero", "not a regular file"), ("loop", "symbolic link"),
+    ("sparse", "bytes"), ("binary", "line 1: "), ("list", "not a JSON object"),
+    ("dir", "Is a directory")])
+def test_only_a_regular_file_of_metrics_is_read(name, says, tmp_path):
+    refuses(["--dp", "8", "--calibrate", str(odd_files(tmp_path)[name])], says)
+
+
+# ---- the model of a folder ----
+
+# From the config.json of these models, as published; and their billions of parameters, as published
+# or, where a card rounds them, as their weights have them (without biases and norms of heads)
+LLAMA31 = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+           "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+           "max_position_embeddings": 131072, "rope_theta": 500000.0, "vocab_size": 128256,
+           "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rope_scaling": {
+               "factor": 8.0, "rope_type": "llama3"}}
+QWEN25 = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+          "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+          "max_position_embeddings": 131072, "vocab_size": 152064, "rope_theta": 1000000.0,
+          "tie_word_embeddings": False, "use_sliding_window": False}
+QWEN3_SMALL = {"model_type": "qwen3", "head_dim": 128, "hidden_size": 1024, "vocab_size": 151936,
+               "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+               "num_key_value_heads": 8, "max_position_embeddings": 40960, "rope_theta": 1000000,
+               "tie_word_embeddings": True, "sliding_window": None, "rope_scaling": None}
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048,
+             "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+             "num_experts_per_tok": 8, "num_attention_heads": 32, "num_hidden_layers": 48,
+             "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960,
+             "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False}
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+           "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+           "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+           "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False}
+QWEN_SHARED = {"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632,
+               "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+               "num_experts": 60, "num_experts_per_tok": 4, "num_attention_heads": 16,
+               "num_hidden_layers": 24, "num_key_value_heads": 16, "vocab_size": 151936,
+               "max_position_embeddings": 8192, "decoder_sparse_step": 1}
+GPT2_XL = {"model_type": "gpt2", "n_layer": 48, "n_head": 25, "n_embd": 1600, "n_positions": 1024,
+           "n_ctx": 1024, "vocab_size": 50257}
+FOLDERS = [(LLAMA31, 8.03), (QWEN25, 7.62), (QWEN3_SMALL, 0.596), (QWEN3_MOE, 30.53),
+           (MIXTRAL, 46.70), (QWEN_SHARED, 14.32), (GPT2_XL, 1.56)]
+
+
+def folder_of(values, folder):
+    (folder / "config.json").write_text(values if type(values) is str else json.dumps(values))
+    return ["--model", str(folder)]
+
+
+@pytest.mark.parametrize("values,billions", FOLDERS, ids=lambda each: str(each)[:30])
+def test_a_folders_model_has_its_published_size_and_is_planned(values, billions, tmp_path):
+    words = folder_of(values, tmp_path)
+    rows = answer_of([*words, "--gpus", "16", "--gpu", "h100", "--batch-size", "256", "--top", "1"])
+    found = float(rows.split()[0])
+    assert math.isclose(found, billions, rel_tol=0.006), found
+    assert f"of {min(4096, values.get('n_positions', 4096))} tokens a step" in rows
+    flagged = answer_of([*words, "--n-layer", "2", "--gpus", "8", "--top", "1"])
+    assert float(flagged.split()[0]) < found  # a flag still changes a size
+
+
+def test_a_named_model_is_its_folders(tmp_path):
+    for name, values in (("llama3-8b", LLAMA31), ("qwen3-30b-a3b", QWEN3_MOE),
+                         ("mixtral-8x7b", MIXTRAL), ("gpt2-xl", GPT2_XL)):
+        folder_of(values, tmp_path)
+        named = replace(plan.MODELS[name], block_size=min(4096, plan.MODELS[name].block_size))
+        got = plan.model_of_flags(str(tmp_path), {})
+        assert replace(got, rope_theta=named.rope_theta) == named if name != "gpt2-xl" else (
+            got == named)
+
+
+def test_fewer_experts_per_token_are_as_wide():
+    model = plan.model_of_flags("mixtral-8x7b", {"top_k": 1})
+    assert (model.n_experts, model.top_k, model.n_hidden) == (8, 1, 14336)
+    wider = plan.model_of_flags("mixtral-8x7b", {"expert_width": 512})
+    assert wider.n_hidden == 2 * 512 and wider.n_experts == 8
+
+
+@pytest.mark.parametrize("change,says", [
+    ({"hidden_size": 4096.0}, "its hidden_size is 4096.0, not a whole number"),
+    ({"hidden_size": [4096]}, "its hidden_size is [4096]"),
+    ({"num_hidden_layers": {"a": 1}}, "its num_hidden_layers is {'a': 1}"),
+    ({"vocab_size": None}, "its vocab_size is None"),
+    ({"num_attention_heads": True}, "its num_attention_heads is True"),
+    ({"intermediate_size": 0}, "its intermediate_size is 0"),
+    ({"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide"),
+    ({"num_key_value_heads": "8"}, "its num_key_value_heads is '8'"),
+    ({"rope_theta": -1}, "its rope_theta is -1"), ({"hidden_size": 10**400}, "its hidden_size is"),
+    ({"model_type": "deepseek_v3"}, "its model_type is 'deepseek_v3'; the planner reads gpt2, "),
+    ({"model_type": None}, "its model_type is None"), ({"model_type": ["llama"]}, "model_type is"),
+    ({**GPT2_XL, "n_inner": 1600}, "its n_inner is 1600, not 4 n_embd"),
+    ({"num_hidden_layers": 5000}, "--n-layer 5000 must be"),
+    ({"tie_word_embeddings": "no"}, "its tie_word_embeddings is 'no'"),
+    ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "more than"),
+    ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+      "moe_intermediate_size": 8, "decoder_sparse_step": 2}, "some of its blocks have no experts"),
+    ({"model_type": "mixtral"}, "it has no num_local_experts")], ids=str)
+def test_a_wrong_config_json_is_answered_with_one_line(change, says, tmp_path):
+    refuses(folder_of({**LLAMA31, **change}, tmp_path), says)
+
+
+@pytest.mark.parametrize("text,says", [
+    ("[1]", "not a JSON object"), ("{", "config.json: "), ("[" * 10**5, "nested too deep"),
+    ('{"a": ' * 200 + "1" + "}" * 200, "nested too deep"), ("", "config.json: ")], ids=repr)
+def test_a_folder_without_a_json_object_is_answered_with_one_line(text, says, tmp_path):
+    refuses(folder_of(text, tmp_path), says)
+
+
+def test_a_folders_config_json_is_a_regular_file(tmp_path):
+    refuses(["--model", str(tmp_path)], "No such file")
+    os.mkfifo(tmp_path / "config.json")
+    refuses(["--model", str(tmp_path)], "not a regular file")
