@@ -1,6 +1,7 @@
 """Reads files that another program may have written, or nobody: a pipe, a device, 40 GB of zeros.
 
     open_file         opens a regular file; never waits
+    read_foreign      the bytes of a file of usual size
     parse_json        bytes -> the object in them
     read_json         the object in a JSON file, whose fields are of their kinds
     require_fields    is each field of an object of its kind?
@@ -26,8 +27,13 @@ def whole(least, most=2**31):
                 lambda value: type(value) is int and least <= value <= most)
 
 
+def either(kind, other):
+    return Kind(f"{kind.words} or {other.words}",
+                lambda value: kind.fits(value) or other.fits(value))
+
+
 def or_null(kind):
-    return Kind(f"{kind.words} or null", lambda value: value is None or kind.fits(value))
+    return either(kind, Kind("null", lambda value: value is None))
 
 
 def list_of(kind):
@@ -94,17 +100,24 @@ def require_fields(values, needed=None, known=None):
             raise ValueError(f"its {name} is {values[name]!r:.40}, not {kind.words}")
 
 
-def read_json(path, needed=None, known=None):
-    """The object in a JSON file, whose fields are as require_fields wants them. ValueError, which
-    names the file, for any other file, and for one that cannot be read."""
+def read_foreign(path):
+    """The bytes of a regular file of at most MAX_JSON bytes. ValueError, which names the file, for
+    any other file, and for one that cannot be read."""
     try:
         with open_file(path) as file:
-            text = file.read(MAX_JSON + 1)
+            data = file.read(MAX_JSON + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_JSON:
+        raise ValueError(f"{path}: more than {MAX_JSON >> 20} MiB")
+    return data
+
+
+def read_json(path, needed=None, known=None):
+    """The object in a JSON file, whose fields are as require_fields wants them. ValueError, which
+    names the file, for any other file."""
+    text = read_foreign(path)
     try:
-        if len(text) > MAX_JSON:
-            raise ValueError(f"more than {MAX_JSON >> 20} MiB")
         values = parse_json(text)
         require_fields(values, needed, known)
     except ValueError as error:

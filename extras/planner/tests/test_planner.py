@@ -57,9 +57,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_published_runs_are_predicted_better_than_by_one_mfu():
     """Held-out sources are within the band in the median, half of their runs within 15%. One
     constant MFU for each kind of GPU has four times the error on fitted sources, 1.5 times there.
-    (Not so on the fourth hold-out: the test below.)"""
+    (Not so on the fourth and the sixth hold-out: the tests below.)"""
     found = published.errors(published.RUNS)
-    for status in {run.status for run in published.RUNS} - {"held out fourth"}:
+    for status in {run.status for run in published.RUNS} - {"held out fourth", "held out sixth"}:
         errors, baseline = ([abs(row[i]) for row in found if row[0].status == status]
                             for i in (1, 2))
         most, share, times = (0.04, 0.85, 4) if status == "fitted" else (plan.BAND, 0.5, 1.5)
@@ -82,6 +82,30 @@ def test_thirty_more_runs_are_predicted_within_the_band_in_the_median():
         assert run.layout.zero == 0 and abs(error) < 0.18
 
 
+def test_the_band_is_the_median_error_of_all_runs_that_were_held_out():
+    """Half of them are within 15%; of one constant MFU for each kind of GPU 49 of 118 are."""
+    found = [row for row in published.errors(published.RUNS) if row[0].status != "fitted"]
+    errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
+    assert round(median(errors), 2) == plan.BAND and median(errors) < 0.75 * median(baseline)
+    near, as_near = (sum(error <= 0.15 for error in each) for each in (errors, baseline))
+    assert (len(found), near, as_near) == (118, 63, 49)
+
+
+def test_of_the_sixth_hold_out_less_than_half_is_within_15_percent():
+    """The constant MFU is worse, but for NeMo's 175 billion and for torchtitan's compiled runs."""
+    found = [row for row in published.errors(published.RUNS) if row[0].status == "held out sixth"]
+    errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
+    assert len(found) == 54 and median(errors) < 0.17 < 0.2 < median(baseline)
+    assert sum(error <= 0.15 for error in errors) == 24
+    worse = set()
+    for source in {run.source for run, _, _ in found}:
+        of_source = [row for row in found if row[0].source == source]
+        planned, constant = (median(abs(row[i]) for row in of_source) for i in (1, 2))
+        if planned > constant:
+            worse.add(source.split(",")[-1].strip().split(" |")[0])
+    assert worse == {"175B", "compiled"}
+
+
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
     for run, error, _ in published.errors(published.RUNS):
         assert (abs(error) > 0.15) == bool(run.reason), (run, error)
@@ -98,6 +122,7 @@ def test_no_source_is_fitted_and_held_out():
              for status in {run.status for run in published.RUNS}}
     assert not names["fitted"] & names["held out third"] and len(names["held out third"]) == 8
     assert not names["fitted"] & (names["held out fourth"] | names["held out fifth"])
+    assert not names["fitted"] & names["held out sixth"]
     assert names["known publisher"] <= names["fitted"]
 
 
@@ -135,9 +160,14 @@ def test_published_runs_fit_into_their_memory():
     Llama 3, which frees outputs of stages early (arXiv 2407.21783, section 3.3); five of NeMo's,
     whose kernels save less for backward; one without master weights; and one of Pax (by 3%). Of the
     last thirty: MaxText's, which recompute a little; mixtures, whose kernels save less; NeMo's 405
-    billion; and ColossalAI's, whose logits are in chunks."""
+    billion; and ColossalAI's, whose logits are in chunks. Of the sixth hold-out: torchtitan's, with
+    cards of more memory, and mixtures, NeMo's and Pythia's by 3%."""
     full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
     last = {"held out fourth", "held out fifth"}
+    sixth = Counter(run.source.split()[0] for run in full if run.status == "held out sixth")
+    assert sixth == {"torchtitan,": 4, "Pythia": 1, "Pythia's": 1, "NeMo-Framework-Launcher,": 1,
+                     "Grok-1": 1, "Qwen3-235B": 1, "GPT-OSS": 1}
+    full = [run for run in full if run.status != "held out sixth"]
     names = Counter(run.source.split()[0] for run in full if run.status not in last)
     assert names == {"Narayanan": 1, "Llama": 3, "NVIDIA": 5, "KempnerForge,": 1, "Pax": 1}
     names = Counter(run.source.split()[0] for run in full if run.status in last)

@@ -24,8 +24,8 @@ import expert_parallel
 import extras.planner.__main__ as plan
 import schedules
 import sizes
-from extras.planner import costs, memory, report, traffic
-from extras.planner.hardware import DEVICES, MODELS
+from extras.planner import costs, hardware, memory, report, traffic
+from extras.planner.hardware import DEVICES
 from extras.planner.search import as_config
 from extras.show import ring, tables
 from mesh import lay_out
@@ -40,6 +40,10 @@ AUDIT = HERE.joinpath("extras/show/tests/audit.js")
 CORE = re.search(r'<script id="core">(.*?)</script>', PAGE, re.S)[1]
 # The schedules that the page knows: all but a fork's own (test_docs.py holds that)
 TABLE = CORE.split("const SCHEDULES = {")[1].split("};")[0]
+# The models that the page knows: some of the planner's. It has no mixtures with heads of their own
+OF_PAGE = CORE.split("const MODELS = {")[1].split("};")[0]
+MODELS = {name: model for name, model in hardware.MODELS.items()
+          if re.search(rf'\b{name}"?: (gpt|llama)\(', OF_PAGE)}
 KNOWN = [name for name in schedules.SCHEDULES if re.search(rf"\b{name}\b", TABLE)]
 DRIVER = """
 const list = (a) => [[a.kind, a.stage, a.microbatch], a.start, a.end];
