@@ -548,7 +548,8 @@ MUTANTS = {
         ("return max(inside, outside) + (size", "return inside + outside + (size",
          "planner:textbooks"),
         ("members - 1 + math.ceil(math.log2(size / members))", "size - 1",
-         "planner:trees_latency")],
+         "planner:trees_latency"),
+        ("operands + 2 * gradients", "operands + 2 * weights", "planner:adds_to_gradients")],
     "extras/planner/hardware.py": [
         ("self.gb * (1 - self.reserve)", "self.gb", "advice:first_row")],
     "extras/planner/habits.py": [
@@ -556,7 +557,13 @@ MUTANTS = {
     "extras/planner/programs.py": [
         ('"t*{part.blocks}" if part', '"t*{part.blocks - 1}" if part', "advice:megatrons_stages")],
     "extras/planner/calibrate.py": [
-        ("times[SKIPPED:]", "times", "advice:flags_or_a_file")],
+        ("times[SKIPPED:]", "times", "advice:flags_or_a_file"),
+        ("file.readline(LONGEST + 1)", "file.readline()", "advice:regular_file_of_metrics"),
+        ("not choices or flags[name] in choices", "True", "advice:wrong_text")],
+    "extras/planner/folder.py": [
+        ("wide * heads != sizes", "wide * heads == sizes", "advice:folders_model"),
+        ('* chosen["top_k"]}', "}", "advice:named_model"),
+        ("heads % kv_heads == 0", "True", "advice:wrong_config")],
     "extras/planner/report.py": [
         ("* row['step_s'] / 86400", "* row['step_s'] / 3600", "planner:speed_and_days")],
     "sizes.py": [

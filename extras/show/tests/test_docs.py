@@ -544,8 +544,8 @@ def test_published_txt_is_what_plan_py_prints(printed):
             PAGES["docs/which-layout.md"])
     fitted, rest, known = (found[name] for name in ("fitted", "all held out", "known publisher"))
     assert said(MEASURED, r"is missed: (\S+) on the (\d+) rows that were held out, half of them "
-                r"within 15% \((\d+) of \d+\), one constant MFU for each kind of GPU at (\S+%)") == (
-                    rest[2], rest[0], rest[3], rest[5])
+                r"within 15% \((\d+) of \d+\), one constant MFU for each kind of GPU at "
+                r"(\S+%)") == (rest[2], rest[0], rest[3], rest[5])
     assert said(MEASURED, r"Other runs of known publishers: (\S+) \((\d+) rows\)") == (
         known[2], known[0])
     rows, sources = (int(fitted[i]) + int(rest[i]) for i in (0, 1))
