@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from extras.planner import memory
 from extras.planner.calibrate import (
     Measured,
     chosen,
@@ -34,12 +35,12 @@ from extras.planner.hardware import DEVICES, MODELS, Device
 from extras.planner.memory import Job, Layout
 from extras.planner.mixture import Mixture
 from extras.planner.programs import PROGRAMS, TRAIN_PY, lacks_stage
-from extras.planner.report import BAND, fell_out, figures, print_plan, trades
+from extras.planner.report import BAND, fell_out, figures, print_plan, trades, usable
 from extras.planner.search import Search, as_config, layout_of, require_few_actions, settle
 from run import config
 from run.config import Parser
 from run.signals import end_quietly
-from sizes import LlamaConfig
+from sizes import LlamaConfig, bytes_per_parameter
 
 LIMITS = {  # (least, most): the planner's own flags, and sizes of a model. Others: run/config.py
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size expert_width",
@@ -190,19 +191,25 @@ def require_has(args, job, cfg):
     config.require(not lacking, f"--for {args.program} cannot run {'; '.join(lacking)}")
 
 
-def gpus_that_would_do(args, smallest):
-    """The least of 2, 4, 8, ... times --gpus on which a layout with these flags fits, up to
-    MOST_GPUS; 0: none. smallest: bytes on each of --gpus, in the smallest layout that was tried.
-    More GPUs hold no fewer bytes together, so some numbers need no search."""
+def least_bytes(job):
+    """Bytes of a job's weights, gradients and optimizer on all ranks together, at least: as if no
+    rank held what another holds."""
+    return memory.n_parameters(job.model) * sum(
+        bytes_per_parameter(0, 1, job.width, job.grad_width, job.moments))
+
+
+def gpus_that_would_do(args):
+    """"; --gpus N would do", for the least N of 2, 4, 8, ... times --gpus on which a layout with
+    these flags fits; "" if that is more than MOST_GPUS."""
     gpus = 2 * args.gpus
     while gpus <= MOST_GPUS:
         with suppress(ValueError):  # no multiple of a node
             job, device, fixed = described(argparse.Namespace(**{**vars(args), "gpus": gpus}))
             search = Search(job, gpus, device, fixed, PROGRAMS.get(args.program, TRAIN_PY))
-            if smallest * args.gpus <= device.usable * 1e9 * gpus and search.best(1):
-                return gpus
+            if least_bytes(job) <= device.usable * 1e9 * gpus and search.best(1):
+                return f"; --gpus {gpus} would do"
         gpus *= 2
-    return 0
+    return ""
 
 
 def searched(args):
@@ -222,6 +229,10 @@ def searched(args):
         require_has(args, job, cfg)
         rows.append(figures(job, layout_of(cfg), calibrated))
         fixed = {}  # for the search: the layout stands beside the fastest of all layouts
+    states = least_bytes(job) / args.gpus / 1e9
+    if states > device.usable and not args.layout:  # no need to try
+        raise ValueError(f"no layout fits: weights, gradients and optimizer alone take {states:.1f}"
+                         f" GB of each GPU, which has {usable(device)}{gpus_that_would_do(args)}")
     search = Search(job, args.gpus, calibrated, fixed, PROGRAMS.get(args.program, TRAIN_PY))
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, calibrated) for _, layout in best]
@@ -231,9 +242,7 @@ def searched(args):
         raise ValueError(f"no layout with these flags has --gpus {args.gpus} ranks")
     if not rows:
         reasons = "; ".join(map(str.strip, fell_out(search)))
-        more = gpus_that_would_do(args, search.smallest[0])
-        would_do = f"; --gpus {more} would do" if more else ""
-        raise ValueError(f"no layout fits: {reasons}{would_do}")
+        raise ValueError(f"no layout fits: {reasons}{gpus_that_would_do(args)}")
     return device, runs, search, rows
 
 

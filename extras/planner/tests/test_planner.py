@@ -1026,6 +1026,16 @@ def test_the_search_tries_all_within_the_limits_that_it_prints():
         assert asked and {getattr(layout, name) for layout in asked} == {value}
 
 
+@pytest.mark.parametrize("name", ["gpt3-1.3b", "llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_no_layout_holds_less_than_its_model_states(name):
+    """So where these do not fit, no layout is tried."""
+    job = memory.Job(hardware.MODELS[name], 64)
+    search = search_file.Search(job, 16, hardware.DEVICES["h100"], {})
+    layouts = [*search.layouts()][::97]
+    held = [16 * memory.memory(job, layout._replace(zero=3))["total"] for layout in layouts]
+    assert len(held) > 20 and min(held) > plan.least_bytes(job)
+
+
 def test_few_of_many_layouts_are_simulated(monkeypatch):
     """16,384 GPUs, without a clock: of 20 thousand layouts and more some tens of pairs of lists are
     played, of a million actions together."""
