@@ -450,6 +450,8 @@ def opened(tmp_path_factory):
     rng, settings, want = random.Random(1), [], []
     for name in rng.sample(list(MODELS), 12):
         D, T, P, zero = (rng.choice(values) for values in ((1, 8), (1, 2), (1, 4), (0, 3)))
+        if MODELS[name].n_head % 2:  # gpt2-xl has 25 heads
+            T = 1
         layout = memory.Layout(D, T, P, zero=zero, schedule="zb-h1", microbatches=8)
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
