@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,41 @@ def test_the_first_row_is_what_people_run(job):
     assert len({*kinds}) == len(rows) == 6  # one row per kind
     assert all(row["trades"] for row in rows)
     assert all(re.match(r"\d+\.\d% (faster|slower), ", row["trades"]) for row in others)
+
+
+# Megatron Bridge's recipes for H100s in BF16, src/megatron/bridge/perf_recipes at 067f987: {flags of
+# the job: the recipe's layout}. Whole experts are spread over E x T ranks here, so E is theirs / T
+RECIPES = {
+    "--model llama3-8b --gpus 8 --batch-size 128": "--cp 2 --microbatches 32",
+    "--model llama3-70b --gpus 64 --batch-size 256":
+        "--tp 4 --pp 4 --cp 2 --sp --schedule interleaved --chunks 5 --microbatches 128",
+    "--model llama-405b --gpus 512 --batch-size 768":
+        "--tp 8 --pp 8 --cp 2 --sp --schedule interleaved --chunks 8 --microbatches 192",
+    "--model llama-405b --gpus 1024 --batch-size 1536":
+        "--tp 8 --pp 8 --cp 2 --sp --schedule interleaved --chunks 8 --microbatches 192",
+    "--model qwen3-30b-a3b --gpus 16 --batch-size 1024": "--ep 16 --microbatches 64",
+    "--model qwen3-235b-a22b --gpus 256 --batch-size 8192":
+        "--tp 2 --pp 8 --ep 16 --sp --schedule interleaved --chunks 4 --microbatches 512",
+    "--model deepseek-v3 --gpus 1024 --batch-size 16384":
+        "--tp 2 --pp 8 --ep 32 --sp --schedule interleaved --chunks 4 --microbatches 256"}
+
+
+def test_megatron_bridges_recipes_are_as_the_page_says():
+    """Its table: first row, seconds of the recipe over the fastest's, GB as train.py holds them."""
+    page = Path(__file__).parents[3].joinpath("docs/which-layout.md").read_text()
+    table = page.split("| job | first row | recipe |")[1].split("\n\n")[0].splitlines()[2:]
+    for (job, layout), line in zip(RECIPES.items(), table, strict=True):
+        _, _, first, _, ratio, gb, _ = (cell.strip() for cell in line.split("|"))
+        asked = job + " --gpu h100 --grad-dtype float32"
+        found = json.loads(answer(f"{asked} {layout} --zero 1 --layout --json"))
+        (row,), best = found["layouts"], found["best"]
+        assert ratio == f"{row['step_s'] / best['step_s']:.2f}", job
+        assert gb == f"{row['memory_gb']['total']:.1f}", job
+        row = layouts(asked + " --for megatron --top 1")[0]
+        words = [f"{letter} {row[name]}" for letter, name in zip("TPCE", ("tp", "pp", "cp", "ep"),
+                                                                 strict=True) if row[name] > 1]
+        words += [f"{row['chunks']} chunks"] if row["cp"] > 1 else []
+        assert first == ", ".join(words + ["recompute"] * row["recompute"]), job
 
 
 # ---- Megatron-LM's words ----
