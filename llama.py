@@ -1,4 +1,4 @@
-"""Llama in plain PyTorch: the GPT of model.py with other layers. Nothing here is parallel.
+"""Llama and Qwen in plain PyTorch: the GPT of model.py with other layers. Nothing here is parallel.
 
                     GPT-2 (model.py)               Llama
     positions       learned, added to wte          rotary: queries and keys are turned by angles
@@ -8,12 +8,15 @@
     biases          in each matrix of a block      none
     lm_head         tied to wte                    tied, or a matrix of its own
 
-Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` gives the sizes of
-those that lie in one tensor: so a technique that splits a GPT splits a Llama, unchanged. Where a
-rank has only some of the tokens, LlamaAttention.positions is replaced, in the place of
-Embedding.positions.
+Qwen2 has biases in c_attn. Qwen3 has an RMSNorm of each head's query and key, and heads whose width
+is a size of its own (in a Llama it is C / nh).
+Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` says which matrices
+lie in one tensor (q, k, v; gate, up), so a technique that splits a GPT splits a Llama, unchanged. A
+technique that splits tokens replaces LlamaAttention.positions (in GPT-2 it is
+Embedding.positions).
 Letters in shapes are model.py's; n_kv heads of keys and values. Touvron et al., arXiv 2302.13971,
-2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245.
+2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245; Qwen3
+2505.09388.
 
     python train.py --arch llama --n-kv-head 2
 """
@@ -44,17 +47,21 @@ class LlamaEmbedding(Embedding):
 
 def frequencies(config, dtype):
     """(hs/2,): theta^(-2i/hs), the angle between two neighbouring positions."""
-    hs = config.n_embd // config.n_head
+    hs = config.hs
     frequency = config.rope_theta ** (-torch.arange(0, hs, 2, dtype=dtype) / hs)
     return stretch(frequency, config.rope_scaling) if config.rope_scaling else frequency
 
 
 def stretch(frequency, scaling):
-    """Llama 3.1's change of the frequencies. That model was first trained on sequences of
-    `original` tokens, then on longer ones. Slow pairs, which turn less than `low` times in
-    `original` tokens, are slowed down by `factor`; fast ones, which turn more than `high` times,
-    stay; between them a straight line."""
-    factor, low, high, original = (float(number) for number in scaling.split(","))
+    """Lower frequencies, for sequences longer than those of a first training. One number: divide
+    all by this factor (arXiv 2306.15595). Four: Llama 3.1's change. That model was first trained on
+    sequences of `original` tokens, then on longer ones. Slow pairs, which turn less than `low`
+    times in `original` tokens, are slowed down by `factor`; fast ones, which turn more than `high`
+    times, stay; between them a straight line."""
+    factor, *more = (float(number) for number in scaling.split(","))
+    if not more:
+        return frequency / factor
+    low, high, original = more
     turns = original * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slowed down, 1: as before
     return frequency / factor * (1 - kept) + frequency * kept
@@ -65,8 +72,8 @@ def rotate(x, angles):
     first, second = x.chunk(2, dim=-1)
     cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    # torch.cat may return other strides (it does for heads of 2 numbers), with which torch's
-    # attention takes its slow way
+    # torch's fused attention wants contiguous heads. torch.cat's result is not contiguous for heads
+    # of 2 numbers
     return turned.contiguous()
 
 
@@ -74,11 +81,17 @@ class LlamaAttention(Attention):
     def __init__(self, config):
         nn.Module.__init__(self)
         self.config = config
-        self.head_dim = config.n_embd // config.n_head
+        self.head_dim = config.hs
         self.queries = config.n_head // config.n_kv_head  # query heads that share a key head
-        self.parts = (config.n_embd, config.kv_width, config.kv_width)  # rows for q, k, v
-        self.c_attn = nn.Linear(config.n_embd, sum(self.parts), bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.parts = (config.query_width, config.kv_width, config.kv_width)  # rows for q, k, v
+        self.c_attn = nn.Linear(config.n_embd, sum(self.parts), bias=config.qkv_bias)
+        self.c_proj = nn.Linear(config.query_width, config.n_embd, bias=False)
+        self.ln_q = self.ln_k = nn.Identity()
+        if config.qk_norm:
+            self.ln_q = nn.RMSNorm(config.hs, config.norm_eps)
+            self.ln_k = nn.RMSNorm(config.hs, config.norm_eps)
+            for norm in (self.ln_q, self.ln_k):
+                norm.weight.sees_own_heads = True  # where the heads are split (shard.py)
 
     def positions(self, x):
         """(S,): each token's position in its sequence. x: (B, S, anything)."""
@@ -92,8 +105,8 @@ class LlamaAttention(Attention):
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, S, heads, hs)
         n_kv = heads.size(2) // (self.queries + 2)
         q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=2)
-        # v is copied, so that qkv can be freed: q and k are new tensors anyway
-        q, k, v = rotate(q, angles), rotate(k, angles), v.contiguous()
+        # A view of v would keep all of qkv in memory until backward; q and k are new tensors
+        q, k, v = rotate(self.ln_q(q), angles), rotate(self.ln_k(k), angles), v.contiguous()
         y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)
 

@@ -10,6 +10,11 @@ computed from the whole window.
     python sample.py --prompt "def " --out out --samples 3
 """
 
+import sys
+
+if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
+    sys.path.insert(0, __file__.rpartition("/")[0] or ".")
+
 from run.config import Parser
 from run.signals import end_quietly
 

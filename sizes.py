@@ -26,13 +26,19 @@ class GPTConfig:
     n_experts: int = 0  # experts in each block; 0 means an MLP in each block
     top_k: int = 2  # experts per token
 
+    @property
+    def query_width(self):
+        """Width of a token's queries, all heads together."""
+        return self.n_embd
+
     def layer_costs(self):
         """Forward FLOPs per token of each layer: [embedding, block, ..., block, head].
         schedules.cut balances the pipeline stages by these costs."""
         C = self.n_embd
-        # 2 FLOPs for each weight; 4 C S for scores and values, masked ones too; 2 C n_experts for
-        # the router
-        block = 2 * self.block_weights() + 4 * C * self.block_size + 2 * C * self.n_experts
+        # 2 FLOPs for each weight; 4 C S for scores and values, masked ones too (C: all heads of
+        # queries); 2 C n_experts for the router
+        attention = 4 * self.query_width * self.block_size
+        block = 2 * self.block_weights() + attention + 2 * C * self.n_experts
         return [0, *[block] * self.n_layer, 2 * C * self.vocab_size]
 
     def block_weights(self):
@@ -52,27 +58,42 @@ class GPTConfig:
         # parameters that a token skips
         unused = max(0, self.n_experts - self.top_k) * self.expert_parameters()
         active = n_params - self.n_layer * unused
-        return 6 * active + 12 * self.n_layer * self.n_embd * self.block_size
+        return 6 * active + 12 * self.n_layer * self.query_width * self.block_size
 
 
 @dataclass(frozen=True)
 class LlamaConfig(GPTConfig):
-    """A Llama (llama.py)."""
+    """A Llama or a Qwen (llama.py)."""
     n_kv_head: int = 12  # heads of keys and values; n_head / n_kv_head heads of queries share one
     n_hidden: int = 2048  # hidden units of the MLP
     rope_theta: float = 10000.0  # the base of the rotary frequencies
-    rope_scaling: str = ""  # Llama 3.1's four numbers: factor, low, high, original block_size
+    rope_scaling: str = ""  # factor; or Llama 3.1's numbers: factor, low, high, first block_size
     norm_eps: float = 1e-5
     tied: bool = True  # are lm_head and the embedding one matrix?
+    head_dim: int = 0  # width of a head; 0: n_embd / n_head
+    qkv_bias: bool = False  # has c_attn biases? (Qwen2)
+    qk_norm: bool = False  # is each head's query and key normalized? (Qwen3)
+
+    @property
+    def arch(self):
+        """The value of --arch."""
+        return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias else "llama"
+
+    @property
+    def hs(self):
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def query_width(self):
+        return self.hs * self.n_head
 
     @property
     def kv_width(self):
         """Width of a token's keys, all heads together; its values are as wide."""
-        return self.n_embd // self.n_head * self.n_kv_head
+        return self.hs * self.n_kv_head
 
     def block_weights(self):
-        C = self.n_embd
-        return 2 * C * C + 2 * C * self.kv_width + 3 * C * self.n_hidden
+        return self.n_embd * (2 * self.query_width + 2 * self.kv_width + 3 * self.n_hidden)
 
     def expert_parameters(self):
         """Parameters of an expert: three matrices."""
@@ -81,15 +102,16 @@ class LlamaConfig(GPTConfig):
 
 def config_of(cfg, vocab_size):
     """The GPTConfig or LlamaConfig that these flags (run/config.py) describe."""
-    kind = LlamaConfig if cfg.arch == "llama" else GPTConfig
+    kind = GPTConfig if cfg.arch == "gpt2" else LlamaConfig
     given = {f.name: getattr(cfg, f.name) for f in fields(kind) if hasattr(cfg, f.name)}
     given["vocab_size"] = vocab_size
     if cfg.experts:
         given["n_experts"] = cfg.experts
     else:
         given.pop("top_k")  # without experts the flag has no effect: keep the default
-    if cfg.arch == "llama":
-        given["tied"] = not cfg.untied
+    if kind is LlamaConfig:
+        given.update(tied=not cfg.untied, qkv_bias=cfg.arch == "qwen2",
+                     qk_norm=cfg.arch == "qwen3")
     return kind(**given)
 
 
@@ -110,10 +132,10 @@ def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
     """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
     (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
-    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy, 4 bytes, and fp32
-    moments: 4 + 8 = 12 bytes for AdamW's two, 4 + 4 = 8 for SGD's one. Wider weights are their own
-    master. grad_width: bytes of a gradient, if not `width`; 16-bit training with fp32 gradients
-    (--grad-dtype) takes 18 bytes and not 16."""
+    width: bytes of a weight; grad_width: of a gradient, if not `width`. 16-bit training (width 2)
+    keeps 32-bit master weights, 4 bytes, and 32-bit moments, 8 for AdamW's two, 4 for SGD's one:
+    2 + 2 + 12 = 16 with AdamW, 2 + 4 + 12 = 18 with --grad-dtype float32. Wider weights are their
+    own master: width 4 takes 4 + 4 + 8 = 16."""
     optimizer = 4 * (1 + moments) if width == 2 else moments * width
     gradients = grad_width or width
     return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),

@@ -19,6 +19,9 @@ import math
 import sys
 from types import SimpleNamespace
 
+if getattr(sys.flags, "safe_path", False):  # under PYTHONSAFEPATH Python leaves this folder out
+    sys.path.insert(0, __file__.rpartition("/")[0] or ".")
+
 from run.launch import start
 
 # start() runs before torch is imported, which takes seconds. It ends the process if a flag is wrong
@@ -46,7 +49,7 @@ from run.copies import replicas_agree
 from run.log import Log
 from run.processes import joined
 from run.routing import Routing
-from run.weights import initial_slices
+from run.weights import initial_slices, kept_of
 from sample import sample_text
 from schedules import cut, placement
 from sequence_parallel import sequence_parallel
@@ -126,6 +129,7 @@ class Trainer:
         # this rank's slice. ZeRO-3 replaces the layers in `stages` by layers that gather their
         # weights, so Routing, which looks into blocks, comes before, and the rest after
         value = initial_slices(cfg, self.shapes, self.model_config, mesh, draw)
+        self.kept = kept_of(cfg)  # of the folder of --init-from, for checkpoints and run.export
         self.reducer = parts.Reducer(stages, value=value)
         self.optimizer = parts.Optimizer(cfg, self.reducer)
         if cfg.recompute:

@@ -5,8 +5,9 @@ window of block_size + 1 tokens that begins at a random place. Data rank d takes
 slices of the batch, and microbatch k the k-th part of the slice. So no rank has to tell another
 what it read.
 
-Each file holds tokens only, in little-endian uint16, the texts one after the other; a folder's
-meta.json says how many tokens and which vocabulary (data/prepare.py writes all of them).
+Each file holds tokens only, in little-endian uint16 (uint32 for a vocabulary of more than 65,536),
+the texts one after the other; a folder's meta.json says how many tokens and which vocabulary
+(data/prepare.py writes all of them).
 """
 
 import base64
@@ -20,14 +21,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import BYTES, PATTERN, make_encoding, prepare, require_file
+from data.prepare import (
+    BYTES,
+    FOREIGN,
+    PATTERN,
+    FolderEncoding,
+    advice,
+    make_encoding,
+    prepare,
+    require_file,
+    token_type,
+)
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
 META = {  # {name: type} of the values in meta.json that this project reads; others may be there
     "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
     "bytes_per_token": float, "gzip_bits_per_byte": float}
-GPT2_WORDS = (50257, 50304)  # 50304: with rows of padding, as nanoGPT counts them
-TOKEN = "<u2"  # numpy's name for a little-endian uint16
 # How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
@@ -69,17 +78,17 @@ def read_meta(path):
     for name, kind in META.items():
         if name in meta and not is_usable(meta[name], kind):
             raise ValueError(f"meta.json's {name} is {str(meta[name])[:40]}")
-    if meta["vocab_size"] > 2**16:
-        raise ValueError(f"meta.json's vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
-    if meta.get("tokenizer", "gpt2") not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"meta.json's tokenizer is {meta['tokenizer'][:40]}")
+    if meta["vocab_size"] > 2**31:
+        raise ValueError(f"meta.json's vocab_size is {meta['vocab_size']}, above 2^31")
     return meta
 
 
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
-    its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for characters, because
-    reading a meta.pkl means unpickling, which could run any code."""
+    """The tiktoken.Encoding of a prepared folder, or its FolderEncoding. A folder that nanoGPT
+    prepared has no meta.json: its tokens are GPT-2's or, where a meta.pkl lies, characters.
+    ValueError for characters, because reading a meta.pkl means unpickling, which could run any
+    code; and for the tokens of another tokenizer, which meta.json names or whose number is not
+    GPT-2's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")
@@ -87,10 +96,15 @@ def load_tokenizer(folder):
         raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
                          "tokenizer; data/prepare.py makes folders with one")
     meta = read_meta(path) if path.exists() else {}
-    if "tokenizer" not in meta and meta.get("vocab_size", 50257) not in GPT2_WORDS:
-        raise ValueError(f"meta.json names no tokenizer, and {meta['vocab_size']} words are not "
-                         "GPT-2's")
     kind = meta.get("tokenizer", "gpt2")
+    if kind == FOREIGN[0]:
+        return FolderEncoding(folder, meta["vocab_size"])
+    if kind not in ("bpe", "gpt2", "bytes"):
+        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2, bytes and "
+                         f"{FOREIGN[0]} can be read")
+    if kind == "gpt2" and meta.get("vocab_size", 50257) != 50257:
+        raise ValueError(f"{path}: its vocab_size is {meta['vocab_size']}, GPT-2's tokenizer has "
+                         "50257 tokens")
     ranks = read_ranks(Path(folder, "vocab.tiktoken")) if kind == "bpe" else BYTES
     encoding = make_encoding(kind, ranks, meta.get("pattern", PATTERN))
     if meta.get("vocab_size", 0) > encoding.n_vocab:
@@ -125,9 +139,7 @@ class Data:
             self.folder = Path(__file__).parent / cfg.data
             self.prepare_or_wait(cfg.data, local_rank)
         # The fix that errors name
-        ours = (self.folder / "meta.json").exists() or not self.folder.exists()
-        self.fix = (f"python data/prepare.py SOURCE --out {self.folder} writes this folder" if ours
-                    else "python data/prepare.py SOURCE --out ANOTHER_FOLDER makes one that fits")
+        self.fix = advice(self.folder)
         self.meta = self.find_meta()  # at least {"vocab_size": ...}
         self.vocab_size = self.meta["vocab_size"]
         if cfg.tp > self.vocab_size:
@@ -153,12 +165,13 @@ class Data:
         if not path.exists():
             if not (self.folder / "meta.pkl").exists():
                 return {"vocab_size": 50257}
-            files = [np.fromfile(require_file(file), TOKEN) for file in self.folder.glob("*.bin")]
+            files = [np.fromfile(require_file(file), "<u2") for file in self.folder.glob("*.bin")]
             largest = max((int(ids.max()) for ids in files if len(ids)), default=0)
             return {"vocab_size": largest + 1}
         try:
             meta = read_meta(path)
-            if meta.get("tokenizer") in ("bpe", "bytes"):  # (GPT-2's may need a download)
+            # (GPT-2's may need a download, another's a package)
+            if meta.get("tokenizer") in ("bpe", "bytes"):
                 load_tokenizer(self.folder)  # raises if it is damaged
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}); {self.fix}") from None
@@ -171,17 +184,19 @@ class Data:
             raise ValueError(f"--data {self.folder}: {path.name} is missing; {self.fix}")
         size = require_file(path).stat().st_size
         tokens_of_meta = self.meta.get(f"{split}_tokens")
-        if tokens_of_meta and size != 2 * tokens_of_meta:
+        dtype = np.dtype(token_type(self.vocab_size))
+        width = dtype.itemsize
+        if tokens_of_meta and size != width * tokens_of_meta:
             raise ValueError(f"{path} does not fit its meta.json: {size} bytes for "
-                             f"{tokens_of_meta} tokens of 2 bytes; {self.fix}")
-        if size % 2:
-            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of uint16; "
+                             f"{tokens_of_meta} tokens of {width} bytes; {self.fix}")
+        if size % width:
+            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of {dtype}; "
                              + self.fix)
-        if size // 2 <= self.block:
+        if size // width <= self.block:
             raise ValueError(f"--block-size {self.block} is longer than {path} allows, which "
-                             f"has {size // 2} tokens; take less than that")
+                             f"has {size // width} tokens; take less than that")
         try:
-            tokens = np.memmap(path, dtype=TOKEN, mode="r")
+            tokens = np.memmap(path, dtype=dtype, mode="r")
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from None
         self.check_ids(tokens[:CHECKED_AT_START], path)

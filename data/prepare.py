@@ -1,12 +1,14 @@
 """Text to tokens: writes train.bin, val.bin, meta.json and, for bpe, vocab.tiktoken.
 
-The default corpus is the source of the Python standard library, which lies beside the interpreter.
+The default corpus is the source of the Python standard library, which lies next to the interpreter.
 Files go whole to train (90% of the bytes) or to val; where they are too few and too large for that,
-the joined text is cut at a line. The .bin files are like nanoGPT's: little-endian uint16, opened
-with np.memmap. The bpe vocabulary is learned here (arXiv 1508.07909, over bytes like in GPT-2) and
-applied by tiktoken. A loss in nats per token, divided by ln 2 and by bytes_per_token, is in bits
-per byte: so losses of different tokenizers can be compared with one another, and with the bits that
-gzip -9 needs per byte of val.bin's text.
+the joined text is cut at a line. A .jsonl has a text in each line: {"text": "..."}. The .bin files
+are like nanoGPT's: little-endian uint16, opened with np.memmap (uint32 for a vocabulary of more
+than 65,536 tokens); GPT-2's tokenizer ends each text with its token 50256. The bpe vocabulary is
+learned here (arXiv 1508.07909, over bytes like in GPT-2) and applied by tiktoken. A loss in nats
+per token, divided by ln 2 and by bytes_per_token, is in bits per byte: so losses of different
+tokenizers can be compared with one another, and with the bits that gzip -9 needs per byte of
+val.bin's text.
 
     python data/prepare.py                        # the standard library, into data/stdlib
     python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
@@ -53,6 +55,8 @@ NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|e
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
+FOREIGN = ("tokenizer.json", "tokenizer_config.json")  # Hugging Face's files
+FILES = ("train.bin", "val.bin", "vocab.tiktoken", *FOREIGN, "meta.json")  # of a prepared folder
 UNFINISHED = ".unfinished"  # a file in a folder whose files are being written
 # The vocabulary is learned from this many characters at the start of train (the files are shuffled)
 LEARN_CHARS = 8_000_000
@@ -103,21 +107,40 @@ def files_under(root, skip, ending):
     return found
 
 
-def texts_of_lines(name, lines):
-    """[(name of a document, its text)] of JSON lines {"text": ...}. ValueError: others."""
-    docs = []
-    for i, line in enumerate(lines.splitlines()):
-        if line.strip():
-            entry = json.loads(line)
-            if type(entry) is not dict or type(entry.get("text")) is not str:
-                raise ValueError(f"line {i + 1} has no text")
-            docs.append((f"{name}:{i:09}", entry["text"]))
-    return docs
+def read_text(path):
+    """The text of a file. ValueError if it is no text in UTF-8."""
+    data = require_file(path).read_bytes()
+    if b"\0" in data:  # UTF-16, or no text
+        raise ValueError("not UTF-8 text: has bytes of 0")
+    try:
+        return data.decode("utf-8-sig")  # without the mark with which Windows begins a file
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+
+
+def texts_of(path, text):
+    """The texts in a file: of JSON lines each line's "text", of other files the whole. ValueError
+    if a line of a file that is called .jsonl or .ndjson has none. (In a .json the first line
+    decides.)"""
+    if path.suffix not in (".jsonl", ".ndjson", ".json"):
+        return [text]
+    texts = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            texts.append(json.loads(line)["text"])
+            texts[-1].encode()  # AttributeError: no string; UnicodeEncodeError: half a character
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if path.suffix == ".json" and not texts:
+                return [text]
+            raise ValueError(f'line {number} is no JSON object with a "text"') from None
+    return texts
 
 
 def read_source(source):
-    """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files. A
-    .jsonl file has a text in each line."""
+    """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files.
+    Prints how many files of a folder it skips, and why."""
     if source == "shakespeare":
         return [(source, download_shakespeare())]
     root = Path(source)
@@ -128,25 +151,26 @@ def read_source(source):
         skip = NOT_STDLIB
         ending = ".py"
     show(f"reading {source}")
-    paths = files_under(root, skip, ending) if root.is_dir() else [root]
+    paths = sorted(files_under(root, skip, ending)) if root.is_dir() else [root]
     docs = []
-    left_out = []
+    skipped = defaultdict(list)  # reason -> names of files
     for path in paths:
         # a name relative to root: the same corpus wherever the folder lies
         name = path.relative_to(root).as_posix()
         try:
-            text = require_file(path).read_bytes().decode()
-            docs += [(name, text)] if path.suffix != ".jsonl" else texts_of_lines(name, text)
+            texts = texts_of(path, read_text(path))
         except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)  # an OSError without its number
             if path == root:  # the user has named this file; in a folder, skip what is not text
-                reason = getattr(error, "strerror", None) or error  # an OSError without its number
                 raise ValueError(f"{source}: not readable as UTF-8 text ({reason}); give the path "
                                  "of a text file or a folder, or stdlib, or shakespeare") from error
-            left_out.append(name)
-    if left_out:
-        print(f"{source}: left out {len(left_out)} of {len(paths)} files, which are not UTF-8 text "
-              f"or not lines of JSON with a text: {', '.join(sorted(left_out)[:3])}"
-              + ", ..." * (len(left_out) > 3), flush=True)
+            skipped[reason].append(name)
+            continue
+        for i, text in enumerate(texts):
+            docs.append((name if len(texts) == 1 else f"{name}:{i:09}", text))
+    for reason, names in skipped.items():
+        print(f"skipped {len(names)} of {len(paths)} files of {source}: {reason} ({names[0]}"
+              f"{', ...' if len(names) > 1 else ''})", flush=True)
     if not docs:
         raise ValueError(f"{source}: no file of UTF-8 text in {root}; give another path")
     return docs
@@ -176,11 +200,18 @@ def train_and_val(docs):
             train.append(text)
     if val_bytes >= total // 20:
         return train, val
+    val = []
     joined = "".join(texts)
     end = len(joined) * 9 // 10
     newline = joined.rfind("\n", end // 2, end)  # the last one before `end`; -1: none
     cut = newline + 1 if newline >= 0 else end
-    return [joined[:cut]], [joined[cut:]]
+    start = 0  # of a text in the joined text
+    train = []
+    for text in texts:
+        train.append(text[: max(0, cut - start)])
+        val.append(text[max(0, cut - start) :])
+        start += len(text)
+    return [text for text in train if text], [text for text in val if text]
 
 
 # ---- learn a vocabulary ----
@@ -280,18 +311,99 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
                          "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from error
 
 
+class FolderEncoding:
+    """The tokenizer.json in a folder of Hugging Face, with the methods of a tiktoken.Encoding that
+    are called here. ValueError: no such file, or not a tokenizer.
+
+    n_vocab is the model's vocabulary, which may be larger than the tokenizer's (Qwen's is). Without
+    one: config.json's vocab_size, or as many tokens as the tokenizer has."""
+    name = FOREIGN[0]
+
+    def __init__(self, folder, n_vocab=None):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(f"{folder}: pip install tokenizers, which reads it") from None
+        folder = Path(folder)
+        self.files = {}
+        try:
+            for name in FOREIGN:
+                if name == self.name or (folder / name).exists():
+                    self.files[name] = require_file(folder / name).read_bytes()
+            name = self.name
+            self.tokenizer = Tokenizer.from_buffer(self.files[name])
+            self.tokenizer.encode_special_tokens = True  # in a text they are text
+            size = max(self.tokenizer.get_vocab().values(), default=0) + 1
+            name = FOREIGN[1]
+            end = json.loads(self.files.get(name, "{}")).get("eos_token")
+            end = end["content"] if type(end) is dict else end
+            number = self.tokenizer.token_to_id(end) if end else None
+            name = "config.json"
+            if n_vocab is None and (folder / name).exists():
+                n_vocab = int(json.loads(require_file(folder / name).read_bytes())["vocab_size"])
+        except Exception as error:  # tokenizers raises no narrower class
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise ValueError(f"{folder / name}: {reason}") from None
+        self.n_vocab = n_vocab or size
+        if self.n_vocab < size:
+            raise ValueError(f"{folder / self.name}: {size} tokens, for a vocabulary of "
+                             f"{self.n_vocab}")
+        # of its special tokens only the one that ends a text
+        self._special_tokens = {} if number is None else {end: number}
+
+    def encode_ordinary(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def token_type(vocab_size):
+    """numpy's name for the tokens in a .bin file: little-endian uint16 or uint32."""
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+def end_of_text(enc):
+    """[the token that ends a text], or [] if the tokenizer has none: GPT-2's is 50256."""
+    return [*enc._special_tokens.values()]
+
+
 def encode(enc, texts, name, pool):
-    """The tokens of all texts, one array. tiktoken releases the GIL: two threads are faster."""
+    """The tokens of all texts, one array; each text ends with the tokenizer's end of text, if there
+    is one. tiktoken releases the GIL: two threads are faster."""
     def encode_piece(piece):
-        return np.array(enc.encode_ordinary(piece), "<u2")
+        ids = end_of_text(enc) if piece is None else enc.encode_ordinary(piece)
+        return np.array(ids, token_type(enc.n_vocab))
 
     show(f"encoding {name}")
-    pieces = [piece for text in texts for piece in PIECES.findall(text)]
+    pieces = []  # None: the end of a text
+    for text in texts:
+        # where another tokenizer may cut a text is not known
+        pieces += [*([text] if enc.name in FOREIGN else PIECES.findall(text)), None]
     ids = []
     for tokens in pool.map(encode_piece, pieces):
         ids.append(tokens)
         show(f"encoding {name}", f": {100 * len(ids) // len(pieces)} %")
     return np.concatenate(ids)
+
+
+def foreign_file(out):
+    """The first file of the folder `out` that prepare() would replace and has not written; None if
+    there is none. A meta.json with a source_hash marks a folder as ours, or UNFINISHED if prepare()
+    was stopped half-way."""
+    if (out / UNFINISHED).exists():
+        return None
+    with suppress(OSError, ValueError, RecursionError):
+        if "source_hash" in json.loads(require_file(out / "meta.json").read_bytes()):
+            return None
+    return next((out / name for name in (*FILES, "meta.pkl") if (out / name).exists()), None)
+
+
+def advice(out):
+    """What errors about the data in the folder `out` tell the user to do."""
+    if foreign_file(out):
+        return "python data/prepare.py SOURCE --out FOLDER writes another folder"
+    return f"python data/prepare.py SOURCE --out {out} writes this folder"
 
 
 def write_whole(out, files):
@@ -320,29 +432,16 @@ def write_whole(out, files):
                          "--out FOLDER prepares it elsewhere") from error
 
 
-def refuse_to_replace(out, sources):
-    """ValueError if the folder has a source, or tokens that another program has written (nanoGPT's
-    and llm.c's folders have no meta.json)."""
-    for name in ("train.bin", "val.bin", "vocab.tiktoken", "meta.json"):
-        if any((out / name).exists() and (out / name).samefile(source)
-               for source in sources if Path(source).is_file()):
-            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
-                             "another folder")
-    if not (out / "meta.json").exists() and not (out / UNFINISHED).exists():
-        for name in ("train.bin", "val.bin"):
-            if (out / name).exists():
-                raise ValueError(f"--out {out} has a {name} of another program, which would be "
-                                 "replaced; name another folder")
-
-
 def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     """Write the folder `out` and return the values of its meta.json. Default: data/stdlib or
     data/shakespeare for that source alone, else data/custom. ValueError: sources that cannot be
     read, or a folder that cannot be written."""
     start = time.perf_counter()
     sources = [sources] if isinstance(sources, str) else [str(s) for s in sources]
-    if tokenizer not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes")
+    foreign = FolderEncoding(tokenizer) if Path(tokenizer).is_dir() else None
+    if not foreign and tokenizer not in ("bpe", "gpt2", "bytes"):
+        raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes, nor a folder with "
+                         "a tokenizer.json")
     learned = tokenizer == "bpe"
     if learned and not 256 <= vocab_size <= 65536:
         raise ValueError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
@@ -351,7 +450,15 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         out = Path(__file__).parent / (sources[0] if is_named else "custom")
     out = Path(out)
 
-    refuse_to_replace(out, sources)
+    for name in FILES:
+        if any((out / name).exists() and (out / name).samefile(source)
+               for source in sources if Path(source).is_file()):
+            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
+                             "another folder")
+    other = foreign_file(out)
+    if other:
+        raise ValueError(f"--out {out}: another program wrote {other.name}, which would be "
+                         "replaced; name another folder")
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
     train_bytes = "".join(train_texts).encode()
@@ -361,14 +468,16 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         ranks = BYTES
         if learned:
             ranks = learn_bpe("".join(train_texts)[:LEARN_CHARS], vocab_size)
-        enc = make_encoding(tokenizer, ranks)
+        enc = foreign or make_encoding(tokenizer, ranks)
         train = encode(enc, train_texts, "train.bin", pool)
         val = encode(enc, val_texts, "val.bin", pool)
         gzip_bytes = len(zipped.result())
-    assert enc.decode_bytes(val.tolist()) == val_bytes, "tokens must spell the text exactly"
+    if not foreign:  # (others may normalize the text)
+        in_text = val[~np.isin(val, end_of_text(enc))].tolist()
+        assert enc.decode_bytes(in_text) == val_bytes, "tokens must spell the text exactly"
 
     meta = {"vocab_size": enc.n_vocab,
-            "tokenizer": tokenizer,
+            "tokenizer": enc.name,
             **({"pattern": PATTERN} if learned else {}),
             "train_tokens": len(train),
             "val_tokens": len(val),
@@ -381,12 +490,14 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     if learned:
         lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
         files["vocab.tiktoken"] = b"".join(lines)
+    if foreign:
+        files.update(enc.files)
     files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
     write_whole(out, files)
 
     print(f"corpus     {', '.join(sources)}: {len(docs)} files, "
           f"{len(train_bytes) / 1e6:.2f} MB train, {len(val_bytes) / 1e6:.2f} MB val\n"
-          f"vocabulary {enc.n_vocab} tokens ({tokenizer}), {meta['bytes_per_token']:.2f} bytes a "
+          f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
           f"token; gzip -9 needs {meta['gzip_bits_per_byte']:.3f} bits a byte\n"
           f"tokens     {len(train):,} train, {len(val):,} val, in {out} "
           f"({time.perf_counter() - start:.1f} s)", flush=True)
@@ -400,7 +511,8 @@ def main():
                         help="stdlib (default), shakespeare, or paths of text files and folders")
     parser.add_argument("--out", help="folder to write (default: data/stdlib or "
                         "data/shakespeare for that source alone, else data/custom)")
-    parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
+    parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2, bytes, or "
+                        "a folder with Hugging Face's tokenizer.json")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")
     args = parser.parse_args()

@@ -88,11 +88,12 @@ def sound_config(values):
             require(is_whole(value, 2**31) and value >= least, field.name)
         if field.type is float:
             require(0 <= value < math.inf, field.name)
-    require(config.n_embd % config.n_head == 0, "n_head")
+    if not getattr(config, "head_dim", 0):
+        require(config.n_embd % config.n_head == 0, "n_head")
     require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
     if isinstance(config, LlamaConfig):
         require(config.n_head % config.n_kv_head == 0, "n_kv_head")
-        require(config.n_embd // config.n_head % 2 == 0, "n_head")
+        require(config.hs % 2 == 0, "n_head")
         require(not config.rope_scaling or is_scaling(config.rope_scaling), "rope_scaling")
     return config
 
@@ -111,6 +112,7 @@ def refuse_unsound(manifest):
     require(type(manifest["data"]) is str, "data")
     require(manifest["data"] != "", "data")
     require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "optimizer")
+    require(type(manifest.get("kept")) in (dict, type(None)), "kept")
 
 
 def read_manifest(folder):
@@ -388,6 +390,7 @@ def save(trainer, step, data_folder=""):
                 **{"scale": 1.0, "good_steps": 0, **numbers_of(trainer)},
                 "model": asdict(trainer.model_config),
                 "config": asdict(cfg),
+                "kept": trainer.kept,
                 "data": str(Path(data_folder).resolve()),
                 "checksums": {path.name: {name: sums[name] for name in shapes}
                               for path, _, shapes in files}})
@@ -436,6 +439,7 @@ def load(trainer, folder):
         transfer(trainer, entries, saving=False)
     for name, value in trainer.optimizer.numbers().items():
         value.fill_(manifest[name])
+    trainer.kept = manifest.get("kept")
     trainer.reducer.publish()  # ZeRO-1 and 2: each rank has read its shard of the weights
     return manifest["step"]
 

@@ -78,16 +78,18 @@ class Config:
                       "of the shards; 0: all --dp")
     fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
                      "tp, ep, ddp, optimizer, pp", alone="all")
-    arch: str = flag("gpt2", "model", "model.py's GPT-2 or llama.py's Llama", ("gpt2", "llama"))
+    arch: str = flag("gpt2", "model", "model.py's GPT-2 or llama.py's Llama, Qwen2, Qwen3",
+                     ("gpt2", "llama", "qwen2", "qwen3"))
     n_layer: int = flag(4, "model", "transformer blocks")
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
     n_kv_head: int = flag(0, "model", "llama: heads of keys and values; 0: as many as --n-head")
     n_hidden: int = flag(0, "model", "llama: hidden units of an MLP; 0: 8/3 of the width, rounded "
                          "up to a multiple of 64")
+    head_dim: int = flag(0, "model", "llama: width of a head; 0: the width / --n-head")
     rope_theta: float = flag(10000.0, "model", "llama: base of the rotary frequencies")
-    rope_scaling: str = flag("", "model", "llama: FACTOR,LOW,HIGH,TOKENS, Llama 3.1's change of "
-                             "the frequencies for longer sequences")
+    rope_scaling: str = flag("", "model", "llama: FACTOR, or Llama 3.1's FACTOR,LOW,HIGH,TOKENS: "
+                             "lower frequencies, for longer sequences")
     norm_eps: float = flag(1e-5, "model", "llama: RMSNorm's epsilon")
     untied: bool = flag(False, "model", "llama: lm_head has a matrix of its own")
     experts: int = flag(0, "model", "experts in each block, in place of its MLP; 0: none")
@@ -136,7 +138,7 @@ class Config:
 LIMITS = {  # (least, most): flags
     (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
     (1, 2**31): "block_size",
-    (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden",
+    (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden head_dim",
     (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
     (0, 1 - 1e-9): "beta1 beta2 dropout",
@@ -364,7 +366,9 @@ def resolve(cfg, world):
     cfg.chunks = chunks_of(cfg.schedule, cfg.chunks)
     cfg.shard = cfg.shard or cfg.dp
     choose_parts(cfg)
-    if cfg.arch == "llama":
+    if cfg.arch != "gpt2":
+        if cfg.head_dim * cfg.n_head == cfg.n_embd:
+            cfg.head_dim = 0
         cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
         cfg.n_hidden = cfg.n_hidden or math.ceil(8 * cfg.n_embd / 3 / 64) * 64
 
@@ -404,7 +408,7 @@ def refuse_wrong_sizes(cfg):
     and an MLP's hidden units over top_k experts."""
     refuse_wrong_model(cfg)
     heads = ["n_head"]
-    if cfg.arch == "llama":
+    if cfg.arch != "gpt2":
         heads.append("n_kv_head")
     for whole in heads:
         require_divides(cfg, "tp", whole=whole)
@@ -422,7 +426,7 @@ def refuse_wrong_sizes(cfg):
         require_multiple(cfg, "experts", cfg.ep * cfg.tp, "ep", "tp")
         require(cfg.top_k <= cfg.experts, f"{given(cfg, 'top_k')} must be at most "
                 f"{given(cfg, 'experts')}")
-        if cfg.arch == "llama":  # an expert's hidden width: n_hidden / top_k
+        if cfg.arch != "gpt2":  # an expert's hidden width: n_hidden / top_k
             require_divides(cfg, "top_k", whole="n_hidden")
         else:
             require(4 * cfg.n_embd % cfg.top_k == 0,  # an expert's hidden width: 4 n_embd / top_k
@@ -440,34 +444,40 @@ def refuse_nothing_to_watch(cfg, ranks):
             "messages")
 
 
-LLAMA_FLAGS = ("n_kv_head", "n_hidden", "rope_theta", "rope_scaling", "norm_eps", "untied")
+LLAMA_FLAGS = ("n_kv_head", "n_hidden", "head_dim", "rope_theta", "rope_scaling", "norm_eps",
+               "untied")
 
 
 def refuse_wrong_model(cfg):
-    """--n-head must divide --n-embd. In a Llama --n-kv-head must divide --n-head, and rotary
-    positions need heads of even width. A GPT-2 takes no flags of a Llama."""
-    require_divides(cfg, "n_head", whole="n_embd")
-    if cfg.arch == "llama":
+    """--n-head must divide --n-embd, unless --head-dim says how wide a head is. In a Llama
+    --n-kv-head must divide --n-head, and rotary positions need heads of even width. A GPT-2 takes
+    no flags of a Llama."""
+    if not cfg.head_dim:
+        require_divides(cfg, "n_head", whole="n_embd")
+    if cfg.arch != "gpt2":
         require_divides(cfg, "n_kv_head", whole="n_head")
-        width = cfg.n_embd // cfg.n_head  # numbers of a head
-        require(width % 2 == 0, f"{given(cfg, 'n_embd')} / {given(cfg, 'n_head')}: heads of "
-                f"{width} numbers; rotary positions need an even number")
+        width = cfg.head_dim or cfg.n_embd // cfg.n_head  # numbers of a head
+        whence = given(cfg, "head_dim") if cfg.head_dim else (
+            f"{given(cfg, 'n_embd')} / {given(cfg, 'n_head')}")
+        require(width % 2 == 0, f"{whence}: heads of {width} numbers; rotary positions need an "
+                "even number")
         require(not cfg.rope_scaling or is_scaling(cfg.rope_scaling),
-                f"{given(cfg, 'rope_scaling')} must be four numbers above 0 such as 8,1,4,8192, "
-                "the second below the third")
+                f"{given(cfg, 'rope_scaling')} must be one number above 0, or four such as "
+                "8,1,4,8192, the second below the third")
         return
     for f in fields(cfg):
         require(f.name not in LLAMA_FLAGS or getattr(cfg, f.name) == f.default,
-                f"{given(cfg, f.name)} is for --arch llama")
+                f"{given(cfg, f.name)} is for --arch llama, qwen2 or qwen3")
 
 
 def is_scaling(text):
-    """Is the text FACTOR,LOW,HIGH,TOKENS: finite numbers above 0, with LOW below HIGH?"""
+    """Is the text FACTOR or FACTOR,LOW,HIGH,TOKENS: finite numbers above 0, with LOW below HIGH?"""
     try:
-        factor, low, high, tokens = (float(number) for number in text.split(","))
+        numbers = [float(number) for number in text.split(",")]
     except ValueError:
         return False
-    return 0 < factor < math.inf and 0 < low < high < math.inf and 0 < tokens < math.inf
+    ordered = len(numbers) == 1 or (len(numbers) == 4 and numbers[1] < numbers[2])
+    return ordered and all(0 < number < math.inf for number in numbers)
 
 
 def refuse_wrong_pipeline(cfg):
@@ -483,8 +493,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
-    of --init-from count until --out has a checkpoint.)"""
+    """Refuse two sources of weights, and a trace of too few steps. (--resume auto takes the weights
+    of --init-from only if --out has no checkpoint yet.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -597,7 +607,7 @@ def check_ring_kernels(cfg):
     """ValueError if ring attention's GPU kernels (kernel() in engine/context_parallel.py) do not
     take these heads. A head's row is a multiple of 16 bytes: 8 numbers of 16 bits, or 4 of 32.
     Heads of 16 bits have up to 256 numbers. There is no kernel for 64 bits."""
-    size = cfg.n_embd // cfg.n_head
+    size = cfg.head_dim or cfg.n_embd // cfg.n_head
     fits = {8: False,  # bytes of a number: do the kernels take such heads?
             4: size % 4 == 0,
             2: size % 8 == 0 and size <= 256}
@@ -621,11 +631,13 @@ def check(cfg, world):
     cuda = cfg.device == "cuda"
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
         check_ring_kernels(cfg)
+    language, variable, usual, also = (("C", "CC", "gcc", "clang") if cuda
+                                       else ("C++", "CXX", "g++", "clang++"))
+    compilers = (os.environ.get(variable, usual), also)
+    require(not cfg.compile or any(map(shutil.which, compilers)), f"--compile needs a {language} "
+            f"compiler, and there is no {usual}; install one, name it in the environment variable "
+            f"{variable}, or leave --compile out")
     if not cuda:
-        compilers = (os.environ.get("CXX", "g++"), "clang++")
-        require(not cfg.compile or any(map(shutil.which, compilers)), "--compile needs a C++ "
-                "compiler on a CPU, and there is no g++; install one, name it in the environment "
-                "variable CXX, or leave --compile out")
         check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"

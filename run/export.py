@@ -68,7 +68,8 @@ def export(folder, to):
     model = load_model(folder)
     # Read before anything is written, because a run may have pruned the checkpoint by now: then
     # read_newest() starts again with another one
-    data = checkpoint.read_manifest(folder)["data"]
+    manifest = checkpoint.read_manifest(folder)
+    data = manifest["data"]
     config = model.config
     if config.n_experts:
         raise ValueError(f"{folder}: neither GPT-2 nor Llama has experts")
@@ -81,19 +82,16 @@ def export(folder, to):
         raise ValueError(f"{part} is left of an export that was stopped; delete it")
     part.mkdir(parents=True)
     write_weights(part / "model.safetensors", model)
-    tokenizer = {}
     note = ""
     try:
-        tokenizer = tokenizer_files(data, config)
+        tokenizer, end_of_text = tokenizer_files(data, config)
     except (ValueError, OSError) as error:
         note = f"; without a tokenizer: {in_words(error)}"
-    if tokenizer:
-        end_of_text = 0  # in our own vocabularies tokens 0 to 255 are the bytes; no text has byte 0
-    elif config.vocab_size > 50256:
-        end_of_text = 50256  # GPT-2's own
-    else:
-        end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
-    files = {CONFIG: config_json(config, end_of_text), **tokenizer}
+        tokenizer = {}
+        # GPT-2's own, also in nanoGPT's vocabulary of 50,304. Else not known: in nanoGPT's
+        # characters token 0 is mostly the line break
+        end_of_text = 50256 if 50257 <= config.vocab_size <= 50304 else None
+    files = {CONFIG: config_json(config, end_of_text, manifest.get("kept")), **tokenizer}
     for name, content in files.items():
         (part / name).write_text(json.dumps(content, indent=1))
     part.rename(to)

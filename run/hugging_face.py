@@ -9,6 +9,7 @@ under other names.
     in transformer.h.0.         in h.0.                  in model.layers.0.
         ln_1                        ln_1                     input_layernorm
         attn.c_attn                 attn.c_attn *            self_attn.q_proj, k_proj, v_proj: rows
+        attn.ln_q, ln_k             -                        self_attn.q_norm, k_norm (Qwen3)
         attn.c_proj                 attn.c_proj *            self_attn.o_proj
         ln_2                        ln_2                     post_attention_layernorm
         mlp.c_fc                    mlp.c_fc *               mlp.gate_proj, up_proj: rows
@@ -16,7 +17,8 @@ under other names.
 
 *: GPT-2 stores this matrix as (in, out), we store it as (out, in). rows: our matrix has the rows of
 all these matrices, one matrix below the other.
-(GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.)
+(GPT-2's names are those of the hub's gpt2. GPT2LMHeadModel puts transformer. before them, like us.
+Qwen2's, Qwen3's and Mistral's names are Llama's.)
 
 No torch here: run/config.py reads the sizes of --init-from with this file before torch is imported.
 """
@@ -33,12 +35,14 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 # Names in a block: ours -> LlamaForCausalLM's. If there are several, our tensor is their rows, one
 # below the other
 LLAMA_BLOCK = {
-    "ln_1.weight": ["input_layernorm"],
-    "attn.c_attn.weight": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.c_proj.weight": ["self_attn.o_proj"],
-    "ln_2.weight": ["post_attention_layernorm"],
-    "mlp.c_fc.weight": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.c_proj.weight": ["mlp.down_proj"],
+    "ln_1": ["input_layernorm"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.ln_q": ["self_attn.q_norm"],
+    "attn.ln_k": ["self_attn.k_norm"],
+    "attn.c_proj": ["self_attn.o_proj"],
+    "ln_2": ["post_attention_layernorm"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.c_proj": ["mlp.down_proj"],
 }
 LLAMA_ENDS = {"transformer.wte.weight": "model.embed_tokens.weight",
               "transformer.ln_f.weight": "model.norm.weight",
@@ -51,28 +55,34 @@ def llama_names(name, config):
     if name in LLAMA_ENDS:
         return [(LLAMA_ENDS[name], None)]
     _, _, i, local = name.split(".", 3)  # transformer.h.0.ln_1.weight
-    rows = {"attn.c_attn.weight": [config.n_embd, config.kv_width, config.kv_width],
-            "mlp.c_fc.weight": [config.n_hidden] * 2}
-    theirs = LLAMA_BLOCK[local]
-    return [(f"model.layers.{i}.{part}.weight", n)
-            for part, n in zip(theirs, rows.get(local, [None]), strict=True)]
+    local, _, kind = local.rpartition(".")  # "ln_1", "weight" (Qwen2's c_attn also has a "bias")
+    rows = {"attn.c_attn": [config.query_width, config.kv_width, config.kv_width],
+            "mlp.c_fc": [config.n_hidden] * 2}
+    return [(f"model.layers.{i}.{part}.{kind}", n)
+            for part, n in zip(LLAMA_BLOCK[local], rows.get(local, [None]), strict=True)]
 
 
 # ---- config.json -> flags ----
 
-# What transformers takes for a size that a GPT-2's config.json leaves out. (A Llama's sizes must be
-# there: transformers' defaults are those of the model of 7 billion parameters)
-GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-# Names by which a GPT-2's config.json may call its sizes, too
-GPT2_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-                "hidden_size": "n_embd", "max_position_embeddings": "n_positions"}
-SAME_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function, written in three ways
+SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_python_tanh": "gelu_new",
+        "gelu_accurate": "gelu_new", "swish": "silu"}  # other names for the same function
 # Settings of config.json that change the computation -> the one value that this code computes
-GPT2_ONLY = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
-             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-             "add_cross_attention": False, "tie_word_embeddings": True}
-LLAMA_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-GPT2_SIZES = ("n_layer", "n_head", "n_embd")  # named like our flags
+ONLY = {"gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
+                 "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+                 "add_cross_attention": False, "tie_word_embeddings": True},
+        "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        "mistral": {"hidden_act": "silu", "sliding_window": None},
+        "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+        "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}}
+# What transformers takes for a setting that is left out, if that is another value than a Llama's
+DEFAULTS = {"mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+            "qwen2": {"num_key_value_heads": 32},
+            "qwen3": {"num_key_value_heads": 32, "head_dim": 128}}
+# Sizes of a GPT-2, named like our flags -> (another name for the same, the value without either):
+# those of transformers' GPT2Config
+GPT2_SIZES = {"n_head": ("num_attention_heads", 12), "n_layer": ("num_hidden_layers", 12),
+              "n_embd": ("hidden_size", 768)}
+GPT2_POSITIONS = {"n_positions": ("max_position_embeddings", 1024)}
 LLAMA_SIZES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
                "hidden_size": "n_embd", "intermediate_size": "n_hidden"}
 
@@ -96,7 +106,7 @@ def flags_of_folder(folder):
     describes a model that this code does not compute."""
     given = read_config(folder)
     try:
-        given = completed(given)
+        given = {**DEFAULTS.get(kind_of_config(given), {}), **given}
         refuse_other_mathematics(given)
         return gpt2_flags(given) if kind_of_config(given) == "gpt2" else llama_flags(given)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -108,74 +118,120 @@ def kind_of_config(given):
     return given.get("model_type", "gpt2")
 
 
-def completed(given):
-    """config.json's dict; a GPT-2's under its own names, with transformers' defaults for the sizes
-    that are left out."""
-    if kind_of_config(given) == "gpt2":
-        given = {GPT2_ALIASES.get(name, name): value for name, value in given.items()}
-        given = {**GPT2_DEFAULTS, **given}
-    return given
-
-
 def refuse_other_mathematics(given):
     """ValueError if a value of config.json makes that model compute something else than ours."""
     kind = kind_of_config(given)
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(f"its model_type is {kind}; gpt2 and llama can be read")
+    if kind not in ONLY:
+        raise ValueError(f"its model_type is {kind}; {', '.join(ONLY)} can be read")
     if given.get("quantization_config"):
         raise ValueError("its weights are quantized (quantization_config); take the original ones")
-    for name, ours in (GPT2_ONLY if kind == "gpt2" else LLAMA_ONLY).items():
+    others = set(given.get("layer_types") or ()) - {"full_attention"}
+    if others:
+        raise ValueError(f"its layer_types has {min(others)}; full_attention can be read")
+    for name, ours in ONLY[kind].items():
         value = given.get(name, ours)
-        if name == "n_inner" and value == 4 * given["n_embd"]:  # None means the same
+        if name == "n_inner" and value == 4 * gpt2_flags(given)["n_embd"]:  # None means the same
             continue
-        if name == "activation_function" and value in SAME_GELU:
-            continue
-        if value != ours:
+        if SAME.get(str(value), value) != ours:
             raise ValueError(f"its {name} is {value}, here it is {ours}")
 
 
+def size(given, *names, default=None):
+    """A size in config.json, which has it under one of these names. ValueError if it is no size, if
+    two names contradict, or if none is there and there is no default."""
+    found = {name: given[name] for name in names if name in given}
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"its {name} is {value!r:.40}, not a whole number above 0")
+        if value != found.get(names[0], value):
+            raise ValueError(f"its {name} is {value}, its {names[0]} {found[names[0]]}")
+    if not found and default is None:
+        raise ValueError(f"it has no {names[0]}; add that line")
+    return next(iter(found.values()), default)
+
+
+def number(given, name, default):
+    """A number above 0 in config.json."""
+    value = given.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < 1e300:
+        raise ValueError(f"its {name} is {value!r:.40}, not a number above 0")
+    return float(value)
+
+
 def gpt2_flags(given):
-    return {**{name: given[name] for name in GPT2_SIZES}, "block_size": given["n_positions"]}
+    flags = {name: size(given, name, other, default=default)
+             for name, (other, default) in {**GPT2_SIZES, **GPT2_POSITIONS}.items()}
+    flags["block_size"] = flags.pop("n_positions")
+    return flags
 
 
 def llama_flags(given):
     """The flags of a Llama's config.json. block_size is not among them: rotary positions have no
-    table, so --block-size decides."""
-    flags = {"arch": "llama", **{ours: given[theirs] for theirs, ours in LLAMA_SIZES.items()}}
-    flags["n_kv_head"] = given.get("num_key_value_heads") or flags["n_head"]
-    head_dim = given.get("head_dim") or flags["n_embd"] // flags["n_head"]
-    if head_dim * flags["n_head"] != flags["n_embd"]:
-        raise ValueError(f"its head_dim is {head_dim}, here it is hidden_size / "
-                         f"num_attention_heads = {flags['n_embd'] / flags['n_head']:g}")
-    flags["norm_eps"] = float(given.get("rms_norm_eps", 1e-6))
+    table, so --block-size decides. (transformers has defaults for the four sizes, too: the 7B
+    model's. A smaller folder that lacks one would fail at some tensor, so name the size.)"""
+    kind = kind_of_config(given)
+    flags = {"arch": "llama" if kind == "mistral" else kind,  # Mistral without its window: a Llama
+             **{ours: size(given, theirs) for theirs, ours in LLAMA_SIZES.items()}}
+    flags["n_kv_head"] = flags["n_head"]
+    if given.get("num_key_value_heads") is not None:
+        flags["n_kv_head"] = size(given, "num_key_value_heads")
+    flags["head_dim"] = 0  # the width / n_head
+    if given.get("head_dim") is not None:
+        head_dim = size(given, "head_dim")
+        flags["head_dim"] = head_dim if head_dim * flags["n_head"] != flags["n_embd"] else 0
+    size(given, "max_position_embeddings", default=2048)  # for run.export: see KEPT
+    flags["norm_eps"] = number(given, "rms_norm_eps", 1e-6)
     flags["untied"] = not given.get("tie_word_embeddings", False)
     # transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters
     rope = {"rope_theta": given.get("rope_theta", 10000.0), **(given.get("rope_scaling") or {}),
             **(given.get("rope_parameters") or {})}
-    flags["rope_theta"] = float(rope["rope_theta"])
+    flags["rope_theta"] = number(rope, "rope_theta", 10000.0)
     flags["rope_scaling"] = rope_scaling(rope)
     return flags
 
 
+# config.json's rope_type -> its names of --rope-scaling's numbers
+SCALINGS = {"linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                       "original_max_position_embeddings")}
+
+
 def rope_scaling(rope):
-    """The value of --rope-scaling for these settings of config.json's rotary positions: "" or
-    FACTOR,LOW,HIGH,TOKENS."""
+    """The value of --rope-scaling for these settings of config.json's rotary positions: "",
+    FACTOR or FACTOR,LOW,HIGH,TOKENS."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return ""
-    if kind != "llama3":
-        raise ValueError(f"its rope_scaling is {kind}; default and llama3 can be read")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ",".join(f"{rope[name]:.15g}" for name in names)
+    if kind not in SCALINGS:
+        raise ValueError(f"its rope_scaling is {kind}; default, linear and llama3 can be read")
+    return ",".join(f"{number(rope, name, None):.15g}" for name in SCALINGS[kind])
 
 
 # ---- a GPTConfig or LlamaConfig -> config.json ----
 
 
-def config_json(config, end_of_text):
-    """The content of config.json. end_of_text: the token that ends a text, or None."""
-    common = {"vocab_size": config.vocab_size, "bos_token_id": end_of_text,
-              "eos_token_id": end_of_text}
+# Settings that no flag changes: a run from a folder hands them on to run.export
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+
+def kept_settings(folder):
+    """{name: value} of KEPT in a folder's config.json."""
+    given = read_config(folder)
+    return {name: given[name] for name in KEPT if name in given}
+
+
+def config_json(config, end_of_text, kept=None):
+    """The content of config.json. end_of_text: the token that ends a text, or None. kept: what
+    kept_settings() said of the folder with which the training began; what is not in there has
+    transformers' default, so it is left out."""
+    if kept is None:
+        kept = {"bos_token_id": end_of_text, "eos_token_id": end_of_text,
+                "max_position_embeddings": config.block_size}
+    else:
+        kept = dict(kept)
+    # a GPT-2's table has block_size positions, and transformers has another name for their number
+    most = kept.pop("max_position_embeddings", 2048)  # the default of LlamaConfig
+    common = {"vocab_size": config.vocab_size, **kept}
     if not isinstance(config, LlamaConfig):
         return {"architectures": ["GPT2LMHeadModel"],
                 "model_type": "gpt2",
@@ -188,18 +244,20 @@ def config_json(config, end_of_text):
                 **common}
     scaling = None
     if config.rope_scaling:
-        factor, low, high, original = config.rope_scaling.split(",")
-        scaling = {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": float(low),
-                   "high_freq_factor": float(high),
-                   "original_max_position_embeddings": int(float(original))}
-    return {"architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        numbers = [float(number) for number in config.rope_scaling.split(",")]
+        kind = "linear" if len(numbers) == 1 else "llama3"
+        scaling = {"rope_type": kind, **dict(zip(SCALINGS[kind], numbers, strict=True))}
+        if kind == "llama3":
+            scaling["original_max_position_embeddings"] = int(numbers[-1])
+    return {"architectures": [f"{config.arch.capitalize()}ForCausalLM"],
+            "model_type": config.arch,
             **{theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()},
             "num_key_value_heads": config.n_kv_head,
-            "max_position_embeddings": config.block_size,
+            "head_dim": config.hs,
+            "max_position_embeddings": max(most, config.block_size),
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
             "tie_word_embeddings": config.tied,
-            **LLAMA_ONLY,
+            **ONLY[config.arch],
             **common}

@@ -21,6 +21,29 @@ import time
 
 from run import config, signals
 
+# Environment variables in which a launcher says how many tasks it has started. (SLURM sets the
+# first for srun's tasks only, SLURM_NTASKS also for the batch script, which is one process)
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def refuse_tasks():
+    """ValueError if srun or mpirun has started this command several times: each task would be a
+    whole run. Where only SLURM_NTASKS says so, print a line, unless this is not the first task."""
+    given = os.environ
+    if "WORLD_SIZE" in given:  # a rank, or a process of torchrun
+        return
+    told = [name for name in TASKS if given.get(name, "1") not in ("", "0", "1")]
+    fix = "let one task per node start torchrun (docs/gpus-and-nodes.md), or start one task"
+    if not told and given.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in given:
+        if given["SLURM_PROCID"] == "0":
+            signals.note(f"{signals.program()}: SLURM_NTASKS={given['SLURM_NTASKS']}, and this "
+                         f"process is a whole run; if srun has started others: {fix}")
+        else:
+            told = ["SLURM_PROCID"]
+    if told:
+        raise ValueError(f"{told[0]}={given[told[0]]}: srun or mpirun has started several tasks, "
+                         f"and each would be a whole run; {fix}")
+
 
 def start(description, args=None):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit. args: the
@@ -31,30 +54,20 @@ def start(description, args=None):
     # counts, also under the variable's older name
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    try:
+        refuse_tasks()
+    except ValueError as error:
+        config.fail(error)
     cfg, world, ranks = config.read_command_line(description, args)
     # Print one line, once: the launcher prints it, or rank 0 of torchrun, or the only process
     is_first = os.environ.get("RANK", "0") == "0"
     has_launcher = signals.STORE in os.environ
     if is_first and not has_launcher:
-        model = "Llama" if cfg.arch == "llama" else "GPT"
+        model = {"gpt2": "GPT"}.get(cfg.arch, cfg.arch.capitalize())
         print(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
-    if world == 1 and not has_launcher:
-        note_other_tasks()
     if ranks > world:
         sys.exit(launch(ranks, grace=min(10, cfg.timeout)))
-
-
-def note_other_tasks():
-    """Print a line if srun or mpirun has started this command several times, which does not make
-    one run of them."""
-    for program, size in (("srun", "SLURM_NTASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"),
-                          ("mpirun", "PMI_SIZE")):
-        if os.environ.get(size, "1") != "1":
-            signals.note(f"{signals.program()}: {program} has {os.environ[size]} tasks, each of "
-                         "which is a whole run; for one run on all of them start torchrun in each, "
-                         "as docs/gpus-and-nodes.md does")
-            return
 
 
 def sentence(cfg, ranks):

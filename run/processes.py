@@ -4,7 +4,8 @@ The store holds keys and values that all ranks read and write: a file if run/lau
 else a server of torchrun's agent. Through the store torch connects the ranks, and the ranks that
 fail agree which one of them prints the reason. A rank's life:
 
-    init        find the store, wait there until all ranks have started, join the process group
+    meet        find the store, wait there until all ranks have started
+    join        join the process group
     give_up     after a failure: print one line on one rank, end this process at once
     shutdown    after a good end, or an error of all ranks: leave the process group
 
@@ -15,6 +16,7 @@ makes another attempt after a failure, with new processes at the same store.
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -190,8 +192,25 @@ def wait_for_start(server, timeout):
         store.set("rank 0 to see all ranks", "")
 
 
-def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
-    """Join the process group that a url, run/launch.py or torchrun's environment describes."""
+def name_of_machine():
+    """A text that differs from machine to machine. (Pods have names of their own.)"""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+
+
+def number_ranks_of_machine():
+    """Set LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun sets, but not a program that gives each
+    rank its RANK and WORLD_SIZE alone (Kubernetes' PyTorchJob): count the ranks of this machine.
+    Machines a b a b: the local ranks are 0 0 1 1."""
+    rank, size = place
+    machines = [store.get(f"machine of rank {other}") for other in range(size)]
+    os.environ["LOCAL_RANK"] = str(machines[:rank].count(machines[rank]))
+    os.environ["LOCAL_WORLD_SIZE"] = str(machines.count(machines[rank]))
+
+
+def meet(timeout=600, url="", rank=-1, size=-1):
+    """Find the store that a url, run/launch.py or torchrun's environment describes, and wait there
+    until all ranks have started."""
     global place, store, last_words
     # naming(words) (group.py): re-raise a RuntimeError of the block as a CommunicationError that
     # begins with these words
@@ -203,7 +222,15 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
         attempt = name_attempt(server, size)
         store = dist.PrefixStore(attempt, server)
         last_words = dist.PrefixStore(attempt, server.clone())
+        store.set(f"machine of rank {rank}", name_of_machine())
         wait_for_start(server, timeout)
+        if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+            number_ranks_of_machine()
+
+
+def join(device, timeout):
+    """Join the process group of the ranks that have met."""
+    rank, size = place
     joining = f"rank {rank}: waiting for all ranks to join"
     # If a rank has died since wait_for_start, torch would try to connect to it again and again:
     # this timer ends the process
@@ -223,10 +250,20 @@ def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
         late.cancel()
 
 
+def init(device="cpu", timeout=600, url="", rank=-1, size=-1):
+    """meet(), then join()."""
+    meet(timeout, url, rank, size)
+    join(device, timeout)
+
+
 def choose_device(name):
     """The torch.device of this process: the CPU for "cpu", a GPU of its own for "cuda"."""
     if name == "cpu":
         return torch.device(name)
+    local, gpus = signals.local_rank(), torch.cuda.device_count()
+    if local >= gpus:  # check() (run/config.py) has seen it, unless the ranks had to be counted
+        raise CommunicationError(f"rank {place[0]}: --device cuda: {local + 1} processes here but "
+                                 f"{gpus} GPUs; use --device cpu")
     device = torch.device("cuda", signals.local_rank())
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # float32 products in TF32, like in nanoGPT
@@ -251,10 +288,12 @@ def joined(cfg, world):
     """The life of a rank, as a context: join the others, give the device to compute on, leave.
     world: number of ranks. An error inside ends all ranks, with one line; exit code 2 if it is an
     error of all of them (CheckpointError), else 1."""
-    device = choose_device(cfg.device)
     try:
         if world > 1:
-            init(device, cfg.timeout)
+            meet(cfg.timeout)
+        device = choose_device(cfg.device)
+        if world > 1:
+            join(device, cfg.timeout)
         yield device
         shutdown()
     except CheckpointError as error:

@@ -28,9 +28,9 @@ parent = 0
 
 
 def local_rank():
-    """This process's rank among those of its machine, from the environment variable that torchrun
-    or run/launch.py has set; 0 without it (pods with a process each have RANK alone), and 0 for the
-    only process of a run."""
+    """This process's rank among those of its machine, from the environment variables that torchrun
+    or run/launch.py has set; 0 for the only process of a run. Without LOCAL_RANK, as in pods, 0
+    until the ranks have met: init (run/processes.py) then counts those of this machine."""
     alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
     rank = os.environ.get("LOCAL_RANK", "")
     return int(rank) if rank.isdecimal() and not alone else 0

@@ -20,7 +20,7 @@ from experts import kind_of
 from model import UNTIED
 from run import tensorfile
 from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other, together
-from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, llama_names
+from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_settings, llama_names
 from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
 from sizes import LlamaConfig, config_from
 
@@ -68,7 +68,7 @@ def refuse_config(folder, config):
     theirs.pop("block_size", None)  # GPT-2: find_tensors compares wpe's shape; a Llama takes any
     ours = {**asdict(config), "arch": "gpt2"}
     if isinstance(config, LlamaConfig):
-        ours.update(arch="llama", untied=not config.tied)
+        ours.update(arch=config.arch, untied=not config.tied)
     for name, value in theirs.items():
         if value != ours[name]:
             raise CheckpointError(f"{folder / CONFIG}: its {name} is {value}, here it is "
@@ -108,13 +108,16 @@ def find_tensors(path, shapes, config):
         if name in zeros:
             continue
         wanted[name] = shape
-        if name == POSITIONS and name in entries:  # of more positions the first ones are taken
-            rows = max(shape[0], *entries[name].shape[:1])
-            wanted[name] = torch.Size((rows, *shape[1:]))
+        if name == POSITIONS and name in entries:
+            rows = max(entries[name].shape[:1], default=0)
+            if rows < shape[0]:
+                raise CheckpointError(f"{path}, tensor {name}: {rows} positions; take "
+                                      f"--block-size {rows}")
+            wanted[name] = torch.Size((rows, *shape[1:]))  # of a longer table the first rows
         if name.endswith(transposed):  # False for all names if transposed is ()
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
-    # UNTIED: a file may have the head's matrix beside the embedding's. Old files also have masks
+    # UNTIED: a file may have the head's matrix next to the embedding's. Old files also have masks
     refuse_more(path, entries, {*wanted, UNTIED}, MASKS)
     return {name: [(entries[name], name.endswith(transposed))] for name in wanted} | {
         name: [] for name in zeros}
@@ -122,6 +125,9 @@ def find_tensors(path, shapes, config):
 
 def find_llama(path, entries, shapes, config):
     """find_tensors() under LlamaForCausalLM's names."""
+    if not isinstance(config, LlamaConfig):
+        raise CheckpointError(f"{path}: has the tensors of a Llama; add --arch llama, or "
+                              f'"model_type": "llama" to its {CONFIG}')
     if config.n_experts:
         raise CheckpointError(f"{path}: a LlamaForCausalLM has no experts; leave out --experts")
     require_one_tied(path, entries, shapes, LLAMA_ENDS[EMBEDDING])
@@ -181,7 +187,7 @@ def load_parts(places, shape):
 def read_weights(path, shapes, config):
     """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
     shape} and no others (see find_tensors), and return a function from a name to the full tensor,
-    on CPU. CheckpointError, also if a manifest or a config.json beside the file describes another
+    on CPU. CheckpointError, also if a manifest or a config.json next to the file describes another
     model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -198,6 +204,18 @@ def read_weights(path, shapes, config):
             checksum(entry, manifest["checksums"][MODEL].get(name, -1))
 
     return lambda name: load_parts(found[name], shapes[name])
+
+
+def kept_of(cfg):
+    """What checkpoints of this run keep of the folder of --init-from, for run.export; None: there
+    is no such folder. (load() in checkpoint.py replaces it by what the checkpoint has kept.)"""
+    path = Path(cfg.init_from)
+    folder = path if path.is_dir() else path.parent
+    if cfg.init_from and (folder / MANIFEST).exists():  # a checkpoint of ours
+        return read_manifest(folder).get("kept")
+    if cfg.init_from and (folder / CONFIG).exists():
+        return kept_settings(folder)
+    return None
 
 
 def initial_slices(cfg, shapes, config, mesh, draw):
@@ -231,7 +249,8 @@ def refuse_sizes(path, config):
     wanted = {EMBEDDING: (config.vocab_size, C),
               f"transformer.h.{config.n_layer - 1}.ln_1.weight": (C,)}
     if isinstance(config, LlamaConfig):
-        wanted["transformer.h.0.attn.c_attn.weight"] = (C + 2 * config.kv_width, C)
+        wanted["transformer.h.0.attn.c_attn.weight"] = (
+            config.query_width + 2 * config.kv_width, C)
     else:
         wanted["transformer.wpe.weight"] = (config.block_size, C)
     if config.n_experts:

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+import tiktoken
 import torch
 
 import train
@@ -25,21 +27,25 @@ from data.prepare import (
     BYTES,
     PATTERN,
     UNFINISHED,
+    advice,
     encode,
     learn_bpe,
     make_encoding,
     prepare,
     read_source,
+    token_type,
     train_and_val,
     write_whole,
 )
 from engine.mesh import Mesh
-from group import naming
-from run import launch, processes, signals
+from group import CommunicationError, naming
+from run import processes, signals
 from run.config import check, check_memory
+from run.launch import refuse_tasks, start
 from run.processes import out_of_memory
 from sizes import peak_flops
 from tests.harness import HERE, VOCAB, config, needs_minutes
+from tests.isolation import as_it_was
 from tests.pool import HANG
 from tests.runs import Run, command, flags, one_line
 
@@ -88,7 +94,8 @@ def damaged(corpus, tmp_path, how):
     ("--schedule wave", "invalid choice: 'wave'"),
     ("--block-size 9999", "--block-size 9999 is longer than"),
     ("--data missing", "val.bin is missing"),
-    ("--data truncated", "not a whole number of uint16; python data/prepare.py SOURCE --out /"),
+    ("--data truncated", "not a whole number of uint16; python data/prepare.py SOURCE --out "
+     "FOLDER writes another"),
     ("--data pipe", "train.bin is not a regular file"),
     ("--data device", "meta.json is not a regular file"),
     ("--data beyond", "but the vocabulary of"),
@@ -160,17 +167,6 @@ def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, cap
     assert says in one_line(train.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("env,says", [
-    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun has 2 tasks, each of which is a whole run"),
-    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has 4 tasks"), ({"SLURM_NTASKS": "1"}, "")], ids=str)
-def test_tasks_of_srun_and_mpirun_are_named(corpus, env, says, monkeypatch, capfd):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    launch.note_other_tasks()
-    said = capfd.readouterr().err
-    assert says in said and said.count("\n") == bool(says) and ("torchrun" in said) == bool(says)
-
-
 def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
     """RANK and WORLD_SIZE alone: a process for each machine, whose errors are to be printed."""
     monkeypatch.setenv("RANK", "1")
@@ -183,7 +179,7 @@ def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
 
 def test_compile_without_a_compiler_is_one_line(corpus, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="--compile needs a C.. compiler on a CPU"):
+    with pytest.raises(ValueError, match="--compile needs a C.. compiler, and there is no g.."):
         check(config(corpus, device="cpu", microbatches=1, compile=True), 1)
 
 
@@ -287,10 +283,84 @@ def test_each_card_has_its_own_peak(gpu, tflops):
 @needs_minutes
 def test_bad_input_under_torchrun_speaks_from_one_rank(corpus):
     runs = [command("train.py", "--dp", 3, "--data", corpus, env={
-        "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-            for rank in "01"]
+        "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1"}) for rank in "01"]
     assert [run.returncode for run in runs] == [2, 2]
     assert "= 3 does not match the 2 processes" in runs[0].stderr and runs[1].stderr == ""
+
+
+def test_without_local_rank_the_error_of_each_machine_is_printed(corpus, tmp_path):
+    """As in pods, whose disks are their own: rank 0 cannot know why rank 1 has ended."""
+    run = command("train.py", "--dp", 2, "--data", tmp_path / "missing", "--device", "cpu", env={
+        "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert f"--data {tmp_path}/missing: train.bin is missing" in run.stderr
+
+
+def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setattr(processes, "store", torch.distributed.HashStore())
+    machines = "abacba"
+    for rank, machine in enumerate(machines):
+        processes.store.set(f"machine of rank {rank}", machine)
+    local = []
+    for rank in range(6):
+        monkeypatch.setattr(processes, "place", (rank, 6))
+        processes.number_ranks_of_machine()
+        local.append(signals.local_rank())
+        assert int(os.environ["LOCAL_WORLD_SIZE"]) == machines.count(machines[rank])
+    assert local == [0, 0, 1, 0, 1, 2]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(CommunicationError, match="^rank 5: --device cuda: 3 processes here but 2 "):
+        processes.choose_device("cuda")  # rank 5 is the third one of its machine
+
+
+def test_two_ranks_without_local_rank_train(corpus, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    argv = ["train.py", *flags(corpus, tmp_path / "out", dp=2, steps=2)]
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [threads.submit(command, *argv, env={
+            "WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port})
+                 for rank in "01"]
+    assert [rank.result().returncode for rank in ranks] == [0, 0], ranks[0].result().stderr
+
+
+@pytest.mark.parametrize("env,says", [
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=2: srun or mpirun"),
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_PROCID=1: srun or mpirun has started"),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE=4: srun"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE=2: srun or mpirun")], ids=str)
+def test_tasks_of_srun_and_mpirun_are_one_line_that_names_torchrun(env, says, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with as_it_was(), pytest.raises(SystemExit) as stop:
+        start("", ["--steps", "0"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert says in error and "let one task per node start torchrun" in error
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_tasks()  # torchrun, or a run's own rank, under srun
+
+
+@pytest.mark.parametrize("env,lines", [
+    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1), ({"SLURM_NTASKS": "8"}, 0),
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0)], ids=str)
+def test_the_one_process_of_a_batch_script_trains(env, lines, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    refuse_tasks()
+    assert capsys.readouterr().err.count("\n") == lines
+
+
+def test_a_safe_path_finds_the_files_all_the_same(corpus, tmp_path):
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=1)
+    for words in (["train.py", *argv], ["sample.py", "--help"]):
+        run = command(HERE / words[0], *words[1:], env={"PYTHONSAFEPATH": "1"}, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
 
 
 def test_one_command_relaunches_itself_and_has_the_losses_of_one_process(corpus, tmp_path):
@@ -395,22 +465,81 @@ def test_a_folders_own_products_and_hidden_files_are_no_text(tmp_path):
     assert sorted(read_source(tmp_path)) == [("a.txt", "a.txt"), ("b/c.py", "b/c.py")]
 
 
-def test_files_that_are_left_out_are_counted(tmp_path, capsys):
-    for i in range(6):
-        (tmp_path / f"{i}.txt").write_bytes("café".encode("cp1252" if i % 2 else "utf-8"))
-    (tmp_path / "no.jsonl").write_text('{"body": "a"}\n')
-    assert [name for name, _ in sorted(read_source(tmp_path))] == ["0.txt", "2.txt", "4.txt"]
-    assert "left out 4 of 7 files, which are not UTF-8 text or not lines of JSON with a text: " \
-        "1.txt, 3.txt, 5.txt, ..." in capsys.readouterr().out
-    with pytest.raises(ValueError, match="not readable as UTF-8 text .line 1 has no text"):
-        read_source(tmp_path / "no.jsonl")
+@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("train.bin", "meta.json"),
+                                   ("val.bin", "meta.pkl"), ("vocab.tiktoken",)], ids=str)
+def test_tokens_of_another_program_are_not_replaced(names, tmp_path):
+    """... and no error advises to do so. A folder of prepare's own is replaced, also where it was
+    stopped half-way."""
+    (tmp_path / "text").write_text("some of these words come twice\n" * 100)
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in names:
+        (out / name).write_text('{"vocab_size": 67}')
+    assert advice(out).endswith("--out FOLDER writes another folder")
+    with pytest.raises(ValueError, match=f"another program wrote {names[0]}, .*; name another fol"):
+        prepare([tmp_path / "text"], out, "bytes")
+    assert all((out / name).read_text() == '{"vocab_size": 67}' for name in names)
+    for name in names:
+        (out / name).unlink()
+    prepare([tmp_path / "text"], out, "bytes")
+    (out / "meta.json").unlink()
+    (out / UNFINISHED).touch()
+    assert advice(out).endswith(f"--out {out} writes this folder")
+    assert prepare([tmp_path / "text"], out, "bytes")["val_tokens"] > 0
 
 
-def test_json_lines_are_their_texts(tmp_path):
-    path = tmp_path / "d.jsonl"
-    lines = [{"text": ""}, {"text": "caf\u00e9\nsecond line", "meta": {"id": 1}}, {"text": "end"}]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert [text for _, text in read_source(path)] == ["", "café\nsecond line", "end"]
+def test_files_of_a_folder_that_are_skipped_are_counted(tmp_path, capsys):
+    for i in range(10):
+        encoding = {0: "cp1252", 1: "utf-16", 2: "utf-16-le", 3: "utf-8-sig"}.get(i, "utf-8")
+        (tmp_path / f"{i}.txt").write_text("a café\n" if i else "é", encoding=encoding)
+    (tmp_path / "4.txt.gz").write_bytes(gzip.compress(b"text"))
+    (tmp_path / "5.jsonl").write_text('{"content": "no text"}')
+    assert [text for _, text in read_source(tmp_path)] == ["a café\n"] * 7
+    said = capsys.readouterr().out
+    where = f"of 12 files of {tmp_path}"
+    assert f"skipped 3 {where}: not UTF-8 text: has bytes of 0 (1.txt, ...)\n" in said
+    assert f"skipped 1 {where}: not UTF-8 text (0.txt)\n" in said
+    assert f'skipped 1 {where}: line 1 is no JSON object with a "text" (5.jsonl)\n' in said
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.ndjson", "d.json"])
+def test_json_lines_are_their_texts(name, tmp_path):
+    texts = [f"document {i}: café\nsecond {{line}}" for i in range(200)]
+    lines = [json.dumps({"text": text, "meta": {"text": 1}}) for text in ["", *texts]]
+    (tmp_path / name).write_text("\n".join(lines) + "\n\n")
+    assert [text for _, text in read_source(tmp_path / name)] == ["", *texts]
+    prepare([tmp_path / name], tmp_path / "data", "bytes")
+    ids = [np.fromfile(tmp_path / "data" / f"{split}.bin", "<u2") for split in ("train", "val")]
+    said = np.concatenate(ids).astype(np.uint8).tobytes().decode()
+    assert sorted(said.replace("\nsecond", " second").split("\n")) == sorted(
+        ["", *(text.replace("\nsecond", " second") for text in texts)])
+    for line in ('{"text": 3}', '{"content": "x"}', '{"text": "\\ud83d"}', "text", "[]"):
+        (tmp_path / "bad.jsonl").write_text(f"{lines[1]}\n\n{line}\n")
+        with pytest.raises(ValueError, match='bad.jsonl: .*line 3 is no JSON object with a "text"'):
+            read_source(tmp_path / "bad.jsonl")
+    (tmp_path / "package.json").write_text('{\n"text": 3}')
+    assert read_source(tmp_path / "package.json") == [(".", '{\n"text": 3}')]
+
+
+def test_gpt2s_tokenizer_ends_each_text(tmp_path, monkeypatch):
+    """Also where few texts are cut at a line."""
+    words = tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=BYTES,
+                              special_tokens={"<|endoftext|>": 50256})
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: words)
+    for number, end_tokens in ((40, 40), (3, 4)):
+        docs = [tmp_path / f"{number}.{i}" for i in range(number)]
+        for i, path in enumerate(docs):
+            path.write_text(f"Story {i} says <|endoftext|>.\n" * 100)
+        meta = prepare(docs, tmp_path / f"of {number}", "gpt2")
+        ids = [np.fromfile(tmp_path / f"of {number}" / f"{split}.bin", "<u2")
+               for split in ("train", "val")]
+        assert sum((part == 50256).sum() for part in ids) == end_tokens
+        assert ids[0][-1] == ids[1][-1] == 50256 and meta["val_tokens"] == len(ids[1])
+
+
+@pytest.mark.parametrize("words,width", [(256, 2), (65536, 2), (65537, 4)])
+def test_tokens_have_16_bits_where_these_are_enough(words, width):
+    assert np.dtype(token_type(words)).itemsize == width
 
 
 def test_gzips_bits_are_those_of_the_validation_text(tmp_path):
@@ -419,28 +548,6 @@ def test_gzips_bits_are_those_of_the_validation_text(tmp_path):
     val = (tmp_path / "data" / "val.bin").read_bytes()[::2]  # tokens of 16 bits are bytes
     assert meta["gzip_bits_per_byte"] == 8 * len(gzip.compress(val, 9)) / len(val)
     assert meta["val_bytes"] == len(val) == meta["val_tokens"]
-
-
-def test_words_of_another_tokenizer_are_not_taken_for_gpt2s(tmp_path):
-    (tmp_path / "meta.json").write_text('{"vocab_size": 49152}')
-    with pytest.raises(ValueError, match="no tokenizer, and 49152 words are not GPT-2's"):
-        load_tokenizer(tmp_path)
-
-
-def test_tokens_of_another_program_are_not_replaced(tmp_path):
-    """... but a folder in which prepare.py was stopped is prepared again."""
-    (tmp_path / "text.txt").write_text("some words of text here\n" * 200)
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "val.bin").write_bytes(b"nanoGPT's")
-    with pytest.raises(ValueError, match="has a val.bin of another program.* name another folder"):
-        prepare(str(tmp_path / "text.txt"), folder, "bytes")
-    assert [path.name for path in folder.iterdir()] == ["val.bin"]
-    assert (folder / "val.bin").read_bytes() == b"nanoGPT's"
-    (folder / UNFINISHED).touch()
-    prepare(str(tmp_path / "text.txt"), folder, "bytes")
-    prepare(str(tmp_path / "text.txt"), folder, "bpe", 300)  # its own may be replaced
-    assert not (folder / UNFINISHED).exists() and (folder / "meta.json").exists()
 
 
 def test_a_folder_that_is_half_replaced_is_not_marked_as_complete(tmp_path, monkeypatch):

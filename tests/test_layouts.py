@@ -196,6 +196,18 @@ EVERY = layouts("""
     arch llama n_kv_head 4 dp 2 ep 2 tp 2 sp experts 4 untied zero 2
     arch llama n_kv_head 4 tp 2 pad_vocab 16 untied
     arch llama n_kv_head 4 tp 2 collectives native
+    arch qwen2 n_kv_head 4 tp 2 untied microbatches 2
+    arch qwen2 n_kv_head 3 cp 4 dp 2 zero 1
+    arch qwen2 n_kv_head 4 tp 2 pp 2 schedule zb-v chunks 2 microbatches 3
+    arch qwen2 n_kv_head 4 dp 2 tp 4 sp zero 3
+    arch qwen3 n_kv_head 3 dp 3 head_dim 6
+    arch qwen3 n_kv_head 4 tp 2 head_dim 6 untied
+    arch qwen3 n_kv_head 4 tp 4 sp pad_vocab 16
+    arch qwen3 n_kv_head 4 dp 2 tp 2 pp 2 zero 3 untied microbatches 2
+    arch qwen3 n_kv_head 3 cp 2 dp 2 head_dim 6 zero 2 untied
+    arch qwen3 n_kv_head 4 cp 2 tp 2 sp dp 2 cp_attention all-to-all zero 2
+    arch qwen3 n_kv_head 4 tp 2 pp 2 schedule zb-h1 microbatches 3 recompute
+    arch qwen3 n_kv_head 4 dp 2 ep 2 tp 2 experts 4 n_hidden 38
 
     # hybrid sharding: ZeRO shards over some of the data ranks, and the others hold copies
     dp 4 shard 2 microbatches 3

@@ -1,4 +1,4 @@
-"""The Llama: its formulas, Hugging Face's LlamaForCausalLM, folders both ways, sampling, messages.
+"""Llama and Qwen: their formulas, Hugging Face's models, folders both ways, sampling, messages.
 (That each layout equals one process: test_layouts.py.)"""
 
 import json
@@ -14,10 +14,11 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
+from run.config import check_layout, parse
 from run.hugging_face import flags_of_folder
 from run.weights import INDEX, load_model, read_weights
-from sizes import LlamaConfig
-from tests.harness import VOCAB, close
+from sizes import LlamaConfig, config_of
+from tests.harness import VOCAB, close, config
 from tests.runs import Run, flags, one_line
 
 SMALL = LlamaConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24, n_kv_head=2, n_hidden=37,
@@ -40,13 +41,15 @@ def by_formula(model, ids):
     multiplication by a complex number."""
     config = model.config
     p = {name: param.detach().double() for name, param in model.canonical_parameters()}
-    hs = config.n_embd // config.n_head
+    hs = config.head_dim or config.n_embd // config.n_head
     turns = []  # (S, hs/2): exp(i angle)
     for position in range(len(ids)):
         row = []
         for pair in range(hs // 2):
             frequency = config.rope_theta ** (-2 * pair / hs)
-            if config.rope_scaling:  # the formula of Llama 3.1's reference code, by wavelength
+            if "," not in config.rope_scaling:
+                frequency /= float(config.rope_scaling or 1)
+            else:  # the formula of Llama 3.1's reference code, by wavelength
                 factor, low, high, original = map(float, config.rope_scaling.split(","))
                 wavelength = 2 * math.pi / frequency
                 if wavelength > original / low:
@@ -66,8 +69,14 @@ def by_formula(model, ids):
         return torch.cat([pairs.real, pairs.imag], 1)
 
     def attention(name, x):
-        rows = (x @ p[name + ".c_attn.weight"].T).split(hs, 1)  # heads of q, then of k, then of v
+        rows = x @ p[name + ".c_attn.weight"].T
+        if config.qkv_bias:
+            rows += p[name + ".c_attn.bias"]
+        rows = [*rows.split(hs, 1)]  # heads of q, then of k, then of v
         n_kv = config.n_kv_head
+        for i in range(config.n_head + n_kv):
+            if config.qk_norm:
+                rows[i] = norm(name + (".ln_q" if i < config.n_head else ".ln_k"), rows[i])
         heads = []
         for i in range(config.n_head):
             shared = i * n_kv // config.n_head
@@ -89,7 +98,10 @@ def by_formula(model, ids):
 
 
 KINDS = {"untied": {}, "tied": {"tied": True}, "multi-query": {"n_kv_head": 1},
-         "a key head each": {"n_kv_head": 6}, "stretched": {"rope_scaling": STRETCHED}}
+         "a key head each": {"n_kv_head": 6}, "stretched": {"rope_scaling": STRETCHED},
+         "linear": {"rope_scaling": "2.5"},
+         "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 6},
+         "narrow heads": {"head_dim": 2}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,21 +114,24 @@ def test_the_model_is_llama_by_its_formulas(kind):
     close(model(ids.view(1, 8), ids.view(1, 8)).detach(), loss, "summed loss")
 
 
-def test_flops_and_parameters_are_counted_like_the_models():
-    model = build(SMALL, kind=kind_of(SMALL))
+@pytest.mark.parametrize("head_dim,width", [(0, 24), (6, 36)])
+def test_flops_and_parameters_are_counted_like_the_models(head_dim, width):
+    config = LlamaConfig(**{**vars(SMALL), "head_dim": head_dim})
+    model = build(config, kind=kind_of(config))
     blocks = sum(p.numel() for n, p in model.canonical_parameters()
                  if p.dim() > 1 and ".h." in n) // 2
-    assert SMALL.block_weights() == blocks
-    costs = SMALL.layer_costs()
-    assert costs == [0, *[2 * blocks + 4 * 24 * 8] * 2, 2 * 24 * VOCAB]
+    assert config.block_weights() == blocks
+    costs = config.layer_costs()
+    assert costs == [0, *[2 * blocks + 4 * width * 8] * 2, 2 * 24 * VOCAB]
+    assert config.flops_per_token(0) == 12 * 2 * width * 8
 
 
 # ---- sampling ----
 
 
-@pytest.mark.parametrize("experts", [0, 4])
-def test_sampling_with_kept_keys_is_sampling_without_them(experts):
-    shape = {**vars(SMALL), "n_experts": experts, "n_hidden": 38}
+@pytest.mark.parametrize("more", [{}, {"n_experts": 4}, KINDS["qwen2"], KINDS["qwen3"]], ids=str)
+def test_sampling_with_kept_keys_is_sampling_without_them(more):
+    shape = {**vars(SMALL), "n_hidden": 38, **more}
     model = large(LlamaConfig(**shape))
     ids = [1, 2, 3]
     got = sample.generate(model, ids, 12, samples=3, temperature=5.0, top_k=20)
@@ -138,16 +153,21 @@ def test_the_cache_holds_the_heads_of_keys_only():
 # ---- Hugging Face ----
 
 
+TRAINED = {  # kind of model -> its flags
+    "untied": {"untied": True}, "stretched": {"rope_scaling": STRETCHED, "rope_theta": 500.0},
+    "multi-query": {"tp": 1, "n_kv_head": 1},
+    "narrow heads": {"head_dim": 2, "rope_scaling": "2.5"},
+    "qwen2": {"arch": "qwen2"}, "qwen3": {"arch": "qwen3", "head_dim": 6, "untied": True}}
+
+
 @pytest.fixture(scope="module")
 def folders(corpus, tmp_path_factory):
     """{kind: (a checkpoint of a run of one step, the folder that run.export made of it)}."""
     made = {}
-    for kind, more in {"untied": {"untied": True}, "stretched": {
-            "rope_scaling": STRETCHED, "rope_theta": 500.0}, "multi-query": {"tp": 1}}.items():
+    for kind, more in TRAINED.items():
         work = tmp_path_factory.mktemp("llama")
-        given = {"arch": "llama", "n_head": 4, "n_embd": 16, "n_hidden": 21,
-                 "n_kv_head": 1 if kind == "multi-query" else 2, "dtype": "float32", "steps": 1,
-                 "tp": 2, "block_size": 48, **more}
+        given = {"arch": "llama", "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
+                 "dtype": "float32", "steps": 1, "tp": 2, "block_size": 48, **more}
         ranks = given["tp"]
         run = Run(ranks, flags(corpus, work / "out", **given), work)
         assert run.wait() == [0] * ranks, run.read()
@@ -157,7 +177,7 @@ def folders(corpus, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("kind", ["untied", "stretched", "multi-query"])
+@pytest.mark.parametrize("kind", TRAINED)
 def test_an_exported_folder_starts_the_same_model_bit_for_bit(corpus, folders, tmp_path, kind):
     """Its sizes come from config.json. The run saves before a first step what it has read."""
     saved, exported = folders[kind]
@@ -169,11 +189,11 @@ def test_an_exported_folder_starts_the_same_model_bit_for_bit(corpus, folders, t
     assert again == (saved / checkpoint.MODEL).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["untied", "stretched", "multi-query"])
+@pytest.mark.parametrize("kind", TRAINED)
 def test_logits_gradients_and_text_are_transformers(folders, kind):
     transformers = pytest.importorskip("transformers")
     saved, exported = folders[kind]
-    theirs = transformers.LlamaForCausalLM.from_pretrained(exported).float()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).float()
     ours = load_model(saved)
     ids = torch.arange(16).view(2, 8) * 3 % VOCAB
     logits = ours(ids)
@@ -190,6 +210,52 @@ def test_logits_gradients_and_text_are_transformers(folders, kind):
     greedy = theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=40, do_sample=False,
                              eos_token_id=None, pad_token_id=0)
     assert text == greedy[0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_folder_of_transformers_is_its_model(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    more = {"head_dim": 8} if kind in ("Mistral", "Qwen3") else {}
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=3, rope_theta=900.0, initializer_range=0.4,
+        sliding_window=None, **more))
+    with torch.no_grad():
+        for param in theirs.parameters():
+            param.add_(torch.randn_like(param) / 4)  # biases of 0 and norms of 1 would hide errors
+    theirs.save_pretrained(tmp_path)
+    config = config_of(parse(["--init-from", str(tmp_path)]), VOCAB)
+    ours = kind_of(config)(config)
+    get = read_weights(tmp_path, {name: p.shape for name, p in ours.canonical_parameters()}, config)
+    for name, param in ours.canonical_parameters():
+        param.data.copy_(get(name))
+    ids = torch.arange(16).view(2, 8) * 3 % VOCAB
+    expected = theirs(ids).logits
+    assert (ours(ids) - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_tokens_and_positions_of_a_folder_are_kept_until_the_export(corpus, folders, tmp_path):
+    """... also by a run that is resumed, and by one that starts from such a checkpoint."""
+    shutil.copytree(folders["multi-query"][1], tmp_path / "hf")
+    theirs = {"eos_token_id": [2, 3], "max_position_embeddings": 64}
+    _edit_config(**theirs)(tmp_path / "hf")
+    given = json.loads((tmp_path / "hf/config.json").read_text())
+    del given["bos_token_id"]  # then transformers has one of its own
+    (tmp_path / "hf/config.json").write_text(json.dumps(given))
+    runs = {"first": ["--steps", 1, "--init-from", tmp_path / "hf"],
+            "resumed": ["--steps", 2, "--resume", tmp_path / "first", "--arch", "llama",
+                        *"--n-layer 2 --n-head 4 --n-embd 16 --n-hidden 21 --n-kv-head 1".split()],
+            "from ours": ["--steps", 0, "--init-from", tmp_path / "first/step-00000001", "--arch",
+                          "llama", *("--n-layer 2 --n-head 4 --n-embd 16 --n-hidden 21 "
+                                     "--n-kv-head 1").split()]}
+    for name, argv in runs.items():
+        run = Run(1, [*argv, "--data", corpus, "--out", tmp_path / name, "--device", "cpu",
+                      "--eval-interval", 0, "--batch-size", 4, "--block-size", 8], tmp_path)
+        assert run.wait() == [0], run.read()
+        saved = checkpoint.newest(tmp_path / name)
+        export_file.export(saved, tmp_path / f"{name} exported")
+        written = json.loads((tmp_path / f"{name} exported/config.json").read_text())
+        assert theirs.items() <= written.items() and "bos_token_id" not in written, name
 
 
 def sharded(exported, folder, dtype):
@@ -260,14 +326,28 @@ DAMAGES = {  # what happens to a sharded folder -> what the run says, in one lin
     "nothing": (lambda folder: (folder / INDEX).unlink(), "model.safetensors: No such file"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
     "config lacks a size": (lambda folder: (folder / "config.json").write_text(
-        '{"model_type": "llama"}'), "KeyError: 'num_hidden_layers'"),
-    "mistral": (_edit_config(model_type="mistral"), "its model_type is mistral; gpt2 and llama"),
+        '{"model_type": "llama"}'), "config.json: it has no num_hidden_layers; add that line"),
+    "config has half a head": (_edit_config(num_attention_heads=2.5),
+                               "its num_attention_heads is 2.5, not a whole number above 0"),
+    "no epsilon": (_edit_config(rms_norm_eps=None), "its rms_norm_eps is None, not a number"),
+    "no factor": (_edit_config(rope_scaling={"rope_type": "llama3"}), "its factor is None, not a"),
+    "gemma": (_edit_config(model_type="gemma"), "its model_type is gemma; gpt2, llama, mistral, q"),
+    "a Llama as a GPT-2": (_edit_config(model_type="gpt2", tie_word_embeddings=True),
+                           "has the tensors of a Llama; add --arch llama"),
     "quantized": (_edit_config(quantization_config={"quant_method": "gptq"}), "quantized"),
     "another rope": (_edit_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-                     "its rope_scaling is yarn; default and llama3 can be read"),
+                     "its rope_scaling is yarn; default, linear and llama3 can be read"),
     "biases": (_edit_config(attention_bias=True), "its attention_bias is True, here it is False"),
     "gelu": (_edit_config(hidden_act="gelu"), "its hidden_act is gelu, here it is silu"),
-    "wide heads": (_edit_config(head_dim=8), "its head_dim is 8"),
+    "wide heads": (_edit_config(head_dim=8), "q_proj.weight: F32 [16, 16], not "),
+    "a window": (_edit_config(model_type="mistral"), "its sliding_window is 4096, here it is None"),
+    "a window in Qwen": (_edit_config(model_type="qwen2", use_sliding_window=True),
+                         "its use_sliding_window is True, here it is False"),
+    "a layer with a window": (
+        _edit_config(model_type="qwen3", layer_types=["full_attention", "sliding_attention"]),
+        "its layer_types has sliding_attention; full_attention can be read"),
+    "no Qwen3": (_edit_config(model_type="qwen3", head_dim=4),
+                 "q_norm.weight: missing"),
     "other heads": (_edit_config(num_key_value_heads=4), "k_proj.weight: F32 [8, 16], not"),
     "deeper": (_edit_config(num_hidden_layers=3), "model.layers.2."),
     "tied": (_edit_config(tie_word_embeddings=True), "is not model.embed_tokens.weight"),
@@ -290,10 +370,19 @@ def test_flags_say_what_config_json_says_and_flags_win(folders):
     exported = folders["stretched"][1]
     assert flags_of_folder(exported) == {
         "arch": "llama", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
-        "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED}
+        "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED,
+        "head_dim": 0}
     cfg = train.read_command_line.__globals__["parse"](["--init-from", str(exported), "--n-layer",
                                                         "3"])
     assert (cfg.arch, cfg.n_layer, cfg.n_hidden) == ("llama", 3, 21)
+
+
+@pytest.mark.parametrize("given,wanted", [(0, 0), (4, 0), (6, 6)])
+def test_the_usual_width_of_a_head_is_one_value_however_it_is_given(given, wanted, corpus):
+    """Checkpoints have it: a run that gives the flag resumes one of a run that does not."""
+    cfg = config(corpus, arch="llama", n_head=6, n_embd=24, head_dim=given)
+    check_layout(cfg, 1)
+    assert cfg.head_dim == wanted
 
 
 FLAGS = [  # flags -> what the one line says
@@ -303,8 +392,12 @@ FLAGS = [  # flags -> what the one line says
      "--tp 1 x --cp 4 must divide --n-kv-head 2; try 1 or 2"),
     ("--arch llama --n-head 4 --n-embd 12",
      "--n-embd 12 / --n-head 4: heads of 3 numbers; rotary positions need an even number"),
+    ("--arch qwen3 --head-dim 7", "--head-dim 7: heads of 7 numbers; rotary positions need an"),
     ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama"), ("--untied", "--untied True is for"),
-    ("--arch llama --rope-scaling 8,4,1,100", "must be four numbers above 0 such as 8,1,4,8192"),
+    ("--head-dim 8", "--head-dim 8 is for --arch llama, qwen2 or qwen3"),
+    ("--arch llama --rope-scaling 8,4,1,100", "must be one number above 0, or four such as"),
+    ("--arch llama --rope-scaling 2,1", "must be one number above 0, or four such as 8,1,4,8192"),
+    ("--arch llama --rope-scaling -2", "must be one number above 0, or four such as 8,1,4,8192"),
     ("--arch llama --norm-eps 2", "--norm-eps 2.0 must be from 0 to 1"),
 ]
 

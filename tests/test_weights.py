@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import torch.nn.functional as F
 
 import sample
 import train
-from data.batches import load_tokenizer
+from data.batches import Data, load_tokenizer
 from data.prepare import prepare
 from data.tokenizer import tokenizer_files
 from engine.mesh import Mesh
@@ -25,7 +26,7 @@ from run.weights import load_model, read_weights
 from sizes import GPTConfig
 from tests.harness import VOCAB, config
 from tests.isolation import as_it_was
-from tests.runs import Run, flags, one_line, rewrite
+from tests.runs import Run, flags, losses, one_line, rewrite
 
 # The weights that GPT-2's published file (huggingface.co/openai-community/gpt2, model.safetensors)
 # holds as (in, out), said again here: of the four only attn.c_proj is square, so no shape tells
@@ -112,6 +113,34 @@ def _untied(tensors):
     tensors["lm_head.weight"] = shape, data[::-1]
 
 
+@pytest.mark.parametrize("given,says", [
+    ({"n_head": "12"}, "its n_head is '12', not a whole number above 0"),
+    ({"n_layer": None}, "its n_layer is None, not a whole number above 0"),
+    ({"n_head": 12, "num_attention_heads": 6}, "its num_attention_heads is 6, its n_head 12"),
+    ({"n_positions": 0}, "its n_positions is 0, not a whole number above 0"),
+    ({"activation_function": "gelu"}, "its activation_function is gelu, here it is gelu_new")])
+def test_a_field_of_config_json_that_cannot_be_is_named(given, says, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=f"config.json: {says}$"):
+        flags_of_folder(tmp_path)
+
+
+def test_gpt2s_weights_train_in_shorter_sequences(corpus, trained, tmp_path):
+    """The first positions of the table are taken, like nanoGPT's crop_block_size does; a longer
+    block has no positions."""
+    export_file.export(trained / "step-00000004", tmp_path / "hf")
+    argv = ["--init-from", tmp_path / "hf", "--data", corpus, "--steps", 0, "--device", "cpu",
+            "--batch-size", 4, "--eval-interval", 0]
+    run = Run(1, [*argv, "--out", tmp_path / "out", "--block-size", 5], tmp_path)
+    assert run.wait() == [0], run.read()
+    short, whole = load_model(tmp_path / "out/step-00000000"), load_model(trained / "step-00000004")
+    ids = torch.arange(5).view(1, 5)
+    assert torch.equal(short(ids), whole(ids)) and short.config.block_size == 5
+    run = Run(1, [*argv, "--out", tmp_path / "o", "--block-size", 9], tmp_path)
+    says = "hf, tensor transformer.wpe.weight: 8 positions; take --block-size 8"
+    assert run.wait() == [2] and says in run.read()
+
+
 OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothing
     "compiled": (lambda tensors: [tensors.update({"_orig_mod." + name: tensors.pop(name)})
                                   for name in list(tensors)], ""),
@@ -180,6 +209,12 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
     ({**LLAMA, "rope_scaling": {
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
+    ({**LLAMA, "model_type": "qwen3"}, {"head_dim": 128, "n_kv_head": 32}),
+    ({**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None},
+     {"arch": "qwen3", "head_dim": 0, "n_kv_head": 4}),
+    ({**LLAMA, "model_type": "qwen2"}, {"arch": "qwen2", "head_dim": 0, "n_kv_head": 32}),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": None}, {"arch": "llama", "n_kv_head": 8}),
     ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
      {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
@@ -188,21 +223,31 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
     got = flags_of_folder(tmp_path)
     assert {name: got[name] for name in want} == want
     transformers = pytest.importorskip("transformers")
-    kind = transformers.LlamaConfig if got.get("arch") == "llama" else transformers.GPT2Config
-    theirs = kind.from_dict(given)
+    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(
+        given.get("model_type"), "GPT2")
+    theirs = getattr(transformers, f"{kind}Config").from_dict(given)
     assert got["n_layer"] == theirs.num_hidden_layers and got["n_embd"] == theirs.hidden_size
     assert got["n_head"] == theirs.num_attention_heads
+    if kind != "GPT2":
+        assert got["n_kv_head"] == (theirs.num_key_value_heads or theirs.num_attention_heads)
+        width = getattr(theirs, "head_dim", None) or got["n_embd"] // got["n_head"]
+        assert (got["head_dim"] or got["n_embd"] // got["n_head"]) == width
+    else:
+        x = torch.linspace(-6, 6, 1001)
+        act = transformers.activations.ACT2FN[theirs.activation_function]
+        assert torch.allclose(act(x), F.gelu(x, approximate="tanh"), atol=1e-6)
 
 
 @pytest.mark.parametrize("given,says", [
-    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "is linear"),
+    ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "is dynamic"),
     ({"model_type": "llama", "mlp_bias": True}, "its mlp_bias is True, here it is False"),
     ({"model_type": "llama", "attention_bias": True}, "its attention_bias is True"),
     ({"model_type": "llama", "hidden_act": "gelu"}, "its hidden_act is gelu, here it is silu"),
     ({"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True"),
     ({"n_embd": 96, "n_inner": 3072}, "its n_inner is 3072"),
     ({"layer_norm_epsilon": 1e-6}, "its layer_norm_epsilon is 1e-06"),
-    ({"model_type": "mistral"}, "its model_type is mistral; gpt2 and llama can be read")], ids=str)
+    ({"model_type": "gemma"}, "its model_type is gemma; gpt2, llama, mistral, qwen2, qwen3 can"),
+    ({"model_type": "mistral"}, "its sliding_window is 4096, here it is None")], ids=str)
 def test_another_model_in_config_json_is_refused(given, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=says):
@@ -261,9 +306,10 @@ def test_a_header_may_be_as_long_as_in_the_safetensors_library(tmp_path, monkeyp
         tensorfile.read_header(path)
 
 
-@pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256)])
+@pytest.mark.parametrize("words,end", [(50256, None), (50257, 50256), (50304, 50256),
+                                       (65536, None)])
 def test_gpt2s_own_tokenizer_ends_a_text_with_token_50256(words, end, tmp_path, monkeypatch):
-    """A vocabulary of 50256 tokens has no such token."""
+    """A vocabulary of 50256 tokens has no such token, one of 65,536 is another tokenizer's."""
     model = build(GPTConfig(words, 8, 1, 1, 2))
     monkeypatch.setattr(export_file, "load_model", lambda folder: model)
     monkeypatch.setattr(checkpoint, "read_manifest", lambda folder: {"data": "nowhere"})
@@ -299,6 +345,20 @@ def test_a_run_on_nanogpts_characters_ends_without_a_tokenizer_and_says_so(corpu
     assert written["eos_token_id"] is None  # token 0 is a character, mostly the line break
 
 
+@pytest.mark.parametrize("meta,says", [
+    ({"vocab_size": 49152}, "its vocab_size is 49152, GPT-2's tokenizer has 50257 tokens"),
+    ({"vocab_size": 50304, "tokenizer": "gpt2"}, "its vocab_size is 50304, GPT-2's"),
+    ({"vocab_size": 50257, "tokenizer": "HuggingFaceTB/SmolLM-135M"},
+     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2, bytes and tokenizer.json can")])
+def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("takes GPT-2's words"))
+    shutil.copytree(corpus, tmp_path / "data")
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=f"meta.json: {says}"):
+        load_tokenizer(tmp_path / "data")
+    assert Data(config(str(tmp_path / "data"))).vocab_size == meta["vocab_size"]  # can be trained
+
+
 def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, tmp_path, capsys,
                                                                        monkeypatch):
     folder = shutil.copytree(trained / "step-00000004", tmp_path / "one")
@@ -313,12 +373,77 @@ def test_hugging_faces_tokenizers_opens_ours(tmp_path):
     text = "a = aa + aaa  # 3 + 33\n\n\tif a: 'héß 你好 😀'\n" * 40
     (tmp_path / "text").write_text(text)
     prepare([tmp_path / "text"], tmp_path / "data", vocab_size=280)
-    files = tokenizer_files(tmp_path / "data", GPTConfig(280))
+    files, end = tokenizer_files(tmp_path / "data", GPTConfig(280))
     (tmp_path / "tokenizer.json").write_text(json.dumps(files["tokenizer.json"]))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
         ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
         assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
+
+
+def hugging_face_folder(folder, words):
+    """A tokenizer.json of bytes, with a token `words` - 255 that ends a text, and a config.json
+    with a vocabulary of that many words."""
+    folder.mkdir()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {**{letter: i for i, letter in enumerate(alphabet)}, "<|end|>": words - 255}
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    theirs.add_special_tokens(["<|end|>"])
+    theirs.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<|end|>"}}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": words}))
+
+
+def test_a_vocabulary_of_128256_words_is_trained_sampled_and_exported(tmp_path, capsys,
+                                                                      monkeypatch):
+    """Its token ids need 32 bits. The tokenizer comes from a folder of Hugging Face."""
+    words, end = 128256, 128001
+    hugging_face_folder(tmp_path / "hf", words)
+    texts = [f"Story {i}: caf\u00e9 <|end|>.\n" * 8 for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    meta = prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
+    assert (meta["vocab_size"], meta["tokenizer"]) == (words, "tokenizer.json")
+    ids = np.concatenate([np.fromfile(tmp_path / f"data/{split}.bin", "<u4")
+                          for split in ("train", "val")])
+    assert ids.max() == end and (ids == end).sum() == len(texts)  # none of those in the text
+    said = load_tokenizer(tmp_path / "data").decode(ids[ids != end].tolist())
+    assert len(said) == sum(len(text) + 1 for text in texts)  # a line break after each text
+    assert all(text in said for text in texts)
+
+    run = Run(2, flags(tmp_path / "data", tmp_path / "out", arch="qwen3", n_layer=1, n_embd=8,
+                       n_head=2, n_hidden=8, tp=2, dtype="float32", steps=1, batch_size=4,
+                       metrics=tmp_path / "log"), tmp_path)
+    assert run.wait() == [0, 0], run.read()
+    (_, loss, _), = losses(tmp_path / "log")
+    assert math.log(words) < loss < math.log(words) + 0.5
+    monkeypatch.setattr("sys.argv", ["sample.py", "--out", str(tmp_path / "out"), "--prompt", "St",
+                                     "--max-tokens", "3", "--temperature", "0"])
+    sample.main()
+    assert "\nSt" in capsys.readouterr().out
+    export_file.export(checkpoint.newest(tmp_path / "out"), tmp_path / "exported")
+    written = json.loads((tmp_path / "exported/config.json").read_text())
+    assert (written["vocab_size"], written["eos_token_id"]) == (words, end)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "exported" / name).read_text()) == json.loads(
+            (tmp_path / "hf" / name).read_text())
+
+
+@pytest.mark.parametrize("damage,says", [
+    (lambda hf: (hf / "tokenizer.json").write_text("{"), "tokenizer.json: "),
+    (lambda hf: (hf / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
+    (lambda hf: (hf / "config.json").write_text('{"vocab_size": 300}'),
+     "tokenizer.json: 346 tokens, for a vocabulary of 300"),
+    (lambda hf: (hf / "config.json").write_text('{"vocab_size": [300]}'), "config.json: TypeError"),
+    (lambda hf: (hf / "tokenizer_config.json").write_text("[]"), "_config.json: AttributeError"),
+    (lambda hf: (hf / "tokenizer_config.json").write_text("{"), "_config.json: JSONDecodeError")])
+def test_a_folder_without_a_tokenizer_is_one_line(damage, says, tmp_path):
+    hugging_face_folder(tmp_path / "hf", 600)
+    damage(tmp_path / "hf")
+    with pytest.raises(ValueError, match=says):
+        prepare("stdlib", tmp_path / "data", str(tmp_path / "hf"))
 
 
 def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tmp_path, capsys,

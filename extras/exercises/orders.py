@@ -58,7 +58,7 @@ def explain_timeline(got, want):
 
 
 def schedule_facts(name, timeline, P, m, formula):
-    """Lines: the schedule drawn, and its bubble beside the formula."""
+    """Lines: the schedule drawn, and its bubble next to the formula."""
     return [*schedule_text(timeline.times, 110).splitlines(),
             f"{name}, P = {P}, m = {m}: bubble {timeline.bubble:.2%}    formula {formula}; "
             f"in flight {timeline.peak_in_flight}"]

@@ -84,8 +84,8 @@ def test_the_first_row_is_what_people_run(job):
     assert all(re.match(r"\d+\.\d% (faster|slower), ", row["trades"]) for row in others)
 
 
-# Megatron Bridge's recipes for H100s in BF16 (its src/megatron/bridge/perf_recipes at 067f987), {flags
-# of the job: layout of the recipe}. Whole experts are on E x T ranks here, so E is theirs / T
+# Recipes of Megatron Bridge for H100s in BF16, src/megatron/bridge/perf_recipes at 067f987: {flags
+# of a job: layout of the recipe}. Whole experts are on E x T ranks here, so E is theirs / T
 RECIPES = {
     "--model llama3-8b --gpus 8 --batch-size 128": "--cp 2 --microbatches 32",
     "--model llama3-70b --gpus 64 --batch-size 256":
