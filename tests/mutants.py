@@ -584,7 +584,6 @@ MUTANTS = {
         ('"t*{part.blocks}" if part', '"t*{part.blocks - 1}" if part', "advice:megatrons_stages")],
     "extras/planner/calibrate.py": [
         ("times[SKIPPED:]", "times", "advice:flags_or_a_file"),
-        ("file.readline(LONGEST + 1)", "file.readline()", "advice:regular_file_of_metrics"),
         ("not choices or flags[name] in choices", "True", "advice:wrong_text")],
     "extras/planner/folder.py": [
         ("wide * heads != sizes", "wide * heads == sizes", "advice:folders_model"),

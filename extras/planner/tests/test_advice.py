@@ -25,8 +25,7 @@ from extras.planner.search import Search
 JOBS = {
     "175B": "--model gpt3-175b --gpus 1024 --gpu h100",
     "70B": "--model llama-70b --gpus 64 --gpu h100 --batch-size 1024",
-    "mixtral": "--model llama-7b --n-kv-head 8 --experts 8 --expert-width 14336 --gpus 64 "
-               "--gpu h100 --batch-size 1024",
+    "mixtral": "--model mixtral-8x7b --gpus 32 --gpu h100 --batch-size 256",
     "131k": "--model llama-7b --n-kv-head 8 --n-hidden 14336 --vocab-size 128256 "
             "--block-size 131072 --batch-size 64 --gpus 64 --gpu h100",
     "405B": "--model llama-405b --gpus 16384 --gpu h100 --batch-size 2048",
@@ -38,9 +37,9 @@ RUN_BY = {
     # NeMo's llama3_70b: T 4, P 4, 5 chunks
     "70B": {"tp": (4, 8), "pp": (4,), "cp": (1,), "zero": (1,),
             "schedule": ("1f1b", "interleaved")},
-    # Megatron's guide, megatron/core/transformer/moe/README.md: E 8 and T 1 is better than E 4 and
-    # T 2; parallelism as small as memory allows
-    "mixtral": {"tp": (1,), "pp": (2, 4), "ep": (8,), "cp": (1,), "zero": (1, 2)},
+    # NeMo's mixtral_8x7b: T 1, P 4, E 8. Megatron's guide (megatron/core/transformer/moe/README.md):
+    # E 8 and T 1 is better than E 4 and T 2
+    "mixtral": {"tp": (1,), "pp": (4,), "ep": (8,), "cp": (1,), "zero": (1, 2)},
     # NeMo's long sequences: T 4, C 4 on 128 GPUs; its llama3_8b_128k: T 4, P 2, C 8
     "131k": {"tp": (4,), "cp": (4, 8), "pp": (1, 2), "zero": (1,)},
     # Llama 3, arXiv 2407.21783, table 4: T 8, P 16. Megatron Bridge's recipe: T 8, P 8, C 2
