@@ -37,7 +37,7 @@ RUN_BY = {
     # NeMo's llama3_70b: T 4, P 4, 5 chunks
     "70B": {"tp": (4, 8), "pp": (4,), "cp": (1,), "zero": (1,),
             "schedule": ("1f1b", "interleaved")},
-    # NeMo's mixtral_8x7b: T 1, P 4, E 8. Megatron's guide (megatron/core/transformer/moe/README.md):
+    # NeMo's mixtral_8x7b: T 1, P 4, E 8. Megatron's guide, megatron/core/transformer/moe/README.md:
     # E 8 and T 1 is better than E 4 and T 2
     "mixtral": {"tp": (1,), "pp": (4,), "ep": (8,), "cp": (1,), "zero": (1, 2)},
     # NeMo's long sequences: T 4, C 4 on 128 GPUs; its llama3_8b_128k: T 4, P 2, C 8
