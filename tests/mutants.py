@@ -554,6 +554,7 @@ MUTANTS = {
          "planner:zero_paper"),
         ("3: 2 * gw + 2 * w}", "3: 2 * gw}", "planner:step_allocates"),
         ("copy = wide if w == 2 else 0", "copy = 0", "planner:heads_buffers"),
+        ("(2 * job.width + 2 * max", "(2 * job.width + max", "planner:ring_attention"),
         ("(3 * 8 + 2 * wide)", "(2 * 8 + 2 * wide)", "planner:saves_the_bytes"),
         ("up * (inner + shared)", "up * (inner - shared)", "planner:mlp_beside")],
     "extras/planner/search.py": [
@@ -614,16 +615,21 @@ MUTANTS = {
         ("return max(inside, outside) + (size", "return inside + outside + (size",
          "planner:textbooks"),
         ("members - 1 + math.ceil(math.log2(size / members))", "size - 1",
-         "planner:trees_latency")],
+         "planner:trees_latency"),
+        ("operands + 2 * gradients", "operands + 2 * weights", "planner:adds_to_gradients")],
     "extras/planner/hardware.py": [
         ("self.gb * (1 - self.reserve)", "self.gb", "advice:first_row")],
     "extras/planner/habits.py": [
         ('Price(8, "tensor ranks', 'Price(0, "tensor ranks', "advice:first_row")],
     "extras/planner/programs.py": [
-        ('"always" if layout.zero == 3 else "never"', '"never" if layout.zero == 3 else "always"',
-         "advice:programs_words")],
+        ('"t*{part.blocks}" if part', '"t*{part.blocks - 1}" if part', "advice:megatrons_stages")],
     "extras/planner/calibrate.py": [
-        ("times[SKIPPED:]", "times", "advice:flags_or_a_file")],
+        ("times[SKIPPED:]", "times", "advice:flags_or_a_file"),
+        ("not choices or flags[name] in choices", "True", "advice:wrong_text")],
+    "extras/planner/folder.py": [
+        ("wide * heads != sizes", "wide * heads == sizes", "advice:folders_model"),
+        ('* chosen["top_k"]}', "}", "advice:named_model"),
+        ("heads % kv_heads == 0", "True", "advice:wrong_config")],
     "extras/planner/report.py": [
         ("* row['step_s'] / 86400", "* row['step_s'] / 3600", "planner:speed_and_days")],
     "sizes.py": [
