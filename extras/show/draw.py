@@ -188,15 +188,19 @@ def time_schedule(name, P, m, v, costs):
     return simulate(lists, where, costs)
 
 
+def in_flight(timeline, v):
+    """How much each rank holds at most, in words. peak_in_flight counts pairs of a stage and a
+    microbatch: a pair holds the activations of one stage, 1/v of the rank's layers."""
+    share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
+    return f"in flight {timeline.peak_in_flight}{share}"
+
+
 def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line."""
     bubble = schedules.closed_form(name, P, m, v, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
-    # peak_in_flight counts pairs of a stage and a microbatch. A pair holds the activations of one
-    # stage, 1/v of the rank's layers
-    in_chunks = f", each in 1 of {v} chunks" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
-            f"formula {formula}  in flight {timeline.peak_in_flight}{in_chunks}")
+            f"formula {formula}  {in_flight(timeline, v)}")
 
 
 def compare(P, m, asked, costs):
