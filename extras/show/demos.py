@@ -27,7 +27,7 @@ from extras.show.demonstrations import (
     show_routes,
     small_gpt,
 )
-from extras.show.draw import schedule_text, time_schedule
+from extras.show.draw import LETTERS, schedule_text, time_schedule
 from extras.show.tables import zigzag_table
 from mesh import Mesh
 from schedules import cut, placement
@@ -160,6 +160,8 @@ def demo_pipeline(make_pipeline, schedules, mesh):
             timeline = time_schedule(name, group.size, len(batches), v, costs=(1, 1, 1, 0))
             print(schedule_text(timeline.times))
         show_difference(name, mesh, model, summed=True)
+    if group.rank == 0:
+        print(LETTERS)
 
 
 PLAIN = {"gpipe": 1, "1f1b": 1}
