@@ -43,7 +43,7 @@ def judge_ring_attention(make_mesh, forms):
     # and nothing is merged
     check_attention(form(*whole, OneRank()), whole, 1, 0,
                     "on one rank, where nothing travels, the result ",
-                    "differs: look at the scores, the mask and the softmax")
+                    "differs: look at the scores, the mask and the division at the end")
     # q = k, of length 1: a query's largest score is that of its own key, which it meets first. So
     # no sum has to be rescaled
     q = normalize(whole[0], dim=-1)
@@ -132,7 +132,8 @@ def merged(q, parts, shrink_numerator, shrink_denominator):
 def explain_attention(got, whole, N, rank):
     """Which mistake gives this result of a rank, one of N; "" if none of these does."""
     if not got.isfinite().all():
-        return "is not finite: does exp overflow, or has a query met no key yet?"
+        return ("is not finite: hide later tokens only, subtract the largest score so far, keep it "
+                "for the next hop, and multiply the sums by exp(old - new)")
     q, k, v = whole
     S = q.size(2)
     mine = zigzag_of(S, N, rank)
