@@ -76,6 +76,8 @@ def demo(mesh):
     once = 840 * (N - 1)  # bytes that a rank sends in a reduce-scatter, or in an all-gather
     formulas = {all_reduce: 2 * once, reduce_scatter: once, all_gather: once,
                 sequential_all_reduce: n * min(2, N - 1), parameter_server_all_reduce: n * (N - 1)}
+    if group.rank == 0:
+        print(f"with a tensor of {n} bytes:")
     for fn, formula in formulas.items():
         before = group.bytes_sent
         fn(torch.ones(n // 4), group)
