@@ -94,8 +94,8 @@ def interleaved(P, m, v, rank):
         return weave(forwards, backwards, P - 1 - rank)
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
     num_warmup = (v - 1) * P
-    # ... then twice 1F1B's warm-up. If messages took no time, 1F1B's own would do. If a message
-    # takes 0.1 F, a step is 7% longer with 1F1B's own than with this (simulated, P 4, v 2, m 16)
+    # ... then twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F
+    # a step is 7% longer with once (simulated, messages that block nobody, P 4, v 2, m 16)
     num_warmup += 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
@@ -206,9 +206,9 @@ def idle_of_1f1b(P, m, f, i, w):
 
 
 def idle_of_zero_bubble(depth, P, m, f, i, w):
-    """For each other rank, a rank would idle for an F and an I. zb-h1 (depth 1) fills each of these
-    P-1 gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I, and enough
-    microbatches to fill the pipeline."""
+    """A rank would idle for an F and an I of each of the P-1 ranks around it. zb-h1 (depth 1) fills
+    each of these gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I,
+    and enough microbatches to fill the pipeline."""
     idle = (P - 1) * (f + i - depth * w)
     return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
 
@@ -256,7 +256,7 @@ def chunks_of(name, asked=0):
     """Returns v, the number of stages per rank. asked: the value of --chunks; 0: the flag was not
     given. If the schedule has a fixed number, asked may be that number, too, or 1, the default of a
     planner's Layout. If the number is free (interleaved), 0 gives 2. Raises a ValueError of one
-    line for an unknown schedule, and for any other number."""
+    line for an unknown schedule, and for a number that it does not take."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:

@@ -1,6 +1,6 @@
 """Text to tokens: writes train.bin, val.bin, meta.json and, for bpe, vocab.tiktoken.
 
-The default corpus is the source of the Python standard library, which lies beside the interpreter.
+The default corpus is the source of the Python standard library, which lies next to the interpreter.
 Files go whole to train (90% of the bytes) or to val; where they are too few and too large for that,
 the joined text is cut at a line. A .jsonl has a text in each line: {"text": "..."}. The .bin files
 are like nanoGPT's: little-endian uint16, opened with np.memmap (uint32 for a vocabulary of more

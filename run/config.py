@@ -493,8 +493,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
-    of --init-from count until --out has a checkpoint.)"""
+    """Refuse two sources of weights, and a trace of too few steps. (--resume auto takes the weights
+    of --init-from only if --out has no checkpoint yet.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")

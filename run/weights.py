@@ -117,7 +117,7 @@ def find_tensors(path, shapes, config):
         if name.endswith(transposed):  # False for all names if transposed is ()
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
-    # UNTIED: a file may have the head's matrix beside the embedding's. Old files also have masks
+    # UNTIED: a file may have the head's matrix next to the embedding's. Old files also have masks
     refuse_more(path, entries, {*wanted, UNTIED}, MASKS)
     return {name: [(entries[name], name.endswith(transposed))] for name in wanted} | {
         name: [] for name in zeros}
@@ -187,7 +187,7 @@ def load_parts(places, shape):
 def read_weights(path, shapes, config):
     """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
     shape} and no others (see find_tensors), and return a function from a name to the full tensor,
-    on CPU. CheckpointError, also if a manifest or a config.json beside the file describes another
+    on CPU. CheckpointError, also if a manifest or a config.json next to the file describes another
     model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent

@@ -314,9 +314,8 @@ MUTANTS = {
     "shard.py": [
         ("min(group.rank, more)", "more", "layouts:layout_equals"),
         ("* inner + (run_start - position)", "* inner", "checkpoint:float64"),
-        ('if sum_gradients or hasattr(param, "sees_own_heads")', "if True",
-         "layouts:layout_equals"),
-        (' or hasattr(param, "sees_own_heads")', "", "layouts:layout_equals")],
+        ("            if sum_gradients:", "            if True:", "layouts:layout_equals"),
+        ('elif hasattr(param, "sees_own_heads"):', "elif False:", "layouts:layout_equals")],
     "model.py": [
         ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
@@ -391,12 +390,14 @@ MUTANTS = {
         ('    require(type(manifest["data"]) is str, "data")\n', "", "checkpoint:forged_value"),
         ("if moved < len(run):", "if False:", "checkpoint:after_its_check")],
     "run/config.py": [
+        ("if cfg.head_dim * cfg.n_head == cfg.n_embd:", "if False:", "llama:usual_width"),
         ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
         ("max(1, world // model_ranks)", "max(1, world // cfg.tp)", "values:left_out"),
         ("need = share * cfg.n_layer", "need = cfg.n_layer", "commands:machines_share"),
         ("cfg.steps >= 3,", "cfg.steps >= 2,", "commands:one_line and trace")],
     "run/log.py": [
+        ("if now != was:", "if False:", "faults:rate_jumps"),
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
         ("self.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches"),
@@ -414,6 +415,13 @@ MUTANTS = {
         ("if last and gzip:", "if gzip:", "values:mfu"),
         ("flops = rate * self", "flops = self.trainer.tokens * self", "values:mfu")],
     "run/hugging_face.py": [
+        ('"qwen3": {"num_key_value_heads": 32, "head_dim": 128}', '"qwen3": {}', "weights:config"),
+        ('"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}', '"mistral": {}',
+         "weights:config or refused"),
+        ('    if others:\n', '    if False:\n', "llama:foreign_folders"),
+        ('head_dim if head_dim * flags["n_head"] != flags["n_embd"] else 0', "head_dim",
+         "weights:config"),
+        ('"head_dim": config.hs', '"head_dim": config.head_dim', "llama:bit_for_bit"),
         ('("attn.c_attn.weight", "attn.c_proj.weight", ', '("attn.c_attn.weight", ',
          "weights:starts_from or exported"),
         ('number(given, "rms_norm_eps", 1e-6)', 'number(given, "rms_norm_eps", 1e-5)',
@@ -432,6 +440,10 @@ MUTANTS = {
          "weights:config"),
         (":.15g}", ":g}", "weights:config")],
     "llama.py": [
+        ("rotate(self.ln_q(q)", "rotate(self.ln_k(q)", "llama:by_its_formulas"),
+        ("bias=config.qkv_bias", "bias=False", "llama:by_its_formulas"),
+        ("    hs = config.hs\n", "    hs = config.n_embd // config.n_head\n",
+         "llama:by_its_formulas"),
         ("frequency / factor\n    low", "frequency * factor\n    low", "llama:by_its_formulas"),
         ("rotate(self.ln_q(q), angles)", "self.ln_q(rotate(q, angles))", "llama:by_its_formulas")],
     "extras/doctor/foreign.py": [
@@ -547,6 +559,10 @@ MUTANTS = {
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
          "faults:second_signal")],
     "data/prepare.py": [
+        ('"<u2" if vocab_size <= 2**16', '"<u2" if vocab_size < 2**16', "commands:16_bits"),
+        ("encode_special_tokens = True", "encode_special_tokens = False", "weights:128256"),
+        ("max(self.tokenizer.get_vocab().values(), default=0) + 1",
+         "self.tokenizer.get_vocab_size()", "weights:without_a_tokenizer"),
         ("list(dict.fromkeys(text for _, text in sorted(docs)))",
          "[text for _, text in sorted(docs)]", "commands:share_no_text"),
         ("cut = newline + 1 if", "cut = newline if", "commands:end_of_a_line"),
@@ -569,6 +585,8 @@ MUTANTS = {
     "extras/planner/report.py": [
         ("* row['step_s'] / 86400", "* row['step_s'] / 3600", "planner:speed_and_days")],
     "sizes.py": [
+        ("12 * self.n_layer * self.query_width", "12 * self.n_layer * self.n_embd", "llama:flops"),
+        ("attention = 4 * self.query_width", "attention = 4 * C", "llama:flops"),
         ("+ 12 * self.n_layer * self", "+ 6 * self.n_layer * self",
          "planner:llm_foundry")],
     "docs/lab.html": [

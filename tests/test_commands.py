@@ -33,6 +33,7 @@ from data.prepare import (
     make_encoding,
     prepare,
     read_source,
+    token_type,
     train_and_val,
     write_whole,
 )
@@ -534,6 +535,11 @@ def test_gpt2s_tokenizer_ends_each_text(tmp_path, monkeypatch):
                for split in ("train", "val")]
         assert sum((part == 50256).sum() for part in ids) == end_tokens
         assert ids[0][-1] == ids[1][-1] == 50256 and meta["val_tokens"] == len(ids[1])
+
+
+@pytest.mark.parametrize("words,width", [(256, 2), (65536, 2), (65537, 4)])
+def test_tokens_have_16_bits_where_these_are_enough(words, width):
+    assert np.dtype(token_type(words)).itemsize == width
 
 
 def test_gzips_bits_are_those_of_the_validation_text(tmp_path):

@@ -753,6 +753,20 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
     assert run.read().endswith("step-00000004: is at step 4, past --steps 3\n"), run.read()
 
 
+def test_a_resumed_run_says_how_its_learning_rate_jumps(corpus, trained, tmp_path):
+    """4 steps lead to a rate of 0; in a schedule of 8 it is still high."""
+    folder = trained / "step-00000004"
+    rates = {}
+    for steps in (8, 4):
+        out = tmp_path / f"{steps}"
+        run = Run(1, flags(corpus, out, resume=folder, steps=steps), tmp_path)
+        assert run.wait() == [0], run.read()
+        rates[steps] = run.read("stdout")
+    assert "the learning rate goes on at 0.003, the checkpoint's run would have gone on at 0: " \
+        "--steps was 4, is 8\n" in rates[8], rates[8]
+    assert "learning rate goes on" not in rates[4]
+
+
 @needs_minutes
 @pytest.mark.parametrize("started", [2, 1], ids=["of a rank", "of a launcher of its ranks"])
 def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):

@@ -14,11 +14,11 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
-from run.config import parse
+from run.config import check_layout, parse
 from run.hugging_face import flags_of_folder
 from run.weights import INDEX, load_model, read_weights
 from sizes import LlamaConfig, config_of
-from tests.harness import VOCAB, close
+from tests.harness import VOCAB, close, config
 from tests.runs import Run, flags, one_line
 
 SMALL = LlamaConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24, n_kv_head=2, n_hidden=37,
@@ -69,7 +69,9 @@ def by_formula(model, ids):
         return torch.cat([pairs.real, pairs.imag], 1)
 
     def attention(name, x):
-        rows = x @ p[name + ".c_attn.weight"].T + p.get(name + ".c_attn.bias", 0)
+        rows = x @ p[name + ".c_attn.weight"].T
+        if config.qkv_bias:
+            rows += p[name + ".c_attn.bias"]
         rows = [*rows.split(hs, 1)]  # heads of q, then of k, then of v
         n_kv = config.n_kv_head
         for i in range(config.n_head + n_kv):
@@ -373,6 +375,14 @@ def test_flags_say_what_config_json_says_and_flags_win(folders):
     cfg = train.read_command_line.__globals__["parse"](["--init-from", str(exported), "--n-layer",
                                                         "3"])
     assert (cfg.arch, cfg.n_layer, cfg.n_hidden) == ("llama", 3, 21)
+
+
+@pytest.mark.parametrize("given,wanted", [(0, 0), (4, 0), (6, 6)])
+def test_the_usual_width_of_a_head_is_one_value_however_it_is_given(given, wanted, corpus):
+    """Checkpoints have it: a run that gives the flag resumes one of a run that does not."""
+    cfg = config(corpus, arch="llama", n_head=6, n_embd=24, head_dim=given)
+    check_layout(cfg, 1)
+    assert cfg.head_dim == wanted
 
 
 FLAGS = [  # flags -> what the one line says

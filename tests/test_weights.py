@@ -210,6 +210,11 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
+    ({**LLAMA, "model_type": "qwen3"}, {"head_dim": 128, "n_kv_head": 32}),
+    ({**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None},
+     {"arch": "qwen3", "head_dim": 0, "n_kv_head": 4}),
+    ({**LLAMA, "model_type": "qwen2"}, {"arch": "qwen2", "head_dim": 0, "n_kv_head": 32}),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": None}, {"arch": "llama", "n_kv_head": 8}),
     ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
      {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
@@ -218,11 +223,16 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
     got = flags_of_folder(tmp_path)
     assert {name: got[name] for name in want} == want
     transformers = pytest.importorskip("transformers")
-    kind = transformers.LlamaConfig if got.get("arch") == "llama" else transformers.GPT2Config
-    theirs = kind.from_dict(given)
+    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(
+        given.get("model_type"), "GPT2")
+    theirs = getattr(transformers, f"{kind}Config").from_dict(given)
     assert got["n_layer"] == theirs.num_hidden_layers and got["n_embd"] == theirs.hidden_size
     assert got["n_head"] == theirs.num_attention_heads
-    if kind is transformers.GPT2Config:
+    if kind != "GPT2":
+        assert got["n_kv_head"] == (theirs.num_key_value_heads or theirs.num_attention_heads)
+        width = getattr(theirs, "head_dim", None) or got["n_embd"] // got["n_head"]
+        assert (got["head_dim"] or got["n_embd"] // got["n_head"]) == width
+    else:
         x = torch.linspace(-6, 6, 1001)
         act = transformers.activations.ACT2FN[theirs.activation_function]
         assert torch.allclose(act(x), F.gelu(x, approximate="tanh"), atol=1e-6)

@@ -54,8 +54,8 @@ def overview(exercises, progress):
         yield (f"{number:3}  extras/exercises/{exercise.name + '.py':28} {exercise.title:52} "
                f"{state_of(exercise.name, progress)}")
     yield ""
-    yield ("Write a file's body; python -m extras.exercises 1 tests the first, 1 --hint helps; quiz "
-           "asks; break shows wrong lines")
+    yield ("Write the body; python -m extras.exercises 1 tests the first, 1 --hint helps, quiz "
+           "asks, break shows wrong lines")
 
 
 def next_hint(exercise, progress):

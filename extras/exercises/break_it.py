@@ -1,5 +1,5 @@
-"""python -m extras.exercises break: each wrong line trains a small GPT, beside the right one. Which
-of these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor
+"""python -m extras.exercises break: each wrong line trains a small GPT, and so does the right
+one. Which of these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor
 (extras/doctor)?
 
 A row is a wrong line. Its ranks are threads (extras/doctor/threads.py), which run train.py; as many

@@ -32,7 +32,7 @@ class Wrong(Exception):
 class Report(NamedTuple):
     kind: str  # one of KINDS
     line: str  # the line to print; "" if right
-    facts: tuple = ()  # lines: figures beside their formulas
+    facts: tuple = ()  # lines: figures next to their formulas
 
 
 # Worst first: verdict() picks one report of the worst kind, because the other ranks' reports may
@@ -154,7 +154,7 @@ def check_shape(what, got, want):
 
 
 def beside(what, got, formula, value):
-    """A line with a figure, `got`, beside the value of its formula. Raises Wrong if the two differ.
+    """A line with a figure, `got`, next to the value of its formula. Raises Wrong if they differ.
     what: names the figure."""
     if got != value:
         raise Wrong(f"right, but {what}: {got}, and the formula {formula} says {value}")

@@ -79,7 +79,7 @@ def check_against(right, form, P, m, v=1, costs=(1, 1, 1, 0)):
 
 
 def schedule_facts(name, timeline, P, m, formula, v=1):
-    """Lines: the schedule drawn, and its bubble beside the formula."""
+    """Lines: the schedule drawn, and its bubble next to the formula."""
     return [*schedule_text(timeline.times, 110).splitlines(),
             f"{name}, P = {P}, m = {m}: bubble {timeline.bubble:.2%}    formula {formula}; "
             f"{in_flight(timeline, v)}"]

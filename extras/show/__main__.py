@@ -7,7 +7,7 @@
                                                 engine.context_parallel, engine.pipeline
     python -m extras.show collectives 3         on 3 ranks (context_parallel takes a number, too)
     python -m extras.show mesh 2 2 1 1 2        the groups of a mesh: sizes of dp pp ep cp tp
-    python -m extras.show sizes 7e9             bytes per rank of 7e9 parameters, by ZeRO stage
+    python -m extras.show sizes 7e9             GB held and sent by a rank, by ZeRO stage
     python -m extras.show schedules 1f1b 4 8    a timeline of 4 ranks and 8 microbatches;
                                                 schedules 4 8 --compare: all schedules
 """

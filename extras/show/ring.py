@@ -1,5 +1,5 @@
 """python -m extras.show collectives: one ring all-reduce, hop by hop, and the bytes that the ring's
-three collectives send. Beside the ring stand two all-reduces that it beats: sequential,
+three collectives send. Next to the ring run two all-reduces that it beats: sequential,
 and through a parameter server."""
 
 import torch

@@ -1287,7 +1287,7 @@ def test_a_hang_is_named_by_the_command_within_seconds(tmp_path):
 
 def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
     questions = [make() for make in quiz.QUESTIONS]
-    answers = iter([f"{question.answer:.4g} GB" for question in questions])
+    answers = iter([f"{question.answer:.6g} GB" for question in questions])
     said = []
     assert quiz.ask_all(lambda prompt: next(answers), said.append) == 0
     assert said.count("right") == len(questions) >= 10
@@ -1300,7 +1300,7 @@ def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
     assert skipped == "the answer is 7, because"
     # By hand, from the papers' formulas
     assert [round(question.answer, 4) for question in questions] == [
-        112, 7, 1.1417, 38.5, 8.75, 147, 20, 4, 12.5829, 100.6633, 256, 5.6875]
+        112, 7, 1.1417, 7568, 38.5, 1, 8.75, 147, 20, 4, 12.5829, 100.6633, 256, 5.6875, 3.25]
 
 
 def test_the_quiz_ignores_what_follows_the_number():
@@ -1322,4 +1322,4 @@ def test_the_quiz_counts_wrong_answers_and_asks_again_for_a_number():
 
     said = []
     assert quiz.ask_all(ask, said.append) == 1
-    assert said[1] == "right" and said[-1] == "1 of 12 right"
+    assert said[1] == "right" and said[-1] == "1 of 15 right"

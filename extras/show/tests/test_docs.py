@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tokenize
@@ -44,6 +45,8 @@ from engine.mesh import Mesh
 from extras.bench.job import SIZES
 from extras.forks import large_batches_curves as large_batches
 from extras.planner import measure
+from extras.planner.hardware import DEVICES
+from extras.planner.published import RUNS
 from extras.planner.tests.test_planner import _sent
 from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
@@ -82,7 +85,6 @@ OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which 
     "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM",
                                "    --master-addr": "its end, for another model",
                                "rank 0        ": "a picture"},
-    "docs/long-sequences.md": {"without --sp   row -> all-reduce": "a picture"},
     "docs/measured.md": {
         "     S                N = 1": "times, rearranged by hand",
         "ms           without": "test_what_gpt2_should_reach_is_the_pages_arithmetic"},
@@ -507,6 +509,72 @@ def said(page, sentence):
     return re.search(sentence, " ".join(PAGES[page].split())).groups()
 
 
+def tables_of_commands(page):
+    """[(title, figures in bold, commands)] of a page's table rows that name commands."""
+    for line in PAGES[page].splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        commands = re.findall(r"`(python -m [^`]+)`", cells[-1]) if cells else []
+        if commands:
+            figures = [each for cell in cells for each in re.findall(r"\*\*(.+?)\*\*", cell)]
+            yield cells[0], figures, [each.replace("\\|", "|") for each in commands]
+
+
+CHECKED = {  # {page: the fewest rows}
+    "docs/from-1-to-1024-gpus.md": 9, "docs/numbers-checked.md": 20}
+
+
+@pytest.mark.parametrize("page,title,figures,commands", [
+    pytest.param(page, *row, id=f"{Path(page).stem}: {row[0][:40]}")
+    for page in CHECKED for row in tables_of_commands(page)])
+def test_the_commands_of_a_row_print_its_figures(page, title, figures, commands, printed):
+    output = " ".join(" ".join(printed(command)) for command in commands)
+    assert figures, f"{page}: {title}: no figure in bold"
+    for figure in figures:  # as a number of its own, not a part of another
+        found = re.search(rf"(?<![\w.]){re.escape(figure)}(?![\w%]|\.\d)", output)
+        assert found, f"{page}: {title}: {figure} is not in\n{output}"
+
+
+RECIPE = "docs/from-1-to-1024-gpus.md"
+
+
+@pytest.mark.parametrize("line", [
+    pytest.param(line, id=line.rsplit("planner ", 1)[1][:40])
+    for line in PAGES[RECIPE].splitlines() if "% | `python -m extras.planner" in line])
+def test_the_recipes_shares_are_the_first_rows(line):
+    """Computing with the optimizer's step, exposed messages, bubble."""
+    *_, computing, messages, bubble, command, _ = (cell.strip() for cell in line.split("|"))
+    *_, (first, *_) = plan.searched(plan.flags().parse_args(command.strip("`").split()[3:]))
+    seconds = dict(first["time_s"])
+    shares = (seconds.pop("compute") + seconds.pop("optimizer"), seconds.pop("bubble"),
+              sum(seconds.values()))
+    assert [f"{share / first['step_s']:.0%}" for share in shares] == [computing, bubble, messages]
+
+
+def test_mfus_of_published_runs_are_those_that_the_recipe_names():
+    found = [run.mfu for run in RUNS if run.device.startswith("a100") and run.layout.ranks >= 128]
+    low, _, high = statistics.quantiles(found, n=4)
+    assert said(RECIPE, r"an MFU of (\d+) to (\d+)%") == (f"{100 * low:.0f}", f"{100 * high:.0f}")
+
+
+def test_links_are_the_planners():
+    """The table of docs/costs.md: each way, half of NVLink's data sheet, an eighth of the bits."""
+    rows = re.findall(r"\| (.+?) \| (?:GPUs of a node|nodes) \| (\d+) (GB|Gb)/s \| ([\d.]+) \|",
+                      PAGES["docs/costs.md"])
+    v100, a100, h100 = (DEVICES[name] for name in ("v100", "a100-80", "h100"))
+    assert [float(each_way) for *_, each_way in rows] == [
+        v100.nvlink, a100.nvlink, h100.nvlink, v100.network, a100.network, h100.network]
+    for _, sheet, unit, each_way in rows:
+        assert float(sheet) / (2 if unit == "GB" else 8) == float(each_way)
+
+
+def test_rows_with_commands_are_found():
+    for page, fewest in CHECKED.items():
+        found = list(tables_of_commands(page))
+        rows = [line for line in PAGES[page].splitlines()
+                if line.startswith("| ") and "`python -m" in line]
+        assert len(found) == len(rows) >= fewest, page
+
+
 def test_bubbles_on_slow_links_are_those_that_pipelines_names(printed):
     compared = printed("python -m extras.show schedules 4 8 --compare --costs 1,1,1,0.5")
     bubble = {line.split()[0]: re.search(r"bubble +(\S+)", line)[1] for line in compared
@@ -656,13 +724,16 @@ TIME = re.compile(
     rf"|{RANGE}%? (?:faster|slower|off the step)"
     rf"|{RANGE}%? of (?:a step\b|the step\b|(?:the|its|\w+'s) (?:speed|time)))")
 NOT_MEASURED = {  # {file: (figures of time that are not measured, why)}
+    "docs/from-1-to-1024-gpus.md": (["80% of a step"], "a rule of thumb"),
+    "docs/numbers-checked.md": (["3% of the time", "34 times as fast"],
+                                "what circulates, and a prediction"),
     "docs/gpus-and-nodes.md": (["5 to 10 us"], "reasoned, and the page says so"),
     "docs/runs-that-survive.md": (["5 seconds", "600 seconds", "2 to 3 seconds"],
                                   "--timeout, and the constants of run/processes.py"),
     "docs/which-layout.md": (
         ["28% slower", "23% faster", "3.6 times as slow", "1.6 times as fast", "12.7 s", "7.5 s",
          "71.0 s", "44.0 s", "95.0 s", "58.9 s", "37.4 s", "37.4 s", "6.3 s", "5.9 s", "0.42 s",
-         "0.42 s"], "predictions; published speeds beside them"),
+         "0.42 s"], "predictions; published speeds next to them"),
     "run/launch.py": (["30 s"], "a constant of torchrun"),
     "run/processes.py": (["2 s", "3 s"], "constants of this file")}
 

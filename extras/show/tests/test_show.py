@@ -1,13 +1,17 @@
-"""What python -m extras.show and the programs beside it print, refuse and write."""
+"""What python -m extras.show and the programs next to it print, refuse and write."""
 
 import json
+import shlex
 import sys
 
 import pytest
 
 import extras.show.__main__ as show
 import schedules
+from extras.planner import hardware, memory, traffic
 from extras.show import draw, pictures
+from extras.show import tables as show_tables
+from sizes import bytes_per_parameter
 from tests.isolation import as_it_was
 from tests.programs import (
     leave_ctrl_c_and_errors_to_pytest,
@@ -37,9 +41,29 @@ def test_after_them_ctrl_c_and_errors_are_pytests_again(line, capsys, monkeypatc
     ("collectives --help", "say how many ranks, 1 to 64"), ("collectives 0", "say how many"),
     ("context_parallel abc", "say how many ranks"), ("ddp 2", "ddp runs on 4 ranks"),
     ("sizes nan", "must be above 0"), ("sizes -5", "must be above 0"),
+    ("sizes --ranks 0", "must be above 0"), ("sizes --microbatches 0", "must be above 0"),
     ("mesh 0 1 1 1 1", "give the sizes"), ("nothing", "nothing is unknown; try collectives, ddp")])
 def test_nonsense_is_answered_with_one_line(line, says, capsys, monkeypatch):
     assert says in one_line(show.main, ["show", *line.split()], capsys, monkeypatch)
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_sizes_prints_what_the_planner_counts(m, capsys):
+    """Held and sent, for 7e9 parameters on 6 ranks: a number that is no power of two."""
+    with as_it_was():
+        show_tables.sizes_command(["7e9", "--ranks", "6", "--microbatches", str(m)])
+    *_, row = capsys.readouterr().out.splitlines()
+    ranks, *figures = map(float, row.replace("*", "").split())
+    job = memory.Job(hardware.MODELS["gpt2"], 6)
+    want = [7 * sum(bytes_per_parameter(stage, 6)) for stage in range(4)]
+    for stage in (1, 2, 3):
+        layout = memory.Layout(dp=6, zero=stage, microbatches=m)
+        sent = traffic.dp_messages(job, layout, 7, 6, gathered=14)
+        want.append(sum(times * gb for _, _, times, gb in sent))
+    assert ranks == 6 and figures == [float(f"{gb:.4g}") for gb in want]
 
 
 # ---- schedules ----
@@ -48,7 +72,7 @@ def test_nonsense_is_answered_with_one_line(line, says, capsys, monkeypatch):
 def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
     def run(line):
         with as_it_was():
-            draw.schedules_command(line.split())
+            draw.schedules_command(shlex.split(line))
         return capsys.readouterr().out
 
     assert json.loads(run("1f1b 4 8 --json")) == {
@@ -63,7 +87,7 @@ def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
         "in flight [11, 9, 7, 5], each in 1/2 of a rank's layers")
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
-    run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
+    run(f"zb-v 2 4 --svg '{tmp_path}/x.svg'")
     assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
     assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
     for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
