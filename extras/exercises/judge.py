@@ -42,7 +42,10 @@ KINDS = ("not written", "an error", "wrong", "a hang", "a lost message", "right"
 
 def place_of(error):
     """Where an error came from, "FILE, line N": the innermost call in the learner's file; if none
-    is there, the innermost call."""
+    is there, the innermost call. A line that is no Python has not been called: its error names
+    it."""
+    if isinstance(error, SyntaxError):
+        return f"{Path(error.filename).name}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)  # outermost call first
     # Names of exercises begin with e01 to e16
     own = [frame for frame in frames if Path(frame.filename).name.startswith(("e0", "e1"))]
@@ -59,6 +62,8 @@ def said_by(error):
         lines = ["its text cannot be read"]
     if isinstance(key, torch.Tensor):  # a KeyError: its text would be the tensor's numbers
         said = f"the parameter {key.tag.name}" if hasattr(key, "tag") else "a tensor"
+    elif isinstance(error, SyntaxError):
+        said = error.msg  # its str() has the place once more
     else:
         said = " ... ".join([lines[0], *lines[1:][-1:]])
     return said + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

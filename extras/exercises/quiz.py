@@ -1,6 +1,6 @@
-"""python -m extras.exercises quiz: asks for numbers. After an answer it prints "right" or the right
-number, and how to derive it. The numbers are computed here, by sizes.py, or by schedules.py.
-No torch here."""
+"""python -m extras.exercises quiz: asks for numbers. After an answer it prints "right", or "wrong"
+and the right number; then how to derive it. The numbers are computed here, by sizes.py, or by
+schedules.py. No torch here."""
 
 import re
 from typing import NamedTuple
@@ -227,7 +227,8 @@ def ask_all(ask, say):
             break
         verdict = is_right(question, answer)
         right += bool(verdict)
-        say("right" if verdict else f"{question.answer:.4g}")
+        said = "right" if verdict else f"the answer is {question.answer:.4g}, because"
+        say(f"wrong: {said}" if verdict is False else said)
         for line in question.derivation:
             say(f"   {line}")
     say(f"{right} of {len(QUESTIONS)} right")

@@ -78,10 +78,13 @@ def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
     assert json.loads(run("1f1b 4 8 --json")) == {
         "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
     assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
-    compared = {line.split()[0]: line for line in run("4 8 --compare").splitlines()}
+    *lines, explained, _ = run("4 8 --compare").splitlines()
+    assert explained.startswith("Makespan: ")
+    compared = {line.split()[0]: line for line in lines}
     assert list(compared) == list(schedules.SCHEDULES)
     assert compared["1f1b"].endswith("in flight [4, 3, 2, 1]")
-    assert compared["interleaved"].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
+    assert compared["interleaved"].endswith(
+        "in flight [11, 9, 7, 5], each in 1/2 of a rank's layers")
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
     run(f"zb-v 2 4 --svg '{tmp_path}/x.svg'")
