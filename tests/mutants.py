@@ -703,6 +703,9 @@ def main():
         name = re.sub(r"\s+", " ", f"{file}: {old} -> {new or 'nothing'}")
         if args.name in name:
             where, expression = tests.split(":")
+            if Path(HERE, file).read_text().count(old) != 1:  # a fork has changed the line
+                print(f"{name}    NO SUCH PLACE, or several", flush=True)
+                continue
             found = killer(file, old, new, [test_file(where), "-k", expression], 300)
             if args.all and not found:
                 found = killer(file, old, new, ["tests", "extras"], 3600)
