@@ -173,6 +173,11 @@ class Data:
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from None
         self.check_ids(tokens[:CHECKED_AT_START], path)
+        # numpy's tofile() without a type writes 64 bits: after each token three zeros
+        foreign = not tokens_of_meta and width == 2
+        if foreign and not tokens[1:CHECKED_AT_START:2].any():
+            raise ValueError(f"{path}: every second token is 0, so its tokens have more bytes than "
+                             f"those of {dtype}; write them with astype('{dtype.str}')")
         return tokens
 
     def check_ids(self, ids, path):

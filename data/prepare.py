@@ -343,6 +343,8 @@ class FolderEncoding:
         try:
             self.tokenizer = Tokenizer.from_buffer(self.files[self.name])
             self.tokenizer.encode_special_tokens = True  # in a text they are text
+            self.tokenizer.no_truncation()  # the file may have a length from fine-tuning
+            self.tokenizer.no_padding()
             size = max(self.tokenizer.get_vocab().values(), default=0) + 1
         except Exception as error:  # tokenizers raises no narrower class
             raise ValueError(f"{folder / self.name}: {type(error).__name__}: {error}") from None
@@ -352,6 +354,9 @@ class FolderEncoding:
             end = settings.get("eos_token")
             end = end["content"] if type(end) is dict else end
         number = self.tokenizer.token_to_id(end) if end else None
+        if end and number is None:
+            raise ValueError(f"{folder / FOREIGN[1]}: its eos_token {end} is no token of "
+                             f"{self.name}")
         if n_vocab is None and os.path.lexists(folder / "config.json"):
             n_vocab = read_json(folder / "config.json", {"vocab_size": whole(1)})["vocab_size"]
         self.n_vocab = n_vocab or size

@@ -68,6 +68,11 @@ def start(description, args=None):
         print(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
     if ranks > world:
+        try:
+            tempfile.gettempdir()
+        except OSError as error:  # a container whose root is read-only
+            config.fail(f"{signals.in_words(error)}; the ranks meet at a file there: let TMPDIR "
+                        "name a folder that can be written")
         sys.exit(launch(ranks, grace=min(10, cfg.timeout)))
 
 

@@ -1,6 +1,6 @@
 """How a process ends: by a signal, by a failure, or with its parent.
 
-    process                 SIGINT, SIGTERM, SIGHUP               set up by
+    process                 one of STOPS                          set up by
     launcher                passes the signal on to all ranks     launch (run/launch.py)
     rank, starting          one line, exit                        before_training
     rank, training          saves after the step; again: exit     save_on_stop
@@ -19,7 +19,8 @@ import time
 from collections import namedtuple
 from contextlib import contextmanager, suppress
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# (SLURM sends what its --signal names before the time limit, mostly SIGUSR1 or SIGUSR2)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Environment variables of a rank that run/launch.py started
 PARENT = "NANOPARALLEL_PARENT"  # the launcher's pid
 STORE = "NANOPARALLEL_STORE"  # the url of the store at which the ranks meet

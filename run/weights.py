@@ -87,6 +87,9 @@ def find_tensors(path, shapes, config):
     unless the file has these tensors and no others. (refuse_more lets the head's matrix and old
     masks pass.)"""
     entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
+    if "embed_tokens.weight" in entries:  # LlamaModel alone, as in Qwen3-Embedding: no "model."
+        entries = {name if name == UNTIED else f"model.{name}": entry
+                   for name, entry in entries.items()}
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
     entries = {canonical(name): entry for name, entry in entries.items()}
@@ -147,6 +150,11 @@ def require_one_tied(path, entries, shapes, embedding):
         entries.setdefault(embedding, entries[UNTIED])
         if checksum(entries[embedding]) != checksum(entries[UNTIED]):
             raise CheckpointError(f"{path}: {UNTIED} is not {embedding}; this model ties them")
+    rows = max(entries[embedding].shape[:1], default=0) if embedding in entries else 0
+    if rows not in (0, shapes[EMBEDDING][0]):
+        raise CheckpointError(f"{path}: a vocabulary of {rows}, that of --data has "
+                              f"{shapes[EMBEDDING][0]}; prepare it with this model's tokenizer "
+                              "(data/prepare.py --tokenizer FOLDER)")
 
 
 def refuse_more(path, entries, wanted, harmless):

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -338,6 +339,14 @@ def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(CommunicationError, match="^rank 5: --device cuda: 3 processes here but 2 "):
         processes.choose_device("cuda")  # rank 5 is the third one of its machine
+
+
+def test_no_folder_for_temporary_files_is_one_line(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    argv = ["train.py", *flags(corpus, tmp_path / "out", dp=2)]
+    assert "let TMPDIR name a folder" in one_line(
+        lambda: start("", [str(word) for word in argv[1:]]), argv, capsys, monkeypatch)
 
 
 def test_two_ranks_without_local_rank_train(corpus, tmp_path):

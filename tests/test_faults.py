@@ -207,7 +207,7 @@ def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(
                     run.read()), run.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
     args = dict(dp=2, steps=10**6)
     run = Run(2, flags(corpus, tmp_path / "out", **args), tmp_path)

@@ -252,6 +252,21 @@ def test_a_folder_of_transformers_is_its_model(kind, tmp_path):
     assert (ours(ids) - expected).norm() <= 2e-6 * expected.norm()
 
 
+def test_the_model_without_its_head_is_read_too(tmp_path):
+    """LlamaModel.save_pretrained() writes no "model." before its names."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaModel(transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=True))
+    theirs.save_pretrained(tmp_path)
+    config = config_of(parse(["--init-from", str(tmp_path)]), VOCAB)
+    shapes = {name: p.shape for name, p in kind_of(config)(config).canonical_parameters()}
+    get = read_weights(tmp_path, shapes, config)
+    assert torch.equal(get("transformer.wte.weight"), theirs.embed_tokens.weight)
+    assert torch.equal(get("transformer.h.1.mlp.c_proj.weight"),
+                       theirs.layers[1].mlp.down_proj.weight)
+
+
 def test_tokens_and_positions_of_a_folder_are_kept_until_the_export(corpus, folders, tmp_path):
     """... also by a run that is resumed, and by one that starts from such a checkpoint."""
     shutil.copytree(folders["multi-query"][1], tmp_path / "hf")

@@ -425,6 +425,16 @@ def test_a_file_shorter_than_meta_json_says_or_than_a_window_is_refused(tmp_path
             Data(config(str(tmp_path)))
 
 
+@pytest.mark.parametrize("kind", ["<i8", "<u4"])
+def test_tokens_of_more_bytes_than_two_are_not_read_as_two(kind, tmp_path):
+    """A folder without a meta.json, as nanoGPT makes it: read as uint16, the tokens would be of
+    GPT-2's vocabulary."""
+    for split in ("train", "val"):
+        np.arange(1, 40).astype(kind).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(ValueError, match="train.bin: every second token is 0"):
+        Data(config(str(tmp_path)))
+
+
 def test_one_process_of_a_machine_prepares_a_corpus_and_the_others_wait(corpus, tmp_path,
                                                                         monkeypatch, capsys):
     slept = []

@@ -156,6 +156,9 @@ OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothin
         (4, 16), tensors["transformer.wpe.weight"][1])}), "transformer.wpe.weight"),
     "heads": (None, "config.json: its n_head is 4, here it is 2"),
     "activation": (None, "config.json: its activation_function is relu, here it is gelu_new"),
+    "fewer words": (lambda tensors: [tensors.update({name: (
+        (66, 8), tensors[name][1][: -len(tensors[name][1]) // 67])}) for name in (
+            "transformer.wte.weight", "lm_head.weight")], "a vocabulary of 66, that of --data has"),
     "pickle": (None, "ckpt.pt: not a safetensors file"),
 }
 
@@ -443,7 +446,24 @@ def test_a_vocabulary_of_128256_words_is_trained_sampled_and_exported(tmp_path, 
             (tmp_path / "hf" / name).read_text())
 
 
+@pytest.mark.parametrize("limit", [lambda theirs: theirs.enable_truncation(64),
+                                   lambda theirs: theirs.enable_padding(length=4096)],
+                         ids=["truncation", "padding"])
+def test_a_length_in_tokenizer_json_neither_cuts_nor_pads_the_texts(limit, tmp_path):
+    """transformers writes the truncation and padding of its last call into that file."""
+    hugging_face_folder(tmp_path / "hf", 600)
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"Story {i}. " * 60})
+                                                for i in range(40)))
+    whole = prepare([tmp_path / "a.jsonl"], tmp_path / "whole", str(tmp_path / "hf"))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
+    limit(theirs)
+    theirs.save(str(tmp_path / "hf/tokenizer.json"))
+    assert prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "hf")) == whole
+
+
 @pytest.mark.parametrize("damage,says", [
+    (lambda hf: (hf / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'),
+     "tokenizer_config.json: its eos_token <eos> is no token of tokenizer.json"),
     (lambda hf: (hf / "tokenizer.json").write_text("{"), "tokenizer.json: "),
     (lambda hf: (hf / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
     (lambda hf: (hf / "config.json").write_text('{"vocab_size": 300}'),

@@ -27,7 +27,7 @@ def bubble_of(name, P, m):
     return simulate(make_schedule(name, P, m), placement(name, P)).bubble
 
 
-def in_flight(name, P, m):
+def most_in_flight(name, P, m):
     return max(simulate(make_schedule(name, P, m), placement(name, P)).peak_in_flight)
 
 
@@ -91,7 +91,7 @@ def bubble_of_four():
 
 
 def in_flight_of_1f1b():
-    most, all_of = in_flight("1f1b", 4, 12), in_flight("gpipe", 4, 12)
+    most, all_of = most_in_flight("1f1b", 4, 12), most_in_flight("gpipe", 4, 12)
     return Question(
         "The same pipeline: how many microbatches has the first rank in flight at most under 1F1B?",
         most, (f"one forward for each later rank to warm up, and the next forward: P = {most}",
