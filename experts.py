@@ -73,8 +73,8 @@ class LlamaExperts(Experts):
 
 
 class MixtureOfExperts(nn.Module):
-    """Takes the place of a block's MLP. Two methods are replaced: run_experts where experts are
-    spread over ranks, and sum_counts where ranks share a sequence (both in expert_parallel.py)."""
+    """Replaces a block's MLP. expert_parallel.py replaces two methods: run_experts, where experts
+    are on several ranks, and sum_counts, where ranks share a sequence."""
 
     def __init__(self, config):
         super().__init__()

@@ -112,7 +112,7 @@ class Mesh:
         makes the communicators of all rows, also of those it is not in, because torch demands
         that."""
         if name not in self.groups:
-            mine = self.group_class(self, name, [self.rank], 0)  # this rank alone, if no row has it
+            mine = self.group_class(self, name, [self.rank], 0)  # alone, if no row has this rank
             for ranks in rows:
                 communicator = self.communicator(name, ranks) if len(ranks) > 1 else None
                 if self.rank in ranks:

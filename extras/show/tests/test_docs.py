@@ -529,9 +529,20 @@ CHECKED = {  # {page: the fewest rows}
 def test_the_commands_of_a_row_print_its_figures(page, title, figures, commands, printed):
     output = " ".join(" ".join(printed(command)) for command in commands)
     assert figures, f"{page}: {title}: no figure in bold"
-    for figure in figures:  # as a number of its own, not a part of another
-        found = re.search(rf"(?<![\w.]){re.escape(figure)}(?![\w%]|\.\d)", output)
-        assert found, f"{page}: {title}: {figure} is not in\n{output}"
+    for figure in figures:
+        assert has(output, figure), f"{page}: {title}: {figure} is not in\n{output}"
+
+
+def has(output, figure):
+    """Is the figure in the output, as a number of its own and not a part of another?"""
+    return re.search(rf"(?<![\w.]){re.escape(figure)}(?![\w%]|\.\d)", output)
+
+
+def test_a_figure_is_not_found_as_a_part_of_another():
+    output = "8  24.5 *  124.25  27.27%  [4, 3]  dp 3.931  (-0.5)"
+    assert all(has(output, figure) for figure in ("8", "24.5", "124.25", "27.27%", "[4, 3]"))
+    assert not any(has(output, figure) for figure in (
+        "24", "4.5", "24.25", "27.27", "7.27%", "3.93", "931", "24.50"))
 
 
 RECIPE = "docs/from-1-to-1024-gpus.md"
