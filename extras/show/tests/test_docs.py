@@ -88,6 +88,8 @@ OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which 
     "docs/measured.md": {
         "     S                N = 1": "times, rearranged by hand",
         "ms           without": "test_what_gpt2_should_reach_is_the_pages_arithmetic"},
+    "docs/memory.md": dict.fromkeys(("def accumulate", "class Recomputed"),
+                                    "test_the_chapters_forms_of_accumulation_and_recompute"),
     "docs/pipelines.md": {"bubble = (P-1) / (m + P-1)": "a formula"},
     "docs/runs-that-survive.md": {
         "out/step-00000600/model": "test_a_checkpoint_has_the_files_that_are_listed",

@@ -3,15 +3,21 @@
 import json
 import shlex
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 import extras.show.__main__ as show
 import schedules
 from extras.planner import hardware, memory, traffic
 from extras.show import draw, pictures
+from extras.show import memory as show_memory
 from extras.show import tables as show_tables
-from sizes import bytes_per_parameter
+from extras.show.tests.pages import BLOCKS
+from model import build
+from sizes import WIDTHS, GPTConfig, bytes_per_parameter
+from tests.harness import close
 from tests.isolation import as_it_was
 from tests.programs import (
     leave_ctrl_c_and_errors_to_pytest,
@@ -151,3 +157,37 @@ def test_pictures_of_more_runs_than_colors_are_refused(tmp_path, capsys, monkeyp
         argv = ["pictures.py", "--svg", tmp_path, "--metrics", *tmp_path.glob(f"*/{name}")]
         assert "takes up to 6 files, of different names" in one_line(
             pictures.main, argv, capsys, monkeypatch)
+
+
+# ---- memory ----
+
+MEMORY = "docs/memory.md"
+
+
+@pytest.mark.parametrize("words,sequences,dtype,recomputed", show_memory.ROWS, ids=lambda x: str(x))
+def test_bytes_kept_for_backward_are_those_of_the_formula(words, sequences, dtype, recomputed):
+    """But for the loss, positions and, per recomputed block, the state of torch's random numbers.
+    """
+    config = show_memory.CONFIG
+    kept = show_memory.kept_bytes(config, sequences, dtype, recomputed)
+    wanted = show_memory.bytes_by_formula(config, sequences, WIDTHS[dtype], recomputed)
+    assert 0 <= kept - wanted <= (6000 * config.n_layer if recomputed else 1100)
+
+
+def test_the_chapters_forms_of_accumulation_and_recompute_give_the_same_gradients():
+    page = {"torch": torch}
+    for block in BLOCKS:
+        if block.page == MEMORY and block.kind == "python":
+            exec("\n".join(block.lines), page)
+    config = GPTConfig(67, 8, 2, 2, 8)
+    batch = torch.arange(64).view(2, 4, 8)
+    grads = []
+    for K, recomputed in ((1, False), (2, False), (4, True)):
+        model = build(config, dtype=torch.double)
+        if recomputed:
+            for layer in model.layers[1:-1]:
+                layer.forward = partial(page["Recomputed"].apply, layer.forward)
+        page["accumulate"](model, batch, K, tokens=32)
+        grads.append(torch.cat([param.grad.flatten() for param in model.parameters()]))
+    for other in grads[1:]:
+        close(other, grads[0], "gradients")
