@@ -151,7 +151,7 @@ def start_ranks(size):
     if size == 1:
         return
     try:
-        world = config.world_size()
+        world = signals.launched().size
         config.require(world in (1, size), f"--tp {size} does not match the {world} processes; "
                        f"start {size}, or one, which starts the others")
     except ValueError as error:
