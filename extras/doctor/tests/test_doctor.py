@@ -231,7 +231,7 @@ NAMED_MUTANTS = {
     "engine/zero.py: '        self.lacking.remove": "zero: no gradient arrives",
     "engine/zero.py: 'bucket.grad_shard.zero_()'": "they were not zeroed",
     "engine/zero.py: '= all_gather(bucket.full": "keeps its old values",
-    "engine/zero.py: 'self.gathered.pop(self.home": "keeps its old values: .* or were not waited for",
+    "engine/zero.py: 'self.gathered.pop(self.": "keeps its old values: .* or were not waited for",
     "engine/optimizer.py: 'square() / self.holders)": "replicated gradients count 3 times",
     "engine/optimizer.py: 'eps=1e-8'": "epsilon is 1e-06",
     "engine/optimizer.py: 'weight_decay * decays('": "biases and norms decay, too$",
