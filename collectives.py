@@ -25,8 +25,8 @@ import torch
 from group import wait_all
 
 # In each hop of a ring every rank sends one chunk to the next rank and receives another one from
-# the rank before, so all links are busy all the time. Reduce-scatter on four ranks, whose tensors
-# are a b c d (sends 2: d+a means: sends chunk 2, which holds the sum of d's and a's terms):
+# the rank before, so all links are busy all the time. Reduce-scatter on four ranks: rank 0's tensor
+# is a, rank 1's b, and so on; "2: d+a" is chunk 2, so far the sum of d's and a's chunk 2:
 #
 #             rank 0           rank 1           rank 2           rank 3
 #    hop 0    sends 3: a       sends 0: b       sends 1: c       sends 2: d
@@ -52,11 +52,11 @@ def own_chunk(tensor, group):
 
 def reduce_scatter(tensor, group, combine=torch.Tensor.add_):
     """In: every rank a full tensor. Out: chunk r of rank r is the sum over all ranks; the other
-    chunks hold partial sums. combine(into, received): what to do with a received chunk, in place;
-    adds unless told otherwise.
+    chunks hold partial sums. combine(into, received): how to merge a received chunk into the rank's
+    own, in place; by default it is added.
 
-    Its backward is all_gather: every rank has a term in each sum, and d(sum)/d(term) = 1, so a rank
-    needs the gradients of all chunks."""
+    In a model (WithBackward) its backward is an all_gather: every rank has a term in each sum, and
+    d(sum)/d(term) = 1, so a rank needs the gradients of all chunks."""
     N, r = group.size, group.rank
     chunks = flat(tensor).tensor_split(N)  # flat views, as equal as n allows
     for hop in range(N - 1):  # N = 4, r = 1: sends chunks 0 3 2, receives and adds 3 2 1

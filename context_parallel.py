@@ -9,8 +9,8 @@ attention sends. Elements that each of N ranks sends per block and microbatch:
     all-to-all  ranks swap tokens for heads, and back: 4 (N-1)/N^2 B S C forward, as many in
                 backward; N must divide the number of heads. Ulysses,       arXiv 2309.14509
 
-Held: 1/N of what a block saves for backward. The ring here saves more, for a rank's own keys and
-those of N - 1 hops: B nh S^2/N scores, and 2 B S C elements of keys and values.
+Held: 1/N of what a block saves for backward. This plain ring saves more on each rank: the scores of
+all N hops, B nh S^2/N, and the keys and values of all ranks, 2 B S C elements.
 
     python -m extras.show context_parallel        who meets whom, on 4 ranks
 """
@@ -54,8 +54,8 @@ def pass_on(x, group):
 
 
 def ring_attention(q, k, v, group):
-    """causal_attention over tokens split by zigzag. First this rank's own keys; then N - 1 hops, a
-    message each, and each query has met all keys.
+    """causal_attention over tokens split by zigzag. A rank starts with its own keys. After N - 1
+    hops, one message each, every query has met all keys.
 
     In: q, k, v (B, nh, S/N, hs) of this rank's tokens. Out: (B, nh, S/N, hs), attention over all S
     tokens for this rank's queries.
@@ -66,7 +66,7 @@ def ring_attention(q, k, v, group):
     S = N * q.size(2)
     positions = zigzag(S, N, group.rank)  # positions of this rank's queries
     kv = torch.stack([k, v])  # (2, B, nh, S/N, hs); a Llama's have n_kv heads
-    shared_by = q.size(1) // k.size(1)  # heads of q that share a head of k and v: 1, or a Llama's
+    shared_by = q.size(1) // k.size(1)  # heads of q for each head of k and v: 1 in GPT-2
     # The largest score so far is subtracted from all scores, because exp(score) could overflow
     largest = q.new_full((*q.shape[:-1], 1), -math.inf)
     numerator = 0.0  # (B, nh, S/N, hs): sum of exp(score - largest) * value
@@ -92,7 +92,7 @@ def ring_attention(q, k, v, group):
 
 
 # ---- all-to-all (Ulysses): for attention, a rank has all tokens of 1/N of the heads ----
-# The argument all_to_all of these functions: engine/context_parallel.py gives its own.
+# all_to_all: the function that sends. engine/context_parallel.py passes its own.
 
 
 def swap(parts, group, all_to_all):
@@ -125,7 +125,7 @@ def all_to_all_attention(q, k, v, group, all_to_all=all_to_all):
     """causal_attention over tokens split by zigzag. q, k, v, result: (B, nh, S/N, hs)."""
     there = partial(to_whole_sequences, group=group, all_to_all=all_to_all)
     back = partial(to_own_tokens, group=group, all_to_all=all_to_all)
-    # One message for the three. Heads in the order of the ranks that get them, for two ranks
+    # q, k and v travel in one message, heads in the order of the ranks that get them. For two ranks
     # q0 k0 v0 q1 k1 v1: q0 are the heads of q that rank 0 gets
     N = group.size
     q_parts, k_parts, v_parts = (x.chunk(N, dim=1) for x in (q, k, v))

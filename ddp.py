@@ -80,7 +80,7 @@ class DDP:
     In, from you: any module, or a list of layers; and the group of replicas.
     ZeRO (zero.py) shards what is replicated here. All four classes have the same members:
 
-        weights        what this rank's optimizer steps, in place. Here: whole parameters
+        weights        what this rank's optimizer steps, in place: whole parameters (ZeRO: chunks)
         tags           the tag of each of `weights`
         expect()       before each backward of a stage. last: the stage's last one in this step
                        (during which engine/ddp.py starts to send gradients)

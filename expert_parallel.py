@@ -1,8 +1,8 @@
-"""Expert parallelism: E data-parallel ranks share the experts of each block; tokens are sent to
-the ranks of the experts they chose, and the outputs back (all-to-all, dispatch and combine).
+"""Expert parallelism: E data-parallel ranks share the experts of each block. Dispatch: an
+all-to-all sends each token to the ranks of its experts. Combine: another brings the outputs back.
 
-experts.py has all experts on one rank. Split: rank e of E has n = n_experts / E of them,
-e n .. (e + 1) n - 1; their gradients are summed over the D/E ranks with the same experts.
+experts.py has all experts on one rank. Split: rank e of E has n = n_experts / E of them, from
+expert e n on; their gradients are summed over the D/E ranks with the same experts.
 Replicated: the router. Sent per rank, layer and microbatch if the experts are even: k B S C (E-1)/E
 elements for k experts per token, as many back, and in backward the same two again.
 GShard, arXiv 2006.16668.
@@ -35,8 +35,8 @@ def send_rows(x, sent, received, group, all_to_all=all_to_all):
 
 def run_by_expert(experts, rows, counts):
     """Run rows that came from E ranks on this rank's n experts. counts (E, n), on the CPU: how many
-    rows came from each rank for each expert (the rows may be on a GPU). The rows are sorted by
-    rank, then by expert. Returns the outputs, in the order of the rows."""
+    rows came from each rank for each expert. The rows are sorted by rank, then by expert. (The
+    engine's rows may be on a GPU.) Returns the outputs, in the order of the rows."""
     E, n = counts.shape
     # E = 2, n = 2, counts [[1, 1], [2, 0]]: the rows are for experts 0 1 | 0 0
     expert = torch.arange(n).repeat(E).repeat_interleave(counts.flatten())

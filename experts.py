@@ -1,4 +1,4 @@
-"""Mixture of experts in plain PyTorch: a GPT whose blocks have a router and experts in the place of
+"""Mixture of experts in plain PyTorch: a GPT whose blocks have a router and experts instead of
 an MLP. Nothing here is parallel: expert_parallel.py spreads the experts over ranks.
 
 The router scores all experts for each token; the token runs through the k with the highest scores,
@@ -73,8 +73,8 @@ class LlamaExperts(Experts):
 
 
 class MixtureOfExperts(nn.Module):
-    """Takes the place of a block's MLP. Two methods are replaced: run_experts where experts are
-    spread over ranks, and sum_counts where ranks share a sequence (both in expert_parallel.py)."""
+    """Replaces a block's MLP. expert_parallel.py replaces two methods: run_experts, where experts
+    are on several ranks, and sum_counts, where ranks share a sequence."""
 
     def __init__(self, config):
         super().__init__()
@@ -83,8 +83,8 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(config.n_embd, config.n_experts, bias=False)
         self.experts = (LlamaExperts if isinstance(config, LlamaConfig) else Experts)(config)
         self.balance_weight = 0.01  # weight of `balance` in the loss
-        # Load-balance term of the last forward, summed over its tokens: 1 per token when the
-        # experts are even, more when few experts get most tokens (DeepSeek-V3, arXiv 2412.19437)
+        # Load-balance term of the last forward, the sum over its tokens: each adds 1 if all experts
+        # get equally many tokens, more if few get most of them (DeepSeek-V3, arXiv 2412.19437)
         self.balance = None
         self.load = None  # (n_experts,): how many tokens of the last forward chose each expert
         # (1 + n_experts,): sums of `balance` and of `load`. run/routing.py replaces it by a row of
@@ -120,8 +120,8 @@ class MixtureOfExperts(nn.Module):
         ones = torch.ones_like(scores).flatten(1)
         counts = logits.new_zeros(len(x), self.n_experts).scatter_add_(1, chosen.flatten(1), ones)
         # The balance loss multiplies each expert's share of the choices by its router probability.
-        # Taken per sequence, the loss is a sum over sequences, and so the same in every layout.
-        total = self.sum_counts(counts.clone())  # a clone: the method's replacement sums in place
+        # Per sequence: a product of means over the batch would depend on how the batch is cut
+        total = self.sum_counts(counts.clone())  # a clone, because a replacement sums in place
         share = total * self.n_experts / total.sum(1, keepdim=True)  # (B, n_experts), 1 if even
         self.balance = (share.unsqueeze(1) * logits.softmax(-1)).sum()
         self.load = counts.sum(0)

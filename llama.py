@@ -10,10 +10,10 @@
 
 Qwen2 has biases in c_attn. Qwen3 has an RMSNorm of each head's query and key, and heads whose width
 is a size of its own (in a Llama it is C / nh).
-Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` gives the sizes of
-those that lie in one tensor: so a technique that splits a GPT splits a Llama, unchanged. Where a
-rank has only some of the tokens, LlamaAttention.positions is replaced, in the place of
-Embedding.positions.
+Matrices have GPT-2's names (wte, c_attn, c_proj, c_fc, lm_head), and `parts` says which matrices
+lie in one tensor (q, k, v; gate, up), so a technique that splits a GPT splits a Llama, unchanged. A
+technique that splits tokens replaces LlamaAttention.positions (in GPT-2 it is
+Embedding.positions).
 Letters in shapes are model.py's; n_kv heads of keys and values. Touvron et al., arXiv 2302.13971,
 2307.09288; rotary positions 2104.09864; SwiGLU 2002.05202; grouped queries 2305.13245; Qwen3
 2505.09388.
@@ -72,8 +72,8 @@ def rotate(x, angles):
     first, second = x.chunk(2, dim=-1)
     cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    # torch.cat may return other strides (it does for heads of 2 numbers), with which torch's
-    # attention takes its slow way
+    # torch's fused attention wants contiguous heads. torch.cat's result is not contiguous for heads
+    # of 2 numbers
     return turned.contiguous()
 
 
@@ -105,7 +105,7 @@ class LlamaAttention(Attention):
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, S, heads, hs)
         n_kv = heads.size(2) // (self.queries + 2)
         q, k, v = heads.split((self.queries * n_kv, n_kv, n_kv), dim=2)
-        # v is copied, so that qkv can be freed: q and k are new tensors anyway
+        # A view of v would keep all of qkv in memory until backward; q and k are new tensors
         q, k, v = rotate(self.ln_q(q), angles), rotate(self.ln_k(k), angles), v.contiguous()
         y = self.attend(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, nh, S, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))  # (B, S, C)

@@ -40,7 +40,7 @@ def lay_out(sizes, axes):
 
     sizes = {shard: 2, pp: 2, tp: 2}: axes [tp] gives [0 1] [2 3] [4 5] [6 7]; [pp] gives [0 2]
     [1 3] [4 6] [5 7]; [shard, tp], and [dp, tp] too, gives [0 1 4 5] [2 3 6 7]."""
-    # "dp" becomes rep, shard, ep. Then move the dims of the axes to the end: each row is a group
+    # "dp" becomes rep, shard, ep. Move the dims of the axes to the end, then each row is a group
     axes = [one for axis in axes for one in (DATA if axis == "dp" else (axis,))]
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     dims = [list(sizes).index(axis) for axis in axes if axis in sizes]
@@ -112,7 +112,7 @@ class Mesh:
         makes the communicators of all rows, also of those it is not in, because torch demands
         that."""
         if name not in self.groups:
-            mine = self.group_class(self, name, [self.rank], 0)  # this rank alone, if no row has it
+            mine = self.group_class(self, name, [self.rank], 0)  # alone, if no row has this rank
             for ranks in rows:
                 communicator = self.communicator(name, ranks) if len(ranks) > 1 else None
                 if self.rank in ranks:

@@ -10,10 +10,10 @@ Sizes:
     parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C           (arXiv 2104.04473)
     FLOPs per token, forward and backward = 6 Psi + 12 L C S              (arXiv 2204.02311)
 
-A technique that splits the model replaces matrices inside of these layers or, where a rank holds
-only some of the tokens or words, one of three methods: Embedding.positions, Attention.attend,
-Head.loss. `parts`: sizes of the matrices that lie in one tensor; tensor parallelism splits each of
-them. experts.py has the GPT whose blocks have experts, llama.py a Llama.
+A technique that splits the model replaces matrices of these layers, and three methods:
+Embedding.positions (a rank has only some tokens), Attention.attend (tokens are on several ranks),
+Head.loss (a rank has only some words). `parts`: sizes of the matrices that lie in one tensor;
+tensor parallelism splits each of them. experts.py has GPTs with experts, llama.py a Llama.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ import torch.nn.functional as F
 
 
 def embedding(n, width):
-    """nn.Embedding without random values: build() fills it. (train.py builds models without memory,
-    on the meta device. There nn.Embedding's draw would make torch import torch.compile, slowly.)"""
+    """nn.Embedding without random values: build() fills it. (On train.py's meta device, where
+    tensors have no memory, nn.Embedding's draw would import torch.compile, which takes seconds.)"""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
@@ -47,8 +47,8 @@ class Embedding(nn.Module):
 
 
 def causal_attention(q, k, v):
-    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs). (k and v
-    may have fewer heads, each for several heads of q: llama.py.)"""
+    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs).
+    enable_gqa is for llama.py, whose k and v have fewer heads, each for several heads of q."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
@@ -154,7 +154,7 @@ class GPT(nn.Module):
             yield local if local == UNTIED else f"transformer.{block}{local}", param
 
     def positioned(self):
-        """The modules that ask for positions: each has a method `positions`."""
+        """The modules whose method `positions` a technique that splits tokens replaces."""
         return [self.layers[0]]
 
 
@@ -168,8 +168,8 @@ def generator_of(seed, name):
 def initial_value(name, shape, config, seed):
     """The full initial value of a parameter, float32 on CPU. It depends on the seed, the canonical
     name and the model's sizes, never on the layout: each layout draws the same full tensor, then
-    slices it. GPT-2 draws matrices from N(0, 0.02) at width 768; here the deviation is 0.02
-    sqrt(768 / C) at width C. Projections into the residual stream are divided by sqrt(2 L); biases
+    slices it. Matrices have GPT-2's standard deviation, 0.02 at width 768: here 0.02 sqrt(768 / C)
+    at width C. Projections into the residual stream are divided by sqrt(2 L); biases
     are 0, LayerNorm weights 1."""
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float32)
@@ -185,7 +185,7 @@ def initial_value(name, shape, config, seed):
 def build(config, seed=0, dtype=torch.float32, kind=GPT):
     """The whole, unsplit model with its initial values, the same on every rank that calls it. kind:
     GPT, or a subclass (experts.kind_of)."""
-    assert kind is not GPT or not config.n_experts, "experts.MixtureGPT is the GPT with experts"
+    assert not (kind is GPT and config.n_experts), "experts.MixtureGPT is the GPT with experts"
     model = kind(config).to(dtype)
     for name, param in model.canonical_parameters():
         param.data.copy_(initial_value(name, param.shape, config, seed))

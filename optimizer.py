@@ -38,7 +38,7 @@ class AdamWState:
         self.weights = weights
         self.decay = decay
         wide = torch.promote_types(weights.dtype, torch.float32)  # 32 bits at least
-        self.master = weights.to(wide)  # `weights` itself, if they are that wide
+        self.master = weights.to(wide)  # the same tensor, if the weights are that wide
         self.mean = torch.zeros_like(self.master)  # mean of the gradients so far
         self.square = torch.zeros_like(self.master)  # mean of their squares
 

@@ -94,25 +94,25 @@ def interleaved(P, m, v, rank):
         return weave(forwards, backwards, P - 1 - rank)
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
     num_warmup = (v - 1) * P
-    # ... then twice 1F1B's warm-up. If messages took no time, 1F1B's own would do. If a message
-    # takes 0.1 F, a step is 7% longer with 1F1B's own than with this (simulated, P 4, v 2, m 16)
+    # ... then twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F
+    # a step is 7% longer with once (simulated, messages that block nobody, P 4, v 2, m 16)
     num_warmup += 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 
 
 def zero_bubble(depth, P, m, v, rank):
     """1F1B with B split into I and W. I runs at once. W runs `lag` microbatches later, so `lag` Ws
-    are left for the end, when the rank would idle. depth: forwards of the warm-up for each later
-    rank (1F1B: 1). zb-h1 is depth 1; P = 4, m = 4:
+    remain for the end, when the rank would idle. depth: warm-up forwards for each later rank (in
+    1F1B one). zb-h1 has depth 1; P = 4, m = 4:
 
         rank 0  F0 F1 F2 F3 .. .. .. I0 W0 I1 W1 I2 W2 I3 W3        num_warmup 3, lag 0
         rank 1  .. F0 F1 F2 .. .. I0 F3 I1 W0 I2 W1 I3 W2 W3                   2      1
         rank 2  .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 I3 W1 W2 W3                   1      2
         rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3                   0      3
 
-    zb-h2 is depth 2: more forwards fill the dots between a rank's actions. Those before its first
-    action stay, so rank r ends r ticks after rank 0. Up to depth * (P-1) + 1 microbatches are
-    in flight.
+    zb-h2 has depth 2: more forwards fill the dots between a rank's actions. The dots before its
+    first action remain, so rank r starts and ends r ticks after rank 0. Up to depth * (P-1) + 1
+    microbatches are in flight.
 
     Caveat of bubble 0 (zb-h2, zb-v): each rank is timed from its own first action to its own last.
     In train.py rank 0 then waits for the last rank, in the all-reduce of the gradients' norm.
@@ -206,9 +206,9 @@ def idle_of_1f1b(P, m, f, i, w):
 
 
 def idle_of_zero_bubble(depth, P, m, f, i, w):
-    """For each other rank, a rank would idle for an F and an I. zb-h1 (depth 1) fills each of these
-    P-1 gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I, and enough
-    microbatches to fill the pipeline."""
+    """A rank would idle for an F and an I of each of the P-1 ranks around it. zb-h1 (depth 1) fills
+    each of these gaps with one W, zb-h2 (depth 2) with two. Assumes W <= F, depth x W <= F + I,
+    and enough microbatches to fill the pipeline."""
     idle = (P - 1) * (f + i - depth * w)
     return idle if w <= f and m > depth * (P - 1) and idle >= 0 else None
 
@@ -254,9 +254,9 @@ SCHEDULES = {
 
 def chunks_of(name, asked=0):
     """Returns v, the number of stages per rank. asked: the value of --chunks; 0: the flag was not
-    given. If the schedule has a fixed number, asked may be that number, too, or 1, the default of a
-    planner's Layout. If the number is free (interleaved), 0 gives 2. Raises a ValueError of one
-    line for an unknown schedule, and for any other number."""
+    given. A schedule with a fixed number takes that number, 0, and 1 (the default of the planner's
+    Layout). If the number is free (interleaved), 0 gives 2. Raises a ValueError of one line for an
+    unknown schedule, and for a number that the schedule does not take."""
     if name not in SCHEDULES:
         raise ValueError(f"--schedule {name} is unknown; try {', '.join(SCHEDULES)}")
     if asked < 0:
@@ -295,7 +295,7 @@ def splits_backward(name):
 
 def cut(costs, n):
     """Cut the layers into n stages, [(start, stop)], none empty, with the costliest as cheap as
-    possible: it sets the pace. The stages before the last are cut by the same rule, so of several
+    possible, because it sets the pace. The stages before the last are cut by the same rule: of the
     cuts with a costliest of 20, cut([0, 5, 5, 5, 5, 20], 3) is [(0, 3), (3, 5), (5, 6)]."""
     total = [0, *accumulate(costs)]  # total[i]: cost of the first i layers
     layers = len(costs)

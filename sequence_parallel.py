@@ -39,22 +39,22 @@ def own_tokens_of_sum(x, group):
 
 
 def gather_tokens(x, group):
-    """In the place of f: all-gather. Backward: reduce-scatter, because each rank has a partial sum
-    of every token's gradient (from its part of W), and needs the sum for its own tokens."""
+    """f of sequence parallelism: all-gather the tokens. Backward is a reduce-scatter: each rank has
+    a term of every token's gradient (from its part of W), and gets the sum for its own tokens."""
     return WithBackward.apply(x, lambda x: all_tokens(x, group),
                               lambda grad: own_tokens_of_sum(grad, group))
 
 
 def scatter_tokens(x, group):
-    """In the place of g: reduce-scatter. Backward: all-gather, because x holds this rank's term of
-    every token's sum, so its gradient needs every token's gradient."""
+    """g of sequence parallelism: reduce-scatter the partial sums. Backward is an all-gather: x has
+    a term of every token's sum, so its gradient is the gradients of all tokens."""
     return WithBackward.apply(x, lambda x: own_tokens_of_sum(x, group),
                               lambda grad: all_tokens(grad, group))
 
 
 def sequence_parallel(model, group):
-    """tensor_parallel() with another f and g. In: a whole, tagged model. After: the slices and tags
-    of tensor_parallel(), and the gradients of replicated parameters are to be summed over the
+    """tensor_parallel() with a different f and g. In: a whole, tagged model. After: the slices and
+    tags of tensor_parallel(), and the gradients of replicated parameters are to be summed over the
     group. T must divide S (with context parallelism over N ranks: S/N)."""
     split_layers(model, group, f=gather_tokens, g=scatter_tokens)
     tag_replicated(model, group, sum_gradients=True)
@@ -62,8 +62,8 @@ def sequence_parallel(model, group):
 
 
 def positions_of_own_tokens(model, group):
-    """wte, whose g is scatter_tokens, returns this rank's S/T tokens: where the embedding adds
-    positions (GPT-2), give it the positions of the same tokens."""
+    """wte, whose g is scatter_tokens, returns this rank's S/T tokens. GPT-2 adds positions to them,
+    those of the same tokens. (A Llama uses positions inside of attention, where all tokens are.)"""
     embedding = model.layers[0]
     if embedding in model.positioned():
         positions = embedding.positions  # gives the positions of all tokens

@@ -3,7 +3,7 @@
 The sum of gradients, the global norm, ZeRO, initial values and checkpoints read the tag, and know
 no technique by name. Each technique writes into the tag:
 
-    data and context     gradient terms are to be summed over the replicas, which see other tokens
+    data and context     gradients are to be summed over the replicas, which see different tokens
     tensor parallelism   a rank holds these rows or columns, or all T ranks hold the whole
                          (replicated); under sequence parallelism the T ranks see different tokens,
                          so gradients of replicated parameters are summed over them
@@ -60,13 +60,13 @@ class Tag:
             start, stop = self.ranges[0]
             return full.narrow(self.dim, start, stop - start)
         held = [i for start, stop in self.ranges for i in range(start, stop)]
-        # (Not torch.cat of narrow()s: without memory, on train.py's meta device, torch.cat would
-        # make torch import torch.compile, which takes long)
+        # index_select, because torch.cat on train.py's meta device would import torch.compile,
+        # which takes seconds
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
     def place(self, part, full):
-        """The inverse of slice(): copy this rank's part to its place in the full tensor. (Rows of
-        --pad-vocab at the end of the part are left out.)"""
+        """The inverse of slice(): copy this rank's part to its place in the full tensor, without
+        the padding that engine/vocabulary_parallel.py may add at the end of the part."""
         sizes = [stop - start for start, stop in self.ranges]
         held = part.narrow(self.dim, 0, sum(sizes))
         for (start, stop), values in zip(self.ranges, held.split(sizes, self.dim), strict=True):
@@ -74,8 +74,8 @@ class Tag:
 
     def runs(self, start, stop):
         """Where elements [start, stop) of this slice, flattened, lie in the flattened full tensor:
-        yields (index in the full tensor, index counted from `start`, length) of contiguous runs.
-        (Asked by run/checkpoint.py: a file has the full tensor, and a rank writes its slice there.)
+        yields (where in the full tensor, where in the values from `start` on, how many) of each
+        contiguous run. (run/checkpoint.py writes a rank's slice into a file with the full tensor.)
 
         Full shape (2, 6), dim 1, ranges [1, 3): the slice holds elements 1 2 7 8 of the full
         tensor, so runs(1, 4) yields (2, 0, 1), then (7, 1, 2)."""
@@ -146,5 +146,7 @@ def tag_replicated(model, group, sum_gradients):
     for param in model.parameters():
         if group.size > 1 and param.shape == param.tag.shape:
             param.tag.shared_by += (group,)
-            if sum_gradients or hasattr(param, "sees_own_heads"):
+            if sum_gradients:
+                param.tag.sum_over += (group,)
+            elif hasattr(param, "sees_own_heads"):
                 param.tag.sum_over += (group,)

@@ -132,10 +132,10 @@ def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
     """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
     (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
-    width: bytes of a weight. 16-bit training (width 2) keeps an fp32 master copy, 4 bytes, and fp32
-    moments: 4 + 8 = 12 bytes for AdamW's two, 4 + 4 = 8 for SGD's one. Wider weights are their own
-    master. grad_width: bytes of a gradient, if not `width`; 16-bit training with fp32 gradients
-    (--grad-dtype) takes 18 bytes and not 16."""
+    width: bytes of a weight; grad_width: of a gradient, if not `width`. 16-bit training (width 2)
+    keeps 32-bit master weights, 4 bytes, and 32-bit moments, 8 for AdamW's two, 4 for SGD's one:
+    2 + 2 + 12 = 16 with AdamW, 2 + 4 + 12 = 18 with --grad-dtype float32. Wider weights are their
+    own master: width 4 takes 4 + 4 + 8 = 16."""
     optimizer = 4 * (1 + moments) if width == 2 else moments * width
     gradients = grad_width or width
     return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),

@@ -48,9 +48,9 @@ def copy_to_ranks(x, group):
 
 
 def sum_over_ranks(x, group):
-    """Megatron's g. Forward: the sum of the ranks' partial sums. Backward: all ranks compute the
-    same loss from the sum, and it counts once; d(sum)/d(term) = 1, so the gradient passes through
-    unchanged. (If each rank added a loss of its own, backward would be an all-reduce again.)"""
+    """Megatron's g. Forward: the sum of the ranks' partial sums. Backward: nothing. All ranks
+    compute the same loss from the sum, and that loss counts once, so each term's gradient is the
+    sum's: d(sum)/d(term) = 1."""
     return WithBackward.apply(x, lambda x: sum_of_copy(x, group), lambda grad: grad)
 
 
@@ -89,15 +89,15 @@ class Row(nn.Module):
 
 
 def to_local(idx, start, stop):
-    """Token ids as row numbers of this rank's slice [start, stop) of the vocabulary; and a mask of
-    the ids outside of it, which get row number 0. Slice [10, 20): 12 9 19 becomes 2 0 9, mask 0 1
-    0."""
+    """Token ids as row numbers of this rank's slice [start, stop) of the vocabulary, and which ids
+    are outside of it (they get row 0). For the slice [10, 20) the ids 12 9 19 give the rows 2 0 9,
+    and outside False True False."""
     outside = (idx < start) | (idx >= stop)
     return (idx - start).masked_fill(outside, 0), outside
 
 
 class VocabularyEmbedding(nn.Module):
-    """Each token's row is on one rank; the other ranks add zero to it."""
+    """Each token's row is on one rank; the remaining ranks add zero to it."""
 
     def __init__(self, embedding, group, g):
         super().__init__()

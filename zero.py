@@ -137,9 +137,9 @@ def keep_in_step(number, what, replicas):
 
 
 def gather_weight(chunk, shape, replicas):
-    """This rank's chunk of a parameter -> the whole parameter, of this shape. Backward: every rank
-    has computed the gradient of the whole from its own tokens, so reduce-scatter: the sum, of which
-    each rank gets its own chunk."""
+    """This rank's chunk of a parameter -> the whole parameter, of this shape. In backward each rank
+    has the whole gradient of its own tokens: a reduce-scatter sums them, and leaves each rank its
+    own chunk of the sum."""
     # Only a chunk of a model of your own has a number. train.py's replicas run the same layers
     number = getattr(chunk, "number", 0)
 
@@ -213,7 +213,7 @@ def outside_of(layers, module):
 
 
 class ZeRO3(DDP):
-    """Shards weights too: in training at most one layer's whole weights exist at a time.
+    """Shards weights too: while it trains, at most one layer's whole weights exist at a time.
 
     Replaces each layer of the stages, in place, by a Gathered one. Sends 3 m Psi (D-1)/D: two
     gathers and one reduce-scatter for each microbatch. (A weight that two layers share, the tied

@@ -5,14 +5,16 @@ window of block_size + 1 tokens that begins at a random place. Data rank d takes
 slices of the batch, and microbatch k the k-th part of the slice. So no rank has to tell another
 what it read.
 
-Each file holds tokens only, in little-endian uint16, the texts one after the other; a folder's
-meta.json says how many tokens and which vocabulary (data/prepare.py writes all of them).
+Each file holds tokens only, in little-endian uint16 (uint32 for a vocabulary of more than 65,536),
+the texts one after the other; a folder's meta.json says how many tokens and which vocabulary
+(data/prepare.py writes all of them).
 """
 
 import base64
 import hashlib
 import json
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,13 +22,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import BYTES, PATTERN, advice, make_encoding, prepare, require_file
+from data.foreign import POSITIVE, TEXT, open_file, read_json, whole
+from data.prepare import (
+    BYTES,
+    FOREIGN,
+    PATTERN,
+    FolderEncoding,
+    advice,
+    make_encoding,
+    prepare,
+    token_type,
+)
 from model import ABSENT  # -100: a target that the loss leaves out; as a start: no window
 
-META = {  # {name: type} of the values in meta.json that this project reads; others may be there
-    "vocab_size": int, "tokenizer": str, "pattern": str, "train_tokens": int, "val_tokens": int,
-    "bytes_per_token": float, "gzip_bits_per_byte": float}
-TOKEN = "<u2"  # numpy's name for a little-endian uint16
+# Fields of meta.json that this project reads; the first has to be there, others may be
+SIZE_OF_META = {"vocab_size": whole(1)}
+META = {"tokenizer": TEXT, "pattern": TEXT, "train_tokens": whole(1, 2**53),
+        "val_tokens": whole(1, 2**53), "bytes_per_token": POSITIVE, "gzip_bits_per_byte": POSITIVE}
 # How many tokens of a file are checked at the start. The others are checked when they are read
 CHECKED_AT_START = 1 << 27
 MAX_PREPARING = 300  # seconds to wait for another process that prepares the corpus
@@ -40,54 +52,25 @@ class DataError(ValueError):
 # ---- a prepared folder ----
 
 
-def no_duplicates(pairs):
-    """The dict of a JSON object; ValueError if a name comes twice."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name comes twice")
-    return dict(pairs)
-
-
-def is_usable(value, kind):
-    """Is a value of meta.json of its type, not empty, and above 0?"""
-    if kind is str:
-        return type(value) is str and value != ""
-    # type() and not isinstance(), for which True is an int
-    is_number = type(value) is kind or (kind is float and type(value) is int)
-    return is_number and 0 < value < math.inf
-
-
-def read_meta(path):
-    """The values in meta.json. ValueError if a value cannot be used."""
-    try:
-        # require_file: ValueError for a pipe or a device, whose read may never end
-        meta = json.loads(require_file(path).read_bytes(), object_pairs_hook=no_duplicates)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if type(meta) is not dict or "vocab_size" not in meta:
-        raise ValueError("meta.json has no vocab_size")
-    for name, kind in META.items():
-        if name in meta and not is_usable(meta[name], kind):
-            raise ValueError(f"meta.json's {name} is {str(meta[name])[:40]}")
-    if meta["vocab_size"] > 2**16:
-        raise ValueError(f"meta.json's vocab_size is {meta['vocab_size']}, and tokens have 16 bits")
-    return meta
-
-
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder. A folder that nanoGPT prepared has no meta.json:
-    its tokens are GPT-2's or, where a meta.pkl lies, characters. ValueError for characters, because
-    reading a meta.pkl means unpickling, which could run any code; and for the tokens of another
-    tokenizer, which meta.json names or whose number is not GPT-2's."""
+    """The tiktoken.Encoding of a prepared folder, or its FolderEncoding. A folder that nanoGPT
+    prepared has no meta.json: its tokens are GPT-2's or, where a meta.pkl lies, characters.
+    ValueError for characters, because reading a meta.pkl means unpickling, which could run any
+    code; and for the tokens of another tokenizer, which meta.json names or whose number is not
+    GPT-2's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")
-    if not path.exists() and Path(folder, "meta.pkl").exists():
+    if not os.path.lexists(path) and Path(folder, "meta.pkl").exists():
         raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
                          "tokenizer; data/prepare.py makes folders with one")
-    meta = read_meta(path) if path.exists() else {}
+    meta = read_json(path, SIZE_OF_META, META) if os.path.lexists(path) else {}
     kind = meta.get("tokenizer", "gpt2")
+    if kind == FOREIGN[0]:
+        return FolderEncoding(folder, meta["vocab_size"])
     if kind not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2 and bytes can be read")
+        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2, bytes and "
+                         f"{FOREIGN[0]} can be read")
     if kind == "gpt2" and meta.get("vocab_size", 50257) != 50257:
         raise ValueError(f"{path}: its vocab_size is {meta['vocab_size']}, GPT-2's tokenizer has "
                          "50257 tokens")
@@ -102,7 +85,8 @@ def load_tokenizer(folder):
 def read_ranks(path):
     """{token: rank} of vocab.tiktoken, which has a line "TOKEN_IN_BASE64 RANK" for each token."""
     ranks = {}
-    lines = require_file(path).read_text().splitlines()
+    with open_file(path) as file:
+        lines = file.read().splitlines()
     for line in lines:
         token, rank = line.split()
         ranks[base64.b64decode(token)] = int(rank)
@@ -148,18 +132,21 @@ class Data:
         """The values of meta.json. A folder that nanoGPT made has no meta.json: its vocabulary is
         GPT-2's or, where a meta.pkl lies, characters, as many as the largest token id + 1."""
         path = self.folder / "meta.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             if not (self.folder / "meta.pkl").exists():
                 return {"vocab_size": 50257}
-            files = [np.fromfile(require_file(file), TOKEN) for file in self.folder.glob("*.bin")]
-            largest = max((int(ids.max()) for ids in files if len(ids)), default=0)
-            return {"vocab_size": largest + 1}
+            largest = 0
+            for name in self.folder.glob("*.bin"):
+                with open_file(name) as file:
+                    largest = max(largest, np.fromfile(file, "<u2").max(initial=0))
+            return {"vocab_size": int(largest) + 1}
         try:
-            meta = read_meta(path)
-            if meta.get("tokenizer") in ("bpe", "bytes"):  # (GPT-2's may need a download)
+            meta = read_json(path, SIZE_OF_META, META)
+            # (GPT-2's may need a download, another's a package)
+            if meta.get("tokenizer") in ("bpe", "bytes"):
                 load_tokenizer(self.folder)  # raises if it is damaged
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}); {self.fix}") from None
+            raise ValueError(f"--data {self.folder} is damaged ({error}); {self.fix}") from None
         return meta
 
     def memory_map(self, split):
@@ -167,22 +154,30 @@ class Data:
         path = self.folder / f"{split}.bin"
         if not path.exists():
             raise ValueError(f"--data {self.folder}: {path.name} is missing; {self.fix}")
-        size = require_file(path).stat().st_size
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
         tokens_of_meta = self.meta.get(f"{split}_tokens")
-        if tokens_of_meta and size != 2 * tokens_of_meta:
+        dtype = np.dtype(token_type(self.vocab_size))
+        width = dtype.itemsize
+        if tokens_of_meta and size != width * tokens_of_meta:
             raise ValueError(f"{path} does not fit its meta.json: {size} bytes for "
-                             f"{tokens_of_meta} tokens of 2 bytes; {self.fix}")
-        if size % 2:
-            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of uint16; "
+                             f"{tokens_of_meta} tokens of {width} bytes; {self.fix}")
+        if size % width:
+            raise ValueError(f"{path} is truncated: {size} bytes, not a whole number of {dtype}; "
                              + self.fix)
-        if size // 2 <= self.block:
+        if size // width <= self.block:
             raise ValueError(f"--block-size {self.block} is longer than {path} allows, which "
-                             f"has {size // 2} tokens; take less than that")
+                             f"has {size // width} tokens; take less than that")
         try:
-            tokens = np.memmap(path, dtype=TOKEN, mode="r")
+            tokens = np.memmap(path, dtype=dtype, mode="r")
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror})") from None
         self.check_ids(tokens[:CHECKED_AT_START], path)
+        # numpy's tofile() without a type writes 64 bits: after each token three zeros
+        foreign = not tokens_of_meta and width == 2
+        if foreign and not tokens[1:CHECKED_AT_START:2].any():
+            raise ValueError(f"{path}: every second token is 0, so its tokens have more bytes than "
+                             f"those of {dtype}; write them with astype('{dtype.str}')")
         return tokens
 
     def check_ids(self, ids, path):

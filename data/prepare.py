@@ -1,13 +1,14 @@
 """Text to tokens: writes train.bin, val.bin, meta.json and, for bpe, vocab.tiktoken.
 
-The default corpus is the source of the Python standard library, which lies beside the interpreter.
+The default corpus is the source of the Python standard library, which lies next to the interpreter.
 Files go whole to train (90% of the bytes) or to val; where they are too few and too large for that,
 the joined text is cut at a line. A .jsonl has a text in each line: {"text": "..."}. The .bin files
-are like nanoGPT's: little-endian uint16, opened with np.memmap; GPT-2's tokenizer ends each text
-with its token 50256. The bpe vocabulary is learned here (arXiv 1508.07909, over bytes like in
-GPT-2) and applied by tiktoken. A loss in nats per token, divided by ln 2 and by bytes_per_token, is
-in bits per byte: so losses of different tokenizers can be compared with one another, and with the
-bits that gzip -9 needs per byte of val.bin's text.
+are like nanoGPT's: little-endian uint16, opened with np.memmap (uint32 for a vocabulary of more
+than 65,536 tokens); GPT-2's tokenizer ends each text with its token 50256. The bpe vocabulary is
+learned here (arXiv 1508.07909, over bytes like in GPT-2) and applied by tiktoken. A loss in nats
+per token, divided by ln 2 and by bytes_per_token, is in bits per byte: so losses of different
+tokenizers can be compared with one another, and with the bits that gzip -9 needs per byte of
+val.bin's text.
 
     python data/prepare.py                        # the standard library, into data/stdlib
     python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
@@ -28,9 +29,11 @@ import sys
 import sysconfig
 import tempfile
 import time
+from array import array
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +42,19 @@ from urllib.request import urlopen
 import numpy as np
 import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
 import tiktoken
+
+if not __package__:  # python data/prepare.py: the project's folder is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data.foreign import (
+    TEXT,
+    Kind,
+    either,
+    open_file,
+    or_null,
+    read_foreign,
+    read_json,
+    whole,
+)
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
@@ -52,9 +68,11 @@ NO_SOURCE = regex.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
 # machine to machine
 NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
                            r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
-BYTES = {bytes([b]): b for b in range(256)}  # {token: rank} before anything is merged
+BYTE = [bytes([b]) for b in range(256)]
+BYTES = {byte: rank for rank, byte in enumerate(BYTE)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-FILES = ("train.bin", "val.bin", "vocab.tiktoken", "meta.json")  # of a prepared folder
+FOREIGN = ("tokenizer.json", "tokenizer_config.json")  # Hugging Face's files
+FILES = ("train.bin", "val.bin", "vocab.tiktoken", *FOREIGN, "meta.json")  # of a prepared folder
 UNFINISHED = ".unfinished"  # a file in a folder whose files are being written
 # The vocabulary is learned from this many characters at the start of train (the files are shuffled)
 LEARN_CHARS = 8_000_000
@@ -74,13 +92,6 @@ def show(doing, progress=""):
 
 
 # ---- read the texts ----
-
-
-def require_file(path):
-    """Returns the path. ValueError for a pipe or a device, because a read may never end."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
-    return path
 
 
 def download_shakespeare():
@@ -107,7 +118,8 @@ def files_under(root, skip, ending):
 
 def read_text(path):
     """The text of a file. ValueError if it is no text in UTF-8."""
-    data = require_file(path).read_bytes()
+    with open_file(path) as file:
+        data = file.read()
     if b"\0" in data:  # UTF-16, or no text
         raise ValueError("not UTF-8 text: has bytes of 0")
     try:
@@ -215,21 +227,6 @@ def train_and_val(docs):
 # ---- learn a vocabulary ----
 
 
-def merge_pair(word, token):
-    """A word, as a list of tokens, in which all neighbours that spell `token` are merged, from left
-    to right. merge_pair([a, a, a, b], aa) = [aa, a, b]."""
-    merged = []
-    i = 0
-    while i < len(word):
-        if i + 1 < len(word) and word[i] + word[i + 1] == token:
-            merged.append(token)
-            i += 2
-        else:
-            merged.append(word[i])
-            i += 1
-    return merged
-
-
 def learn_bpe(text, vocab_size):
     """{token: rank}: 256 bytes; then, again and again, the most frequent pair of neighbours becomes
     a token and is merged wherever it stands, until there are vocab_size tokens, or no pair occurs
@@ -243,19 +240,26 @@ def learn_bpe(text, vocab_size):
         ab      3         [a ab] [" " a ab] [" " ab]       ab, rank 256
         aab     2         [aab]  [" " aab]  [" " ab]       aab, rank 257
 
-    A merge rewrites each different word that has the pair: that is quick where words are short and
-    come often, and slow for a text that is one long word.
+    A merge looks at the places of its pair alone, so that a text of one long word is no slower.
     """
     show(f"learning {vocab_size} tokens")
     found = Counter(regex.findall(PATTERN, text))
-    words = [[bytes([byte]) for byte in word.encode()] for word in found]  # each as its tokens
-    times = list(found.values())  # times[i]: how often words[i] occurs
+    # The tokens of all different words, one after the other, with None between two words. A merge
+    # puts the new token in the place of its left part; `left` and `right` leave out the other place
+    tokens = [None]
+    times = array("q", [0])  # how often the word of this token occurs
+    for word, number in found.items():
+        letters = [BYTE[byte] for byte in word.encode()]
+        tokens += [*letters, None]
+        times.extend([number] * (len(letters) + 1))
+    left = array("q", range(-1, len(tokens) - 1))  # place of the token before this one
+    right = array("q", range(1, len(tokens) + 1))  # place of the token behind this one
     count = defaultdict(int)  # pair -> how often it occurs
-    where = defaultdict(list)  # pair -> indices of the words in which it occurs, or has occurred
-    for i, word in enumerate(words):
-        for left, right in pairwise(word):
-            count[left + right] += times[i]
-            where[left + right].append(i)
+    where = defaultdict(partial(array, "q"))  # pair -> places where it begins, or has begun
+    for i, (first, second) in enumerate(pairwise(tokens)):
+        if first and second:
+            count[first + second] += times[i]
+            where[first + second].append(i)
 
     # Entries (-count, pair): the largest count is on top of the heap. An entry may be out of date:
     # a pair that got rarer has an entry with too large a count, which is corrected when the entry
@@ -275,19 +279,25 @@ def learn_bpe(text, vocab_size):
         ranks[pair] = len(ranks)
         show(f"learning {vocab_size} tokens", f": {len(ranks)}")
         risen = set()
-        for i in set(where.pop(pair)):
-            before = words[i]
-            after = merge_pair(before, pair)
-            if len(after) == len(before):  # the pair has gone from this word
+        for i in sorted(where.pop(pair)):  # from left to right: [a a a b] becomes [aa a b]
+            j = right[i]
+            if not tokens[i] or not tokens[j] or tokens[i] + tokens[j] != pair:  # it has gone
                 continue
-            words[i] = after
-            for left, right in pairwise(before):
-                count[left + right] -= times[i]
-            for left, right in pairwise(after):
-                count[left + right] += times[i]
-                if pair in (left, right):  # the new token has a new neighbour
-                    where[left + right].append(i)
-                    risen.add(left + right)
+            before, behind = left[i], right[j]  # places
+            # h i j k -> h ij k: the pairs (h, i), (i, j) and (j, k) go, (h, ij) and (ij, k) come
+            count[pair] -= times[i]
+            if tokens[before]:
+                count[tokens[before] + tokens[i]] -= times[i]
+            if tokens[behind]:
+                count[tokens[j] + tokens[behind]] -= times[i]
+            tokens[i], tokens[j] = pair, None
+            right[i], left[behind] = behind, i
+            for begin, end in ((before, i), (i, behind)):
+                if tokens[begin] and tokens[end]:
+                    new = tokens[begin] + tokens[end]
+                    count[new] += times[i]
+                    where[new].append(begin)
+                    risen.add(new)
         for new in risen:
             heapq.heappush(heap, (-count[new], new))
     return ranks
@@ -309,21 +319,82 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
                          "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from error
 
 
+# The end of a text in tokenizer_config.json
+END_OF_TEXT = or_null(either(TEXT, Kind("an object with its content", lambda value:
+                                        type(value) is dict and TEXT.fits(value.get("content")))))
+
+
+class FolderEncoding:
+    """The tokenizer.json in a folder of Hugging Face, with the methods of a tiktoken.Encoding that
+    are called here. ValueError: no such file, or not a tokenizer.
+
+    n_vocab is the model's vocabulary, which may be larger than the tokenizer's (Qwen's is). Without
+    one: config.json's vocab_size, or as many tokens as the tokenizer has."""
+    name = FOREIGN[0]
+
+    def __init__(self, folder, n_vocab=None):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(f"{folder}: pip install tokenizers, which reads it") from None
+        folder = Path(folder)
+        self.files = {name: read_foreign(folder / name) for name in FOREIGN
+                      if name == self.name or os.path.lexists(folder / name)}
+        try:
+            self.tokenizer = Tokenizer.from_buffer(self.files[self.name])
+            self.tokenizer.encode_special_tokens = True  # in a text they are text
+            self.tokenizer.no_truncation()  # the file may have a length from fine-tuning
+            self.tokenizer.no_padding()
+            size = max(self.tokenizer.get_vocab().values(), default=0) + 1
+        except Exception as error:  # tokenizers raises no narrower class
+            raise ValueError(f"{folder / self.name}: {type(error).__name__}: {error}") from None
+        end = None
+        if FOREIGN[1] in self.files:
+            settings = read_json(folder / FOREIGN[1], known={"eos_token": END_OF_TEXT})
+            end = settings.get("eos_token")
+            end = end["content"] if type(end) is dict else end
+        number = self.tokenizer.token_to_id(end) if end else None
+        if end and number is None:
+            raise ValueError(f"{folder / FOREIGN[1]}: its eos_token {end} is no token of "
+                             f"{self.name}")
+        if n_vocab is None and os.path.lexists(folder / "config.json"):
+            n_vocab = read_json(folder / "config.json", {"vocab_size": whole(1)})["vocab_size"]
+        self.n_vocab = n_vocab or size
+        if self.n_vocab < size:
+            raise ValueError(f"{folder / self.name}: {size} tokens, for a vocabulary of "
+                             f"{self.n_vocab}")
+        # of its special tokens only the one that ends a text
+        self._special_tokens = {} if number is None else {end: number}
+
+    def encode_ordinary(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def token_type(vocab_size):
+    """numpy's name for the tokens in a .bin file: little-endian uint16 or uint32."""
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
 def end_of_text(enc):
     """[the token that ends a text], or [] if the tokenizer has none: GPT-2's is 50256."""
     return [*enc._special_tokens.values()]
 
 
 def encode(enc, texts, name, pool):
-    """The tokens of all texts, one array; each text ends with GPT-2's end of text, if the tokenizer
-    is GPT-2's. tiktoken releases the GIL: two threads are faster."""
+    """The tokens of all texts, one array; each text ends with the tokenizer's end of text, if there
+    is one. tiktoken releases the GIL: two threads are faster."""
     def encode_piece(piece):
-        return np.array(end_of_text(enc) if piece is None else enc.encode_ordinary(piece), "<u2")
+        ids = end_of_text(enc) if piece is None else enc.encode_ordinary(piece)
+        return np.array(ids, token_type(enc.n_vocab))
 
     show(f"encoding {name}")
     pieces = []  # None: the end of a text
     for text in texts:
-        pieces += [*PIECES.findall(text), None]
+        # where another tokenizer may cut a text is not known
+        pieces += [*([text] if enc.name in FOREIGN else PIECES.findall(text)), None]
     ids = []
     for tokens in pool.map(encode_piece, pieces):
         ids.append(tokens)
@@ -337,10 +408,10 @@ def foreign_file(out):
     was stopped half-way."""
     if (out / UNFINISHED).exists():
         return None
-    with suppress(OSError, ValueError, RecursionError):
-        if "source_hash" in json.loads(require_file(out / "meta.json").read_bytes()):
-            return None
-    return next((out / name for name in (*FILES, "meta.pkl") if (out / name).exists()), None)
+    with suppress(ValueError):
+        read_json(out / "meta.json", {"source_hash": TEXT})
+        return None
+    return next((out / name for name in (*FILES, "meta.pkl") if os.path.lexists(out / name)), None)
 
 
 def advice(out):
@@ -382,8 +453,10 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     read, or a folder that cannot be written."""
     start = time.perf_counter()
     sources = [sources] if isinstance(sources, str) else [str(s) for s in sources]
-    if tokenizer not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes")
+    foreign = FolderEncoding(tokenizer) if Path(tokenizer).is_dir() else None
+    if not foreign and tokenizer not in ("bpe", "gpt2", "bytes"):
+        raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes, nor a folder with "
+                         "a tokenizer.json")
     learned = tokenizer == "bpe"
     if learned and not 256 <= vocab_size <= 65536:
         raise ValueError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
@@ -397,9 +470,9 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
                for source in sources if Path(source).is_file()):
             raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
                              "another folder")
-    foreign = foreign_file(out)
-    if foreign:
-        raise ValueError(f"--out {out}: another program wrote {foreign.name}, which would be "
+    other = foreign_file(out)
+    if other:
+        raise ValueError(f"--out {out}: another program wrote {other.name}, which would be "
                          "replaced; name another folder")
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
@@ -410,15 +483,16 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         ranks = BYTES
         if learned:
             ranks = learn_bpe("".join(train_texts)[:LEARN_CHARS], vocab_size)
-        enc = make_encoding(tokenizer, ranks)
+        enc = foreign or make_encoding(tokenizer, ranks)
         train = encode(enc, train_texts, "train.bin", pool)
         val = encode(enc, val_texts, "val.bin", pool)
         gzip_bytes = len(zipped.result())
-    in_text = val[~np.isin(val, end_of_text(enc))].tolist()
-    assert enc.decode_bytes(in_text) == val_bytes, "tokens must spell the text exactly"
+    if not foreign:  # (others may normalize the text)
+        in_text = val[~np.isin(val, end_of_text(enc))].tolist()
+        assert enc.decode_bytes(in_text) == val_bytes, "tokens must spell the text exactly"
 
     meta = {"vocab_size": enc.n_vocab,
-            "tokenizer": tokenizer,
+            "tokenizer": enc.name,
             **({"pattern": PATTERN} if learned else {}),
             "train_tokens": len(train),
             "val_tokens": len(val),
@@ -431,12 +505,14 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     if learned:
         lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
         files["vocab.tiktoken"] = b"".join(lines)
+    if foreign:
+        files.update(enc.files)
     files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
     write_whole(out, files)
 
     print(f"corpus     {', '.join(sources)}: {len(docs)} files, "
           f"{len(train_bytes) / 1e6:.2f} MB train, {len(val_bytes) / 1e6:.2f} MB val\n"
-          f"vocabulary {enc.n_vocab} tokens ({tokenizer}), {meta['bytes_per_token']:.2f} bytes a "
+          f"vocabulary {enc.n_vocab} tokens ({enc.name}), {meta['bytes_per_token']:.2f} bytes a "
           f"token; gzip -9 needs {meta['gzip_bits_per_byte']:.3f} bits a byte\n"
           f"tokens     {len(train):,} train, {len(val):,} val, in {out} "
           f"({time.perf_counter() - start:.1f} s)", flush=True)
@@ -450,14 +526,17 @@ def main():
                         help="stdlib (default), shakespeare, or paths of text files and folders")
     parser.add_argument("--out", help="folder to write (default: data/stdlib or "
                         "data/shakespeare for that source alone, else data/custom)")
-    parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2 or bytes")
+    parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2, bytes, or "
+                        "a folder with Hugging Face's tokenizer.json")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")
     args = parser.parse_args()
     try:
         prepare(**vars(args))
-    except ValueError as error:
-        parser.exit(2, "prepare.py: " + str(error).replace("\n", "\\n") + "\n")
+    except (ValueError, OSError) as error:
+        # an OSError without its number
+        what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        parser.exit(2, "prepare.py: " + what.replace("\n", "\\n") + "\n")
 
 
 if __name__ == "__main__":

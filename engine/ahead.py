@@ -23,7 +23,7 @@ def threads_per_rank():
 
 def compute_ahead(function, arguments, threads):
     """Yield function(x) for each x of arguments, in order; meanwhile threads compute the next ones,
-    at most `threads` beside the one that is yielded. An error of function(x) is raised in its turn.
+    at most `threads` besides the one that is yielded. An error of function(x) is raised in turn.
     With one thread nothing is ahead, and the caller computes."""
     if threads == 1:
         yield from map(function, arguments)

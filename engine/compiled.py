@@ -1,5 +1,5 @@
-"""torch.compile of a layer, without the methods that send messages, or make tensors whose sizes
-depend on the data: these stay Python.
+"""torch.compile of a layer. Two kinds of methods stay Python: those that send messages, and those
+that make tensors whose sizes depend on the data.
 
     torchrun train.py --compile
 """

@@ -1,6 +1,6 @@
 """Dropout, the same in every layout: on the outputs of the embedding, of each
 attention and of each MLP, as in GPT-2. JMLR 15 (2014), 1929. (GPT-2 drops weights of attention,
-too; not here, because the fused kernels take no mask.)
+too; not here, because the fused kernels cannot be told which.)
 
 Which elements of a sequence are dropped is a pure function of (seed, place in the model, number of
 the sequence in the run). Each rank draws the mask of the whole sequence, and takes its own tokens

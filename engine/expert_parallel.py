@@ -1,10 +1,10 @@
 """Expert parallelism: the root's (expert_parallel.py), with
 
     tensor ranks    Whole experts are spread over the T ranks of a tensor-parallel group too. All T
-                    hold the same tokens: each sends those for 1/T of the experts, so together they
-                    send each token once per chosen expert. (If each expert were split over the T
-                    ranks: T times.) A token's k experts lie on several of these ranks: each adds up
-                    the outputs that it got, and the partial sums are all-reduced like after any
+                    hold the same tokens, and each sends the tokens for 1/T of the experts: together
+                    a token once per chosen expert. (If each expert were split over the T ranks: T
+                    times.) A token's k experts lie on several of these ranks: each adds up the
+                    outputs that it got, and the partial sums are all-reduced like after any
                     row-parallel layer.
     one wait        Per layer the host waits once for the device, for all counts together.
 

@@ -56,7 +56,7 @@ class Group(group.Group):
     # May several names have one group, if their ranks are the same? Here no: a thread of the group
     # posts what was submitted, and the caller's messages must not get between these
     is_shared = False
-    # Do submitted collectives run beside compute, without a thread and without the host waiting?
+    # Do submitted collectives run during compute, without a thread and without the host waiting?
     runs_on_streams = False
     gathers_in_place = False  # gloo's all-gather wants input and output apart
 

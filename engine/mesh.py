@@ -26,8 +26,8 @@ class Mesh(mesh.Mesh):
                  **sizes):
         self.native = native
         self.pending = deque()  # operations posted on a GPU and not known to be done: CudaGroup
-        # The rows of join(), such as ((0, 1), (2, 3)) -> the Group of the row that has this rank.
-        # Filled on GPUs only
+        # On GPUs: {rows of join(), such as ((0, 1), (2, 3)): the Group of this rank's row}, so that
+        # names for the same ranks share a Group
         self.shared = {}
         cuda = str(device).startswith("cuda")
         self.group_class = CudaGroup if cuda else InOrderGroup if in_order else Group

@@ -1,4 +1,4 @@
-"""NCCL's manner of a Group (engine/group.py has gloo's). Skip it if you have no GPU.
+"""A Group on NCCL (engine/group.py has the one on gloo). Skip it if you have no GPU.
 
     gloo (CPU)   a send completes when it meets its receive; wait() blocks the thread
     NCCL (CUDA)  between two ranks, operations are matched in the order in which both posted them;

@@ -1,9 +1,9 @@
 """The pipeline for all schedules: executes one rank's list of actions.
 
     any schedule      schedules.py makes the list: F, B, I, W, and the messages between them
-    zero bubble       a backward in two parts, I now and W later
+    zero bubble       a backward in two parts: I, the gradient of the input, now; W, the gradients
+                      of the weights, later
 
-                      posted one ahead of the list
     freed outputs     a stage's output is freed once it was sent. Backward needs its graph, not its
                       values: the last operation is the residual sum, which saves no inputs
 

@@ -5,8 +5,8 @@ layer and the next row-parallel one: with or without --sp, at once or in the bac
     no --sp    nothing: all ranks hold x        all-reduce
     --sp       all-gather of the tokens         reduce-scatter of the tokens
 
-In each line one is the backward of the other: every rank multiplies what enters by its own part of
-W, so the gradients of the input are partial sums.
+Entering is the backward of leaving, and the reverse: every rank multiplies what enters by its own
+part of W, so the gradients of the input are partial sums.
 
 Tokens inside stand as the messages bring them, rank by rank, (T B, S/T, C): row t B + b has rank
 t's tokens of sequence b. Products and the MLP treat each token by itself, so any order will do, and

@@ -45,7 +45,7 @@ def weight_gradients(grad, x, weight, bias):
 
 
 def trained(*params):
-    """The parameters; None in the place of one that needs no gradient."""
+    """The parameters; None for one that needs no gradient."""
     return [param if param is not None and param.requires_grad else None for param in params]
 
 

@@ -5,10 +5,10 @@
     ZeRO3    a layer's weights are gathered while the layer before it computes
 
 A bucket is one layer's weights (partition names the exceptions), and each of D replicas runs the
-optimizer on 1/D of it. Bytes held and elements sent: the table of zero.py. But
-ZeRO3 here gathers for backward only what backward reads: not the embedding layer and, if the head
-is a ChunkedHead (--fast tp), not the head's matrix. A tied matrix is gathered twice in forward,
-once for each of its uses.
+optimizer on 1/D of it. Bytes held and elements sent are those of the table in zero.py, with one
+difference: ZeRO3 gathers for backward only what backward reads, so not the embedding layer and, if
+the head is a ChunkedHead (--fast tp), not the head's matrix. A tied matrix is gathered twice in
+forward, once for each of its uses.
 
     torchrun train.py --dp 4 --zero 3 --fast ddp
 """

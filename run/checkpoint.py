@@ -29,13 +29,24 @@ from pathlib import Path
 import torch
 
 from collectives import all_reduce
+from data.foreign import (
+    OBJECT,
+    TEXT,
+    YES_NO,
+    Kind,
+    or_null,
+    read_json,
+    require_fields,
+    whole,
+)
 from model import UNTIED
 from run import tensorfile
 from run.config import is_scaling, require
 from run.files import FOLDER, LOCK, MANIFEST
+from run.hugging_face import FIELDS
 from run.processes import all_gather_text
 from run.signals import local_rank, note
-from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum, is_whole
+from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
 from shard import bounds
 from sizes import MOMENTS, LlamaConfig, config_from
 
@@ -76,55 +87,66 @@ def seal(manifest):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+COUNT = whole(0, 2**53)
+CRC = whole(0, 2**32)
+SCALE = Kind("a number above 0, below 2^128",
+             lambda value: type(value) is float and 0 < value < 2.0**128)
+NEEDED = {"seal": CRC, "number": COUNT, "step": COUNT, "updates": COUNT, "good_steps": COUNT,
+          "scale": SCALE, "data": TEXT, "model": OBJECT, "config": OBJECT, "checksums": OBJECT}
+
+
+# Fields of GPTConfig and LlamaConfig
+KINDS_OF_SIZES = {
+    float: Kind("a number from 0", lambda value: type(value) is float and 0 <= value < math.inf),
+    bool: YES_NO, str: Kind("a text", lambda value: type(value) is str)}
+
+
 def sound_config(values):
     """The GPTConfig or LlamaConfig with these {name: value}. Raises one of DAMAGED unless each
-    value is of its type and range."""
+    value is of its type and range, and fits the others."""
     config = config_from(values)
     for field in fields(config):
-        value = getattr(config, field.name)
-        require(type(value) is field.type, field.name)
-        if field.type is int:
-            least = min(field.default, 1)  # 0 where 0 means none
-            require(is_whole(value, 2**31) and value >= least, field.name)
-        if field.type is float:
-            require(0 <= value < math.inf, field.name)
+        # whole numbers from 0 where 0, the default, means none
+        kind = whole(min(field.default, 1)) if field.type is int else KINDS_OF_SIZES[field.type]
+        require_fields(vars(config), {field.name: kind})
+
+    def fits(condition, name):
+        require(condition, f"its {name} is {getattr(config, name)}, which does not fit its other "
+                "sizes")
+
     if not getattr(config, "head_dim", 0):
-        require(config.n_embd % config.n_head == 0, "n_head")
-    require(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
+        fits(config.n_embd % config.n_head == 0, "n_head")
+    fits(config.n_experts == 0 or config.top_k <= config.n_experts, "top_k")
     if isinstance(config, LlamaConfig):
-        require(config.n_head % config.n_kv_head == 0, "n_kv_head")
-        require(config.hs % 2 == 0, "n_head")
-        require(not config.rope_scaling or is_scaling(config.rope_scaling), "rope_scaling")
+        fits(config.n_head % config.n_kv_head == 0, "n_kv_head")
+        fits(config.hs % 2 == 0, "n_head")
+        fits(not config.rope_scaling or is_scaling(config.rope_scaling), "rope_scaling")
     return config
 
 
 def refuse_unsound(manifest):
-    """Raise one of DAMAGED unless the seal is right and every value that is read is of its type and
-    range."""
-    require(manifest["seal"] == seal(manifest), "seal")
-    for name in ("number", "step", "updates", "good_steps"):
-        require(is_whole(manifest[name]), name)
-    for file in (MODEL, OPTIMIZER):
-        require(all(map(is_whole, manifest["checksums"][file].values())), file)
+    """Raise one of DAMAGED unless every value that is read is of its type and range, and the seal
+    is right."""
+    require_fields(manifest, NEEDED, {"kept": or_null(OBJECT)})
+    require_fields(manifest["kept"] if manifest.get("kept") else {}, known=FIELDS)
+    require_fields(manifest["config"], known={"optimizer": TEXT})
+    require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "its optimizer is unknown")
+    require_fields(manifest["checksums"], {MODEL: OBJECT, OPTIMIZER: OBJECT})
+    for sums in manifest["checksums"].values():
+        require_fields(sums, dict.fromkeys(sums, CRC))
     sound_config(manifest["model"])
-    scale = manifest["scale"]
-    require(type(scale) is float and 0 < scale < 2.0**128, "scale")
-    require(type(manifest["data"]) is str, "data")
-    require(manifest["data"] != "", "data")
-    require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "optimizer")
-    require(type(manifest.get("kept")) in (dict, type(None)), "kept")
+    require(manifest["seal"] == seal(manifest), "the checksum differs")
 
 
 def read_manifest(folder):
     """The manifest of a checkpoint. CheckpointError if it is missing or damaged."""
     path = Path(folder, MANIFEST)
-    with about(path):
-        text = path.read_bytes()
     try:
-        manifest = json.loads(text)
+        manifest = read_json(path)
         refuse_unsound(manifest)
-    except DAMAGED:
-        raise CheckpointError(f"{path}: damaged; take another checkpoint") from None
+    except DAMAGED as error:
+        what = str(error).removeprefix(f"{path}: ")
+        raise CheckpointError(f"{path}: damaged ({what}); take another checkpoint") from None
     return manifest
 
 

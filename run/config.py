@@ -28,7 +28,7 @@ from run.files import (
     refuse_same,
 )
 from run.hugging_face import CONFIG, flags_of_folder
-from run.signals import STORE, in_words, local_rank, note, program
+from run.signals import in_words, launched, local_rank, note, program
 from schedules import (
     SCHEDULES,
     chunks_of,
@@ -266,7 +266,7 @@ def parse(args, description=None):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
     cfg = Config(**vars(parser.parse_args(args)))
-    if cfg.init_from and Path(cfg.init_from, CONFIG).exists():
+    if cfg.init_from and os.path.lexists(Path(cfg.init_from, CONFIG)):
         # Sizes that no flag gives are those of the folder
         try:
             parser.set_defaults(**flags_of_folder(cfg.init_from))
@@ -322,21 +322,6 @@ def check_limits(cfg, limits=LIMITS):
 
 
 # ---- how many ranks share the work, and how ----
-
-
-def world_size():
-    """The number of processes: WORLD_SIZE, which torchrun or run/launch.py puts into the
-    environment; 1 if neither started this process. ValueError if something else has set it."""
-    world = os.environ.get("WORLD_SIZE") or "1"
-    rank = os.environ.get("RANK", "")
-    if world == "1":
-        return 1
-    numbered = world.isdecimal() and rank.isdecimal() and int(rank) < int(world)
-    # where the ranks meet: at our launcher's store, or at torchrun's address
-    has_place = STORE in os.environ or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    require(numbered and has_place, f"WORLD_SIZE={world} RANK={rank} in the environment is not "
-            "torchrun's; unset WORLD_SIZE, or use torchrun")
-    return int(world)
 
 
 def check_layout(cfg, world):
@@ -493,8 +478,8 @@ def refuse_wrong_pipeline(cfg):
 
 
 def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, and a trace of too few steps. (With --resume auto the weights
-    of --init-from count until --out has a checkpoint.)"""
+    """Refuse two sources of weights, and a trace of too few steps. (--resume auto takes the weights
+    of --init-from only if --out has no checkpoint yet.)"""
     require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
             f"--resume {cfg.resume}: take one of them")
     require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
@@ -623,10 +608,10 @@ def check(cfg, world):
     import torch  # here, because run/launch.py imports this file and is not to wait for torch
 
     ranks = check_layout(cfg, world)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world > 1 else ranks
+    local = launched().local_size if world > 1 else ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # Only a rank warns. (A test may check flags before it starts the ranks: then world < ranks.)
-    is_first_rank = world == ranks and os.environ.get("RANK", "0") == "0"
+    is_first_rank = world == ranks and launched().rank == 0
     choose_gpu_or_cpu(cfg, local, gpus, warn=is_first_rank)
     cuda = cfg.device == "cuda"
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
@@ -674,9 +659,9 @@ def read_command_line(description, args=None):
     this command line. Wrong flags end the process with one line (fail)."""
     cfg = parse(args, description)
     try:
-        world = world_size()
+        world = launched().size
         ranks = check_layout(cfg, world)
         refuse_same_files(cfg)
         return cfg, world, ranks
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)

@@ -52,7 +52,7 @@ def whole_slices(reducer, pieces):
     """Yields (tag, a new tensor: this rank's whole slice) for tensors of which this rank has a
     piece, such as gradients: pieces[i] is arranged like reducer.weights[i]. Collective under ZeRO,
     where each replica has a piece of the slice: a sum puts the pieces together, because each rank
-    has zeros beside its own."""
+    has zeros around its own."""
     for piece, tag, start in zip(pieces, reducer.tags, reducer.starts, strict=True):
         numel = tag.slice_shape.numel()  # rows of --pad-vocab lie beyond
         whole = piece.new_zeros(numel)

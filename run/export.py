@@ -82,18 +82,15 @@ def export(folder, to):
         raise ValueError(f"{part} is left of an export that was stopped; delete it")
     part.mkdir(parents=True)
     write_weights(part / "model.safetensors", model)
-    tokenizer = {}
     note = ""
     try:
-        tokenizer = tokenizer_files(data, config)
+        tokenizer, end_of_text = tokenizer_files(data, config)
     except (ValueError, OSError) as error:
         note = f"; without a tokenizer: {in_words(error)}"
-    if tokenizer:
-        end_of_text = 0  # in our own vocabularies tokens 0 to 255 are the bytes; no text has byte 0
-    elif 50257 <= config.vocab_size <= 50304:
-        end_of_text = 50256  # GPT-2's own, also in nanoGPT's vocabulary of 50,304
-    else:
-        end_of_text = None  # not known: in nanoGPT's characters token 0 is mostly the line break
+        tokenizer = {}
+        # GPT-2's own, also in nanoGPT's vocabulary of 50,304. Else not known: in nanoGPT's
+        # characters token 0 is mostly the line break
+        end_of_text = 50256 if 50257 <= config.vocab_size <= 50304 else None
     files = {CONFIG: config_json(config, end_of_text, manifest.get("kept")), **tokenizer}
     for name, content in files.items():
         (part / name).write_text(json.dumps(content, indent=1))

@@ -23,9 +23,20 @@ Qwen2's, Qwen3's and Mistral's names are Llama's.)
 No torch here: run/config.py reads the sizes of --init-from with this file before torch is imported.
 """
 
-import json
 from pathlib import Path
 
+from data.foreign import (
+    OBJECT,
+    POSITIVE,
+    TEXT,
+    YES_NO,
+    either,
+    list_of,
+    or_null,
+    read_json,
+    require_fields,
+    whole,
+)
 from sizes import LlamaConfig
 
 CONFIG = "config.json"
@@ -87,18 +98,18 @@ LLAMA_SIZES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
                "hidden_size": "n_embd", "intermediate_size": "n_hidden"}
 
 
+SIZE = whole(1)
+TOKEN = whole(-1)  # some files have -1 for none
+# Fields of config.json that are more than a size, a number or one of ONLY
+FIELDS = {"model_type": TEXT, "tie_word_embeddings": YES_NO, "max_position_embeddings": SIZE,
+          "rope_scaling": or_null(OBJECT), "rope_parameters": or_null(OBJECT),
+          "layer_types": or_null(list_of(TEXT)), "bos_token_id": or_null(TOKEN),
+          "eos_token_id": or_null(either(TOKEN, list_of(TOKEN))), "pad_token_id": or_null(TOKEN)}
+
+
 def read_config(folder):
-    """The dict in a folder's config.json. ValueError: no such file, or no dict in it."""
-    path = Path(folder, CONFIG)
-    try:
-        given = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if type(given) is not dict:
-        raise ValueError(f"{path}: not a JSON object")
-    return given
+    """The dict in a folder's config.json. ValueError: no such file, or no such dict in it."""
+    return read_json(Path(folder, CONFIG), known=FIELDS)
 
 
 def flags_of_folder(folder):
@@ -109,9 +120,8 @@ def flags_of_folder(folder):
         given = {**DEFAULTS.get(kind_of_config(given), {}), **given}
         refuse_other_mathematics(given)
         return gpt2_flags(given) if kind_of_config(given) == "gpt2" else llama_flags(given)
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        what = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{Path(folder, CONFIG)}: {what}") from None
+    except ValueError as error:
+        raise ValueError(f"{Path(folder, CONFIG)}: {error}") from None
 
 
 def kind_of_config(given):
@@ -140,9 +150,8 @@ def size(given, *names, default=None):
     """A size in config.json, which has it under one of these names. ValueError if it is no size, if
     two names contradict, or if none is there and there is no default."""
     found = {name: given[name] for name in names if name in given}
+    require_fields(found, known=dict.fromkeys(names, SIZE))
     for name, value in found.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"its {name} is {value!r:.40}, not a whole number above 0")
         if value != found.get(names[0], value):
             raise ValueError(f"its {name} is {value}, its {names[0]} {found[names[0]]}")
     if not found and default is None:
@@ -153,8 +162,7 @@ def size(given, *names, default=None):
 def number(given, name, default):
     """A number above 0 in config.json."""
     value = given.get(name, default)
-    if type(value) not in (int, float) or not 0 < value < 1e300:
-        raise ValueError(f"its {name} is {value!r:.40}, not a number above 0")
+    require_fields({name: value}, {name: POSITIVE})
     return float(value)
 
 
@@ -179,7 +187,6 @@ def llama_flags(given):
     if given.get("head_dim") is not None:
         head_dim = size(given, "head_dim")
         flags["head_dim"] = head_dim if head_dim * flags["n_head"] != flags["n_embd"] else 0
-    size(given, "max_position_embeddings", default=2048)  # for run.export: see KEPT
     flags["norm_eps"] = number(given, "rms_norm_eps", 1e-6)
     flags["untied"] = not given.get("tie_word_embeddings", False)
     # transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters
@@ -199,6 +206,7 @@ SCALINGS = {"linear": ("factor",),
 def rope_scaling(rope):
     """The value of --rope-scaling for these settings of config.json's rotary positions: "",
     FACTOR or FACTOR,LOW,HIGH,TOKENS."""
+    require_fields(rope, known={"rope_type": TEXT, "type": TEXT})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return ""

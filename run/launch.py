@@ -48,25 +48,31 @@ def refuse_tasks():
 def start(description, args=None):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit. args: the
     flags; None: all arguments of this command line."""
-    signals.before_training()
     # Let torch take GPU memory in segments that grow: a freed tensor's memory then serves tensors
     # of other sizes. Set here, because torch reads it when it is imported. A user's own value
     # counts, also under the variable's older name
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
+        signals.before_training()
+        signals.refuse_no_place()
         refuse_tasks()
     except ValueError as error:
         config.fail(error)
     cfg, world, ranks = config.read_command_line(description, args)
     # Print one line, once: the launcher prints it, or rank 0 of torchrun, or the only process
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = signals.launched().rank == 0
     has_launcher = signals.STORE in os.environ
     if is_first and not has_launcher:
         model = {"gpt2": "GPT"}.get(cfg.arch, cfg.arch.capitalize())
         print(f"{model} of {cfg.n_layer} layers, {cfg.n_embd} wide, on {sentence(cfg, ranks)}; "
               "loading torch", flush=True)
     if ranks > world:
+        try:
+            tempfile.gettempdir()
+        except OSError as error:  # a container whose root is read-only
+            config.fail(f"{signals.in_words(error)}; the ranks meet at a file there: let TMPDIR "
+                        "name a folder that can be written")
         sys.exit(launch(ranks, grace=min(10, cfg.timeout)))
 
 
@@ -145,7 +151,7 @@ def start_ranks(size):
     if size == 1:
         return
     try:
-        world = config.world_size()
+        world = signals.launched().size
         config.require(world in (1, size), f"--tp {size} does not match the {world} processes; "
                        f"start {size}, or one, which starts the others")
     except ValueError as error:

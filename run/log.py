@@ -11,13 +11,18 @@ import sys
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 
+from data.foreign import parse_json
 from mesh import grid
+from optimizer import learning_rate
+from run.checkpoint import read_manifest
 from run.config import MARKS, as_text, words_of_parts
 from run.files import refuse_foreign
 from run.processes import all_gather_text
@@ -32,7 +37,7 @@ MAX_SKIPPED = 5
 def is_before(line, step):
     """Is this line of --metrics whole, and of an earlier step?"""
     with suppress(ValueError, KeyError, TypeError):  # a crash may have left anything
-        return line.endswith("\n") and json.loads(line)["step"] < step
+        return line.endswith("\n") and parse_json(line)["step"] < step
     return False
 
 
@@ -133,7 +138,25 @@ class Log:
         if self.saved:
             done = ", nothing left to do" if start == self.cfg.steps else ""
             self.say(f"step {start:6d}  resumed from {self.saved}{done}")
+            self.say_how_the_rate_jumps()
         self.since = time.perf_counter()  # when the current step, validation or save began
+
+    def say_how_the_rate_jumps(self):
+        """A line if the checkpoint's run would have gone on at another learning rate: its schedule
+        had other --steps, say."""
+        cfg = self.cfg
+        if self.silent or self.start == cfg.steps:
+            return
+        then = SimpleNamespace(**{**asdict(cfg), **read_manifest(self.saved)["config"]})
+        # past the end of its schedule a rate stays
+        was = then.min_lr if self.start >= then.steps else learning_rate(then, self.start)
+        now = learning_rate(cfg, self.start)
+        if now != was:
+            changed = [f"--{name.replace('_', '-')} was {getattr(then, name)}, is "
+                       f"{getattr(cfg, name)}" for name in ("steps", "lr", "min_lr", "warmup_steps")
+                       if getattr(then, name) != getattr(cfg, name)]
+            self.say(f"the learning rate goes on at {now:.3g}, the checkpoint's run would have gone"
+                     f" on at {was:.3g}: {', '.join(changed)}")
 
     def describe(self):
         """The lines before the first step: flags, parts, model, rates, ranks, stages."""

@@ -146,11 +146,6 @@ def out_of_memory(cfg):
 # ---- the ranks meet ----
 
 
-def restarts():
-    """How many times torchrun has restarted the ranks of this node."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
 def name_attempt(server, size):
     """A prefix for the keys of this attempt, the same on all ranks. It is needed because torchrun's
     store outlives the ranks: after a restart it still has the addresses of the dead ranks.
@@ -162,9 +157,10 @@ def name_attempt(server, size):
     before the restart, the next attempt's ranks get two prefixes, and fail after --timeout.)"""
     # Tell ranks of other nodes that still wait in wait_for_start (below) to fail, so that torchrun
     # restarts them, too
-    server.set(f"restarted {restarts()} times", "")
-    joined = server.add(f"joined after {restarts()} restarts, {size} ranks", 1)
-    return f"attempt {restarts()}.{size}.{(joined - 1) // size}"
+    restarts = signals.launched().restarts
+    server.set(f"restarted {restarts} times", "")
+    joined = server.add(f"joined after {restarts} restarts, {size} ranks", 1)
+    return f"attempt {restarts}.{size}.{(joined - 1) // size}"
 
 
 def wait_for_start(server, timeout):
@@ -181,7 +177,7 @@ def wait_for_start(server, timeout):
     if rank == 0:
         awaited = [f"rank {other} to start" for other in range(size)]
     while not store.check(awaited):
-        if server.check([f"restarted {restarts() + 1} times"]):
+        if server.check([f"restarted {signals.launched().restarts + 1} times"]):
             raise CommunicationError(f"rank {rank}: another node has restarted its ranks")
         if time.monotonic() > deadline:
             missing = [key for key in awaited if not store.check([key])]
@@ -224,7 +220,7 @@ def meet(timeout=600, url="", rank=-1, size=-1):
         last_words = dist.PrefixStore(attempt, server.clone())
         store.set(f"machine of rank {rank}", name_of_machine())
         wait_for_start(server, timeout)
-        if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        if "RANK" in os.environ and not os.environ.get("LOCAL_RANK"):
             number_ranks_of_machine()
 
 

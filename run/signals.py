@@ -1,6 +1,6 @@
 """How a process ends: by a signal, by a failure, or with its parent.
 
-    process                 SIGINT, SIGTERM, SIGHUP               set up by
+    process                 one of STOPS                          set up by
     launcher                passes the signal on to all ranks     launch (run/launch.py)
     rank, starting          one line, exit                        before_training
     rank, training          saves after the step; again: exit     save_on_stop
@@ -16,9 +16,11 @@ import signal
 import sys
 import threading
 import time
+from collections import namedtuple
 from contextlib import contextmanager, suppress
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# (SLURM sends what its --signal names before the time limit, mostly SIGUSR1 or SIGUSR2)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Environment variables of a rank that run/launch.py started
 PARENT = "NANOPARALLEL_PARENT"  # the launcher's pid
 STORE = "NANOPARALLEL_STORE"  # the url of the store at which the ranks meet
@@ -27,13 +29,63 @@ STORE = "NANOPARALLEL_STORE"  # the url of the store at which the ranks meet
 parent = 0
 
 
+# What launchers put into the environment, run/launch.py, torchrun or a program that sets RANK and
+# WORLD_SIZE alone. local_size: processes on this machine. restarts: how many times torchrun has
+# restarted the ranks of this node. parent: the launcher's pid, 0 if run/launch.py is not the parent
+Launched = namedtuple("Launched", "size rank local_size local_rank restarts parent")
+
+
+def number_in_environment(name, default, least, most):
+    """A whole number from `least` to `most` in an environment variable; `default` where that is
+    missing or empty. ValueError for anything else."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        names = " and ".join(dict.fromkeys(["WORLD_SIZE", name]))
+        raise ValueError(f"{name}={text:.40} in the environment is not a whole number from {least} "
+                         f"to {most}; unset {names}, or use torchrun")
+    return int(text)
+
+
+def launched():
+    """The Launched of this process. The only process of a run has size 1 and rank 0, whatever its
+    other variables say. ValueError for a value that no launcher sets.
+
+    Without LOCAL_RANK, as in pods, the local rank is 0 until the ranks have met: meet
+    (run/processes.py) then counts those of this machine."""
+    size = number_in_environment("WORLD_SIZE", 1, 1, 10**6)
+    restarts = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0, 0, 10**6)
+    parent = number_in_environment(PARENT, 0, 0, 2**31)
+    if size == 1:
+        return Launched(1, 0, 1, 0, restarts, parent)
+    rank = number_in_environment("RANK", "", 0, size - 1)
+    local_size = number_in_environment("LOCAL_WORLD_SIZE", 1, 1, size)
+    most = (local_size if os.environ.get("LOCAL_WORLD_SIZE") else size) - 1
+    local_rank = number_in_environment("LOCAL_RANK", 0, 0, most)
+    return Launched(size, rank, local_size, local_rank, restarts, parent)
+
+
+def refuse_no_place():
+    """ValueError if several ranks have no place to meet: our launcher's store, or torchrun's
+    address."""
+    size, rank, *_ = launched()
+    store = os.environ.get(STORE)
+    if store and not store.endswith(f"?rank={rank}&world_size={size}"):
+        raise ValueError(f"{STORE}={store:.40} in the environment is not the store of rank {rank} "
+                         f"of {size}; unset it")
+    if size > 1 and not store:
+        number_in_environment("MASTER_PORT", "", 1, 65535)
+        if not os.environ.get("MASTER_ADDR"):
+            raise ValueError(f"WORLD_SIZE={size} in the environment, but no MASTER_ADDR; unset "
+                             "WORLD_SIZE, or use torchrun")
+
+
 def local_rank():
-    """This process's rank among those of its machine, from the environment variables that torchrun
-    or run/launch.py has set; 0 for the only process of a run. Without LOCAL_RANK, as in pods, 0
-    until the ranks have met: init (run/processes.py) then counts those of this machine."""
-    alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() and not alone else 0
+    """This process's rank among those of its machine; 0 where the environment is no launcher's: a
+    process that is nobody's rank prints its errors."""
+    try:
+        return launched().local_rank
+    except ValueError:
+        return 0
 
 
 # ---- the last line ----
@@ -116,15 +168,15 @@ def end_on_stop(when):
 def before_training():
     """From now on a signal ends the process with one line (end_on_stop), and a rank ends with its
     parent. A rank of train.py calls save_on_stop later on: from then on a signal does what that
-    function says."""
+    function says. ValueError, once all this is done but the parent, for a wrong environment."""
     global parent
     if sys.stdout:  # print "?" for what the terminal lacks, as in a sample of text or a file's name
         sys.stdout.reconfigure(errors="replace")
     end_on_stop("before the first step")
     # run/launch.py blocked STOPS before it started this process: let signals that came since arrive
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    if PARENT in os.environ:
-        parent = int(os.environ[PARENT])
+    if launched().parent:
+        parent = launched().parent
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent started this process
         parent = os.getppid()
     else:

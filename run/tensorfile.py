@@ -17,9 +17,10 @@ import zlib
 from collections import namedtuple
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import torch
+
+from data.foreign import open_file, parse_json
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {**FLOATS, "I64": torch.int64}
@@ -43,14 +44,24 @@ class CheckpointError(ValueError):
 @contextmanager
 def about(path, tensor=""):
     """Re-raise an OSError of this block as a CheckpointError that names the error's own file or, if
-    the error has none, `path`."""
+    the error has none, `path`; and a ValueError, which names its file by itself."""
     try:
         yield
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
         where = str(error.filename or path)
         if tensor:
             where += f", tensor {tensor}"
         raise CheckpointError(f"{where}: {error.strerror}") from None
+
+
+@contextmanager
+def open_tensors(path, tensor=""):
+    """Open a safetensors file, as a context, to read its header or this tensor. CheckpointError if
+    it cannot be opened or is a pipe or a device; also for an error of the block (about)."""
+    with about(path, tensor), open_file(path) as file:
+        yield file
 
 
 def is_whole(value, most=2**53):
@@ -96,15 +107,13 @@ def make_header(shapes, code, path=None):
 def read_header(path):
     """{name: Entry} of a safetensors file. CheckpointError if it is damaged, or shorter than its
     header says."""
-    if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait for ever
-        raise CheckpointError(f"{path}: not a file")
-    with about(path), open(path, "rb") as file:
+    with open_tensors(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         # a damaged length may be huge: read nothing, which is no JSON either
         text = file.read(length) if length <= min(size, MAX_HEADER) else b""
     try:
-        entries = locate(path, json.loads(text), 8 + length)
+        entries = locate(path, parse_json(text), 8 + length)
     except DAMAGED:
         raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged") from None
     for name, entry in entries.items():
@@ -134,7 +143,7 @@ def expect(path, entries, shapes, dtypes):
 def checksum(entry, want=None):
     """CRC-32 of a tensor's bytes in the file. CheckpointError if `want` is given and differs."""
     crc = 0
-    with about(entry.path, entry.name), open(entry.path, "rb") as file:
+    with open_tensors(entry.path, entry.name) as file:
         file.seek(entry.begin)
         for begin in range(entry.begin, entry.end, READ_BYTES):
             crc = zlib.crc32(file.read(min(READ_BYTES, entry.end - begin)), crc)

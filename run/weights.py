@@ -10,18 +10,19 @@ If head and embedding are tied, they are one matrix. A file may have it under th
 under the head's (lm_head.weight; in the code UNTIED) or under both.
 """
 
-import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from data.foreign import FILE_NAME, OBJECT, read_json
 from experts import kind_of
 from model import UNTIED
 from run import tensorfile
 from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other, together
 from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_settings, llama_names
-from run.tensorfile import DAMAGED, DTYPES, FLOATS, CheckpointError, about, checksum
+from run.tensorfile import DTYPES, FLOATS, CheckpointError, about, checksum, open_tensors
 from sizes import LlamaConfig, config_from
 
 INDEX = "model.safetensors.index.json"  # says which file of a folder has which tensor
@@ -36,21 +37,17 @@ def read_headers(path):
     folder without an index: of its model.safetensors.)"""
     if not path.is_dir():
         return tensorfile.read_header(path)
-    if not (path / INDEX).exists():
-        return tensorfile.read_header(path / MODEL)
     index = path / INDEX
+    if not os.path.lexists(index):
+        return tensorfile.read_header(path / MODEL)
     with about(index):
-        text = index.read_bytes()
-    try:
-        file_of = dict(json.loads(text)["weight_map"])
-        files = sorted({Path(path, file) for file in file_of.values()})
-        if any(file.parent != path for file in files):
-            raise ValueError
-    except DAMAGED:
-        raise CheckpointError(f"{index}: damaged") from None
+        file_of = read_json(index, {"weight_map": OBJECT})["weight_map"]
     entries = {}
-    for file in files:
-        entries |= tensorfile.read_header(file)
+    for tensor, file in file_of.items():
+        if not FILE_NAME.fits(file):
+            raise CheckpointError(f"{index}: its {tensor} is {file!r:.40}, not {FILE_NAME.words}")
+    for file in sorted(set(file_of.values())):
+        entries |= tensorfile.read_header(path / file)
     for name, file in file_of.items():
         if name not in entries or entries[name].path != path / file:
             raise CheckpointError(f"{index}: names {file} for {name}, which is not there")
@@ -60,10 +57,8 @@ def read_headers(path):
 def refuse_config(folder, config):
     """CheckpointError if Hugging Face's config.json describes another model. (Some differences,
     such as n_head or rope_theta, do not show in the tensors' shapes.)"""
-    try:
+    with about(folder / CONFIG):
         flags = flags_of_folder(folder)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
     theirs = {"arch": "gpt2", **flags}
     theirs.pop("block_size", None)  # GPT-2: find_tensors compares wpe's shape; a Llama takes any
     ours = {**asdict(config), "arch": "gpt2"}
@@ -92,6 +87,9 @@ def find_tensors(path, shapes, config):
     unless the file has these tensors and no others. (refuse_more lets the head's matrix and old
     masks pass.)"""
     entries = {unwrapped(name): entry for name, entry in read_headers(path).items()}
+    if "embed_tokens.weight" in entries:  # LlamaModel alone, as in Qwen3-Embedding: no "model."
+        entries = {name if name == UNTIED else f"model.{name}": entry
+                   for name, entry in entries.items()}
     if any(name.startswith("model.layers.") for name in entries):
         return find_llama(path, entries, shapes, config)
     entries = {canonical(name): entry for name, entry in entries.items()}
@@ -117,7 +115,7 @@ def find_tensors(path, shapes, config):
         if name.endswith(transposed):  # False for all names if transposed is ()
             wanted[name] = torch.Size(reversed(shape))
     tensorfile.expect(path, entries, wanted, FLOATS)
-    # UNTIED: a file may have the head's matrix beside the embedding's. Old files also have masks
+    # UNTIED: a file may have the head's matrix next to the embedding's. Old files also have masks
     refuse_more(path, entries, {*wanted, UNTIED}, MASKS)
     return {name: [(entries[name], name.endswith(transposed))] for name in wanted} | {
         name: [] for name in zeros}
@@ -152,6 +150,11 @@ def require_one_tied(path, entries, shapes, embedding):
         entries.setdefault(embedding, entries[UNTIED])
         if checksum(entries[embedding]) != checksum(entries[UNTIED]):
             raise CheckpointError(f"{path}: {UNTIED} is not {embedding}; this model ties them")
+    rows = max(entries[embedding].shape[:1], default=0) if embedding in entries else 0
+    if rows not in (0, shapes[EMBEDDING][0]):
+        raise CheckpointError(f"{path}: a vocabulary of {rows}, that of --data has "
+                              f"{shapes[EMBEDDING][0]}; prepare it with this model's tokenizer "
+                              "(data/prepare.py --tokenizer FOLDER)")
 
 
 def refuse_more(path, entries, wanted, harmless):
@@ -165,7 +168,7 @@ def refuse_more(path, entries, wanted, harmless):
 def read_tensor(entry):
     """The tensor of an Entry, on CPU."""
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    with about(entry.path, entry.name), open(entry.path, "rb") as file:
+    with open_tensors(entry.path, entry.name) as file:
         file.seek(entry.begin)
         had = file.readinto(tensor.flatten().view(torch.uint8).numpy())
     if had < entry.end - entry.begin:  # the file has shrunk since its header was read
@@ -187,12 +190,12 @@ def load_parts(places, shape):
 def read_weights(path, shapes, config):
     """Check that a safetensors file, or a folder of Hugging Face, has tensors of these {name:
     shape} and no others (see find_tensors), and return a function from a name to the full tensor,
-    on CPU. CheckpointError, also if a manifest or a config.json beside the file describes another
+    on CPU. CheckpointError, also if a manifest or a config.json next to the file describes another
     model."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     file = path / MODEL if path.is_dir() else path
-    if (folder / CONFIG).exists():
+    if os.path.lexists(folder / CONFIG):
         refuse_config(folder, config)
     found = find_tensors(path, shapes, config)
     if file.name == MODEL and (folder / MANIFEST).exists():  # a checkpoint of ours
@@ -213,8 +216,9 @@ def kept_of(cfg):
     folder = path if path.is_dir() else path.parent
     if cfg.init_from and (folder / MANIFEST).exists():  # a checkpoint of ours
         return read_manifest(folder).get("kept")
-    if cfg.init_from and (folder / CONFIG).exists():
-        return kept_settings(folder)
+    if cfg.init_from and os.path.lexists(folder / CONFIG):
+        with about(folder / CONFIG):
+            return kept_settings(folder)
     return None
 
 

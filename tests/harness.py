@@ -17,6 +17,7 @@ What a fork adds here:
 import itertools
 import math
 import os
+import shlex
 import tempfile
 from dataclasses import fields, replace
 from functools import cache
@@ -266,7 +267,8 @@ def how_to_find_the_cause(cfg):
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         if value != field.default and field.name != "out":
-            flag = f" --{field.name.replace('_', '-')}" + f" {value}" * (value is not True)
+            given = [] if value is True else [str(value)]
+            flag = " " + shlex.join([f"--{field.name.replace('_', '-')}", *given])
             if field.metadata["group"] == "layout" or field.name in ("chunks", "shard"):
                 layout += flag
             else:

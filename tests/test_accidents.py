@@ -368,7 +368,8 @@ def test_a_manifest_whose_config_is_no_config_is_one_line(
           manifest.update(config=config))
     argv = ["train.py", *flags(corpus, tmp_path / "out", resume=last)]
     line = one_line(train.main, argv, capsys, monkeypatch)
-    assert line == f"train.py: {last}/manifest.json: damaged; take another checkpoint\n"
+    assert line.startswith(f"train.py: {last}/manifest.json: damaged (it")
+    assert line.endswith("); take another checkpoint\n")
 
 
 HOSTILE = (0, 1, -1, 3, 10**7, 10**9, 2**31, 2**53, 2**64, 10**400, 1.0, 1e300, float("inf"),
@@ -510,7 +511,8 @@ def test_experts_count_in_the_check_of_memory(corpus, tmp_path, capsys, monkeypa
     assert "of this machine's" in one_line(train.main, argv, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("name,says", [("metrics", "is a pipe"), ("init_from", "not a file")])
+@pytest.mark.parametrize("name,says", [("metrics", "is a pipe"),
+                                       ("init_from", "is not a regular file")])
 def test_a_pipe_is_not_waited_for(corpus, tmp_path, name, says, capsys, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     argv = ["train.py", *flags(corpus, tmp_path / "out", **{name: tmp_path / "pipe"})]

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from run import checkpoint
 from run.config import check
 from run.copies import whole_slices
 from run.files import LOCK
-from sizes import MOMENTS
+from sizes import MOMENTS, LlamaConfig
 from tests.harness import (
     FULL,
     VOCAB,
@@ -316,16 +317,20 @@ def test_a_file_that_is_cut_off_after_its_check_is_named(corpus, tmp_path, monke
 
 
 @pytest.mark.parametrize("changes", [{"data": None}, {"model": {"n_head": 3}}, {"scale": 0.0},
-                                     {"scale": math.inf}, {"step": -1}], ids=str)
+                                     {"scale": math.inf}, {"step": -1},
+                                     {"model": asdict(LlamaConfig(VOCAB, n_embd=24, n_head=8,
+                                                                  n_kv_head=8))}], ids=str)
 def test_a_forged_value_of_a_sealed_manifest_is_damage(trained, tmp_path, changes):
-    """A width of 8 has no 3 heads; a loss is divided by its scale."""
+    """A width of 8 has no 3 heads; a loss is divided by its scale; rotary positions turn pairs, and
+    heads of 3 numbers have none."""
     path = Path(shutil.copy(trained / "step-00000004" / checkpoint.MANIFEST, tmp_path))
     manifest = json.loads(path.read_text())
     assert checkpoint.read_manifest(tmp_path) == manifest
     for name, value in changes.items():
         manifest[name] = manifest[name] | value if type(value) is dict else value
     path.write_text(json.dumps({**manifest, "seal": checkpoint.seal(manifest)}))
-    with pytest.raises(checkpoint.CheckpointError, match="damaged; take another checkpoint"):
+    says = r"damaged \(its .*\); take another checkpoint"
+    with pytest.raises(checkpoint.CheckpointError, match=says):
         checkpoint.read_manifest(tmp_path)
 
 
@@ -352,12 +357,19 @@ HEADERS = {  # what becomes of the header's text
     "a header that is deep": lambda text: "[" * 100_000}
 
 
-MANIFESTS = {  # what is put into a manifest
-    "forged step": {"step": "4"}, "forged depth": {"model": {"n_layer": "two"}},
-    "forged heads": {"model": {"n_head": 0}}, "forged name": {"model": {"n_heads": 2}},
-    "forged size": {"model": {"n_embd": 2**60}}, "forged scale": {"scale": None},
-    "forged infinity": {"scale": 10**400}, "forged number": {"number": 2**63 - 1},
-    "forged checksums": {"checksums": [1]}, "forged checksum files": {"checksums": {}}}
+MANIFESTS = {  # what is put into a manifest, and what is said about it
+    "forged step": ({"step": "4"}, "its step is '4', not a whole number from 0 to 9,007,199,254"),
+    "forged depth": ({"model": {"n_layer": "two"}}, "its n_layer is 'two', not a whole number"),
+    "forged heads": ({"model": {"n_head": 0}}, "its n_head is 0, not a whole number from 1 to"),
+    "forged name": ({"model": {"n_heads": 2}}, "GPTConfig.__init__() got an unexpected keyword"),
+    "forged size": ({"model": {"n_embd": 2**60}}, "its n_embd is 1152921504606846976, not a"),
+    "forged scale": ({"scale": None}, "its scale is None, not a number above 0, below 2^128"),
+    "forged infinity": ({"scale": 10**400}, "its scale is 1000000"),
+    "forged number": ({"number": 2**63 - 1}, "its number is 9223372036854775807, not a whole"),
+    "forged checksums": ({"checksums": [1]}, "its checksums is [1], not an object"),
+    "forged checksum files": ({"checksums": {}}, "it has no model.safetensors"),
+    "forged optimizer": ({"config": {"optimizer": ["adamw"]}}, "its optimizer is ['adamw'], not a"),
+    "forged kept": ({"kept": {"eos_token_id": {"a": 1}}}, "its eos_token_id is {'a': 1}, not a")}
 
 
 def spoil(folder, how):
@@ -374,7 +386,7 @@ def spoil(folder, how):
             "transformer.wpe.weight": ((4, 16), tensors["transformer.wpe.weight"][1])}))
     elif how in MANIFESTS:  # with a right seal
         changed = json.loads(manifest.read_text())
-        for name, value in MANIFESTS[how].items():
+        for name, value in MANIFESTS[how][0].items():
             changed[name] = changed[name] | value if name == "model" else value
         manifest.write_text(json.dumps({**changed, "seal": checkpoint.seal(changed)}))
     elif how == "forged sums":  # with a right seal
@@ -405,13 +417,14 @@ DAMAGE = [
     ("data", "optimizer.safetensors, tensor transformer.ln_f.bias.exp_avg_sq: damaged, the check"),
     ("weights", "model.safetensors, tensor transformer.ln_f.bias: damaged, the check"),
     ("header", "model.safetensors: not a safetensors file, or its header is damaged"),
-    ("manifest", "manifest.json: damaged"),
+    ("manifest", "manifest.json: damaged ("),
     ("gone", "model.safetensors: No such file or directory"),
     ("a tensor missing", "model.safetensors, tensor transformer.ln_f.weight: missing"),
     ("wrong shape", "model.safetensors, tensor transformer.wpe.weight: "),
     ("another model", ": its n_layer is 3, this run's is 2"),
     ("forged sums", "model.safetensors, tensor transformer.wte.weight: damaged, the checksum"),
-    *((how, "manifest.json: damaged") for how in ("deep", *MANIFESTS)),
+    ("deep", "manifest.json: damaged (nested too deep); take another checkpoint"),
+    *((how, f"manifest.json: damaged ({says}") for how, (_, says) in MANIFESTS.items()),
     *((how, "model.safetensors: not a safetensors file, or its header is damaged")
       for how in HEADERS),
 ]

@@ -61,6 +61,9 @@ def all_collectives(rank, world, g=None):
             x = family.gather(every[rank].clone(), g, root)
             y = family.reduce(every[rank].clone(), g, root)
             assert rank != root or torch.equal(x, gathered) and torch.equal(y, total)
+        for root in range(world):
+            x = c.reduce(every[rank].clone(), g, root, "max")
+            assert rank != root or torch.equal(x, torch.stack(every).amax(0) if n else total)
         out = [torch.empty_like(every[r]) for r in range(world)]
         for exchange in (plain.all_to_all, c.all_to_all):
             exchange(out, [every[rank] + j for j in range(world)], g)

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from data.prepare import (
     make_encoding,
     prepare,
     read_source,
+    token_type,
     train_and_val,
     write_whole,
 )
@@ -113,8 +115,8 @@ def damaged(corpus, tmp_path, how):
     ("--schedule interleaved --pp 2 --microbatches 1", "1 must be a multiple of --pp 2"),
     ("--metrics /tmp", "--metrics /tmp cannot be written"),
     ("--trace /tmp", "--trace /tmp cannot be written"),
-    *((f"--data {how}", "meta.json is damaged (") for how in FORGED),
-    ("--data vocabulary", "meta.json is damaged ("),
+    *((f"--data {how}", "data is damaged (") for how in FORGED),
+    ("--data vocabulary", "data is damaged ("),
     ("--cp 3", "--block-size 8 must be a multiple of 6, for --cp 3, --tp 1, --sp False; try "
                "12"),
     ("--tp 4 --sp --block-size 6", "--block-size 6 must be a multiple of 4, for --cp 1, --tp "
@@ -149,21 +151,40 @@ def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, ca
     assert says in one_line(train.main, base.split(), capsys, monkeypatch)
 
 
+TWO_RANKS = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize("env,says", [
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 RANK= in the environment is not torchrun's"),
-    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc"),
-    ({"WORLD_SIZE": "2", "RANK": "5", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-     "RANK=5"),
-    ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": ""}, "--tp 0 must be from 1")], ids=str)
-def test_an_environment_that_is_not_torchruns_is_one_line(corpus, env, says, capsys, monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    ({"WORLD_SIZE": "2"}, "RANK= in the environment is not a whole number from 0 to 1; unset"),
+    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc in the environment is not a whole number from 1 to"),
+    ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 in"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in"),
+    ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 in"), ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=999"),
+    ({"WORLD_SIZE": "\u0662"}, "WORLD_SIZE=\u0662 in"),  # a digit, but not of ASCII
+    ({**TWO_RANKS, "RANK": "5"}, "RANK=5 in the environment is not a whole number from 0 to 1"),
+    ({**TWO_RANKS, "RANK": "5", "LOCAL_RANK": "5"}, "RANK=5 in"),  # nobody's rank: it speaks
+    ({**TWO_RANKS, "RANK": "-1"}, "RANK=-1 in"),
+    ({**TWO_RANKS, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 in"),
+    ({**TWO_RANKS, "LOCAL_RANK": "abc"}, "LOCAL_RANK=abc in"),
+    *(({**TWO_RANKS, "MASTER_PORT": port}, f"MASTER_PORT={port} in the environment is not a whole "
+       "number from 1 to 65535") for port in ("99999", "abc", "-1", "", "0")),
+    ({**TWO_RANKS, "MASTER_ADDR": ""}, "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+    ({**TWO_RANKS, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 in"),
+    ({**TWO_RANKS, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 in"),
+    ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT=abc in"),
+    ({"NANOPARALLEL_PARENT": "abc"}, "NANOPARALLEL_PARENT=abc in"),
+    ({"NANOPARALLEL_PARENT": "-5"}, "NANOPARALLEL_PARENT=-5 in"),
+    ({**TWO_RANKS, "NANOPARALLEL_STORE": "file:///a?rank=1&world_size=2"},
+     "NANOPARALLEL_STORE=file:///a?rank=1&world_size=2 in the environment is not the store"),
+    ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": ""}, "--tp 0 must be from 1")],
+    ids=lambda x: str(x)[:60])
+def test_an_environment_that_is_not_torchruns_is_one_line(env, says, capsys, monkeypatch):
+    """... of each process, because none of them is a rank whose first rank could speak."""
+    for name in (*TWO_RANKS, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
+                 "NANOPARALLEL_PARENT", "NANOPARALLEL_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    tp = ["--tp", "0"] if "--tp" in says else []
-    argv = ["train.py", "--data", corpus, "--device", "cpu", *tp]
-    monkeypatch.setattr(train, "train", lambda *args: pytest.fail("went on"))
-    assert says in one_line(train.main, argv, capsys, monkeypatch)
+    assert says in one_line(lambda: start("", ["--tp", "0"]), ["train.py"], capsys, monkeypatch)
 
 
 def test_a_pod_without_local_rank_is_the_first_of_its_machine(monkeypatch):
@@ -217,6 +238,8 @@ def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypat
                  dtype="bfloat16", out=str(tmp_path))
     states = 12 * cfg.n_embd**2 * 16
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": states * 5 // 8}.get)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert check(cfg, 2) == 2
     for world in (1, 2):  # one process that will start both; both, here
@@ -228,7 +251,8 @@ def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypat
 def test_more_ranks_than_gpus_fall_back_to_the_cpu_and_say_so(corpus, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     cfg = config(corpus, dp=2, device="auto")
     check(cfg, 2)
     assert cfg.device == "cpu" and "2 processes for 1 GPUs" in capsys.readouterr().err
@@ -307,6 +331,7 @@ def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
     local = []
     for rank in range(6):
         monkeypatch.setattr(processes, "place", (rank, 6))
+        monkeypatch.setenv("RANK", str(rank))
         processes.number_ranks_of_machine()
         local.append(signals.local_rank())
         assert int(os.environ["LOCAL_WORLD_SIZE"]) == machines.count(machines[rank])
@@ -314,6 +339,14 @@ def test_without_local_rank_the_ranks_of_a_machine_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(CommunicationError, match="^rank 5: --device cuda: 3 processes here but 2 "):
         processes.choose_device("cuda")  # rank 5 is the third one of its machine
+
+
+def test_no_folder_for_temporary_files_is_one_line(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    argv = ["train.py", *flags(corpus, tmp_path / "out", dp=2)]
+    assert "let TMPDIR name a folder" in one_line(
+        lambda: start("", [str(word) for word in argv[1:]]), argv, capsys, monkeypatch)
 
 
 def test_two_ranks_without_local_rank_train(corpus, tmp_path):
@@ -534,6 +567,11 @@ def test_gpt2s_tokenizer_ends_each_text(tmp_path, monkeypatch):
                for split in ("train", "val")]
         assert sum((part == 50256).sum() for part in ids) == end_tokens
         assert ids[0][-1] == ids[1][-1] == 50256 and meta["val_tokens"] == len(ids[1])
+
+
+@pytest.mark.parametrize("words,width", [(256, 2), (65536, 2), (65537, 4)])
+def test_tokens_have_16_bits_where_these_are_enough(words, width):
+    assert np.dtype(token_type(words)).itemsize == width
 
 
 def test_gzips_bits_are_those_of_the_validation_text(tmp_path):

@@ -207,7 +207,7 @@ def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(
                     run.read()), run.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
     args = dict(dp=2, steps=10**6)
     run = Run(2, flags(corpus, tmp_path / "out", **args), tmp_path)
@@ -274,8 +274,8 @@ def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=1), tmp_path)
     assert run.wait() == [0, 0] and "resumed from" in run.read("stdout")
     second = f"{out}/step-00000002"
-    assert run.read() == (f"{second} skipped: {second}/manifest.json: damaged; take another "
-                          "checkpoint\n")
+    assert run.read() == (f"{second} skipped: {second}/manifest.json: damaged (it has no scale); "
+                          "take another checkpoint\n")
     assert sorted(path.name for path in out.glob("step*")) == ["step-00000002", "step-00000006"]
     assert checkpoint.newest(out).name == "step-00000006"
 
@@ -751,6 +751,20 @@ def test_resuming_a_finished_run_ends_well(corpus, tmp_path):
     run = Run(2, [*argv, "--steps", 3], tmp_path)
     assert run.wait() == [2, 2]
     assert run.read().endswith("step-00000004: is at step 4, past --steps 3\n"), run.read()
+
+
+def test_a_resumed_run_says_how_its_learning_rate_jumps(corpus, trained, tmp_path):
+    """4 steps lead to a rate of 0; in a schedule of 8 it is still high."""
+    folder = trained / "step-00000004"
+    rates = {}
+    for steps in (8, 4):
+        out = tmp_path / f"{steps}"
+        run = Run(1, flags(corpus, out, resume=folder, steps=steps), tmp_path)
+        assert run.wait() == [0], run.read()
+        rates[steps] = run.read("stdout")
+    assert "the learning rate goes on at 0.003, the checkpoint's run would have gone on at 0: " \
+        "--steps was 4, is 8\n" in rates[8], rates[8]
+    assert "learning rate goes on" not in rates[4]
 
 
 @needs_minutes

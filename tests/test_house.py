@@ -87,7 +87,9 @@ def test_the_root_has_these_files_and_folders():
     suffixes = (".py", ".md", ".txt", ".toml")
     found = {path.name for path in HERE.iterdir()
              if path.suffix in suffixes or path.name in ENTRIES or path in FOLDERS}
-    assert found | {"extras"} == ENTRIES
+    found |= {"extras"}
+    assert found == ENTRIES, (f"name new files of the root in ENTRIES: {sorted(found - ENTRIES)}; "
+                              f"missing: {sorted(ENTRIES - found)}")
 
 
 def test_arrows_point_down():
@@ -164,7 +166,8 @@ def test_one_name_means_one_thing():
     techniques = {name for name, files in twice.items() if len(files) == 2 and
               any(module.startswith("engine.") for module in files) and
               any(place(module) in ROOT for module in files)}
-    assert set(twice) - techniques <= {"main", "demo"}, twice
+    wrong = {name: twice[name] for name in set(twice) - techniques - {"main", "demo"}}
+    assert not wrong, f"rename one of each: {wrong}"
 
 
 # ---- commands, messages, figures ----

@@ -14,11 +14,11 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
-from run.config import parse
+from run.config import check_layout, parse
 from run.hugging_face import flags_of_folder
 from run.weights import INDEX, load_model, read_weights
 from sizes import LlamaConfig, config_of
-from tests.harness import VOCAB, close
+from tests.harness import VOCAB, close, config
 from tests.runs import Run, flags, one_line
 
 SMALL = LlamaConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24, n_kv_head=2, n_hidden=37,
@@ -69,7 +69,9 @@ def by_formula(model, ids):
         return torch.cat([pairs.real, pairs.imag], 1)
 
     def attention(name, x):
-        rows = x @ p[name + ".c_attn.weight"].T + p.get(name + ".c_attn.bias", 0)
+        rows = x @ p[name + ".c_attn.weight"].T
+        if config.qkv_bias:
+            rows += p[name + ".c_attn.bias"]
         rows = [*rows.split(hs, 1)]  # heads of q, then of k, then of v
         n_kv = config.n_kv_head
         for i in range(config.n_head + n_kv):
@@ -97,6 +99,9 @@ def by_formula(model, ids):
 
 KINDS = {"untied": {}, "tied": {"tied": True}, "multi-query": {"n_kv_head": 1},
          "a key head each": {"n_kv_head": 6}, "stretched": {"rope_scaling": STRETCHED},
+         # the first of the two pairs turns fast (4.8 times in 30 tokens), or 2.4 times in 15
+         "one pair stays": {"rope_scaling": "4,1,4,30"},
+         "one pair between": {"rope_scaling": "4,1,4,15"},
          "linear": {"rope_scaling": "2.5"},
          "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 6},
          "narrow heads": {"head_dim": 2}}
@@ -112,6 +117,16 @@ def test_the_model_is_llama_by_its_formulas(kind):
     close(model(ids.view(1, 8), ids.view(1, 8)).detach(), loss, "summed loss")
 
 
+def test_angles_of_late_positions_have_32_bits_in_a_16_bit_model():
+    """Attention depends on differences of positions only. In bfloat16, 1000 and 1001 are equal."""
+    attention = large(SMALL).layers[1].attn.bfloat16()
+    x = torch.randn(1, 8, SMALL.n_embd, generator=torch.Generator().manual_seed(0)).bfloat16()
+    early = attention(x)
+    attention.positions = lambda x: torch.arange(1000, 1000 + x.size(1))
+    late = attention(x)
+    assert (late - early).norm() < 2**-5 * early.norm()
+
+
 @pytest.mark.parametrize("head_dim,width", [(0, 24), (6, 36)])
 def test_flops_and_parameters_are_counted_like_the_models(head_dim, width):
     config = LlamaConfig(**{**vars(SMALL), "head_dim": head_dim})
@@ -122,6 +137,10 @@ def test_flops_and_parameters_are_counted_like_the_models(head_dim, width):
     costs = config.layer_costs()
     assert costs == [0, *[2 * blocks + 4 * width * 8] * 2, 2 * 24 * VOCAB]
     assert config.flops_per_token(0) == 12 * 2 * width * 8
+    shape = LlamaConfig(**{**vars(SMALL), "n_hidden": 38, "n_experts": 5})
+    experts = build(shape, kind=kind_of(shape)).canonical_parameters()
+    held = sum(p.numel() for n, p in experts if ".h.0.mlp.experts." in n)
+    assert held == 5 * shape.expert_parameters()
 
 
 # ---- sampling ----
@@ -152,7 +171,8 @@ def test_the_cache_holds_the_heads_of_keys_only():
 
 
 TRAINED = {  # kind of model -> its flags
-    "untied": {"untied": True}, "stretched": {"rope_scaling": STRETCHED, "rope_theta": 500.0},
+    "untied": {"untied": True},
+    "stretched": {"rope_scaling": STRETCHED, "rope_theta": 500.0, "norm_eps": 3e-6},
     "multi-query": {"tp": 1, "n_kv_head": 1},
     "narrow heads": {"head_dim": 2, "rope_scaling": "2.5"},
     "qwen2": {"arch": "qwen2"}, "qwen3": {"arch": "qwen3", "head_dim": 6, "untied": True}}
@@ -232,6 +252,21 @@ def test_a_folder_of_transformers_is_its_model(kind, tmp_path):
     assert (ours(ids) - expected).norm() <= 2e-6 * expected.norm()
 
 
+def test_the_model_without_its_head_is_read_too(tmp_path):
+    """LlamaModel.save_pretrained() writes no "model." before its names."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaModel(transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=True))
+    theirs.save_pretrained(tmp_path)
+    config = config_of(parse(["--init-from", str(tmp_path)]), VOCAB)
+    shapes = {name: p.shape for name, p in kind_of(config)(config).canonical_parameters()}
+    get = read_weights(tmp_path, shapes, config)
+    assert torch.equal(get("transformer.wte.weight"), theirs.embed_tokens.weight)
+    assert torch.equal(get("transformer.h.1.mlp.c_proj.weight"),
+                       theirs.layers[1].mlp.down_proj.weight)
+
+
 def test_tokens_and_positions_of_a_folder_are_kept_until_the_export(corpus, folders, tmp_path):
     """... also by a run that is resumed, and by one that starts from such a checkpoint."""
     shutil.copytree(folders["multi-query"][1], tmp_path / "hf")
@@ -282,6 +317,7 @@ def sharded(exported, folder, dtype):
 def test_a_folder_in_several_files_and_in_16_bits_is_read(folders, tmp_path, dtype):
     saved, exported = folders["untied"]
     folder = sharded(exported, tmp_path / "sharded", dtype)
+    _add_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq")  # old folders have it
     model = load_model(saved)
     shapes = {name: param.shape for name, param in model.canonical_parameters()}
     get = read_weights(folder, shapes, model.config)
@@ -305,10 +341,10 @@ def _edit_index(change):
     return edit
 
 
-def _add_tensor(folder):
-    head, _ = tensorfile.make_header({"model.layers.0.extra": torch.Size([1])}, "F32")
+def _add_tensor(folder, name="model.layers.0.extra"):
+    head, _ = tensorfile.make_header({name: torch.Size([1])}, "F32")
     (folder / "model-3.safetensors").write_bytes(head + bytes(4))
-    _edit_index(lambda files: files.update({"model.layers.0.extra": "model-3.safetensors"}))(folder)
+    _edit_index(lambda files: files.update({name: "model-3.safetensors"}))(folder)
 
 
 DAMAGES = {  # what happens to a sharded folder -> what the run says, in one line
@@ -319,14 +355,15 @@ DAMAGES = {  # what happens to a sharded folder -> what the run says, in one lin
          if files["model.norm.weight"].startswith("model-00002")
          else "model-00002-of-00002.safetensors"})), "names model-0000"),
     "an index to elsewhere": (_edit_index(lambda files: files.update(
-        {"model.norm.weight": "../config.json"})), f"{INDEX}: damaged"),
-    "no index": (lambda folder: (folder / INDEX).write_text("[1]"), f"{INDEX}: damaged"),
+        {"model.norm.weight": "../config.json"})),
+        "its model.norm.weight is '../config.json', not the name of a file"),
+    "no index": (lambda folder: (folder / INDEX).write_text("[1]"), f"{INDEX}: not a JSON object"),
     "nothing": (lambda folder: (folder / INDEX).unlink(), "model.safetensors: No such file"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
     "config lacks a size": (lambda folder: (folder / "config.json").write_text(
         '{"model_type": "llama"}'), "config.json: it has no num_hidden_layers; add that line"),
     "config has half a head": (_edit_config(num_attention_heads=2.5),
-                               "its num_attention_heads is 2.5, not a whole number above 0"),
+                               "its num_attention_heads is 2.5, not a whole number from 1 to"),
     "no epsilon": (_edit_config(rms_norm_eps=None), "its rms_norm_eps is None, not a number"),
     "no factor": (_edit_config(rope_scaling={"rope_type": "llama3"}), "its factor is None, not a"),
     "gemma": (_edit_config(model_type="gemma"), "its model_type is gemma; gpt2, llama, mistral, q"),
@@ -368,11 +405,19 @@ def test_flags_say_what_config_json_says_and_flags_win(folders):
     exported = folders["stretched"][1]
     assert flags_of_folder(exported) == {
         "arch": "llama", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
-        "norm_eps": 1e-5, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED,
+        "norm_eps": 3e-6, "untied": False, "rope_theta": 500.0, "rope_scaling": STRETCHED,
         "head_dim": 0}
     cfg = train.read_command_line.__globals__["parse"](["--init-from", str(exported), "--n-layer",
                                                         "3"])
     assert (cfg.arch, cfg.n_layer, cfg.n_hidden) == ("llama", 3, 21)
+
+
+@pytest.mark.parametrize("given,wanted", [(0, 0), (4, 0), (6, 6)])
+def test_the_usual_width_of_a_head_is_one_value_however_it_is_given(given, wanted, corpus):
+    """Checkpoints have it: a run that gives the flag resumes one of a run that does not."""
+    cfg = config(corpus, arch="llama", n_head=6, n_embd=24, head_dim=given)
+    check_layout(cfg, 1)
+    assert cfg.head_dim == wanted
 
 
 FLAGS = [  # flags -> what the one line says

@@ -53,6 +53,15 @@ def test_every_schedule_is_valid_and_deadlock_free_under_rendezvous():
         validate(lower(lists, where), where)
 
 
+def test_weight_gradients_are_computed_in_the_order_of_the_input_gradients():
+    """W of the oldest I comes first: its tensors have been held longest."""
+    for name, P, m, v in _cases():
+        for actions in make_schedule(name, P, m, v):
+            for stage in {action.stage for action in actions}:
+                order = [a.microbatch for a in actions if a.kind == "W" and a.stage == stage]
+                assert order == sorted(order), (name, P, m, v)
+
+
 def test_validation_rejects_damaged_lists():
     rng = np.random.default_rng(0)
     for name, P, m, v in [("1f1b", 4, 6, 1), ("gpipe", 3, 4, 1), ("zb-h1", 3, 5, 1),

@@ -25,7 +25,7 @@ from engine.sequence_parallel import Region
 from engine.vocabulary_parallel import ChunkedHead
 from experts import MixtureOfExperts
 from model import ABSENT, Head, build, initial_value
-from optimizer import clip_coefficient, learning_rate
+from optimizer import AdamWState, clip_coefficient, learning_rate
 from run import checkpoint
 from run import log as log_file
 from run.config import check_layout
@@ -220,6 +220,14 @@ def test_a_step_of_16_bits_is_float64s_as_far_as_rounding_allows(corpus, dtype, 
         assert torch.equal(weights, master.to(weights.dtype))
 
 
+def test_small_steps_of_the_roots_optimizer_add_up_in_16_bits():
+    """1 - 0.001 is 1 in bfloat16."""
+    state = AdamWState(torch.ones(3, dtype=torch.bfloat16), 0.0)
+    for step in range(100):
+        state.step(torch.ones(3), 1e-3, 0.9, 0.95, step + 1)
+    assert (state.weights - 0.9).abs().max() < 2**-8
+
+
 def test_the_norm_of_16_bit_gradients_has_32_bits(corpus):
     trainer, _, norm = after_one_step(corpus, dtype="bfloat16", grad_clip=0.0)
     exact = math.hypot(*(grad.double().norm() for grad in trainer.grads))
@@ -326,13 +334,16 @@ def test_a_trace_is_of_the_third_to_the_fifth_step(corpus, tmp_path, monkeypatch
 # ---- checkpoints ----
 
 
-def test_a_checkpoint_keeps_the_loss_scale(corpus, tmp_path):
+def test_a_checkpoint_keeps_the_loss_scale_and_the_number_of_updates(corpus, tmp_path):
+    """One of the three steps was skipped: Adam's bias correction must not count it."""
     flags = dict(dtype="float16", n_layer=1, microbatches=1, out=str(tmp_path))
     saved, loaded = (train.Trainer(config(corpus, **flags), Mesh(dp=1), VOCAB) for _ in range(2))
     saved.optimizer.scale.value.fill_(4096.0)
     saved.optimizer.scale.good_steps.fill_(7)
+    saved.optimizer.numbers()["updates"].fill_(2)
     checkpoint.load(loaded, checkpoint.save(saved, 3))
     assert (loaded.optimizer.scale.value, loaded.optimizer.scale.good_steps) == (4096.0, 7)
+    assert loaded.optimizer.numbers()["updates"] == 2
 
 
 def test_a_checkpoint_past_the_last_step_is_refused_and_the_newest_was_written_last(
@@ -369,11 +380,12 @@ def test_windows_reach_the_last_token_and_no_further(tmp_path):
 
 
 def test_data_that_differ_have_other_fingerprints(tmp_path):
-    """One token of either file, a file's length, a value of meta.json."""
+    """The last token of either file, a file's length, a value of meta.json. train.bin is longer
+    than a piece."""
     def fingerprint(change=None):
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
         folder.mkdir()
-        random_corpus(folder, train=500, val=300)
+        random_corpus(folder, train=40_000, val=300)
         if change:
             change(folder)
         return Data(config(str(folder))).fingerprint()
@@ -411,6 +423,16 @@ def test_a_file_shorter_than_meta_json_says_or_than_a_window_is_refused(tmp_path
         says = f"{split}.bin does not fit its meta.json: 18 bytes for 10 tokens"
         with pytest.raises(ValueError, match=says):
             Data(config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["<i8", "<u4"])
+def test_tokens_of_more_bytes_than_two_are_not_read_as_two(kind, tmp_path):
+    """A folder without a meta.json, as nanoGPT makes it: read as uint16, the tokens would be of
+    GPT-2's vocabulary."""
+    for split in ("train", "val"):
+        np.arange(1, 40).astype(kind).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(ValueError, match="train.bin: every second token is 0"):
+        Data(config(str(tmp_path)))
 
 
 def test_one_process_of_a_machine_prepares_a_corpus_and_the_others_wait(corpus, tmp_path,
@@ -465,9 +487,12 @@ def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_p
     Log.validation(log, 7, 6 * math.log(2))
     assert math.isclose(written[0]["val_bits_per_byte"], 1.5) and "1.5000 bits" in said[0]
     path = tmp_path / "log"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"step": 1')
-    open_metrics(path, 2).close()
-    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    kept = '{"step": 0}\n{"step": 1}\n'
+    for rest in ('{"step": 2}\n{"step": 3}\n{"step": 1', '{"step": 1', '{"step": "1"}\n', "[1]\n",
+                 '{"step": ' + "[" * 10**5 + "\n"):
+        path.write_text(kept + rest)
+        open_metrics(path, 2).close()
+        assert path.read_text() == kept
 
 
 def test_the_last_lines_are_of_the_fullest_rank(monkeypatch):

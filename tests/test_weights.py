@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 
@@ -26,7 +27,7 @@ from run.weights import load_model, read_weights
 from sizes import GPTConfig
 from tests.harness import VOCAB, config
 from tests.isolation import as_it_was
-from tests.runs import Run, flags, one_line, rewrite
+from tests.runs import Run, flags, losses, one_line, rewrite
 
 # The weights that GPT-2's published file (huggingface.co/openai-community/gpt2, model.safetensors)
 # holds as (in, out), said again here: of the four only attn.c_proj is square, so no shape tells
@@ -84,7 +85,8 @@ def test_a_run_starts_from_a_weights_file(corpus, trained, tmp_path, kind):
                 data = np.frombuffer(data).reshape(shape).T.tobytes()
                 shape = shape[::-1]
             tensors[name.removeprefix("transformer.")] = shape, data
-        tensors["h.0.attn.bias"] = (1, 1, 8, 8), bytes(512)
+        tensors["h.0.attn.bias"] = (1, 1, 8, 8), bytes(512)  # old files have both
+        tensors["h.0.attn.masked_bias"] = (), bytes(8)
 
     ours = trained / "step-00000004" / checkpoint.MODEL
     path = shutil.copy(ours, tmp_path / "weights.safetensors")
@@ -114,10 +116,10 @@ def _untied(tensors):
 
 
 @pytest.mark.parametrize("given,says", [
-    ({"n_head": "12"}, "its n_head is '12', not a whole number above 0"),
-    ({"n_layer": None}, "its n_layer is None, not a whole number above 0"),
+    ({"n_head": "12"}, "its n_head is '12', not a whole number from 1 to 2,147,483,648"),
+    ({"n_layer": None}, "its n_layer is None, not a whole number from 1 to 2,147,483,648"),
     ({"n_head": 12, "num_attention_heads": 6}, "its num_attention_heads is 6, its n_head 12"),
-    ({"n_positions": 0}, "its n_positions is 0, not a whole number above 0"),
+    ({"n_positions": 0}, "its n_positions is 0, not a whole number from 1 to 2,147,483,648"),
     ({"activation_function": "gelu"}, "its activation_function is gelu, here it is gelu_new")])
 def test_a_field_of_config_json_that_cannot_be_is_named(given, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
@@ -154,6 +156,9 @@ OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothin
         (4, 16), tensors["transformer.wpe.weight"][1])}), "transformer.wpe.weight"),
     "heads": (None, "config.json: its n_head is 4, here it is 2"),
     "activation": (None, "config.json: its activation_function is relu, here it is gelu_new"),
+    "fewer words": (lambda tensors: [tensors.update({name: (
+        (66, 8), tensors[name][1][: -len(tensors[name][1]) // 67])}) for name in (
+            "transformer.wte.weight", "lm_head.weight")], "a vocabulary of 66, that of --data has"),
     "pickle": (None, "ckpt.pt: not a safetensors file"),
 }
 
@@ -193,6 +198,16 @@ def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained
         assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
 
 
+def test_a_file_that_is_cut_off_after_its_header_was_read_is_named(trained, tmp_path):
+    path = shutil.copy(trained / "step-00000004" / checkpoint.MODEL, tmp_path)
+    model = load_model(trained / "step-00000004")
+    get = read_weights(path, {n: p.shape for n, p in model.canonical_parameters()}, model.config)
+    os.truncate(path, os.path.getsize(path) // 2)
+    with pytest.raises(tensorfile.CheckpointError, match=f"^{path}, tensor .*: cut off at the end"):
+        for name, _ in model.canonical_parameters():
+            get(name)
+
+
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4,
          "hidden_size": 64, "intermediate_size": 96}
 GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
@@ -210,6 +225,11 @@ GPT2_DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
         "rope_type": "llama3", "factor": 8.1234567, "low_freq_factor": 1.0, "high_freq_factor": 4,
         "original_max_position_embeddings": 1048576}}, {"rope_scaling": "8.1234567,1,4,1048576"}),
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope_scaling": "2.5"}),
+    ({**LLAMA, "model_type": "qwen3"}, {"head_dim": 128, "n_kv_head": 32}),
+    ({**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": None},
+     {"arch": "qwen3", "head_dim": 0, "n_kv_head": 4}),
+    ({**LLAMA, "model_type": "qwen2"}, {"arch": "qwen2", "head_dim": 0, "n_kv_head": 32}),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": None}, {"arch": "llama", "n_kv_head": 8}),
     ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
      {"rope_theta": 500.0, "rope_scaling": ""}),
 ], ids=str)
@@ -218,11 +238,16 @@ def test_what_config_json_leaves_out_is_transformers_default(given, want, tmp_pa
     got = flags_of_folder(tmp_path)
     assert {name: got[name] for name in want} == want
     transformers = pytest.importorskip("transformers")
-    kind = transformers.LlamaConfig if got.get("arch") == "llama" else transformers.GPT2Config
-    theirs = kind.from_dict(given)
+    kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(
+        given.get("model_type"), "GPT2")
+    theirs = getattr(transformers, f"{kind}Config").from_dict(given)
     assert got["n_layer"] == theirs.num_hidden_layers and got["n_embd"] == theirs.hidden_size
     assert got["n_head"] == theirs.num_attention_heads
-    if kind is transformers.GPT2Config:
+    if kind != "GPT2":
+        assert got["n_kv_head"] == (theirs.num_key_value_heads or theirs.num_attention_heads)
+        width = getattr(theirs, "head_dim", None) or got["n_embd"] // got["n_head"]
+        assert (got["head_dim"] or got["n_embd"] // got["n_head"]) == width
+    else:
         x = torch.linspace(-6, 6, 1001)
         act = transformers.activations.ACT2FN[theirs.activation_function]
         assert torch.allclose(act(x), F.gelu(x, approximate="tanh"), atol=1e-6)
@@ -339,7 +364,7 @@ def test_a_run_on_nanogpts_characters_ends_without_a_tokenizer_and_says_so(corpu
     ({"vocab_size": 49152}, "its vocab_size is 49152, GPT-2's tokenizer has 50257 tokens"),
     ({"vocab_size": 50304, "tokenizer": "gpt2"}, "its vocab_size is 50304, GPT-2's"),
     ({"vocab_size": 50257, "tokenizer": "HuggingFaceTB/SmolLM-135M"},
-     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2 and bytes can be read")])
+     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2, bytes and tokenizer.json can")])
 def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("takes GPT-2's words"))
     shutil.copytree(corpus, tmp_path / "data")
@@ -356,19 +381,102 @@ def test_a_damaged_manifest_is_one_line_without_another_commands_flag(trained, t
     for argv in (["sample.py", "--out", folder], ["export.py", "--out", folder, "--to", "new"]):
         main = sample.main if argv[0] == "sample.py" else export_file.main
         error = one_line(main, argv, capsys, monkeypatch)
-        assert "manifest.json: damaged; take another checkpoint" in error
+        assert "manifest.json: damaged (it has no seal); take another checkpoint" in error
 
 
 def test_hugging_faces_tokenizers_opens_ours(tmp_path):
     text = "a = aa + aaa  # 3 + 33\n\n\tif a: 'héß 你好 😀'\n" * 40
     (tmp_path / "text").write_text(text)
     prepare([tmp_path / "text"], tmp_path / "data", vocab_size=280)
-    files = tokenizer_files(tmp_path / "data", GPTConfig(280))
+    files, end = tokenizer_files(tmp_path / "data", GPTConfig(280))
     (tmp_path / "tokenizer.json").write_text(json.dumps(files["tokenizer.json"]))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
         ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
         assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
+
+
+def hugging_face_folder(folder, words):
+    """A tokenizer.json of bytes, with a token `words` - 255 that ends a text, and a config.json
+    with a vocabulary of that many words."""
+    folder.mkdir()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {**{letter: i for i, letter in enumerate(alphabet)}, "<|end|>": words - 255}
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    theirs.add_special_tokens(["<|end|>"])
+    theirs.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<|end|>"}}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": words}))
+
+
+def test_a_vocabulary_of_128256_words_is_trained_sampled_and_exported(tmp_path, capsys,
+                                                                      monkeypatch):
+    """Its token ids need 32 bits. The tokenizer comes from a folder of Hugging Face."""
+    words, end = 128256, 128001
+    hugging_face_folder(tmp_path / "hf", words)
+    texts = [f"Story {i}: caf\u00e9 <|end|>.\n" * 8 for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    meta = prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
+    assert (meta["vocab_size"], meta["tokenizer"]) == (words, "tokenizer.json")
+    ids = np.concatenate([np.fromfile(tmp_path / f"data/{split}.bin", "<u4")
+                          for split in ("train", "val")])
+    assert ids.max() == end and (ids == end).sum() == len(texts)  # none of those in the text
+    said = load_tokenizer(tmp_path / "data").decode(ids[ids != end].tolist())
+    assert len(said) == sum(len(text) + 1 for text in texts)  # a line break after each text
+    assert all(text in said for text in texts)
+
+    run = Run(2, flags(tmp_path / "data", tmp_path / "out", arch="qwen3", n_layer=1, n_embd=8,
+                       n_head=2, n_hidden=8, tp=2, dtype="float32", steps=1, batch_size=4,
+                       metrics=tmp_path / "log"), tmp_path)
+    assert run.wait() == [0, 0], run.read()
+    (_, loss, _), = losses(tmp_path / "log")
+    assert math.log(words) < loss < math.log(words) + 0.5
+    monkeypatch.setattr("sys.argv", ["sample.py", "--out", str(tmp_path / "out"), "--prompt", "St",
+                                     "--max-tokens", "3", "--temperature", "0"])
+    sample.main()
+    assert "\nSt" in capsys.readouterr().out
+    export_file.export(checkpoint.newest(tmp_path / "out"), tmp_path / "exported")
+    written = json.loads((tmp_path / "exported/config.json").read_text())
+    assert (written["vocab_size"], written["eos_token_id"]) == (words, end)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "exported" / name).read_text()) == json.loads(
+            (tmp_path / "hf" / name).read_text())
+
+
+@pytest.mark.parametrize("limit", [lambda theirs: theirs.enable_truncation(64),
+                                   lambda theirs: theirs.enable_padding(length=4096)],
+                         ids=["truncation", "padding"])
+def test_a_length_in_tokenizer_json_neither_cuts_nor_pads_the_texts(limit, tmp_path):
+    """transformers writes the truncation and padding of its last call into that file."""
+    hugging_face_folder(tmp_path / "hf", 600)
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"Story {i}. " * 60})
+                                                for i in range(40)))
+    whole = prepare([tmp_path / "a.jsonl"], tmp_path / "whole", str(tmp_path / "hf"))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
+    limit(theirs)
+    theirs.save(str(tmp_path / "hf/tokenizer.json"))
+    assert prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "hf")) == whole
+
+
+@pytest.mark.parametrize("damage,says", [
+    (lambda hf: (hf / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'),
+     "tokenizer_config.json: its eos_token <eos> is no token of tokenizer.json"),
+    (lambda hf: (hf / "tokenizer.json").write_text("{"), "tokenizer.json: "),
+    (lambda hf: (hf / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
+    (lambda hf: (hf / "config.json").write_text('{"vocab_size": 300}'),
+     "tokenizer.json: 346 tokens, for a vocabulary of 300"),
+    (lambda hf: (hf / "config.json").write_text('{"vocab_size": [300]}'),
+     r"config.json: its vocab_size is \[300\], not a whole number"),
+    (lambda hf: (hf / "tokenizer_config.json").write_text("[]"), "_config.json: not a JSON"),
+    (lambda hf: (hf / "tokenizer_config.json").write_text("{"), "_config.json: Expecting")])
+def test_a_folder_without_a_tokenizer_is_one_line(damage, says, tmp_path):
+    hugging_face_folder(tmp_path / "hf", 600)
+    damage(tmp_path / "hf")
+    with pytest.raises(ValueError, match=says):
+        prepare("stdlib", tmp_path / "data", str(tmp_path / "hf"))
 
 
 def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tmp_path, capsys,

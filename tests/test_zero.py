@@ -6,6 +6,7 @@ import resource
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -375,7 +376,8 @@ def _unused(rank, world, stage, n):
     layers = [Layer(), Lonely()]
     reducer = zero.REDUCERS[stage]({0: layers}, None, lambda tag: torch.ones(n), torch.float64)
     for bucket in reducer.buckets:
-        bucket.grad_shard.fill_(7.0)  # as a step before might have left it
+        if bucket.grad_shard is not None:  # None: a rank alone, under DDP
+            bucket.grad_shard.fill_(7.0)  # as a step before might have left it
     for last in (False, True):
         y = layers[1](layers[0](torch.full((n,), rank + 1.0))).sum()
         reducer.expect(0, last)
@@ -385,7 +387,7 @@ def _unused(rank, world, stage, n):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world,n", [(2, 5), (4, 1), (8, 2)])  # the smaller ones leave empty shards
+@pytest.mark.parametrize("world,n", [(1, 3), (2, 5), (4, 1), (8, 2)])  # n < world: empty shards
 def test_unused_parameter_counts_as_zero_and_never_hangs(world, n, stage):
     total = 2.0 * sum(range(1, world + 1))
     for got in pool(world, _unused, world, stage, n):
@@ -417,6 +419,20 @@ def _late(rank, cfg, seconds, load):
 def test_a_layer_waits_for_its_new_weights_after_a_step_and_a_load(corpus, tmp_path, stage):
     cfg = config(corpus, dp=2, zero=stage, n_layer=2, microbatches=1, out=str(tmp_path))
     assert pool(2, _late, cfg, 0.02, True) == pool(2, _late, cfg, 0.0, False)
+
+
+def test_no_storage_is_freed_while_an_all_gather_writes_into_it(corpus):
+    """A layer's weights were gathered ahead, but the layer does not run."""
+    cfg = config(corpus, zero=3, microbatches=1)
+    reducer = Trainer(cfg, mesh_of(cfg), VOCAB).reducer
+    home = reducer.home[next(reducer.layers[1].parameters())]
+    freed = []
+    arriving = SimpleNamespace(wait=lambda: freed.append(home.full.untyped_storage().nbytes() == 0))
+    with patch.object(zero, "all_gather", lambda full, group, async_op: arriving):
+        reducer.gather_weights([], prefetch=[reducer.layers[1]])
+    assert not freed
+    reducer.gather_weights([])
+    assert freed and not any(freed) and not home.full.untyped_storage().nbytes()
 
 
 def test_new_weights_are_sent_in_the_order_in_which_forward_uses_them(corpus):

@@ -18,7 +18,7 @@ bytes).
                          the engine with this one trick switched off
         --only growth    step and memory against the length of a sequence (1 to 4 ranks)
         --json out.json  the figures for a program
-        --gpu            one GPU, bfloat16: beside two loops like nanoGPT's; and our MFU
+        --gpu            one GPU, bfloat16: against two loops like nanoGPT's; our MFU
 
 The sides of the rows: job.py (ours), torch_side.py, plain_side.py, without.py, gpu.py.
 """

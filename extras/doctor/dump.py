@@ -15,7 +15,6 @@ reads a dump of any trainer, of which only dump.json and weights-0 must be there
 extras/doctor/record.py writes ours.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,13 +23,14 @@ from pathlib import Path
 
 import torch
 
+from data.foreign import read_json
 from experts import kind_of
 from extras.doctor.foreign import NAMES, readers
 from model import ABSENT
 from run import tensorfile
 from run.checkpoint import sound_config
 from run.config import require
-from run.tensorfile import DAMAGED, FLOATS, about, is_whole
+from run.tensorfile import DAMAGED, FLOATS, is_whole
 from run.weights import read_tensor, unwrapped
 from schedules import SCHEDULES
 from sizes import WIDTHS, GPTConfig
@@ -40,7 +40,6 @@ DUMP_MARK = '{"format": 1'  # the first characters of both
 DUMP_TENSORS = [f"{name}.safetensors" for name in (
     "weights-0", "weights-1", "weights-2", "masters-0", "masters-1", "masters-2",
     "tokens-1", "tokens-2", "gradients-1", "gradients-2")]
-MAX_JSON = 64 << 20  # bytes of dump.json
 # Fields of Dump that are read from dump.json as they stand
 JSON_FIELDS = ("names", "dtype", "grad_dtype", "layout", "loss", "optimizer", "balance", "steps")
 
@@ -129,7 +128,7 @@ def read_dump(folder):
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; python -m extras.doctor.record makes a dump")
-    given, model = read_json(folder / DUMP)
+    given, model = read_sound(folder / DUMP)
     first = tensorfile.read_header(folder / DUMP_TENSORS[0])  # weights-0
     shapes = {unwrapped(name): entry.shape for name, entry in first.items()}
     if model:
@@ -150,17 +149,10 @@ def read_dump(folder):
                 **{name: given[name] for name in JSON_FIELDS})
 
 
-def read_json(path):
+def read_sound(path):
     """(the dict in dump.json, its GPTConfig or LlamaConfig; None for a model of another form),
     checked."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a file")
-    with about(path), open(path, "rb") as file:
-        text = file.read(MAX_JSON + 1)
-    try:
-        given = json.loads(text if len(text) <= MAX_JSON else b"")
-    except DAMAGED:
-        raise ValueError(f"{path}: damaged, or no JSON") from None
+    given = read_json(path)
     try:
         return given, refuse_unsound_dump(given)
     except KeyError as error:

@@ -161,12 +161,18 @@ def fits_change(examined, change, mine, loss, wrong):
 def fitting_changes(examined, mine, loss, known, wrong=()):
     """Words of the Changes that give MINE's loss and its {name: sampled gradient}. wrong: names of
     the gradients that differ."""
-    # Only a Change of forward can explain a wrong loss. With a right loss only a Change of backward
-    # alone fits
+    # Only a Change of forward can explain a wrong loss. With a right loss one of backward alone
+    # comes first
     changes_forward = not examined.loss_is(loss, examined.loss)
-    return [change.words for change in changes(examined.step)
-            if (not known or change.words in known) and change.forward == changes_forward
-            and fits_change(examined, change, mine, loss, wrong)]
+
+    def fitting(forward):
+        return [change.words for change in changes(examined.step)
+                if (not known or change.words in known) and change.forward == forward
+                and fits_change(examined, change, mine, loss, wrong)]
+
+    # A right loss with wrong gradients: a Change of forward may do less to the loss than its
+    # tolerance, as exact GELU does
+    return fitting(changes_forward) or (fitting(True) if wrong and not changes_forward else [])
 
 
 # ---- other causes ----
@@ -193,6 +199,14 @@ def loss_factors(layout, tokens, scale):
     return [(factor, words) for factor, words in found if factor != 1]
 
 
+def constants(examined):
+    """{words: loss} of losses that are too large by a constant per token."""
+    T = examined.mine.layout["tp"]
+    per_token = math.log(T) * int(examined.terms.tokens.sum()) / examined.terms.divisor
+    return {f"the loss is log({T}) too large per token: the {T} tensor ranks (tp) sum the "
+            "exponentials of logits that each of them has whole": examined.loss + per_token}
+
+
 def causes_of_loss(examined, loss):
     """Words for a wrong loss that no cause of the gradients explains (they may be right, or wrong
     for a reason that leaves the loss right): the trainer prints a multiple or a part of the right
@@ -212,6 +226,7 @@ def causes_of_loss(examined, loss):
             words = f"the printed loss is {axis} {i}'s own"
             predicted[f"{words} part"] = part / terms.divisor
             predicted[f"{words} mean"] = part / terms.divisor * len(parts)
+    predicted.update(constants(examined))
     return [words for words, value in predicted.items() if examined.loss_is(loss, value)
             and examined.loss_tolerance(value) <= RESOLVED * abs(value - examined.loss)]
 
@@ -270,7 +285,11 @@ def causes_of_both(examined, given, wrong, deep, known):
               or fitted_weights(examined, mine, wrong))
     if not shares:
         found = fitting_changes(examined, mine, loss, known, wrong) if deep else []
-        return [] if is_right else found, found
+        if is_right or found:
+            return [] if is_right else found, found
+        # (not the other causes of a loss, which might fit by chance: its gradients are unexplained)
+        return [words for words, value in constants(examined).items()
+                if examined.loss_is(loss, value) and value != examined.loss], []
     if is_right:
         return [], list(shares)
     of_both = [words for words, share in shares.items()

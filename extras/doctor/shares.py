@@ -145,7 +145,9 @@ def summed_at_wrong_microbatches(D, m):
 
         only the first microbatch summed    1 1 1      again after each microbatch    4 2 1
                                             1 0 0                                     4 2 1
-    """
+
+    Where the ranks' gradients are averaged, as torch's DDP does, and each rank has divided its loss
+    by its own tokens, the first one is 1 2 2, then 1 0 0."""
     found = []
     for k, which in ((0, "first"), (m - 1, "last")):
         data = torch.zeros(D, m, dtype=torch.double)
@@ -153,6 +155,12 @@ def summed_at_wrong_microbatches(D, m):
         data[:, k] = 1
         found.append(Share(f"only the {which} microbatch's gradients are summed over the data "
                            "ranks (dp); data rank 0's own of the others", data=data))
+        averaged = data.clone()
+        averaged[0] = D
+        averaged[:, k] = 1
+        found.append(Share(f"only the {which} microbatch's gradients are averaged over the data "
+                           "ranks (dp), as by DDP whose no_sync was decided too late; data rank "
+                           "0's own of the others", data=averaged))
     # How often a microbatch's gradients are summed again: m - 1 ... 1 0
     sums = torch.arange(m - 1, -1, -1, dtype=torch.double)
     found.append(Share("the sum so far is summed over the data ranks (dp) again after each "

@@ -43,8 +43,8 @@ def state_of(name, progress):
     """The state of an exercise: "to do", "begun", "solved", or "changed since it was solved"."""
     solved = progress.get(name, {}).get("solved")
     if solved is None:
-        text = Path(FOLDER, f"{name}.py").read_text()
-        return "to do" if "raise NotImplementedError" in text else "begun"
+        text = Path(FOLDER, f"{name}.py").read_bytes()  # in whatever encoding
+        return "to do" if b"raise NotImplementedError" in text else "begun"
     return "solved" if solved == hash_of(name) else "changed since it was solved"
 
 
@@ -54,8 +54,8 @@ def overview(exercises, progress):
         yield (f"{number:3}  extras/exercises/{exercise.name + '.py':28} {exercise.title:52} "
                f"{state_of(exercise.name, progress)}")
     yield ""
-    yield ("python -m extras.exercises 1 tests the first; --hint helps; quiz asks; break shows "
-           "wrong lines")
+    yield ("Write the body; python -m extras.exercises 1 tests the first, 1 --hint helps, quiz "
+           "asks, break shows wrong lines")
 
 
 def next_hint(exercise, progress):
@@ -95,9 +95,15 @@ def break_all_lines(svg):
     from extras.exercises.break_it import SEEDS, STEPS, break_all, diffs, outcome_table
     from extras.exercises.panels import panels_svg
     from extras.exercises.wrong_lines import WRONG_LINES
+
+    def show(text):
+        """On a terminal a line that the next one writes over."""
+        if sys.stdout.isatty():
+            print(f"\x1b[K{text}", end="\r", flush=True)
+
     print(f"{len(WRONG_LINES)} wrong lines train for {STEPS} steps each, and right runs of "
           f"{len(SEEDS)} seeds", flush=True)
-    rows, rights = break_all()
+    rows, rights = break_all(show)
     print()
     print(*outcome_table(rows, rights), *diffs(rows), sep="\n")
     if svg:

@@ -1,5 +1,5 @@
-"""python -m extras.exercises break: each wrong line trains a small GPT, beside the right one. Which
-of these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor
+"""python -m extras.exercises break: each wrong line trains a small GPT, and so does the right
+one. Which of these show that it is wrong: the loss of step 1, the curve, the gradients, the doctor
 (extras/doctor)?
 
 A row is a wrong line. Its ranks are threads (extras/doctor/threads.py), which run train.py; as many
@@ -276,9 +276,10 @@ def run_job(job):
     return job()
 
 
-def break_all():
+def break_all(show):
     """Train all wrong lines and their right runs. Returns the rows, a list of Outcomes; and for
-    each row the losses of its right runs, a list for each seed."""
+    each row the losses of its right runs, a list for each seed. show(text): tells how far this is.
+    """
     kinds = []  # the different flags of right runs: several rows share right runs
     for line in WRONG_LINES:
         if flags_of_right(line) not in kinds:
@@ -289,7 +290,10 @@ def break_all():
         jobs += [partial(losses_of_right, corpus, flags, seed) for flags in kinds
                  for seed in SEEDS]
         with get_context("fork").Pool(os.cpu_count()) as pool:
-            results = pool.map(run_job, jobs, chunksize=1)
+            results = []
+            for result in pool.imap(run_job, jobs):
+                results.append(result)
+                show(f"{len(results)} of {len(jobs)} runs have ended")
     rows, rights = results[: len(WRONG_LINES)], results[len(WRONG_LINES) :]
     rights = [rights[i * len(SEEDS) : (i + 1) * len(SEEDS)] for i in range(len(kinds))]
     return rows, [rights[kinds.index(flags_of_right(row.line))] for row in rows]

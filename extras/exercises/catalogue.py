@@ -16,8 +16,8 @@ class Exercise(NamedTuple):
 
     def judge(self, make_mesh, forms):
         """Judge an attempt. make_mesh(dp=4) makes a mesh whose messages are watched (board.py);
-        forms: {name: the learner's function or class}. Returns lines, each with a figure beside its
-        formula. Raises judge.Wrong, with one line, if the attempt is wrong."""
+        forms: {name: the learner's function or class}. Returns lines, each with a figure next to
+        its formula. Raises judge.Wrong, with one line, if the attempt is wrong."""
         file, function = self.judged_by.split(".")
         return getattr(import_module(f"extras.exercises.{file}"), function)(make_mesh, forms)
 
@@ -26,8 +26,8 @@ EXERCISES = (
     Exercise(
         "e01_reduce_scatter", "ring reduce-scatter", ("reduce_scatter",),
         "collectives.py: reduce_scatter", "messages.judge_reduce_scatter",
-        ("Chunk r has to end its way on rank r. So in the last hop rank r receives chunk r, and "
-         "chunk r starts its way on rank r + 1.",
+        ("Chunk r must finish on rank r, so rank r receives it in the last hop, and chunk r starts "
+         "on rank r + 1.",
          "In hop h rank r sends chunk (r - 1 - h) % N and receives chunk (r - 2 - h) % N.",
          "Receive into a new tensor (torch.empty_like), wait, then combine(chunk, received).")),
     Exercise(
@@ -129,7 +129,7 @@ EXERCISES = (
         "e14_own_schedule", "a schedule of your own that beats 1F1B", ("own_schedule",),
         "schedules.py: zero_bubble (with depth 1: zb-h1)",
         "orders.judge_own_schedule",
-        ("Start from 1F1B, with I and W in the place of each B. Where does a rank wait?",
+        ("Start from 1F1B, with I and W instead of each B. Where does a rank wait?",
          "The last rank has work all the time. If it puts its Ws off, its Is come earlier, and the "
          "ranks before it wait less.",
          "Rank r puts off r Ws: W of microbatch k comes after I of microbatch k + r; the Ws that "

@@ -32,7 +32,7 @@ class Wrong(Exception):
 class Report(NamedTuple):
     kind: str  # one of KINDS
     line: str  # the line to print; "" if right
-    facts: tuple = ()  # lines: figures beside their formulas
+    facts: tuple = ()  # lines: figures next to their formulas
 
 
 # Worst first: verdict() picks one report of the worst kind, because the other ranks' reports may
@@ -42,7 +42,10 @@ KINDS = ("not written", "an error", "wrong", "a hang", "a lost message", "right"
 
 def place_of(error):
     """Where an error came from, "FILE, line N": the innermost call in the learner's file; if none
-    is there, the innermost call."""
+    is there, the innermost call. A line that is no Python has not been called: its error names
+    it."""
+    if isinstance(error, SyntaxError):
+        return f"{Path(error.filename).name}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)  # outermost call first
     # Names of exercises begin with e01 to e16
     own = [frame for frame in frames if Path(frame.filename).name.startswith(("e0", "e1"))]
@@ -53,9 +56,14 @@ def place_of(error):
 def said_by(error):
     """An exception's text in one line: the first and the last of its lines, and its notes."""
     key = error.args[0] if error.args else None
-    lines = str(error).strip().splitlines() or [""]
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # a class of the learner's
+        lines = ["its text cannot be read"]
     if isinstance(key, torch.Tensor):  # a KeyError: its text would be the tensor's numbers
         said = f"the parameter {key.tag.name}" if hasattr(key, "tag") else "a tensor"
+    elif isinstance(error, SyntaxError):
+        said = error.msg  # its str() has the place once more
     else:
         said = " ... ".join([lines[0], *lines[1:][-1:]])
     return said + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -90,7 +98,7 @@ def attempt(rank, judge, forms, board, send):
         report = Report("a hang", str(error))
     except CommunicationError as error:  # another rank has ended, whose report tells more
         report = Report("a lost message", str(error))
-    except Exception as error:
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt
         report = Report("an error", f"rank {rank}: {type(error).__name__} in {place_of(error)}: "
                                     + said_by(error))
     # A rank that hangs stays on the board as waiting: the other ranks have to see for what
@@ -149,7 +157,7 @@ def check_shape(what, got, want):
 
 
 def beside(what, got, formula, value):
-    """A line with a figure, `got`, beside the value of its formula. Raises Wrong if the two differ.
+    """A line with a figure, `got`, next to the value of its formula. Raises Wrong if they differ.
     what: names the figure."""
     if got != value:
         raise Wrong(f"right, but {what}: {got}, and the formula {formula} says {value}")

@@ -1,6 +1,6 @@
-"""python -m extras.exercises quiz: asks for numbers. After an answer it prints "right" or the right
-number, and how to derive it. The numbers are computed here, by sizes.py, or by schedules.py.
-No torch here."""
+"""python -m extras.exercises quiz: asks for numbers. After an answer it prints "right", or "wrong"
+and the right number; then how to derive it. The numbers are computed here, by sizes.py, or by
+schedules.py. No torch here."""
 
 import re
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def bubble_of(name, P, m):
     return simulate(make_schedule(name, P, m), placement(name, P)).bubble
 
 
-def in_flight(name, P, m):
+def most_in_flight(name, P, m):
     return max(simulate(make_schedule(name, P, m), placement(name, P)).peak_in_flight)
 
 
@@ -53,8 +53,8 @@ def ring_of_eight():
 def more_gpus():
     eight, many = ring_bytes(4, 8), ring_bytes(4, 1024)
     return Question(
-        "Just add more GPUs: the same all-reduce of 4 GB, on 1024 ranks in the place of 8. By what "
-        "factor do the bytes that each rank sends grow?", many / eight,
+        "Just add more GPUs: the same all-reduce of 4 GB, on 1024 ranks and not 8. By what factor "
+        "do the bytes that each rank sends grow?", many / eight,
         (f"8 ranks: 2 * 7/8 * 4 = {eight:g} GB; 1024 ranks: 2 * 1023/1024 * 4 = {many:.4g} GB",
          f"{many / eight:.3g} times as many: the bytes of a rank hardly grow, but they do not "
          "shrink either.",
@@ -91,7 +91,7 @@ def bubble_of_four():
 
 
 def in_flight_of_1f1b():
-    most, all_of = in_flight("1f1b", 4, 12), in_flight("gpipe", 4, 12)
+    most, all_of = most_in_flight("1f1b", 4, 12), most_in_flight("gpipe", 4, 12)
     return Question(
         "The same pipeline: how many microbatches has the first rank in flight at most under 1F1B?",
         most, (f"one forward for each later rank to warm up, and the next forward: P = {most}",
@@ -153,9 +153,51 @@ def zero3_bytes():
          f"{ring_bytes(14, 8):g} GB"))
 
 
-QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, zero1_of_7b, zero3_of_70b, zero3_bytes,
-             bubble_of_four, in_flight_of_1f1b, columns_of_qkv, bytes_of_tensor_parallelism,
-             ranks_of_a_layout, data_ranks)
+COLLECTIVES = ("broadcast", "scatter", "gather", "reduce", "reduce-scatter", "all-gather",
+               "all-reduce", "all-to-all")
+NEEDS = (("every replica needs the sum of all gradients", "all-reduce"),
+         ("rank r steps chunk r, so it needs chunk r of that sum", "reduce-scatter"),
+         ("every rank needs all weights, of which rank r has chunk r", "all-gather"),
+         ("each token goes to the rank of its expert", "all-to-all"))
+
+
+def which_collective():
+    digits = "".join(str(1 + COLLECTIVES.index(name)) for _, name in NEEDS)
+    return Question(
+        "Which collective? Answer with four digits, one for each need: "
+        + "; ".join(need for need, _ in NEEDS) + ". "
+        + ", ".join(f"{i} {name}" for i, name in enumerate(COLLECTIVES, 1)), int(digits),
+        tuple(f"{need}: {name}" for need, name in NEEDS), 0)
+
+
+def zero3_in_a_pipeline():
+    P, gpus = 4, 64
+    D = gpus // P
+    held = 13e9 / P * sum(bytes_per_parameter(3, D)) / GB
+    return Question(
+        "13B on 64 GPUs with P = 4, ZeRO-3 over the replicas. How many GB of model states does "
+        "each GPU hold?", held,
+        (f"D = 64 / P = {D} replicas; a stage has 13e9 / 4 parameters, each 16/{D} = "
+         f"{16 / D:g} bytes on a rank", f"13e9 / 4 * {16 / D:g} = {held:g} GB: 16 Psi / (D P), "
+         "because all 64 ranks share the states"))
+
+
+def least_stage_for_7b():
+    activations, room, ranks = 20, 80, 8
+    needs = [7 * sum(bytes_per_parameter(stage, ranks)) + activations for stage in range(4)]
+    stage = next(stage for stage, gb in enumerate(needs) if gb <= room)
+    return Question(
+        "7B on 8 GPUs of 80 GB, with 20 GB of activations on each. Which is the lowest stage of "
+        "ZeRO (0: none) that fits?", stage,
+        ("stages 0 to 3 take " + ", ".join(f"{gb:g}" for gb in needs) + " GB with the activations",
+         "Higher stages fit, too, and send in every microbatch; tensor and pipeline parallelism "
+         "are not needed"), 0)
+
+
+QUESTIONS = (states_of_7b, ring_of_eight, more_gpus, which_collective, zero1_of_7b,
+             least_stage_for_7b, zero3_of_70b, zero3_bytes, bubble_of_four, in_flight_of_1f1b,
+             columns_of_qkv, bytes_of_tensor_parallelism, ranks_of_a_layout, data_ranks,
+             zero3_in_a_pipeline)
 
 
 def is_right(question, text):
@@ -185,7 +227,8 @@ def ask_all(ask, say):
             break
         verdict = is_right(question, answer)
         right += bool(verdict)
-        say("right" if verdict else f"{question.answer:.4g}")
+        said = "right" if verdict else f"the answer is {question.answer:.4g}, because"
+        say(f"wrong: {said}" if verdict is False else said)
         for line in question.derivation:
             say(f"   {line}")
     say(f"{right} of {len(QUESTIONS)} right")

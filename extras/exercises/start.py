@@ -35,12 +35,14 @@ def run_rank(rank, exercise, path, folder, connection):
     """Run one rank in a process of its own, and send its Report. The process ends by os._exit,
     without leaving torch's process group, because messages may still be pending."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # a Report is one line, with no warning beside it
+    warnings.simplefilter("ignore")  # a Report is one line, with no warning next to it
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of the profiler (exercise 5)
     init(url=f"file://{folder}/rendezvous", rank=rank, size=RANKS)
     forms = partial(load_forms, path, exercise.forms)
-    attempt(rank, exercise.judge, forms, f"{folder}/board", connection.send)
-    os._exit(0)
+    try:
+        attempt(rank, exercise.judge, forms, f"{folder}/board", connection.send)
+    finally:  # no traceback: where this rank cannot send, report_of says so
+        os._exit(0)
 
 
 def report_of(rank, receive, deadline):

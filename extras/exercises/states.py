@@ -21,7 +21,7 @@ def judge_tied_norm(make_mesh, forms):
     check_tie(forms["tie_ends"], mesh)
     check_square(forms["square"], mesh.group("pp"))
 
-    def square(optimizer, grads):  # in the place of a method
+    def square(optimizer, grads):  # replaces a method
         return forms["square"](grads, optimizer.holders)
 
     places = [(train, "tie_ends", forms["tie_ends"]), (AdamW, "square", square)]

@@ -4,6 +4,7 @@ import math
 from unittest.mock import patch
 
 import torch
+from torch.nn.functional import normalize
 
 import context_parallel
 import expert_parallel
@@ -16,6 +17,19 @@ from model import causal_attention
 from sizes import GPTConfig
 
 
+class OneRank:
+    """A group of one rank: an exchange copies."""
+
+    size, rank, next, prev = 1, 0, 0, 0
+
+    def exchange(self, out, dst, into, src):
+        into.copy_(out)
+        return self
+
+    def wait(self):
+        pass
+
+
 def judge_ring_attention(make_mesh, forms):
     check_zigzag(forms["zigzag"])
     form = forms["ring_attention"]
@@ -25,13 +39,28 @@ def judge_ring_attention(make_mesh, forms):
     S = 16
     mine = zigzag_of(S, N, r)
     whole = [random_tensor(2, 2, S, 3, seed=7 + i) for i in range(3)]
+    # One thing after the other, so that Wrong says which one differs. On one rank nothing travels,
+    # and nothing is merged
+    check_attention(form(*whole, OneRank()), whole, 1, 0,
+                    "on one rank, where nothing travels, the result ",
+                    "differs: look at the scores, the mask and the division at the end")
+    # q = k, of length 1: a query's largest score is that of its own key, which it meets first. So
+    # no sum has to be rescaled
+    q = normalize(whole[0], dim=-1)
+    largest_first = [q, q, whole[2]]
+    check_attention(form(*(x[:, :, mine] for x in largest_first), group), largest_first, N, r,
+                    "where each query's largest score comes first, the result ",
+                    "differs: whose keys are these after each hop, and which positions have they?")
     parts = [x[:, :, mine].clone().requires_grad_() for x in whole]
+    before = group.bytes_sent
     got = form(*parts, group)
-    sent = group.bytes_sent
-    check_attention(got, whole, mine, r, N, "the result ")
+    sent = group.bytes_sent - before
+    check_attention(got, whole, N, r, "the result ",
+                    "differs, but only if a larger score comes in a later hop: then multiply both "
+                    "sums by exp(old - new)")
     large = [900 * whole[0], *whole[1:]]
-    check_attention(form(*(x[:, :, mine] for x in large), group), large, mine, r, N,
-                    "with large scores the result ")
+    check_attention(form(*(x[:, :, mine] for x in large), group), large, N, r,
+                    "with large scores the result ", "differs")
     wholes = [x.clone().requires_grad_() for x in whole]
     causal_attention(*wholes).sin().sum().backward()
     if not got.requires_grad:
@@ -49,13 +78,15 @@ def judge_ring_attention(make_mesh, forms):
         return [*facts, trains(make_mesh, places, {"cp": RANKS}, {"block_size": S})[1]]
 
 
-def check_attention(got, whole, mine, rank, N, what):
-    """Raise Wrong unless a rank's result is right. whole: q, k and v of all tokens; mine: positions
-    of the rank's tokens; what: names the result in a message."""
-    want = causal_attention(*whole)[:, :, mine]
+def check_attention(got, whole, N, rank, what, otherwise):
+    """Raise Wrong unless the result of a rank, one of N, is right. whole: q, k and v of all tokens;
+    what: names the result in a message; otherwise: the message's end if no known mistake gives this
+    result."""
+    want = causal_attention(*whole)[:, :, zigzag_of(whole[0].size(2), N, rank)]
     check_shape("what ring_attention returns", got, want)
     if not same(got, want):
-        raise Wrong(f"rank {rank}: {what}" + explain_attention(got, want, whole, mine, N))
+        said = explain_attention(got, whole, N, rank) or otherwise
+        raise Wrong(f"rank {rank}: {what}{said}")
 
 
 def check_zigzag(form):
@@ -81,26 +112,54 @@ def attention_of(q, k, v, hidden):
     return scores.softmax(-1).nan_to_num() @ v
 
 
-def explain_attention(got, want, whole, mine, N):
-    """Which mistake gives this result."""
+def merged(q, parts, shrink_numerator, shrink_denominator):
+    """Attention merged hop by hop, in which a sum may miss its rescaling. parts: the keys, values
+    and hidden pairs of each hop."""
+    largest = q.new_full((*q.shape[:-1], 1), -math.inf)
+    numerator = denominator = 0.0
+    for k, v, hidden in parts:
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -math.inf)
+        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights = (scores - new_largest).exp()
+        shrink = (largest - new_largest).exp()
+        numerator = numerator * (shrink if shrink_numerator else 1) + weights @ v
+        denominator = (denominator * (shrink if shrink_denominator else 1)
+                       + weights.sum(-1, keepdim=True))
+        largest = new_largest
+    return numerator / denominator
+
+
+def explain_attention(got, whole, N, rank):
+    """Which mistake gives this result of a rank, one of N; "" if none of these does."""
     if not got.isfinite().all():
-        return "is not finite: does exp overflow, or has a query met no key yet?"
+        return ("is not finite: hide later tokens only, subtract the largest score so far, keep it "
+                "for the next hop, and multiply the sums by exp(old - new)")
     q, k, v = whole
     S = q.size(2)
+    mine = zigzag_of(S, N, rank)
     own = q[:, :, mine]
     later = torch.arange(S) > mine.unsqueeze(1)
     if same(got, attention_of(own, k, v, torch.zeros_like(later))):
         return "attends to later tokens: the causal mask is missing"
-    if same(got, attention_of(own, k[:, :, mine], v[:, :, mine], later[:, mine])):
+    if same(got, attention_of(own * math.sqrt(q.size(-1)), k, v, later)):
+        return "has scores that are not divided by sqrt(hs)"
+    parts = []  # in the order of the hops
+    for hop in range(N):
+        theirs = zigzag_of(S, N, (rank - hop) % N)
+        parts.append((k[:, :, theirs], v[:, :, theirs], later[:, theirs]))
+    if same(got, attention_of(own, *parts[0])):
         return "has met this rank's own keys only: N - 1 hops bring the others"
-    partials = []
-    for rank in range(N):
-        theirs = zigzag_of(S, N, rank)
-        partials.append(attention_of(own, k[:, :, theirs], v[:, :, theirs], later[:, theirs]))
+    partials = [attention_of(own, *part) for part in parts]
     if same(got, sum(partials)) or same(got, sum(partials) / N):
         return ("adds up softmaxes of single hops: keep numerator and denominator apart, and "
                 "divide at the end")
-    return "differs: whose keys are these after each hop, and which positions have they?"
+    if same(got, merged(own, parts, False, False)):
+        return ("has sums that are not rescaled: when a larger score comes, multiply both sums so "
+                "far by exp(old - new)")
+    for sums, left in (("numerator", "denominator"), ("denominator", "numerator")):
+        if same(got, merged(own, parts, sums == "numerator", sums == "denominator")):
+            return f"has a rescaled {sums}, but the {left} is not: both need exp(old - new)"
+    return ""
 
 
 # ---- experts ----

@@ -17,8 +17,11 @@ of the list in habits.py, other programs' words in programs.py, the text in repo
 import argparse
 import gc
 import json
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
+from extras.planner import memory
 from extras.planner.calibrate import (
     Measured,
     chosen,
@@ -27,16 +30,17 @@ from extras.planner.calibrate import (
     seconds_in,
     slower,
 )
+from extras.planner.folder import model_of_folder
 from extras.planner.hardware import DEVICES, MODELS, Device
 from extras.planner.memory import Job, Layout
 from extras.planner.mixture import Mixture
 from extras.planner.programs import PROGRAMS, TRAIN_PY, lacks_stage
-from extras.planner.report import BAND, fell_out, figures, print_plan, trades
-from extras.planner.search import Search, as_config, layout_of
+from extras.planner.report import BAND, fell_out, figures, print_plan, trades, usable
+from extras.planner.search import Search, as_config, layout_of, require_few_actions, settle
 from run import config
 from run.config import Parser
 from run.signals import end_quietly
-from sizes import LlamaConfig
+from sizes import LlamaConfig, bytes_per_parameter
 
 LIMITS = {  # (least, most): the planner's own flags, and sizes of a model. Others: run/config.py
     (1, 10**6): "gpus top", (1, 10**18): "tokens", (1, 2**31): "vocab_size block_size expert_width",
@@ -45,6 +49,7 @@ LIMITS = {  # (least, most): the planner's own flags, and sizes of a model. Othe
     (1e-9, 10**9): "tflops gb hbm nvlink network node",
     (1e-9, 1): "f_products f_attention f_hbm f_nvlink f_network",
     (0, 1): "unhidden", (0, 0.9): "reserve"}
+MOST_GPUS = 2**15  # that are tried if no layout fits
 # Sizes that train.py has no flags for. expert_width sets n_hidden; the other two make the model a
 # Mixture (extras/planner/mixture.py)
 LLAMA_SIZES = {
@@ -64,8 +69,8 @@ def flags():
                            help=f"replaces {f.name} of hardware.py", **unset)
     group = parser.add_argument_group("model; a step of 3 million tokens, like GPT-3's, if no "
                                       "--batch-size is given")
-    group.add_argument("--model", choices=MODELS, default="gpt2", metavar="NAME",
-                       help=", ".join(MODELS))
+    group.add_argument("--model", default="gpt2", metavar="NAME", help="a folder with the "
+                       "config.json of a GPT-2, Llama, Qwen or Mixtral; or " + ", ".join(MODELS))
     config.add_flags(group, ("n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden", "experts",
                              "top_k", "block_size", "batch_size", "grad_dtype"), **unset)
     group.add_argument("--vocab-size", type=int, help="tokens in the vocabulary", **unset)
@@ -108,21 +113,34 @@ def named_in(given, start):
     return replace(start, **{f.name: given[f.name] for f in fields(start) if f.name in given})
 
 
+def model_named(name):
+    """The model of --model: of a name in hardware.py, or of a folder's config.json."""
+    if name in MODELS:
+        return MODELS[name]
+    config.require(Path(name).is_dir(), f"--model {name} is neither a folder nor one of "
+                   f"{', '.join(MODELS)}")
+    return model_of_folder(name)
+
+
 def model_of_flags(name, given):
     """The model of this name, with the sizes that flags give."""
-    n_experts = given.get("experts", 0)  # the flag has another name than the model's field
-    model = MODELS[name]
+    model = model_named(name)
     llama_only = [flag for flag in (*LLAMA_SIZES, "split_experts", "n_kv_head", "n_hidden")
                   if given.get(flag)]
     config.require(not llama_only or isinstance(model, LlamaConfig), f"--model {name} is a GPT; "
                    f"--{' --'.join(llama_only).replace('_', '-')} is for a Llama")
+    n_experts = given.get("experts", model.n_experts)  # the flag has another name than the field
     sizes = {**given, "n_experts": n_experts}
     with_experts = [flag for flag in ("expert_width", "shared_width", "split_experts")
                     if given.get(flag)]
     config.require(n_experts or not with_experts,
                    f"--{' --'.join(with_experts).replace('_', '-')} is for --experts; say how many")
+    top_k = given.get("top_k", model.top_k)
     if given.get("expert_width"):
-        sizes["n_hidden"] = given["expert_width"] * given.get("top_k", model.top_k)
+        sizes["n_hidden"] = given["expert_width"] * top_k
+    elif model.n_experts and isinstance(model, LlamaConfig) and "n_hidden" not in given:
+        # Other experts per token leave the experts of a named mixture as wide as they are
+        sizes["n_hidden"] = model.n_hidden // model.top_k * top_k
     # Only a Mixture has fields for these three flags. (--expert-width needs none: it has become
     # n_hidden, a field of every Llama)
     if given.get("shared_width") or given.get("head_width") or given.get("split_experts"):
@@ -147,9 +165,7 @@ def described(args):
     open_if_0 = ("dp", "chunks", "microbatches")
     fixed = {name: given[name] for name in Layout._fields
              if name in given and (given[name] or name not in open_if_0)}
-    actions = fixed.get("pp", 1) * fixed.get("microbatches", 1) * fixed.get("chunks", 1)
-    config.require(actions <= 10**6, f"--pp x --microbatches x --chunks = {actions:,} must be at "
-                   "most a million for a plan")
+    require_few_actions(fixed)
     job = Job(model, given.get("batch_size", max(1, 3 * 2**20 // model.block_size)),
               grad_width=4 if given.get("grad_dtype") == "float32" else 2)
     config.check_limits(as_config(job, fixed))
@@ -175,6 +191,27 @@ def require_has(args, job, cfg):
     config.require(not lacking, f"--for {args.program} cannot run {'; '.join(lacking)}")
 
 
+def least_bytes(job):
+    """Bytes of a job's weights, gradients and optimizer on all ranks together, at least: as if no
+    rank held what another holds."""
+    return memory.n_parameters(job.model) * sum(
+        bytes_per_parameter(0, 1, job.width, job.grad_width, job.moments))
+
+
+def gpus_that_would_do(args):
+    """"; --gpus N would do", for the least N of 2, 4, 8, ... times --gpus on which a layout with
+    these flags fits; "" if that is more than MOST_GPUS."""
+    gpus = 2 * args.gpus
+    while gpus <= MOST_GPUS:
+        with suppress(ValueError):  # no multiple of a node
+            job, device, fixed = described(argparse.Namespace(**{**vars(args), "gpus": gpus}))
+            search = Search(job, gpus, device, fixed, PROGRAMS.get(args.program, TRAIN_PY))
+            if least_bytes(job) <= device.usable * 1e9 * gpus and search.best(1):
+                return f"; --gpus {gpus} would do"
+        gpus *= 2
+    return ""
+
+
 def searched(args):
     """(device before own runs changed its speed, own runs, Search on the changed device, figures of
     layouts). With --layout the figures are those of the flags' layout, then those of the fastest of
@@ -188,21 +225,24 @@ def searched(args):
         fixed = {}  # the flags described the run that was measured, not the layouts to search
     calibrated = slower(device, factor_of_runs(job, device, runs)) if runs else device
     if args.layout:
-        # check_layout also writes the values that it chooses into cfg
-        ranks = config.check_layout(cfg, args.gpus)
-        config.require(ranks == args.gpus, f"the layout has {ranks} ranks, not --gpus {args.gpus}")
+        settle(cfg, args.gpus)
         require_has(args, job, cfg)
         rows.append(figures(job, layout_of(cfg), calibrated))
         fixed = {}  # for the search: the layout stands beside the fastest of all layouts
+    states = least_bytes(job) / args.gpus / 1e9
+    if states > device.usable and not args.layout:  # no need to try
+        raise ValueError(f"no layout fits: weights, gradients and optimizer alone take {states:.1f}"
+                         f" GB of each GPU, which has {usable(device)}{gpus_that_would_do(args)}")
     search = Search(job, args.gpus, calibrated, fixed, PROGRAMS.get(args.program, TRAIN_PY))
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, calibrated) for _, layout in best]
     if not rows and search.smallest is None:  # no candidate at all: which flag is to blame?
-        config.check_layout(cfg, args.gpus)  # ValueError if train.py takes no such layout
+        settle(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
         raise ValueError(f"no layout with these flags has --gpus {args.gpus} ranks")
     if not rows:
-        raise ValueError("no layout fits: " + "; ".join(map(str.strip, fell_out(search))))
+        reasons = "; ".join(map(str.strip, fell_out(search)))
+        raise ValueError(f"no layout fits: {reasons}{gpus_that_would_do(args)}")
     return device, runs, search, rows
 
 

@@ -7,20 +7,22 @@ change places. With several runs the median of their factors counts. `python -m 
 --published` prints how well a published run is predicted by the factor of one other run of its
 source, and by the median factor of all others."""
 
-import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+from data.foreign import POSITIVE, open_file, parse_json, require_fields
 from extras.planner.costs import Costs
 from extras.planner.memory import Layout
-from extras.planner.search import as_config, layout_of
-from run.config import check_layout, require
+from extras.planner.search import as_config, layout_of, settle
+from run.config import Config, require
 
 SKIPPED = 3  # the first steps of a run, which warm up
 MOST = 64  # compute is this many times as slow, or as fast, at most
+LONGEST = 1 << 20  # bytes of a line of metrics
+CHOICES = {f.name: f.metadata["choices"] for f in fields(Config)}  # the values of a flag; None: any
 
 
 class Measured(NamedTuple):
@@ -66,17 +68,21 @@ def measured_in(text, job, gpus):
     seconds, _, words = text.partition(" s:")
     flags, names = {}, words.split()
     expected = f'--measured "{text}" must be like "48.2 s: dp 8 tp 4 sp zero 1"'
+    require(names, f"{expected}: say the layout, too")
     while names:
         name = names.pop(0).replace("-", "_")
         require(name in Layout._fields, f"{expected}; {name} is no flag of a layout")
         kind = type(Layout._field_defaults[name])
         if kind is bool:
             flags[name] = True
-        else:
-            try:
-                flags[name] = kind(names.pop(0))
-            except (IndexError, ValueError):
-                raise ValueError(f"{expected}; {name} needs a value") from None
+            continue
+        try:
+            flags[name] = kind(names.pop(0))
+        except (IndexError, ValueError):
+            raise ValueError(f"{expected}; {name} needs a value") from None
+        choices = CHOICES[name]
+        require(not choices or flags[name] in choices, f"{expected}; {name} {flags[name]} is none "
+                f"of {', '.join(map(str, choices or ()))}")
     try:
         value = float(seconds)
     except ValueError:
@@ -88,8 +94,7 @@ def measured_in(text, job, gpus):
 def chosen(job, gpus, flags):
     """The Layout of flags. Values that they leave open are chosen like in train.py."""
     cfg = as_config(job, flags)
-    ranks = check_layout(cfg, gpus)  # also writes the values that it chooses into cfg
-    require(ranks == gpus, f"the measured layout has {ranks} ranks, not --gpus {gpus}")
+    settle(cfg, gpus)
     return layout_of(cfg)
 
 
@@ -97,15 +102,21 @@ def seconds_in(path):
     """The median seconds of a step in a file of train.py's --metrics, without the first SKIPPED
     steps. ValueError if no steps are left, or if the file is not one of --metrics."""
     times = []
-    with open(path) as lines:
-        for line in lines:
-            try:
-                milliseconds = json.loads(line).get("ms")
-            except (ValueError, AttributeError):
-                raise ValueError(f"--calibrate {path} is not a file of train.py's --metrics"
-                                 ) from None
-            if milliseconds:
-                times.append(milliseconds / 1e3)
+    number = 0
+    try:
+        with open_file(path) as file:
+            while line := file.readline(LONGEST + 1):
+                number += 1
+                require(len(line) <= LONGEST, f"more than {LONGEST:,} bytes")
+                record = parse_json(line)
+                require_fields(record, known={"ms": POSITIVE})
+                if "ms" in record:  # else a line of a validation
+                    times.append(record["ms"] / 1e3)
+    except OSError as error:
+        raise ValueError(f"--calibrate {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--calibrate {path} is not a file of train.py's --metrics: line "
+                         f"{number}: {error}") from None
     require(len(times) > SKIPPED, f"--calibrate {path} has {len(times)} steps; the first {SKIPPED} "
             "warm up, so it needs more")
     return median(times[SKIPPED:])

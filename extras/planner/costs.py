@@ -382,6 +382,7 @@ class Costs:
                          + (self.moved_inside + self.moved_by_routing) / T)
         dense, experts = block_parameters(model, T, E)
         weights = w * (dense + experts)
+        gradients = self.job.grad_width * (dense + experts)
         attention, attention_back = self.attention(n, T)
         F = self.compute(products, moved=operands + moved + weights, kernels=KERNELS["F"])
         F += attention
@@ -391,14 +392,16 @@ class Costs:
             products, moved=operands + 2 * moved + weights, kernels=KERNELS["I"])
         I += attention_back  # noqa: E741
         # W reads the inputs of columns and rows and the gradients of their outputs, together as
-        # large as the operands. And W adds to the weights' gradients: it reads and writes them
-        W = self.compute(products, moved=operands + 2 * weights, kernels=KERNELS["W"])
+        # large as the operands. And W adds to the weights' gradients: it reads and writes them, in
+        # their own width
+        W = self.compute(products, moved=operands + 2 * gradients, kernels=KERNELS["W"])
         if split and n_experts:
             # Experts do not defer their weight gradients: move their seconds from W to I. The n
             # tokens have made n top_k choices, and T ranks share the work. So for each choice this
             # rank has the work of 1/T of an expert
             share_of_expert = experts * E / n_experts  # parameters of an expert, divided by T
-            at_once = self.compute(2 * n * model.top_k * share_of_expert, moved=2 * w * experts)
+            at_once = self.compute(2 * n * model.top_k * share_of_expert,
+                                   moved=2 * self.job.grad_width * experts)
             I += at_once  # noqa: E741
             W -= at_once
         tp_F, tp_I, tp_W = self.tensor_messages(n, layout, split, products)

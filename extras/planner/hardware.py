@@ -5,6 +5,7 @@ fractions of a data sheet's figures. The fractions are fitted to published runs,
 
 from dataclasses import dataclass, replace
 
+from extras.planner.mixture import Mixture
 from sizes import GPTConfig, LlamaConfig
 
 
@@ -46,6 +47,12 @@ DEVICES = {
     "a100-80": Device(312, 80, 2039, 300, 25),  # SXM, NVLink 3, HDR
     "h100": Device(989, 80, 3350, 450, 50, **HOPPER),  # SXM, NVLink 4, NDR
     "h200": Device(989, 141, 4800, 450, 50, **HOPPER),  # SXM, NVLink 4, NDR
+    "h800": Device(989, 80, 3350, 200, 50, **HOPPER),  # an H100 with 8 of its 18 NVLinks
+    # Of these two no published run was checked. 4090: PCIe 4.0 in place of NVLink, and one port of
+    # 100 Gb/s for a node; products add in 32 bits. MI300X: AMD's data sheet, Infinity Fabric, 400
+    # Gb/s; public measurements of its products reach 45% of the peak
+    "4090": Device(165, 24, 1008, 32, 1.5625),
+    "mi300x": Device(1307, 192, 5300, 448, 50, f_products=0.45, f_attention=0.24),
 }
 
 
@@ -81,6 +88,14 @@ def llama(n_layer, n_head, n_embd, n_hidden, n_kv_head, vocab_size=32000, block_
                        n_hidden=n_hidden, tied=False, **rope)
 
 
+def mixture(n_layer, n_head, n_embd, n_kv_head, n_experts, top_k, width, vocab_size,
+            block_size=4096, head_width=0, shared_width=0):
+    """width: hidden units of an expert."""
+    return Mixture(vocab_size, block_size, n_layer, n_head, n_embd, n_experts, top_k,
+                   n_kv_head=n_kv_head, n_hidden=top_k * width, tied=False, rope_theta=1e6,
+                   head_width=head_width, shared_width=shared_width)
+
+
 MODELS = {  # gpt(layers, heads, width, ...), llama(layers, heads, width, MLP width, key heads, ...)
     # Radford et al. 2019, as released
     "gpt2": gpt(12, 12, 768, 50257, 1024), "gpt2-medium": gpt(24, 16, 1024, 50257, 1024),
@@ -97,8 +112,21 @@ MODELS = {  # gpt(layers, heads, width, ...), llama(layers, heads, width, MLP wi
     "megatron-146b": gpt(80, 96, 12288), "megatron-310b": gpt(96, 128, 16384),
     "megatron-530b": gpt(105, 128, 20480), "megatron-1t": gpt(128, 160, 25600),
     "megatron-22b": gpt(48, 64, 6144),  # arXiv 2205.05198, table 3
-    # Llama 2 and 3, arXiv 2307.09288, 2407.21783
+    # Llama 2 and 3, arXiv 2307.09288, 2407.21783. (llama-7b to llama-70b are Llama 2)
     "llama-7b": llama(32, 32, 4096, 11008, 32), "llama-13b": llama(40, 40, 5120, 13824, 40),
     "llama-70b": llama(80, 64, 8192, 28672, 8),
+    "llama3-8b": llama(32, 32, 4096, 14336, 8, 128256, 8192, rope_theta=500000.0),
+    "llama3-70b": llama(80, 64, 8192, 28672, 8, 128256, 8192, rope_theta=500000.0),
     "llama-405b": llama(126, 128, 16384, 53248, 8, 128256, 8192, rope_theta=500000.0),
+    # Mixtral, arXiv 2401.04088, and its successor's config.json. (Their sizes are all a Llama's)
+    "mixtral-8x7b": llama(32, 32, 4096, 2 * 14336, 8, n_experts=8, rope_theta=1e6),
+    "mixtral-8x22b": llama(56, 48, 6144, 2 * 16384, 8, 32768, n_experts=8, rope_theta=1e6),
+    # Qwen3, arXiv 2505.09388, tables 1 and 2, and their config.json
+    "qwen3-8b": llama(36, 32, 4096, 12288, 8, 151936, rope_theta=1e6),
+    "qwen3-30b-a3b": mixture(48, 32, 2048, 4, 128, 8, 768, 151936, head_width=128),
+    "qwen3-235b-a22b": mixture(94, 64, 4096, 4, 128, 8, 1536, 151936, head_width=128),
+    # DeepSeek-V3, arXiv 2412.19437, section 4.2: a stand-in. Its latent attention has no form here:
+    # heads of 96 have as many parameters. Its first three blocks are dense; here all have experts
+    "deepseek-v3": mixture(61, 128, 7168, 8, 256, 8, 2048, 129280, head_width=96,
+                           shared_width=2048),
 }

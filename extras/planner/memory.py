@@ -5,7 +5,8 @@
                    rank's list of actions (arXiv 2205.05198; a test measures what autograd saves)
     buffers        the head's logits for a chunk of tokens, or a block's gradients in its backward;
                    pipeline messages; whole layers' gradients (ZeRO-2, 3) and weights (ZeRO-3). In
-                   the optimizer's step, if larger: some of the 16-bit gradients, scaled, in 32 bits
+                   the optimizer's step, if larger: some of the 16-bit gradients, scaled, in 32
+                   bits. And ring attention's four tensors for messages
 
 A block of GPT-2 saves, per token:
 
@@ -361,6 +362,17 @@ def largest_layer(job, layout, part):
     return max(sum(block_parameters(job.model, layout.tp, layout.ep)), matrix)
 
 
+def ring_buffers(job, layout, part):
+    """Bytes of the four tensors in which ring attention has what goes around (two_buffers() in
+    engine/context_parallel.py). Two are for keys and values, two for their gradients, which have
+    at least 32 bits: one of each travels while the rank computes with the other. All blocks and
+    microbatches use the same four, and the rank keeps them until the run ends."""
+    if layout.cp == 1 or layout.cp_attention != "ring" or not part.blocks:
+        return 0.0
+    numbers = 2 * tokens_of(job, layout) * shape_of(job.model).kv / layout.tp  # in one tensor
+    return numbers * (2 * job.width + 2 * max(job.width, 4))
+
+
 def optimizer_buffer(job, layout, part):
     """Bytes of the buffer in which AdamW multiplies 16-bit gradients by the clipping factor: a copy
     of some of them in 32 bits. (When AdamW steps, activations are freed already.)
@@ -402,6 +414,7 @@ def memory_of_rank(job, layout, rank):
     # The optimizer's buffer exists once the activations are freed: count the bytes by which it
     # exceeds them
     buffers = max(work_buffers(job, layout, part), optimizer_buffer(job, layout, part) - saved)
+    buffers += ring_buffers(job, layout, part)
     held = {"weights": weights, "gradients": gradients, "optimizer": optimizer,
             "activations": saved, "buffers": buffers}
     return {**held, "total": sum(held.values())}

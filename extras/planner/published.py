@@ -45,8 +45,9 @@ class Run(NamedTuple):
     device: str
     job: Job
     layout: Layout
-    # "full", "none", or "selective": attention only, so its S x S scores need not be saved. Layout
-    # has no value for "selective": there it counts as no recompute, and recomputed() adds its time
+    # "full", "none", "half": every other product of a block, or "selective": attention only, so its
+    # S x S scores need not be saved. Layout has no value for the last two: there they count as no
+    # recompute, and recomputed() adds their time
     recompute: str
     value: float  # the published speed, or seconds of a step
     unit: str  # the value's unit: s, t/s, MFU, TF or mTF; see `seconds`
@@ -89,7 +90,7 @@ def model_of(words, S):
         gpt:    layers, heads, width, vocabulary
         llama:  these four, MLP width, key-value heads
         mix:    the four of gpt, key-value heads, head width, experts, experts per token, expert
-                width (each expert is whole on one rank)
+                width (each expert is whole on one rank); perhaps the width of an MLP beside them
         mixT:   the sizes of mix (the tensor ranks split each expert)
     """
     if words in MODELS:
@@ -99,10 +100,11 @@ def model_of(words, S):
         L, heads, h, V = map(int, sizes.split(","))
         return gpt(L, heads, h, V, S)
     if kind in ("mix", "mixT"):
-        L, heads, h, V, n_kv_head, head_width, experts, top_k, width = map(int, sizes.split(","))
+        L, heads, h, V, n_kv_head, head_width, experts, top_k, width, *shared = map(
+            int, sizes.split(","))
         return Mixture(V, S, L, heads, h, experts, top_k, n_kv_head=n_kv_head,
                        n_hidden=top_k * width, tied=False, head_width=head_width,
-                       split_experts=kind == "mixT")
+                       shared_width=sum(shared), split_experts=kind == "mixT")
     L, heads, h, V, n_hidden, n_kv_head = map(int, sizes.split(","))
     return llama(L, heads, h, n_hidden, n_kv_head, V, S)
 
@@ -236,9 +238,11 @@ class PublishedCosts(Costs):
         return forward, backward
 
     def recomputed(self, layout, forward, attention):
-        """Costs.recomputed, also for programs that recompute attention only."""
+        """Costs.recomputed, also for programs that recompute attention only, or half of a block."""
         if self.run.recompute == "selective":
             return Time(attention)
+        if self.run.recompute == "half":
+            return Time().plus(forward, 0.5)
         return super().recomputed(layout, forward, attention)
 
 
@@ -304,6 +308,34 @@ def row_of(run, error, baseline):
     return [str(cell) for cell in cells]
 
 
+def kind_of_run(run):
+    """A word for what a run's software and layout are like."""
+    layout = run.layout
+    if run.job.model.n_experts:
+        return "mixtures of experts"
+    if run.source.startswith(("Pax", "MaxText")):
+        return "dense, compiled by XLA"
+    if layout.pp > 1 and layout.tp > 1:
+        return "dense, tensor ranks in a pipeline"
+    if layout.pp > 1:
+        return "dense, a pipeline alone"
+    if layout.tp > 1:
+        return "dense, tensor ranks alone"
+    if layout.cp > 1:
+        return "dense, context ranks alone"
+    return "dense, data parallelism or ZeRO"
+
+
+def size_of_errors(name, rows):
+    """A line of text about rows of errors()."""
+    sources = {run.source for run, _, _ in rows}
+    sizes = [abs(error) for _, error, _ in rows]
+    baseline = [abs(error) for _, _, error in rows]
+    return (f"{name}: {len(rows)} rows of {len(sources)} sources, median error "
+            f"{median(sizes):.1%}, {sum(size <= 0.15 for size in sizes)} within 15%, largest "
+            f"{max(sizes):.0%}; baseline {median(baseline):.1%}")
+
+
 def main():
     """Print a table for each source; then, for each status, the size of the errors."""
     found = errors(RUNS)
@@ -313,15 +345,13 @@ def main():
         for run, error, _ in group:
             if run.reason:
                 print(f"  {error:+.1%}: {run.reason}")
-    held_out = by_other_runs("held out third")
-    plain, by_one, by_all = (median(errors) for errors in zip(*held_out, strict=True))
-    print(f"held out third, {len(held_out)} rows whose source has others: median error "
+    calibrated = by_other_runs("held out third")
+    plain, by_one, by_all = (median(errors) for errors in zip(*calibrated, strict=True))
+    print(f"held out third, {len(calibrated)} rows whose source has others: median error "
           f"{plain:.1%}; calibrated by one other run {by_one:.1%}, by all others {by_all:.1%}")
     for status in dict.fromkeys(run.status for run in RUNS):  # each once, in the file's order
-        rows = [row for row in found if row[0].status == status]
-        sources = {run.source for run, _, _ in rows}
-        sizes = [abs(error) for _, error, _ in rows]
-        baseline = [abs(error) for _, _, error in rows]
-        print(f"{status}: {len(rows)} rows of {len(sources)} sources, median error "
-              f"{median(sizes):.1%}, {sum(size <= 0.15 for size in sizes)} within 15%, largest "
-              f"{max(sizes):.0%}; baseline {median(baseline):.1%}")
+        print(size_of_errors(status, [row for row in found if row[0].status == status]))
+    held_out = [row for row in found if row[0].status != "fitted"]
+    for kind in sorted({kind_of_run(run) for run, _, _ in held_out}):
+        print(size_of_errors(kind, [row for row in held_out if kind_of_run(row[0]) == kind]))
+    print(size_of_errors("all held out", held_out))

@@ -21,10 +21,11 @@ from extras.planner.habits import kind_of_layout, price
 from extras.planner.memory import Layout, activations, memory
 from extras.planner.mixture import splits_experts
 from extras.planner.programs import TRAIN_PY, lacks_stage
-from run.config import Config, check_layout
+from run.config import Config, check_layout, check_limits, given, require
 from schedules import SCHEDULES
 from sizes import LlamaConfig
 
+MOST_ACTIONS = 10**6  # of a schedule, on all ranks
 NOT_SEARCHED = """\
 tp beyond a node, more than 64 pipeline ranks,
 cp with fewer than 512 tokens on a rank, gpipe, more than 8 chunks unless the number of stages
@@ -47,6 +48,25 @@ def as_config(job, named):
         experts *= named.get("tp", 1)
     return Config(**named, **sizes, batch_size=job.batch_size, experts=experts,
                   dtype="bfloat16", grad_dtype="float32" if job.grad_width > job.width else "same")
+
+
+def require_few_actions(named):
+    """ValueError if the schedule of these fields {name: value} is too long to plan."""
+    actions = math.prod(named.get(name) or 1 for name in ("pp", "microbatches", "chunks"))
+    require(actions <= MOST_ACTIONS, f"--pp x --microbatches x --chunks = {actions:,} must be at "
+            "most a million for a plan")
+
+
+def settle(cfg, gpus):
+    """check_layout() for a layout that has all --gpus: settles a Config's open flags. ValueError,
+    in the planner's words, for a wrong layout, and for one of too many actions to plan."""
+    check_limits(cfg)
+    model_ranks = cfg.tp * cfg.pp * cfg.cp
+    ranks = model_ranks * (cfg.dp or max(1, gpus // model_ranks))
+    axes = [name for name in ("dp", "tp", "pp", "cp") if getattr(cfg, name)]
+    require(ranks == gpus, f"{given(cfg, *axes)}: {ranks} ranks do not match --gpus {gpus}")
+    require_few_actions(vars(cfg))
+    check_layout(cfg, gpus)
 
 
 def layout_of(cfg):

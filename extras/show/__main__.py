@@ -7,7 +7,8 @@
                                                 engine.context_parallel, engine.pipeline
     python -m extras.show collectives 3         on 3 ranks (context_parallel takes a number, too)
     python -m extras.show mesh 2 2 1 1 2        the groups of a mesh: sizes of dp pp ep cp tp
-    python -m extras.show sizes 7e9             bytes per rank of 7e9 parameters, by ZeRO stage
+    python -m extras.show memory                what one process keeps for backward
+    python -m extras.show sizes 7e9             GB held and sent by a rank, by ZeRO stage
     python -m extras.show schedules 1f1b 4 8    a timeline of 4 ranks and 8 microbatches;
                                                 schedules 4 8 --compare: all schedules
 """
@@ -40,10 +41,14 @@ def main():
         commands = {"mesh": tables.mesh_command, "sizes": tables.sizes_command,
                     "schedules": draw.schedules_command}
         return commands[name](words)
+    if name == "memory":
+        from extras.show.memory import memory_command
+        return memory_command()
     from extras.show.demonstrations import demonstrate
     from extras.show.demos import DEMOS
     if name not in DEMOS:
-        usage(f"{name} is unknown; try {', '.join([*DEMOS, 'mesh', 'sizes', 'schedules'])}")
+        known = [*DEMOS, "memory", "mesh", "sizes", "schedules"]
+        usage(f"{name} is unknown; try {', '.join(known)}")
     demo = DEMOS[name]
     if words and not demo.any_number:
         usage(f"{name} runs on 4 ranks; leave out {' '.join(words)}")

@@ -27,7 +27,7 @@ from extras.show.demonstrations import (
     show_routes,
     small_gpt,
 )
-from extras.show.draw import schedule_text, time_schedule
+from extras.show.draw import LETTERS, schedule_text, time_schedule
 from extras.show.tables import zigzag_table
 from mesh import Mesh
 from schedules import cut, placement
@@ -58,7 +58,7 @@ def demo_fast_ddp(mesh):
     launched = len(reducer.works)
     for param, grad in zip(reducer.params, reducer.gradients(), strict=True):
         param.grad = grad.view_as(param)
-    show_difference("buckets", mesh, model, summed=True)
+    show_difference("DDP in buckets", mesh, model, summed=True)
     if mesh.rank == 0:
         print(f"{launched} of {len(reducer.buckets)} buckets were on their way when backward ended")
 
@@ -77,7 +77,7 @@ def demo_tensor_parallel(mesh):
     model, ids = small_gpt(mesh)
     tensor_parallel(model, mesh.group("tp"))
     model(ids, ids).backward()
-    show_difference("tp", mesh, model)
+    show_difference("tensor_parallel", mesh, model)
     if mesh.rank == 0:
         for param in model.parameters():
             full = str([*param.tag.shape])
@@ -90,7 +90,7 @@ def demo_fast_tensor_parallel(mesh):
         model, ids = small_gpt(mesh)
         engine.tensor_parallel.parallelize(model, mesh.group("tp"), sp)
         model(ids, ids).backward()
-        show_difference("fast --sp" if sp else "fast", mesh, model)
+        show_difference("tensor_parallel, --sp" if sp else "tensor_parallel", mesh, model)
 
 
 def demo_sequence_parallel(mesh):
@@ -105,6 +105,9 @@ def demo_sequence_parallel(mesh):
         show_difference(technique.__name__, mesh, model)
         if mesh.rank == 0:
             print(f"{technique.__name__}: {sent} bytes sent")
+    if mesh.rank == 0:
+        print("as many: an all-reduce is a reduce-scatter, then an all-gather. Between the two, at "
+              "the LayerNorms,\nsequence_parallel leaves each rank 1/4 of the tokens")
 
 
 # ---- context and expert parallelism ----
@@ -123,7 +126,7 @@ def demo_fast_context_parallel(mesh):
     """The engine's ring attention."""
     group = mesh.group("cp")
     ring_attention = partial(engine.context_parallel.ring_attention, group=group)
-    compare_attention("fast ring", ring_attention, group)
+    compare_attention("ring_attention", ring_attention, group)
 
 
 def demo_expert_parallel(mesh):
@@ -132,7 +135,7 @@ def demo_expert_parallel(mesh):
     spread_experts(model, mesh)
     model(mine, mine).backward()
     show_routes(model.layers[1].mlp.load, mesh.group("ep"))
-    show_difference("spread", mesh, model)
+    show_difference("expert_parallel", mesh, model)
 
 
 # ---- pipelines ----
@@ -160,6 +163,8 @@ def demo_pipeline(make_pipeline, schedules, mesh):
             timeline = time_schedule(name, group.size, len(batches), v, costs=(1, 1, 1, 0))
             print(schedule_text(timeline.times))
         show_difference(name, mesh, model, summed=True)
+    if group.rank == 0:
+        print(LETTERS)
 
 
 PLAIN = {"gpipe": 1, "1f1b": 1}

@@ -66,9 +66,14 @@ class Picture:
 # times: Timeline.times of schedules.py, per rank [(action, start, end)]
 
 
+LETTERS = """\
+F0: forward of microbatch 0. B0: its backward; or its halves, I0 for the gradient of the input, W0
+for those of the weights. Lower case: a rank's second chunk. Dashes: the action goes on. Dots: the
+rank waits."""
+
+
 def schedule_text(times, width=160):
-    """One row per rank, time from left to right, cut at the width: F3 B3 I3 W3 for microbatch 3, in
-    lower case on every second chunk. A dash: the action goes on. A dot: idle time."""
+    """One row per rank, time from left to right, cut at the width. LETTERS explains it."""
     entries = [entry for row in times for entry in row]  # (action, start, end)
     last_end = max(end for _, _, end in entries)
     shortest = min(end - start for _, start, end in entries)
@@ -178,6 +183,10 @@ def curves_svg(curves, title, x_name, y_name, x_ticks, y_ticks, raw=None, differ
 
 # ---- the command schedules ----
 
+FIGURES = """\
+Makespan: time of a step. The bubble is the share of it in which the slowest rank waits. In flight:
+microbatches whose activations rank 0, 1, ... holds at most."""
+
 
 def time_schedule(name, P, m, v, costs):
     """The Timeline of a schedule. Raises ValueError, one line, if there is no such schedule, or if
@@ -188,21 +197,25 @@ def time_schedule(name, P, m, v, costs):
     return simulate(lists, where, costs)
 
 
+def in_flight(timeline, v):
+    """How much each rank holds at most, in words. peak_in_flight counts pairs of a stage and a
+    microbatch: a pair holds the activations of one stage, 1/v of the rank's layers."""
+    share = f", each in 1/{v} of a rank's layers" if v > 1 else ""
+    return f"in flight {timeline.peak_in_flight}{share}"
+
+
 def line_of_figures(name, P, m, v, costs, timeline):
     """A schedule's figures, in one line."""
     bubble = schedules.closed_form(name, P, m, v, costs)
     formula = "     -" if bubble is None else f"{bubble:6.2%}"
-    # peak_in_flight counts pairs of a stage and a microbatch. A pair holds the activations of one
-    # stage, 1/v of the rank's layers
-    in_chunks = f", each in 1 of {v} chunks" if v > 1 else ""
     return (f"{name:11}  makespan {timeline.makespan:<8.6g} bubble {timeline.bubble:6.2%}  "
-            f"formula {formula}  in flight {timeline.peak_in_flight}{in_chunks}")
+            f"formula {formula}  {in_flight(timeline, v)}")
 
 
 def compare(P, m, asked, costs):
-    """Yields lines of text: the figures of every schedule. asked: the value of --chunks, for
-    schedules without a number of their own. Raises ValueError for wrong arguments; but a schedule
-    in rounds that m does not fit is skipped, and its line says why."""
+    """Yields lines of text: the figures of every schedule, and what they are. asked: the value of
+    --chunks, for schedules without a number of their own. Raises ValueError for wrong arguments;
+    but a schedule in rounds that m does not fit is skipped, and its line says why."""
     if asked < 0:
         raise ValueError(f"--chunks {asked} must be at least 1")
     for name, declared in schedules.SCHEDULES.items():
@@ -213,6 +226,7 @@ def compare(P, m, asked, costs):
             if not declared.in_rounds:
                 raise
             yield f"{name:11}  skipped: {error}"
+    yield FIGURES
 
 
 def shown(args):
@@ -234,7 +248,7 @@ def shown(args):
         return [json.dumps(numbers)]
     width = min(160, shutil.get_terminal_size((120, 24)).columns)
     return [schedule_text(timeline.times, width),
-            line_of_figures(name, P, m, v, args.costs, timeline)]
+            line_of_figures(name, P, m, v, args.costs, timeline), LETTERS, FIGURES]
 
 
 def schedules_command(words):

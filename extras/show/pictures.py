@@ -7,11 +7,11 @@ python -m extras.exercises break --svg FILE. Pictures that move are in docs/lab.
     python -m extras.show.pictures --svg docs/pictures --metrics one.jsonl eight.jsonl
 """
 
-import json
 import math
 from pathlib import Path
 from statistics import fmean
 
+from data.foreign import open_file, parse_json
 from extras.show.chapters import DRAWINGS
 from extras.show.draw import CURVES, curves_svg
 from run.config import MARKS, Parser
@@ -40,12 +40,13 @@ def is_record(record):
 def read_metrics(path):
     """The records of a file of --metrics. ValueError for any other file."""
     try:
-        lines = path.read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        with open_file(path) as file:
+            lines = file.read().decode().splitlines()
+        records = [parse_json(line) for line in lines]
         # Each line begins with '{"step": '. MARKS has it as the first characters of the whole file
         marked = all(line.startswith(MARKS["metrics"]) for line in lines)
         ours = marked and all(map(is_record, records))
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         ours = False
     if not ours:
         raise ValueError(f"{path}: not a file that train.py --metrics wrote")

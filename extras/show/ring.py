@@ -1,5 +1,5 @@
 """python -m extras.show collectives: one ring all-reduce, hop by hop, and the bytes that the ring's
-three collectives send. Beside the ring stand two all-reduces that it beats: sequential,
+three collectives send. Next to the ring run two all-reduces that it beats: sequential,
 and through a parameter server."""
 
 import torch
@@ -49,6 +49,8 @@ def demo(mesh):
     # Rank r's terms are 2^r. So bit r of a number, from the right, says whether the number contains
     # rank r's term: with N = 4, 0110 is the sum of the terms of ranks 1 and 2
     x = torch.ones(N, dtype=torch.long) << group.rank
+    if group.rank == 0:
+        print("a number is a chunk; its bit r, from the right, is 1 once rank r's term is in it")
     phases = iter(["start", *["reduce-scatter"] * (N - 1), *["all-gather"] * (N - 1)])
 
     def show():
@@ -74,6 +76,8 @@ def demo(mesh):
     once = 840 * (N - 1)  # bytes that a rank sends in a reduce-scatter, or in an all-gather
     formulas = {all_reduce: 2 * once, reduce_scatter: once, all_gather: once,
                 sequential_all_reduce: n * min(2, N - 1), parameter_server_all_reduce: n * (N - 1)}
+    if group.rank == 0:
+        print(f"with a tensor of {n} bytes:")
     for fn, formula in formulas.items():
         before = group.bytes_sent
         fn(torch.ones(n // 4), group)

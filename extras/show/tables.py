@@ -29,23 +29,43 @@ def mesh_command(words):
         print(f"group({', '.join(axes)}):", *lay_out(ranks, axes))
 
 
+def sent_in_a_step(stage, ranks, size, microbatches):
+    """What a data rank sends in a step under a ZeRO stage (docs/costs.md), in the unit of `size`,
+    the size of the whole gradient. Weights are as wide as gradients."""
+    halves = (2, 2, 1 + microbatches, 3 * microbatches)[stage]  # reduce-scatters and all-gathers
+    return halves * (ranks - 1) / ranks * size
+
+
 def sizes_command(words):
-    """sizes 7e9: GB of model states per rank, by ZeRO stage and number of ranks."""
+    """sizes 7e9: GB of model states that a rank holds, and GB that it sends in a step, by ZeRO
+    stage and number of ranks."""
     parser = Parser(sizes.__doc__)
     parser.add_argument("parameters", nargs="?", type=float, default=7e9)
     parser.add_argument("--gpu-gb", type=float, default=80, help="memory of one device, 10^9 bytes")
     parser.add_argument("--width", type=int, default=2, choices=(2, 4, 8), help="bytes per weight")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
+    parser.add_argument("--ranks", type=int, help="this row only (else 1 to 1024)")
     args = parser.parse_args(words)
     if not (0 < args.parameters < 1e18 and 0 < args.gpu_gb < 1e18):
         parser.error("parameters and --gpu-gb must be above 0, and below 1e18")
-    print(f"GB of model states per rank, {args.parameters:g} parameters of {args.width} bytes with "
-          f"Adam; * fits into {args.gpu_gb:g} GB")
-    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>14}" for stage in range(4)))
-    for ranks in (2**i for i in range(11)):
+    if args.microbatches < 1 or args.ranks is not None and args.ranks < 1:
+        parser.error("--microbatches and --ranks must be above 0")
+    billions = args.parameters / 1e9
+    weights, gradients, optimizer = sizes.bytes_per_parameter(0, 1, args.width)
+    print(f"{args.parameters:g} parameters of {args.width} bytes: weights {billions * weights:g} "
+          f"GB, gradients {billions * gradients:g} GB, Adam's states {billions * optimizer:g} GB")
+    print(f"{'':6}  GB held per rank, * fits into {args.gpu_gb:g} GB{'':20}"
+          f"GB sent in a step, microbatches: {args.microbatches}")
+    print(f"{'ranks':>6}" + "".join(f"{'ZeRO-' + str(stage):>12}" for stage in range(4))
+          + f"{'ZeRO-0, 1':>14}{'ZeRO-2':>10}{'ZeRO-3':>10}")
+    for ranks in [args.ranks] if args.ranks else (2**i for i in range(11)):
         row = f"{ranks:6d}"
         for stage in range(4):
-            gb = args.parameters * sum(sizes.bytes_per_parameter(stage, ranks, args.width)) / 1e9
-            row += f"{gb:12.4g} {'*' if gb <= args.gpu_gb else ' '}"
+            gb = billions * sum(sizes.bytes_per_parameter(stage, ranks, args.width))
+            row += f"{gb:10.4g} {'*' if gb <= args.gpu_gb else ' '}"
+        for stage, wide in ((1, 14), (2, 10), (3, 10)):
+            sent = sent_in_a_step(stage, ranks, billions * gradients, args.microbatches)
+            row += f"{sent:{wide}.4g}"
         print(row)
 
 

@@ -4,7 +4,7 @@
     tensor.py        --tp: f and g, biases of rows, q k v as one
     vocabulary.py    --tp: words of the embedding's and the head's slices, the loss
     sequence.py      --tp --sp: all-gather and reduce-scatter, positions
-    context.py       --cp: masks and sums of attention, positions, targets
+    context.py       --cp: masks and sums of attention, positions, targets, means
     experts.py       --experts: gates, capacity, the balance loss
     pipeline.py      --pp: what crosses a boundary
 
@@ -36,7 +36,7 @@ def changes(step):
     if sp:
         found += sequence_changes()
     if N > 1:
-        found += context_changes()
+        found += context_changes(step)
     if config.n_experts:
         found += expert_changes(layout)
     if layout["pp"] > 1:

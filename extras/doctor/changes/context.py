@@ -18,7 +18,7 @@ from collectives import WithBackward, all_gather
 from context_parallel import zigzag
 from extras.doctor.changes.sequence import from_zero, positions_from
 from extras.doctor.step import Change
-from model import causal_attention
+from model import ABSENT, causal_attention
 from tensor_parallel import sum_of_copy
 
 # ---- positions and targets ----
@@ -55,6 +55,36 @@ def targets_from_own(ids, targets, k, mesh, positions):
     """Feeds targets that are made of the rank's own tokens, after the sequence was split."""
     own = ids[k][:, positions]
     return own, own.roll(-1, 1)
+
+
+# ---- the loss ----
+
+
+def mean_of_own_tokens(total, parts):
+    """Divides a context rank's loss by its own tokens that count, then by the number of such
+    `parts` of the batch. total: the number of all tokens that count, by which step.py divides."""
+    def after(model, mesh):
+        head = model.layers[-1]
+        loss = head.loss
+
+        def own_mean(logits, targets):
+            return loss(logits, targets) * (total / (parts * (targets != ABSENT).sum()))
+
+        head.loss = own_mean
+    return after
+
+
+def means_of_context_ranks(step):
+    """Changes of a step whose context ranks have different numbers of tokens, because some are
+    padding."""
+    D, m, _, _ = step.ids.shape
+    N = step.layout["cp"]
+    total = step.divisor()
+    different = "which have different numbers of tokens"
+    return [Change(f"a mean of the context ranks' (cp) means, {different}",
+                   after=mean_of_own_tokens(total, N)),
+            Change(f"a mean of the context ranks' (cp) means of each microbatch, {different}",
+                   after=mean_of_own_tokens(total, D * m * N), by_microbatch=True)]
 
 
 # ---- attention ----
@@ -199,8 +229,9 @@ def see_swapped(own, keys, rank, key_rank, is_last):
     return seen
 
 
-def context_changes():
-    return [
+def context_changes(step):
+    means = means_of_context_ranks(step) if (step.targets == ABSENT).any() else []
+    return means + [
         Change("each context rank (cp) counts positions from 0",
                after=context_positions_from(from_zero)),
         Change("positions are those of contiguous parts, the tokens are split by zigzag (cp)",

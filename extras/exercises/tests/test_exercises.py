@@ -654,8 +654,10 @@ def overlapping(S, size, rank):
     return torch.cat([segments[rank], segments[rank + 1]])
 
 
-def ring(q, k, v, group, masked=True, hops=None, merge="sums", subtract=True, passes=True):
-    """ring_attention with one thing wrong. merge="softmaxes": adds up what each hop gives."""
+def ring(q, k, v, group, masked=True, scaled=True, hops=None, merge="sums", subtract=True,
+         pass_on=context_parallel.pass_on):
+    """ring_attention with one thing wrong. merge="softmaxes": adds up what each hop gives; a sum's
+    name: rescales that sum only."""
     N = group.size
     S = N * q.size(2)
     positions = context_parallel.zigzag(S, N, group.rank)
@@ -664,7 +666,7 @@ def ring(q, k, v, group, masked=True, hops=None, merge="sums", subtract=True, pa
     numerator = denominator = total = 0.0
     for hop in range(hops or N):
         theirs = context_parallel.zigzag(S, N, (group.rank - hop) % N)
-        scores = q @ kv[0].mT / math.sqrt(q.size(-1))
+        scores = q @ kv[0].mT / (math.sqrt(q.size(-1)) if scaled else 1)
         if masked:
             scores = scores.masked_fill(theirs > positions.unsqueeze(1), -math.inf)
         total = total + scores.softmax(-1).nan_to_num() @ kv[1]
@@ -673,13 +675,29 @@ def ring(q, k, v, group, masked=True, hops=None, merge="sums", subtract=True, pa
             new = torch.zeros_like(new)
             largest = torch.zeros_like(new)
         weights = (scores - new).exp()
-        shrink = (largest - new).exp() if merge == "sums" else 1.0
-        numerator = numerator * shrink + weights @ kv[1]
-        denominator = denominator * shrink + weights.sum(-1, keepdim=True)
+        shrink = (largest - new).exp()
+        numerator = numerator * (shrink if merge in ("sums", "numerator") else 1)
+        numerator = numerator + weights @ kv[1]
+        denominator = denominator * (shrink if merge in ("sums", "denominator") else 1)
+        denominator = denominator + weights.sum(-1, keepdim=True)
         largest = new
         if hop < N - 1:
-            kv = context_parallel.pass_on(kv if passes else kv.detach(), group)
+            kv = pass_on(kv, group)
     return total if merge == "softmaxes" else numerator / denominator
+
+
+def pass_values(kv, group):
+    return torch.stack([kv[0], context_parallel.pass_on(kv[1], group)])
+
+
+def pass_without_backward(kv, group):
+    return context_parallel.pass_on(kv.detach(), group)
+
+
+def one_pass_more(q, k, v, group):
+    y = ring(q, k, v, group)
+    context_parallel.pass_on(torch.stack([k, v]), group)  # on one rank from itself to itself
+    return y
 
 
 def combine_wrong(x, gates, chosen, experts, group, gated=True, back=True, both=True,
@@ -721,6 +739,14 @@ def no_warm_up(P, m, v, rank):
 
 def one_backward_missing(P, m, v, rank):
     return schedules.one_f_one_b(P, m, v, rank)[:-1]
+
+
+def one_more_on_rank_0(P, m, v, rank):
+    return schedules.one_f_one_b(P, m, v, rank) + ["F", "B"] * (rank == 0)
+
+
+def no_warm_up_on_rank_1(P, m, v, rank):
+    return (no_warm_up if rank == 1 else schedules.one_f_one_b)(P, m, v, rank)
 
 
 def backward_first(P, m, v, rank):
@@ -952,13 +978,23 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
         ({"zigzag": late_first}, "rank 0 has [6, 7, 0, 1], and segments 0 and 3 are"),
         ({"zigzag": overlapping}, "each token must be on one rank"),
         ({"ring_attention": partial(ring, masked=False)}, "the causal mask is missing"),
+        ({"ring_attention": partial(ring, scaled=False)},
+         "on one rank, where nothing travels, the result has scores that are not divided by sqrt"),
+        ({"ring_attention": partial(ring, pass_on=pass_values)},
+         "differs: whose keys are these after each hop"),
         ({"ring_attention": partial(ring, hops=1)}, "has met this rank's own keys only"),
         ({"ring_attention": partial(ring, merge="softmaxes")},
          "keep numerator and denominator apart"),
-        ({"ring_attention": partial(ring, merge="unshrunk")}, "differs: whose keys are these"),
+        ({"ring_attention": partial(ring, merge="unshrunk")}, "has sums that are not rescaled"),
+        ({"ring_attention": partial(ring, merge="numerator")},
+         "has a rescaled numerator, but the denominator is not"),
+        ({"ring_attention": partial(ring, merge="denominator")},
+         "has a rescaled denominator, but the numerator is not"),
         ({"ring_attention": partial(ring, subtract=False)},
          "with large scores the result is not finite"),
-        ({"ring_attention": partial(ring, passes=False)}, "the gradient of k differs")]),
+        ({"ring_attention": one_pass_more}, "right, but bytes sent forward by this rank"),
+        ({"ring_attention": partial(ring, pass_on=pass_without_backward)},
+         "the gradient of k differs")]),
     "e11_experts": ({"dispatch_and_combine": expert_parallel.dispatch_and_combine}, [
         (partial(combine_wrong, gated=False), "without their gates"),
         (partial(combine_wrong, both=False), "of one of a token's k experts only"),
@@ -969,7 +1005,9 @@ CASES = {  # {exercise: (the repository's forms, [(wrong forms, words that tell)
     "e12_one_f_one_b": ({"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}, [
         ({"one_f_one_b": warm_up_too_long}, "in flight, and should have at most"),
         ({"one_f_one_b": no_warm_up}, "who waits, and for what?"),
-        ({"one_f_one_b": one_backward_missing}, "is missing"),
+        ({"one_f_one_b": one_backward_missing}, "rank 0 runs 2 backwards, and should run m = 3"),
+        ({"one_f_one_b": one_more_on_rank_0}, "rank 0 runs 4 forwards, and should run m = 3"),
+        ({"one_f_one_b": no_warm_up_on_rank_1}, "(look at rank 1's list of one_f_one_b first)"),
         ({"one_f_one_b": backward_first}, "misordered: rank"),
         ({"one_f_one_b": digits}, "'F0' is no action"),
         ({"gpipe": schedules.one_f_one_b}, "a backward comes before the last forward")]),
@@ -1100,6 +1138,19 @@ def test_an_attempt_may_fail_in_other_ways():
     assert verdict([Report("a lost message", "d"), *reports[:1]]).line == "a"
 
 
+def test_a_line_that_is_no_python_is_named(tmp_path):
+    """By its place in the learner's file, not by a place in importlib."""
+    path = tmp_path / "e01_reduce_scatter.py"
+    path.write_text("def reduce_scatter(tensor, group):\n    return tensor +\n")
+    reports = []
+    with (patch.object(torch.distributed, "get_world_size", lambda: RANKS),
+          patch.object(Board, "wait_for_all", lambda board: None)):
+        attempt(0, lambda make_mesh, forms: [], partial(load_forms, path, ("reduce_scatter",)),
+                tmp_path / "board", reports.append)
+    assert [report.line for report in reports] == [
+        "rank 0: SyntaxError in e01_reduce_scatter.py, line 2: invalid syntax"]
+
+
 def test_a_rank_sends_its_report_before_it_waits_for_the_others(tmp_path):
     """Another rank may compute forever."""
     happened = []
@@ -1107,6 +1158,27 @@ def test_a_rank_sends_its_report_before_it_waits_for_the_others(tmp_path):
           patch.object(Board, "wait_for_all", lambda board: happened.append("waits"))):
         attempt(0, lambda make_mesh, forms: ["12"], dict, tmp_path / "board", happened.append)
     assert happened == [Report("right", "", ("12",)), "waits"]
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit(), SystemExit(0),
+                                   Unreadable()], ids=repr)
+def test_whatever_an_attempt_raises_is_told(error, tmp_path):
+    def judge(make_mesh, forms):
+        raise error
+
+    told = []
+    with (patch.object(torch.distributed, "get_world_size", lambda: RANKS),
+          patch.object(Board, "wait_for_all", lambda board: None)):
+        attempt(0, judge, dict, tmp_path / "board", told.append)
+    report, = told
+    says = f"rank 0: {type(error).__name__} in test_exercises.py, line "
+    assert report.kind == "an error" and report.line.startswith(says)
+    assert report.line.endswith("its text cannot be read") == (type(error) is Unreadable)
 
 
 def test_at_the_limit_a_rank_that_computes_is_named(tmp_path):
@@ -1236,14 +1308,20 @@ def test_a_hang_is_named_by_the_command_within_seconds(tmp_path):
 
 def test_the_quiz_takes_the_computed_answers_and_prints_how_they_come_about():
     questions = [make() for make in quiz.QUESTIONS]
-    answers = iter([f"{question.answer:.4g} GB" for question in questions])
+    answers = iter([f"{question.answer:.6g} GB" for question in questions])
     said = []
     assert quiz.ask_all(lambda prompt: next(answers), said.append) == 0
     assert said.count("right") == len(questions) >= 10
     assert all(f"   {line}" in said for question in questions for line in question.derivation)
+    answers = iter(["1", "", *["0"] * (len(questions) - 2)])
+    said.clear()
+    assert quiz.ask_all(lambda prompt: next(answers), said.append) == 1
+    wrong, skipped = (next(line for line in said[i:] if "answer" in line) for i in (0, 4))
+    assert wrong == "wrong: the answer is 112, because"
+    assert skipped == "the answer is 7, because"
     # By hand, from the papers' formulas
     assert [round(question.answer, 4) for question in questions] == [
-        112, 7, 1.1417, 38.5, 8.75, 147, 20, 4, 12.5829, 100.6633, 256, 5.6875]
+        112, 7, 1.1417, 7568, 38.5, 1, 8.75, 147, 20, 4, 12.5829, 100.6633, 256, 5.6875, 3.25]
 
 
 def test_the_quiz_ignores_what_follows_the_number():
@@ -1265,4 +1343,4 @@ def test_the_quiz_counts_wrong_answers_and_asks_again_for_a_number():
 
     said = []
     assert quiz.ask_all(ask, said.append) == 1
-    assert said[1] == "right" and said[-1] == "1 of 12 right"
+    assert said[1] == "right" and said[-1] == "1 of 15 right"

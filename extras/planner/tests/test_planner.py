@@ -57,9 +57,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_published_runs_are_predicted_better_than_by_one_mfu():
     """Held-out sources are within the band in the median, half of their runs within 15%. One
     constant MFU for each kind of GPU has four times the error on fitted sources, 1.5 times there.
-    (Not so on the fourth hold-out: the test below.)"""
+    (Not so on the fourth and the sixth hold-out: the tests below.)"""
     found = published.errors(published.RUNS)
-    for status in {run.status for run in published.RUNS} - {"held out fourth"}:
+    for status in {run.status for run in published.RUNS} - {"held out fourth", "held out sixth"}:
         errors, baseline = ([abs(row[i]) for row in found if row[0].status == status]
                             for i in (1, 2))
         most, share, times = (0.04, 0.85, 4) if status == "fitted" else (plan.BAND, 0.5, 1.5)
@@ -82,6 +82,30 @@ def test_thirty_more_runs_are_predicted_within_the_band_in_the_median():
         assert run.layout.zero == 0 and abs(error) < 0.18
 
 
+def test_the_band_is_the_median_error_of_all_runs_that_were_held_out():
+    """Half of them are within 15%; of one constant MFU for each kind of GPU 49 of 118 are."""
+    found = [row for row in published.errors(published.RUNS) if row[0].status != "fitted"]
+    errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
+    assert round(median(errors), 2) == plan.BAND and median(errors) < 0.75 * median(baseline)
+    near, as_near = (sum(error <= 0.15 for error in each) for each in (errors, baseline))
+    assert (len(found), near, as_near) == (118, 63, 49)
+
+
+def test_of_the_sixth_hold_out_less_than_half_is_within_15_percent():
+    """The constant MFU is worse, but for NeMo's 175 billion and for torchtitan's compiled runs."""
+    found = [row for row in published.errors(published.RUNS) if row[0].status == "held out sixth"]
+    errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
+    assert len(found) == 54 and median(errors) < 0.17 < 0.2 < median(baseline)
+    assert sum(error <= 0.15 for error in errors) == 24
+    worse = set()
+    for source in {run.source for run, _, _ in found}:
+        of_source = [row for row in found if row[0].source == source]
+        planned, constant = (median(abs(row[i]) for row in of_source) for i in (1, 2))
+        if planned > constant:
+            worse.add(source.split(",")[-1].strip().split(" |")[0])
+    assert worse == {"175B", "compiled"}
+
+
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
     for run, error, _ in published.errors(published.RUNS):
         assert (abs(error) > 0.15) == bool(run.reason), (run, error)
@@ -98,6 +122,7 @@ def test_no_source_is_fitted_and_held_out():
              for status in {run.status for run in published.RUNS}}
     assert not names["fitted"] & names["held out third"] and len(names["held out third"]) == 8
     assert not names["fitted"] & (names["held out fourth"] | names["held out fifth"])
+    assert names["fitted"] & names["held out sixth"] == {"torchtitan"}  # other runs of it
     assert names["known publisher"] <= names["fitted"]
 
 
@@ -135,9 +160,14 @@ def test_published_runs_fit_into_their_memory():
     Llama 3, which frees outputs of stages early (arXiv 2407.21783, section 3.3); five of NeMo's,
     whose kernels save less for backward; one without master weights; and one of Pax (by 3%). Of the
     last thirty: MaxText's, which recompute a little; mixtures, whose kernels save less; NeMo's 405
-    billion; and ColossalAI's, whose logits are in chunks."""
+    billion; and ColossalAI's, whose logits are in chunks. Of the sixth hold-out: torchtitan's, with
+    cards of more memory, and mixtures, NeMo's and Pythia's by 3%."""
     full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
     last = {"held out fourth", "held out fifth"}
+    sixth = Counter(run.source.split()[0] for run in full if run.status == "held out sixth")
+    assert sixth == {"torchtitan,": 4, "Pythia": 1, "Pythia's": 1, "NeMo-Framework-Launcher,": 1,
+                     "Grok-1": 1, "Qwen3-235B": 1, "GPT-OSS": 1}
+    full = [run for run in full if run.status != "held out sixth"]
     names = Counter(run.source.split()[0] for run in full if run.status not in last)
     assert names == {"Narayanan": 1, "Llama": 3, "NVIDIA": 5, "KempnerForge,": 1, "Pax": 1}
     names = Counter(run.source.split()[0] for run in full if run.status in last)
@@ -558,18 +588,25 @@ def test_the_heads_buffers_are_as_planned(corpus, dtype, tp):
 
 
 def _step(rank, cfg):
-    """Peak of a step's forward and backward, beyond the model states."""
+    """Peak of a step's forward and backward, beyond the model states: the second step's, and what
+    ring attention keeps since the first."""
     mesh, data = mesh_of(cfg), Data(cfg)
     trainer = Trainer(cfg, mesh, data.vocab_size)
     for step in range(2):
         peak = peak_of(lambda step=step: trainer.gradients(data.training(cfg, step, mesh)))
-    return mesh.group("pp").rank, peak
+    return mesh.group("pp").rank, peak + kept_by_the_ring(mesh)
+
+
+def kept_by_the_ring(mesh):
+    return sum(each.nbytes for each in mesh.group("cp").kept.values())
 
 
 @pytest.mark.parametrize("flags", [
     {"dp": 2}, {"dp": 4, "zero": 2}, {"dp": 4, "zero": 3}, {"dp": 2, "zero": 3, "recompute": True},
     {"dp": 4, "shard": 2, "zero": 3},
     {"dp": 2, "pp": 2, "microbatches": 4}, {"dp": 2, "tp": 2, "sp": True},
+    {"cp": 2}, {"cp": 2, "recompute": True}, {"cp": 4, "recompute": True, "block_size": 256},
+    {"cp": 2, "cp_attention": "all-to-all", "recompute": True},
     {"dp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4, "recompute": True}], ids=str)
 def test_a_step_allocates_what_is_planned(long_corpus, flags):
     """... within 10%. (Under ZeRO-2 and 3 less one layer's gradient, counted twice for a GPU.)"""
@@ -585,6 +622,29 @@ def test_a_step_allocates_what_is_planned(long_corpus, flags):
             want -= job.grad_width * memory.largest_layer(job, layout, part)
         measured = max(peak for place, peak in peaks if place == rank)
         assert 0.9 * want < measured < 1.05 * want, (rank, want, measured)
+
+
+def _kept(rank, cfg):
+    """(place on the pipeline axis, bytes that the ring keeps after a step)."""
+    mesh, data = mesh_of(cfg), Data(cfg)
+    trainer = Trainer(cfg, mesh, data.vocab_size)
+    trainer.gradients(data.training(cfg, 0, mesh))
+    return mesh.group("pp").rank, kept_by_the_ring(mesh)
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"dtype": "bfloat16"}, {"tp": 2, "sp": True}, {"arch": "llama", "n_kv_head": 2, "tp": 2},
+    {"arch": "llama", "n_kv_head": 1, "dtype": "bfloat16", "cp": 3, "block_size": 24},
+    {"pp": 4, "n_layer": 2, "microbatches": 4}, {"cp_attention": "all-to-all"},
+    {"dtype": "float64", "recompute": True}], ids=str)
+def test_ring_attention_keeps_the_bytes_that_are_planned(corpus, flags):
+    """For its messages, exactly. A stage without blocks has no attention, and all-to-all keeps
+    nothing."""
+    cfg = config(corpus, **{"cp": 2, "microbatches": 1, **flags})
+    job, layout = planned(cfg)
+    parts = memory.parts_of(job.model, cfg.schedule, cfg.pp, cfg.chunks)
+    for place, kept in pool(check(cfg, 1), _kept, cfg):
+        assert kept == memory.ring_buffers(job, layout, parts[place]), place
 
 
 def _sent(rank, cfg):
@@ -710,6 +770,17 @@ def test_the_scaled_copy_of_gradients_is_the_optimizers():
         job = memory.Job(model, 8, dtype.itemsize, grad_dtype.itemsize)
         got = memory.optimizer_buffer(job, memory.Layout(), part)
         assert got == copied, (dtype, grad_dtype)
+
+
+def test_a_blocks_backward_adds_to_gradients_in_their_own_width():
+    """W reads and writes them: of 32 bits 2 x 2 bytes more per parameter than of 16."""
+    model, device = hardware.MODELS["llama-7b"], hardware.DEVICES["h100"]
+    for experts in (0, 8):
+        sized = replace(model, n_experts=experts)
+        W = [costs.Costs(memory.Job(sized, 8, grad_width=width), device).block(
+            4096, memory.Layout(), split=False)[2].compute for width in (2, 4)]
+        more = 2 * 2 * sum(memory.block_parameters(sized)) / (1e9 * device.hbm * device.f_hbm)
+        assert math.isclose(W[1] - W[0], more, rel_tol=1e-9)
 
 
 def test_the_optimizer_reads_gradients_in_their_own_width():
@@ -955,6 +1026,16 @@ def test_the_search_tries_all_within_the_limits_that_it_prints():
         assert asked and {getattr(layout, name) for layout in asked} == {value}
 
 
+@pytest.mark.parametrize("name", ["gpt3-1.3b", "llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_no_layout_holds_less_than_its_model_states(name):
+    """So where these do not fit, no layout is tried."""
+    job = memory.Job(hardware.MODELS[name], 64)
+    search = search_file.Search(job, 16, hardware.DEVICES["h100"], {})
+    layouts = [*search.layouts()][::97]
+    held = [16 * memory.memory(job, layout._replace(zero=3))["total"] for layout in layouts]
+    assert len(held) > 20 and min(held) > plan.least_bytes(job)
+
+
 def test_few_of_many_layouts_are_simulated(monkeypatch):
     """16,384 GPUs, without a clock: of 20 thousand layouts and more some tens of pairs of lists are
     played, of a million actions together."""
@@ -1004,8 +1085,8 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
 
 @pytest.mark.parametrize("flags,line", [
     ("--gpus 64 --tp 3", "--tp 3"), ("--gpus 8 --tp 16", "--tp 16"),
-    ("--model gpt3-175b --gpus 8", "no layout fits"), ("--gpu a1", "--gpu"),
-    ("--gpus 8 --pp 2 --dp 3 --layout", "does not match"), ("--gpus 0", "--gpus 0"),
+    ("--model gpt3-175b --gpus 8", "--gpus 64 would do"), ("--gpu a1", "--gpu"),
+    ("--gpus 8 --pp 2 --dp 3 --layout", "do not match --gpus 8"), ("--gpus 0", "--gpus 0"),
     ("--gpus 12", "--node 8"), ("--ep 2", "--ep 2"), ("--n-embd 100", "--n-embd 100"),
     ("--gpus 1 --tp 2", "--gpus 1"), ("--tp 0", "--tp 0"), ("--tflops 0", "--tflops 0"),
     ("--batch-size -3", "--batch-size -3"), ("--latency nan", "--latency nan"),
@@ -1016,6 +1097,8 @@ def test_the_planner_prints_commands_that_train_takes(flags, capsys, monkeypatch
     ("--n-layer 100000 --pp 8", "--n-layer 100000"), ("--attention naive", "--attention"),
     # --dp 16, train.py's choice, would be to blame; no flag gave it
     ("--model gpt3-175b --gpus 16 --batch-size 8", "no layout fits"),
+    ("--model llama3-8b --gpus 1 --gpu 4090", "--gpus 8 would do"),
+    ("--model nobody", "--model nobody is neither a folder nor one of gpt2, "),
     ("--model llama-7b --expert-width 768", "--expert-width is for --experts"),
     ("--model llama-7b --shared-width 512", "--shared-width is for --experts"),
     ("--model llama-7b --split-experts", "--split-experts is for --experts"),

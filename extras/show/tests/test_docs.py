@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tokenize
@@ -44,6 +45,8 @@ from engine.mesh import Mesh
 from extras.bench.job import SIZES
 from extras.forks import large_batches_curves as large_batches
 from extras.planner import measure
+from extras.planner.hardware import DEVICES
+from extras.planner.published import RUNS
 from extras.planner.tests.test_planner import _sent
 from extras.show import demonstrations
 from extras.show.tests.pages import BLOCKS, PAGES, blocks, is_command, masked
@@ -82,10 +85,11 @@ OTHERWISE = {  # {page: {how a block begins: why no command prints it, or which 
     "docs/gpus-and-nodes.md": {"#!/bin/bash": "a script for SLURM",
                                "    --master-addr": "its end, for another model",
                                "rank 0        ": "a picture"},
-    "docs/long-sequences.md": {"without --sp   row -> all-reduce": "a picture"},
     "docs/measured.md": {
         "     S                N = 1": "times, rearranged by hand",
         "ms           without": "test_what_gpt2_should_reach_is_the_pages_arithmetic"},
+    "docs/memory.md": dict.fromkeys(("def accumulate", "class Recomputed"),
+                                    "test_the_chapters_forms_of_accumulation_and_recompute"),
     "docs/pipelines.md": {"bubble = (P-1) / (m + P-1)": "a formula"},
     "docs/runs-that-survive.md": {
         "out/step-00000600/model": "test_a_checkpoint_has_the_files_that_are_listed",
@@ -507,9 +511,87 @@ def said(page, sentence):
     return re.search(sentence, " ".join(PAGES[page].split())).groups()
 
 
+def tables_of_commands(page):
+    """[(title, figures in bold, commands)] of a page's table rows that name commands."""
+    for line in PAGES[page].splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        commands = re.findall(r"`(python -m [^`]+)`", cells[-1]) if cells else []
+        if commands:
+            figures = [each for cell in cells for each in re.findall(r"\*\*(.+?)\*\*", cell)]
+            yield cells[0], figures, [each.replace("\\|", "|") for each in commands]
+
+
+CHECKED = {  # {page: the fewest rows}
+    "docs/from-1-to-1024-gpus.md": 9, "docs/numbers-checked.md": 20}
+
+
+@pytest.mark.parametrize("page,title,figures,commands", [
+    pytest.param(page, *row, id=f"{Path(page).stem}: {row[0][:40]}")
+    for page in CHECKED for row in tables_of_commands(page)])
+def test_the_commands_of_a_row_print_its_figures(page, title, figures, commands, printed):
+    output = " ".join(" ".join(printed(command)) for command in commands)
+    assert figures, f"{page}: {title}: no figure in bold"
+    for figure in figures:
+        assert has(output, figure), f"{page}: {title}: {figure} is not in\n{output}"
+
+
+def has(output, figure):
+    """Is the figure in the output, as a number of its own and not a part of another?"""
+    return re.search(rf"(?<![\w.]){re.escape(figure)}(?![\w%]|\.\d)", output)
+
+
+def test_a_figure_is_not_found_as_a_part_of_another():
+    output = "8  24.5 *  124.25  27.27%  [4, 3]  dp 3.931  (-0.5)"
+    assert all(has(output, figure) for figure in ("8", "24.5", "124.25", "27.27%", "[4, 3]"))
+    assert not any(has(output, figure) for figure in (
+        "24", "4.5", "24.25", "27.27", "7.27%", "3.93", "931", "24.50"))
+
+
+RECIPE = "docs/from-1-to-1024-gpus.md"
+
+
+@pytest.mark.parametrize("line", [
+    pytest.param(line, id=line.rsplit("planner ", 1)[1][:40])
+    for line in PAGES[RECIPE].splitlines() if "% | `python -m extras.planner" in line])
+def test_the_recipes_shares_are_the_first_rows(line):
+    """Computing with the optimizer's step, exposed messages, bubble."""
+    *_, computing, messages, bubble, command, _ = (cell.strip() for cell in line.split("|"))
+    *_, (first, *_) = plan.searched(plan.flags().parse_args(command.strip("`").split()[3:]))
+    seconds = dict(first["time_s"])
+    shares = (seconds.pop("compute") + seconds.pop("optimizer"), seconds.pop("bubble"),
+              sum(seconds.values()))
+    assert [f"{share / first['step_s']:.0%}" for share in shares] == [computing, bubble, messages]
+
+
+def test_mfus_of_published_runs_are_those_that_the_recipe_names():
+    found = [run.mfu for run in RUNS if run.device.startswith("a100") and run.layout.ranks >= 128]
+    low, _, high = statistics.quantiles(found, n=4)
+    assert said(RECIPE, r"an MFU of (\d+) to (\d+)%") == (f"{100 * low:.0f}", f"{100 * high:.0f}")
+
+
+def test_links_are_the_planners():
+    """The table of docs/costs.md: each way, half of NVLink's data sheet, an eighth of the bits."""
+    rows = re.findall(r"\| (.+?) \| (?:GPUs of a node|nodes) \| (\d+) (GB|Gb)/s \| ([\d.]+) \|",
+                      PAGES["docs/costs.md"])
+    v100, a100, h100 = (DEVICES[name] for name in ("v100", "a100-80", "h100"))
+    assert [float(each_way) for *_, each_way in rows] == [
+        v100.nvlink, a100.nvlink, h100.nvlink, v100.network, a100.network, h100.network]
+    for _, sheet, unit, each_way in rows:
+        assert float(sheet) / (2 if unit == "GB" else 8) == float(each_way)
+
+
+def test_rows_with_commands_are_found():
+    for page, fewest in CHECKED.items():
+        found = list(tables_of_commands(page))
+        rows = [line for line in PAGES[page].splitlines()
+                if line.startswith("| ") and "`python -m" in line]
+        assert len(found) == len(rows) >= fewest, page
+
+
 def test_bubbles_on_slow_links_are_those_that_pipelines_names(printed):
     compared = printed("python -m extras.show schedules 4 8 --compare --costs 1,1,1,0.5")
-    bubble = {line.split()[0]: re.search(r"bubble +(\S+)", line)[1] for line in compared}
+    bubble = {line.split()[0]: re.search(r"bubble +(\S+)", line)[1] for line in compared
+              if "  bubble " in line}
     assert said("docs/pipelines.md", r"`--costs 1,1,1,0.5`\) zb-v has a bubble of (\S+) again, "
                 r"like zb-h1, and 1f1b (\S+)\. ") == (bubble["zb-v"], bubble["1f1b"])
     assert bubble["zb-h1"] == bubble["zb-v"]
@@ -528,32 +610,35 @@ def test_published_txt_is_what_plan_py_prints(printed):
     lines = printed("python -m extras.planner --published")
     assert lines == (HERE / "docs/measured/published.txt").read_text().splitlines()
     found = {}
-    for line in lines[-5:]:
+    begin = next(i for i, line in enumerate(lines) if line.startswith("fitted: "))
+    for line in lines[begin:]:
         status, figures = line.split(": ", 1)
         found[status] = re.fullmatch(
             r"(\d+) rows of (\d+) sources, median error (\S+), (\d+) within 15%, largest (\S+); "
             r"baseline (\S+)", figures).groups()
-    for name, status in (("fitted", "fitted"), ("held out", "held out third"),
-                         ("known publishers", "known publisher"),
-                         ("20 more, chosen by a reader", "held out fourth"),
-                         ("ten more, other programs and years", "held out fifth")):
+    shown = {"third hold-out": "held out third", "known publishers": "known publisher",
+             "20 more, chosen by a reader": "held out fourth",
+             "ten more, other programs and years": "held out fifth", "54 more": "held out sixth"}
+    kinds = [name for name in found if name not in shown.values()]  # fitted, all held out, kinds
+    for name, status in (shown | dict(zip(kinds, kinds, strict=True))).items():
         rows, _, error, near, largest, baseline = found[status]
         assert f"| {name} | {rows} | {error} | {near} | {largest} | {baseline} |" in (
             PAGES["docs/which-layout.md"])
-    fitted, third, known = (found[name] for name in ("fitted", "held out third", "known publisher"))
-    assert said(MEASURED, r"is missed: (\S+) on the third hold-out, half of its rows within 15% "
-                r"\((\d+) of (\d+)\), one constant MFU for each kind of GPU at (\S+%)") == (
-                    third[2], third[3], third[0], third[5])
+    fitted, rest, known = (found[name] for name in ("fitted", "all held out", "known publisher"))
+    assert said(MEASURED, r"is missed: (\S+) on the (\d+) rows that were held out, half of them "
+                r"within 15% \((\d+) of \d+\), one constant MFU for each kind of GPU at "
+                r"(\S+%)") == (rest[2], rest[0], rest[3], rest[5])
     assert said(MEASURED, r"Other runs of known publishers: (\S+) \((\d+) rows\)") == (
         known[2], known[0])
-    rows, sources = (sum(int(row[i]) for row in found.values()) for i in (0, 1))
+    rows, sources = (int(fitted[i]) + int(rest[i]) for i in (0, 1))
     assert said(MEASURED, r"predicts (\d+) published runs of (\d+) sources") == (
         str(rows), str(sources))
-    plain, by_all = re.search(r"median error (\S+); .* by all others (\S+)", lines[-6]).groups()
+    plain, by_all = re.search(r"median error (\S+); .* by all others (\S+)",
+                              lines[begin - 1]).groups()
     assert said("docs/which-layout.md", r"by all other runs of a program (\S+) are left of (\S+), "
                 "but one run") == (by_all, plain)
     assert said("docs/which-layout.md", r"fitted on (\d+) published runs of (\d+) sources; (\d+) "
-                r"runs of (\d+) other") == (*fitted[:2], *third[:2])
+                r"runs of (\d+) other") == (*fitted[:2], *rest[:2])
 
 
 def near(words, value):
@@ -655,13 +740,16 @@ TIME = re.compile(
     rf"|{RANGE}%? (?:faster|slower|off the step)"
     rf"|{RANGE}%? of (?:a step\b|the step\b|(?:the|its|\w+'s) (?:speed|time)))")
 NOT_MEASURED = {  # {file: (figures of time that are not measured, why)}
+    "docs/from-1-to-1024-gpus.md": (["80% of a step"], "a rule of thumb"),
+    "docs/numbers-checked.md": (["3% of the time", "34 times as fast"],
+                                "what circulates, and a prediction"),
     "docs/gpus-and-nodes.md": (["5 to 10 us"], "reasoned, and the page says so"),
     "docs/runs-that-survive.md": (["5 seconds", "600 seconds", "2 to 3 seconds"],
                                   "--timeout, and the constants of run/processes.py"),
     "docs/which-layout.md": (
         ["28% slower", "23% faster", "3.6 times as slow", "1.6 times as fast", "12.7 s", "7.5 s",
-         "71.0 s", "44.0 s", "95.0 s", "58.9 s", "37.4 s", "37.4 s", "6.3 s", "5.9 s", "0.42 s",
-         "0.42 s"], "predictions; published speeds beside them"),
+         "71.0 s", "44.0 s", "96.5 s", "61.4 s", "37.4 s", "37.4 s", "6.3 s", "5.9 s", "0.42 s",
+         "0.42 s"], "predictions; published speeds next to them"),
     "run/launch.py": (["30 s"], "a constant of torchrun"),
     "run/processes.py": (["2 s", "3 s"], "constants of this file")}
 

@@ -24,8 +24,8 @@ import expert_parallel
 import extras.planner.__main__ as plan
 import schedules
 import sizes
-from extras.planner import costs, memory, report, traffic
-from extras.planner.hardware import DEVICES, MODELS
+from extras.planner import costs, hardware, memory, report, traffic
+from extras.planner.hardware import DEVICES
 from extras.planner.search import as_config
 from extras.show import ring, tables
 from mesh import lay_out
@@ -40,6 +40,10 @@ AUDIT = HERE.joinpath("extras/show/tests/audit.js")
 CORE = re.search(r'<script id="core">(.*?)</script>', PAGE, re.S)[1]
 # The schedules that the page knows: all but a fork's own (test_docs.py holds that)
 TABLE = CORE.split("const SCHEDULES = {")[1].split("};")[0]
+# The models that the page knows: some of the planner's. It has no mixtures with heads of their own
+OF_PAGE = CORE.split("const MODELS = {")[1].split("};")[0]
+MODELS = {name: model for name, model in hardware.MODELS.items()
+          if re.search(rf'\b{name}"?: (gpt|llama)\(', OF_PAGE)}
 KNOWN = [name for name in schedules.SCHEDULES if re.search(rf"\b{name}\b", TABLE)]
 DRIVER = """
 const list = (a) => [[a.kind, a.stage, a.microbatch], a.start, a.end];
@@ -446,6 +450,8 @@ def opened(tmp_path_factory):
     rng, settings, want = random.Random(1), [], []
     for name in rng.sample(list(MODELS), 12):
         D, T, P, zero = (rng.choice(values) for values in ((1, 8), (1, 2), (1, 4), (0, 3)))
+        if MODELS[name].n_head % 2:  # gpt2-xl has 25 heads
+            T = 1
         layout = memory.Layout(D, T, P, zero=zero, schedule="zb-h1", microbatches=8)
         settings.append(f"cm={name}&dp={D}&tp={T}&pp={P}&z={zero}&s=zb-h1&cb=64&cmb=8")
         want.append(memory.memory(memory.Job(MODELS[name], 64), layout))
@@ -645,6 +651,36 @@ def test_everybody_can_read_and_reach_the_page(opened, theme):
     assert report_of(opened)["audits"][theme] == []
 
 
+# The page in a frame of each width. A cell is cut if it ends to the right of the frame
+WIDTHS = """<body><iframe src="page.html#rn=16" height="900"></iframe><script>
+onload = async () => {
+  const [frame] = document.querySelectorAll("iframe"), seen = [];
+  for (const width of [320, 360, 500, 820, 1200]) {
+    frame.width = width;
+    await new Promise((next) => setTimeout(next, 200));
+    const cells = [...frame.contentDocument.querySelectorAll("td")].map((cell) => [cell,
+      cell.getBoundingClientRect()]);
+    seen.push([width, cells.length > 50, cells.filter(([, box]) => box.right > width).map(
+      ([cell]) => `${cell.closest("table").id}: ${cell.textContent}`)]);
+  }
+  document.body.textContent = "seen" + JSON.stringify(seen) + "seen";
+};
+</script></body>"""
+
+
+@needs_chrome
+def test_no_cell_of_a_table_is_cut_on_a_telephone(tmp_path):
+    (tmp_path / "page.html").write_text(PAGE)
+    (tmp_path / "frame.html").write_text(WIDTHS)
+    out = subprocess.run(
+        [CHROME, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         "--allow-file-access-from-files", f"--user-data-dir={tmp_path}/profile",
+         "--virtual-time-budget=30000", (tmp_path / "frame.html").as_uri()],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=HANG).stdout
+    seen = json.loads(html.unescape(out.split("seen")[1]))
+    assert seen == [[width, True, []] for width in (320, 360, 500, 820, 1200)]
+
+
 @needs_chrome
 def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     report, want = report_of(opened), opened[1]
@@ -666,6 +702,7 @@ def test_every_control_of_the_page_works_and_its_numbers_are_pythons(opened):
     ring, *every = report["figures_asked"]  # a name that no figure has asks for none: all stay
     assert ring == 1 and every == [PAGE.count("<section")] * 2
     for shown, parts in zip(report["numbers"], want, strict=True):
+        assert shown["calc-timed"].startswith("python -m extras.planner ")
         more = parts["total"] / 80e9
         verdict = "Too large" if more > 1 else "Fits barely" if more > 0.93 else "Fits, and"
         assert shown["calc-verdict"].startswith(verdict)

@@ -36,7 +36,9 @@ def test_the_demonstration_of_the_ring_sends_what_its_formulas_say(world):
     lines = pool(world, _shown, world)[0].splitlines()
     figures = [re.findall(r"sent +(\d+) bytes, formula +(\d+)", line) for line in lines[-5:]]
     assert all(sent == formula for ((sent, formula),) in figures)
-    hops = lines[:-5]  # in the end every chunk has the terms of all ranks
+    assert lines[0].startswith("a number is a chunk")
+    assert lines[-6] == f"with a tensor of {840 * world} bytes:"
+    hops = lines[1:-6]  # in the end every chunk has the terms of all ranks
     assert len(hops) == 1 + 2 * (world - 1) and hops[-1].count("1" * world) == world**2
 
 

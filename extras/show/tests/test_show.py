@@ -1,13 +1,23 @@
-"""What python -m extras.show and the programs beside it print, refuse and write."""
+"""What python -m extras.show and the programs next to it print, refuse and write."""
 
 import json
+import shlex
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 import extras.show.__main__ as show
 import schedules
+from extras.planner import hardware, memory, traffic
 from extras.show import draw, pictures
+from extras.show import memory as show_memory
+from extras.show import tables as show_tables
+from extras.show.tests.pages import BLOCKS
+from model import build
+from sizes import WIDTHS, GPTConfig, bytes_per_parameter
+from tests.harness import close
 from tests.isolation import as_it_was
 from tests.programs import (
     leave_ctrl_c_and_errors_to_pytest,
@@ -37,9 +47,29 @@ def test_after_them_ctrl_c_and_errors_are_pytests_again(line, capsys, monkeypatc
     ("collectives --help", "say how many ranks, 1 to 64"), ("collectives 0", "say how many"),
     ("context_parallel abc", "say how many ranks"), ("ddp 2", "ddp runs on 4 ranks"),
     ("sizes nan", "must be above 0"), ("sizes -5", "must be above 0"),
+    ("sizes --ranks 0", "must be above 0"), ("sizes --microbatches 0", "must be above 0"),
     ("mesh 0 1 1 1 1", "give the sizes"), ("nothing", "nothing is unknown; try collectives, ddp")])
 def test_nonsense_is_answered_with_one_line(line, says, capsys, monkeypatch):
     assert says in one_line(show.main, ["show", *line.split()], capsys, monkeypatch)
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_sizes_prints_what_the_planner_counts(m, capsys):
+    """Held and sent, for 7e9 parameters on 6 ranks: a number that is no power of two."""
+    with as_it_was():
+        show_tables.sizes_command(["7e9", "--ranks", "6", "--microbatches", str(m)])
+    *_, row = capsys.readouterr().out.splitlines()
+    ranks, *figures = map(float, row.replace("*", "").split())
+    job = memory.Job(hardware.MODELS["gpt2"], 6)
+    want = [7 * sum(bytes_per_parameter(stage, 6)) for stage in range(4)]
+    for stage in (1, 2, 3):
+        layout = memory.Layout(dp=6, zero=stage, microbatches=m)
+        sent = traffic.dp_messages(job, layout, 7, 6, gathered=14)
+        want.append(sum(times * gb for _, _, times, gb in sent))
+    assert ranks == 6 and figures == [float(f"{gb:.4g}") for gb in want]
 
 
 # ---- schedules ----
@@ -48,19 +78,22 @@ def test_nonsense_is_answered_with_one_line(line, says, capsys, monkeypatch):
 def test_schedules_are_drawn_compared_and_written(tmp_path, capsys):
     def run(line):
         with as_it_was():
-            draw.schedules_command(line.split())
+            draw.schedules_command(shlex.split(line))
         return capsys.readouterr().out
 
     assert json.loads(run("1f1b 4 8 --json")) == {
         "makespan": 33, "bubble": 3 / 11, "peak_in_flight": [4, 3, 2, 1]}
     assert run("gpipe 2 2").splitlines()[1] == "rank 1  ...F0 F1 B0--- B1--- ......"
-    compared = {line.split()[0]: line for line in run("4 8 --compare").splitlines()}
+    *lines, explained, _ = run("4 8 --compare").splitlines()
+    assert explained.startswith("Makespan: ")
+    compared = {line.split()[0]: line for line in lines}
     assert list(compared) == list(schedules.SCHEDULES)
     assert compared["1f1b"].endswith("in flight [4, 3, 2, 1]")
-    assert compared["interleaved"].endswith("in flight [11, 9, 7, 5], each in 1 of 2 chunks")
+    assert compared["interleaved"].endswith(
+        "in flight [11, 9, 7, 5], each in 1/2 of a rank's layers")
     # rank 1: F0 3-5, B0 5-7, F1 7-9, B1 9-11; rank 0 has its gradient one later
     assert "makespan 14 " in run("1f1b 2 2 --costs 2,1,1,1")
-    run(f"zb-v 2 4 --svg {tmp_path}/x.svg")
+    run(f"zb-v 2 4 --svg '{tmp_path}/x.svg'")
     assert (tmp_path / "x.svg").read_text().count("<rect") == 2 * 2 * 4 * 3
     assert json.loads(run("interleaved 4 8 --json"))["bubble"] == 3 / 19  # two chunks
     for bad in ("1f1b 0 8", "interleaved 4 6", "wave 2 2", "1f1b 2 2 --costs 1", "1f1b 2"):
@@ -124,3 +157,37 @@ def test_pictures_of_more_runs_than_colors_are_refused(tmp_path, capsys, monkeyp
         argv = ["pictures.py", "--svg", tmp_path, "--metrics", *tmp_path.glob(f"*/{name}")]
         assert "takes up to 6 files, of different names" in one_line(
             pictures.main, argv, capsys, monkeypatch)
+
+
+# ---- memory ----
+
+MEMORY = "docs/memory.md"
+
+
+@pytest.mark.parametrize("words,sequences,dtype,recomputed", show_memory.ROWS, ids=lambda x: str(x))
+def test_bytes_kept_for_backward_are_those_of_the_formula(words, sequences, dtype, recomputed):
+    """But for the loss, positions and, per recomputed block, the state of torch's random numbers.
+    """
+    config = show_memory.CONFIG
+    kept = show_memory.kept_bytes(config, sequences, dtype, recomputed)
+    wanted = show_memory.bytes_by_formula(config, sequences, WIDTHS[dtype], recomputed)
+    assert 0 <= kept - wanted <= (6000 * config.n_layer if recomputed else 1100)
+
+
+def test_the_chapters_forms_of_accumulation_and_recompute_give_the_same_gradients():
+    page = {"torch": torch}
+    for block in BLOCKS:
+        if block.page == MEMORY and block.kind == "python":
+            exec("\n".join(block.lines), page)
+    config = GPTConfig(67, 8, 2, 2, 8)
+    batch = torch.arange(64).view(2, 4, 8)
+    grads = []
+    for K, recomputed in ((1, False), (2, False), (4, True)):
+        model = build(config, dtype=torch.double)
+        if recomputed:
+            for layer in model.layers[1:-1]:
+                layer.forward = partial(page["Recomputed"].apply, layer.forward)
+        page["accumulate"](model, batch, K, tokens=32)
+        grads.append(torch.cat([param.grad.flatten() for param in model.parameters()]))
+    for other in grads[1:]:
+        close(other, grads[0], "gradients")
