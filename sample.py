@@ -1,13 +1,13 @@
 """Text from the last complete checkpoint, on T ranks (--tp), whatever layout trained it.
 
-Held by a rank: 1/T of the matrices; 1/T of the keys and values of the tokens so far (the cache,
-because they do not change when others follow): 2 L C / T numbers per token and sample, for L blocks
+Held by a rank: 1/T of the matrices, and 1/T of the cache: keys and values of the tokens so far,
+which do not change when others follow. In all 2 L C / T numbers per token and sample, for L blocks
 of width C (a Llama: n_kv/nh of that). Sent by a rank: 2 (T-1)/T (2 L + 1) C numbers for each token
-that enters the model, and (T-1)/T V for each new one, its logits.
+that enters the model, and (T-1)/T V, its logits, for each new one.
 
-Tensor ranks are what makes a sample faster, on fast links: a new token costs one read of all
-weights, and T ranks read T at a time. Data ranks would serve other users' texts. Pipeline ranks
-hold 1/P, but a token has to pass them one by one. ZeRO would send all weights for each token.
+Only tensor ranks make one sample faster, and only on fast links: a new token costs a read of all
+weights, of which each of T ranks reads 1/T. Data ranks sample for other users. A pipeline rank has
+1/P of the layers, but a token passes them one by one. ZeRO would send all weights for each token.
 
     python sample.py --prompt "def " --out out --samples 3
 """
@@ -78,7 +78,7 @@ from run.config import Config
 from run.processes import all_gather_text, joined
 from run.signals import in_words, note
 from run.tensorfile import CheckpointError
-from run.weights import MODEL, load_model, read_weights, refuse_sizes
+from run.weights import MODEL, read_weights, refuse_sizes
 from shard import tag_whole
 from sizes import config_from
 from tensor_parallel import tensor_parallel
@@ -108,11 +108,13 @@ class WholeLogits(nn.Module):
 
 def split_model(model, mesh):
     """Split a whole model over the mesh's tensor ranks, in place. Each parameter is then tagged as
-    this rank's slice (shard.py); the logits are whole on every rank."""
+    this rank's slice (shard.py); the logits are whole on every rank. One rank's model stays as it
+    is, but for the tags."""
     group = mesh.group("tp")
     tag_whole(model, mesh.group("dp"))
-    tensor_parallel(model, group)
-    model.layers[-1] = WholeLogits(model.layers[-1], group, model.config.vocab_size)
+    if group.size > 1:
+        tensor_parallel(model, group)
+        model.layers[-1] = WholeLogits(model.layers[-1], group, model.config.vocab_size)
 
 
 def load_slices(folder, mesh):
@@ -223,7 +225,7 @@ def sample_text(folder, data):
     """Continue the validation text with the checkpoint just saved: the whole model, in float32, in
     this process. If that fails, return the reason: no run fails because of its sample."""
     try:
-        model = load_model(folder)
+        model = load_slices(folder, Mesh())
         ids, = generate(model, data.val[:16].tolist(), n=96)
         text = load_tokenizer(data.folder).decode(ids)
     except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...

@@ -1,5 +1,7 @@
 """What python -m extras.show and the programs next to it print, refuse and write."""
 
+import gc
+import itertools
 import json
 import shlex
 import sys
@@ -16,6 +18,7 @@ from extras.show import memory as show_memory
 from extras.show import tables as show_tables
 from extras.show.tests.pages import BLOCKS
 from model import build
+from recompute import recompute
 from sizes import WIDTHS, GPTConfig, bytes_per_parameter
 from tests.harness import close
 from tests.isolation import as_it_was
@@ -172,6 +175,47 @@ def test_bytes_kept_for_backward_are_those_of_the_formula(words, sequences, dtyp
     kept = show_memory.kept_bytes(config, sequences, dtype, recomputed)
     wanted = show_memory.bytes_by_formula(config, sequences, WIDTHS[dtype], recomputed)
     assert 0 <= kept - wanted <= (6000 * config.n_layer if recomputed else 1100)
+
+
+def test_float16_keeps_what_bfloat16_keeps():
+    config = GPTConfig(67, 16, 2, 2, 8)
+    sixteen = [show_memory.kept_bytes(config, 2, dtype, False) for dtype in ("bfloat16", "float16")]
+    assert sixteen[0] == sixteen[1] < show_memory.kept_bytes(config, 2, "float32", False)
+
+
+def peak_of_segments(blocks, k, x):
+    """The most bytes that exist at a time in forward and backward of these blocks, k of which are
+    recomputed at once. x and gradients of parameters are not counted."""
+    for param in blocks.parameters():
+        param.grad = torch.zeros_like(param)
+    gc.collect()
+    gc.disable()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        y = x
+        for i in range(0, len(blocks), k):
+            y = recompute(blocks[i : i + k], y)
+        y.sum().backward()
+    gc.enable()
+    events = profile.kineto_results.events()
+    return max(itertools.accumulate(event.nbytes() for event in events
+                                    if event.name() == "[memory]"))
+
+
+def test_recomputing_k_blocks_at_once_holds_the_pages_sum():
+    """L C / k + 16 C k per token, and some gradients, as many for any k: of 16 blocks k = 1 holds
+    the least, and not k = 4, the square root."""
+    L, tokens = 16, 8 * 64
+    config = GPTConfig(67, 64, L, 4, 64)
+    blocks = torch.nn.Sequential(*build(config).layers[1:-1])
+    x = torch.randn(8, 64, 64, requires_grad=True)
+    # The bytes per token that another block adds: the head's part is the same, and drops out
+    one, two = (show_memory.bytes_by_formula(GPTConfig(67, 1, n, 4, 64), 1, 4, False)
+                for n in (1, 2))
+    block, one_input = tokens * (two - one), x.nbytes
+    peaks = {k: peak_of_segments(blocks, k, x) for k in (1, 2, 4, 8)}
+    for k, peak in peaks.items():
+        assert 0 <= peak - (L // k * one_input + k * block) < 0.4 * block
+    assert sorted(peaks, key=peaks.get) == [1, 2, 4, 8]
 
 
 def test_the_chapters_forms_of_accumulation_and_recompute_give_the_same_gradients():
