@@ -78,7 +78,7 @@ from run.config import Config
 from run.processes import all_gather_text, joined
 from run.signals import in_words, note
 from run.tensorfile import CheckpointError
-from run.weights import MODEL, read_weights, refuse_sizes
+from run.weights import MODEL, load_model, read_weights, refuse_sizes
 from shard import tag_whole
 from sizes import config_from
 from tensor_parallel import tensor_parallel
@@ -225,7 +225,7 @@ def sample_text(folder, data):
     """Continue the validation text with the checkpoint just saved: the whole model, in float32, in
     this process. If that fails, return the reason: no run fails because of its sample."""
     try:
-        model = load_slices(folder, Mesh())
+        model = load_model(folder)
         ids, = generate(model, data.val[:16].tolist(), n=96)
         text = load_tokenizer(data.folder).decode(ids)
     except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, logits of nan, ...
