@@ -55,14 +55,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_published_runs_are_predicted_better_than_by_one_mfu():
-    """Held-out sources are within the band in the median, half of their runs within 15%. One
+    """Held-out sources are within 14% in the median, half of their runs within 15%. One
     constant MFU for each kind of GPU has four times the error on fitted sources, 1.5 times there.
     (Not so on the fourth and the sixth hold-out: the tests below.)"""
     found = published.errors(published.RUNS)
     for status in {run.status for run in published.RUNS} - {"held out fourth", "held out sixth"}:
         errors, baseline = ([abs(row[i]) for row in found if row[0].status == status]
                             for i in (1, 2))
-        most, share, times = (0.04, 0.85, 4) if status == "fitted" else (plan.BAND, 0.5, 1.5)
+        most, share, times = (0.04, 0.85, 4) if status == "fitted" else (0.14, 0.5, 1.5)
         assert round(median(errors), 2) <= most and median(errors) * times < median(baseline)
         assert sum(error <= 0.15 for error in errors) >= share * len(errors)
     fitted = [run for run in published.RUNS if run.status == "fitted"]
@@ -83,12 +83,12 @@ def test_thirty_more_runs_are_predicted_within_the_band_in_the_median():
 
 
 def test_the_band_is_the_median_error_of_all_runs_that_were_held_out():
-    """Half of them are within 15%; of one constant MFU for each kind of GPU 49 of 118 are."""
+    """84 of 141 are within 15%; of one constant MFU for each kind of GPU 58 are."""
     found = [row for row in published.errors(published.RUNS) if row[0].status != "fitted"]
     errors, baseline = ([abs(row[i]) for row in found] for i in (1, 2))
     assert round(median(errors), 2) == plan.BAND and median(errors) < 0.75 * median(baseline)
     near, as_near = (sum(error <= 0.15 for error in each) for each in (errors, baseline))
-    assert (len(found), near, as_near) == (118, 63, 49)
+    assert (len(found), near, as_near) == (141, 84, 58)
 
 
 def test_of_the_sixth_hold_out_less_than_half_is_within_15_percent():
@@ -104,6 +104,19 @@ def test_of_the_sixth_hold_out_less_than_half_is_within_15_percent():
         if planned > constant:
             worse.add(source.split(",")[-1].strip().split(" |")[0])
     assert worse == {"175B", "compiled"}
+
+
+def test_of_the_seventh_hold_out_all_dense_runs_are_within_15_percent():
+    """Also each publisher alone: ten runs of Aleph Alpha's, of which none was known, and FlagPerf's,
+    of which other models are fitted."""
+    runs = [run for run in published.RUNS if run.status == "held out seventh"]
+    found = published.errors(runs)
+    assert len(found) == 23
+    assert all(abs(error) <= 0.15 for run, error, _ in found if not run.job.model.n_experts)
+    for publisher in ("Aleph Alpha", "FlagPerf"):
+        errors, baseline = ([abs(row[i]) for row in found if row[0].source.startswith(publisher)]
+                            for i in (1, 2))
+        assert median(errors) < 0.065 and 2 * median(errors) < median(baseline), publisher
 
 
 def test_each_published_run_that_is_off_by_15_percent_has_a_reason():
@@ -122,6 +135,7 @@ def test_no_source_is_fitted_and_held_out():
              for status in {run.status for run in published.RUNS}}
     assert not names["fitted"] & names["held out third"] and len(names["held out third"]) == 8
     assert not names["fitted"] & (names["held out fourth"] | names["held out fifth"])
+    assert names["fitted"] & names["held out seventh"] == {"FlagPerf"}  # other models
     assert names["fitted"] & names["held out sixth"] == {"torchtitan"}  # other runs of it
     assert names["known publisher"] <= names["fitted"]
 
@@ -161,13 +175,16 @@ def test_published_runs_fit_into_their_memory():
     whose kernels save less for backward; one without master weights; and one of Pax (by 3%). Of the
     last thirty: MaxText's, which recompute a little; mixtures, whose kernels save less; NeMo's 405
     billion; and ColossalAI's, whose logits are in chunks. Of the sixth hold-out: torchtitan's, with
-    cards of more memory, and mixtures, NeMo's and Pythia's by 3%."""
+    cards of more memory, and mixtures, NeMo's and Pythia's by 3%. Of the seventh: two of Aleph
+    Alpha's, by 3 and 6%."""
     full = [run for run in published.RUNS if held(run) > 1e9 * run.machine.gb]
     last = {"held out fourth", "held out fifth"}
     sixth = Counter(run.source.split()[0] for run in full if run.status == "held out sixth")
     assert sixth == {"torchtitan,": 4, "Pythia": 1, "Pythia's": 1, "NeMo-Framework-Launcher,": 1,
                      "Grok-1": 1, "Qwen3-235B": 1, "GPT-OSS": 1}
-    full = [run for run in full if run.status != "held out sixth"]
+    seventh = Counter(run.source.split()[0] for run in full if run.status == "held out seventh")
+    assert seventh == {"Aleph": 2}
+    full = [run for run in full if run.status not in ("held out sixth", "held out seventh")]
     names = Counter(run.source.split()[0] for run in full if run.status not in last)
     assert names == {"Narayanan": 1, "Llama": 3, "NVIDIA": 5, "KempnerForge,": 1, "Pax": 1}
     names = Counter(run.source.split()[0] for run in full if run.status in last)

@@ -618,7 +618,8 @@ def test_published_txt_is_what_plan_py_prints(printed):
             r"baseline (\S+)", figures).groups()
     shown = {"third hold-out": "held out third", "known publishers": "known publisher",
              "20 more, chosen by a reader": "held out fourth",
-             "ten more, other programs and years": "held out fifth", "54 more": "held out sixth"}
+             "ten more, other programs and years": "held out fifth", "54 more": "held out sixth",
+             "23 more, six models": "held out seventh"}
     kinds = [name for name in found if name not in shown.values()]  # fitted, all held out, kinds
     for name, status in (shown | dict(zip(kinds, kinds, strict=True))).items():
         rows, _, error, near, largest, baseline = found[status]
