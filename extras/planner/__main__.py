@@ -35,7 +35,15 @@ from extras.planner.hardware import DEVICES, MODELS, Device
 from extras.planner.memory import Job, Layout
 from extras.planner.mixture import Mixture
 from extras.planner.programs import PROGRAMS, TRAIN_PY, lacks_stage
-from extras.planner.report import BAND, fell_out, figures, print_plan, trades, usable
+from extras.planner.report import (
+    BAND,
+    described_layout,
+    fell_out,
+    figures,
+    print_plan,
+    trades,
+    usable,
+)
 from extras.planner.search import Search, as_config, layout_of, require_few_actions, settle
 from run import config
 from run.config import Parser
@@ -237,9 +245,17 @@ def searched(args):
     best = search.best(1) if args.layout else search.best(args.top, BAND)
     rows += [figures(job, layout, calibrated) for _, layout in best]
     if not rows and search.smallest is None:  # no candidate at all: which flag is to blame?
+        batch = job.batch_size
+        if other := search.at_round_batch():
+            near, _, layout = other
+            raise ValueError(f"no layout of --gpus {args.gpus} divides --batch-size {batch}; "
+                             f"--batch-size {near} would allow {described_layout(layout)}")
+        if "dp" not in fixed:  # do not blame train.py's choice of --dp, which no flag gave
+            cfg.batch_size = args.gpus * (cfg.microbatches or 1)
         settle(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
-        raise ValueError(f"no layout with these flags has --gpus {args.gpus} ranks")
+        raise ValueError(f"no layout with these flags has --gpus {args.gpus} ranks and divides "
+                         f"--batch-size {batch}")
     if not rows:
         reasons = "; ".join(map(str.strip, fell_out(search)))
         raise ValueError(f"no layout fits: {reasons}{gpus_that_would_do(args)}")

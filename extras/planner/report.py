@@ -153,6 +153,12 @@ def print_list(args, device, runs, search, rows):
     print("the first row: what makes it hard to run; the others, compared with the first:")
     for i, words in enumerate(trades(job, rows), 1):
         print(f"{i:4}  {words}")
+    other = search.at_round_batch()
+    if other:
+        batch, at_batch, layout = other
+        faster = seconds / job.batch_size / (at_batch / batch) - 1  # for each sequence
+        if faster > BAND:
+            print(f"--batch-size {batch} would be {faster:.0%} faster: {described_layout(layout)}")
     if runs:
         print(f"the rows' places before own runs: {places(search, device, args.top, rows)}")
 

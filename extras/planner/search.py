@@ -76,6 +76,19 @@ def layout_of(cfg):
     return layout._replace(shard=0) if layout.shard == layout.dp else layout
 
 
+def divisors(number):
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def round_batch(batch, gpus):
+    """The batch that the most data ranks divide, at most 1/16 from `batch`: a multiple of the
+    largest divisor of `gpus` that has one there. On 64 GPUs 127 becomes 128, and 96 stays 96."""
+    for ranks in reversed(divisors(gpus)):
+        near = max(1, round(batch / ranks)) * ranks
+        if 16 * abs(near - batch) <= batch:
+            return near
+
+
 def departures(layout):
     """{field: value} of the fields of a layout that differ from those of one process."""
     plain = Layout()._asdict()
@@ -109,9 +122,9 @@ class Search:
     def axes(self):
         """Yields {field: value} of dp, tp, pp, cp, ep, sp and cp_attention: all combinations that
         train.py takes, without NOT_SEARCHED."""
-        divisors = [d for d in range(1, self.gpus + 1) if self.gpus % d == 0]
+        ranks = divisors(self.gpus)
         experts, S = self.job.model.n_experts, self.job.model.block_size
-        for axes in self.options(tp=divisors, pp=divisors, cp=divisors):
+        for axes in self.options(tp=ranks, pp=ranks, cp=ranks):
             tp, cp = axes["tp"], axes["cp"]
             if self.gpus % (axes["pp"] * tp * cp):
                 continue
@@ -126,7 +139,7 @@ class Search:
             if cp > 1 and S // cp < 512 and "cp" not in self.fixed:
                 continue
             for more in self.options(dp=[self.gpus // math.prod(axes.values())], shard=[0],
-                                     ep=divisors if experts else [1],
+                                     ep=ranks if experts else [1],
                                      sp=[False, True] if tp > 1 else [False],
                                      cp_attention=["ring", "all-to-all"] if cp > 1 else ["ring"]):
                 split = {**axes, **more}
@@ -281,3 +294,13 @@ class Search:
         for _, _, _, precision, layout in queue:
             self.slower += len(self.with_zero(layout)) if precision == "bound" else 1
         return list(found.values())
+
+    def at_round_batch(self):
+        """(batch, seconds, layout) of the fastest layout for the round_batch() of this job; None if
+        the job's own batch is round, or if no layout fits."""
+        near = round_batch(self.job.batch_size, self.gpus)
+        if near == self.job.batch_size:
+            return None
+        job = self.job._replace(batch_size=near)
+        best = Search(job, self.gpus, self.device, self.fixed, self.program).best(1)
+        return (near, *best[0]) if best else None
