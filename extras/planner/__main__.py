@@ -71,7 +71,7 @@ def flags():
     unset = {"default": argparse.SUPPRESS}  # a flag that is not given is no attribute of args
     group = parser.add_argument_group("cluster")
     group.add_argument("--gpus", type=int, default=8, help="how many (8)")
-    group.add_argument("--gpu", choices=DEVICES, default="a100-80", help="which (a100-80)")
+    group.add_argument("--gpu", type=str.lower, choices=DEVICES, default="a100-80", help="which (a100-80)")
     for f in fields(Device):
         group.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar="X",
                            help=f"replaces {f.name} of hardware.py", **unset)
@@ -250,15 +250,15 @@ def searched(args):
             near, _, layout = other
             raise ValueError(f"no layout of --gpus {args.gpus} divides --batch-size {batch}; "
                              f"--batch-size {near} would allow {described_layout(layout)}")
-        if "dp" not in fixed:  # do not blame train.py's choice of --dp, which no flag gave
-            cfg.batch_size = args.gpus * (cfg.microbatches or 1)
+        if not {"dp", "microbatches"} & {*fixed}:  # do not blame the --dp that train.py chooses
+            cfg.batch_size = args.gpus
         settle(cfg, args.gpus)  # ValueError if train.py takes no such layout
         require_has(args, job, cfg)
         raise ValueError(f"no layout with these flags has --gpus {args.gpus} ranks and divides "
                          f"--batch-size {batch}")
     if not rows:
-        reasons = "; ".join(map(str.strip, fell_out(search)))
-        raise ValueError(f"no layout fits: {reasons}{gpus_that_would_do(args)}")
+        *_, misfits = fell_out(search)
+        raise ValueError(f"no layout fits: {' '.join(misfits.split())}{gpus_that_would_do(args)}")
     return device, runs, search, rows
 
 
