@@ -71,7 +71,8 @@ def flags():
     unset = {"default": argparse.SUPPRESS}  # a flag that is not given is no attribute of args
     group = parser.add_argument_group("cluster")
     group.add_argument("--gpus", type=int, default=8, help="how many (8)")
-    group.add_argument("--gpu", type=str.lower, choices=DEVICES, default="a100-80", help="which (a100-80)")
+    group.add_argument("--gpu", type=str.lower, choices=DEVICES, default="a100-80",
+                       help="which (a100-80)")
     for f in fields(Device):
         group.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar="X",
                            help=f"replaces {f.name} of hardware.py", **unset)
