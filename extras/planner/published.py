@@ -1,9 +1,10 @@
 """Published runs beside their predictions: python -m extras.planner --published
 
-published.txt has the runs, their sources and the traits of their software. The fractions in
-hardware.py are fitted to all runs but those held out. Beside each prediction stands a baseline: one
-constant MFU for each kind of GPU, the median of the fitted runs. Where a source leaves a value open
-(?), published.txt has a chosen value, and says how it was chosen: mostly, the value of the fastest
+published.txt has the runs, their sources and the traits of their software; trials.txt has trials of
+many layouts of one model. The fractions in hardware.py are fitted to all runs of published.txt but
+those held out. Beside each prediction stands a baseline: one constant MFU for each kind of GPU, the
+median of the fitted runs. Where a source leaves a value open (?), published.txt has a chosen value,
+and says how it was chosen: mostly, the value of the fastest
 prediction that fits into memory. PublishedCosts models how these programs differ from train.py.
 """
 
@@ -133,6 +134,8 @@ def read(lines):
 
 
 RUNS = list(read(Path(__file__).with_suffix(".txt").read_text().splitlines()))
+# Runs of one model on one cluster in many layouts, by sheet
+TRIALS = list(read(Path(__file__).with_name("trials.txt").read_text().splitlines()))
 
 
 class PublishedCosts(Costs):
@@ -292,6 +295,22 @@ def by_other_runs(status):
     return rows
 
 
+def choices():
+    """[(sheet, number of its trials, longer by plan, longer by rule)] of TRIALS. longer: how much
+    longer the chosen trial took than the fastest, as a share. The plan chooses the trial that is
+    predicted to be the fastest; the rule, which predicts nothing, the one with the fewest tensor
+    and pipeline ranks (T x P), and of those the smallest microbatch."""
+    rows = []
+    for sheet, trials in groupby(TRIALS, lambda run: run.source):
+        trials = list(trials)
+        fastest = min(run.seconds for run in trials)
+        plan = min(trials, key=lambda run: PublishedCosts(run).step_time(run.layout))
+        rule = min(trials, key=lambda run: (run.layout.tp * run.layout.pp,
+                                            tokens_of(run.job, run.layout), run.layout.tp))
+        rows.append((sheet, len(trials), plan.seconds / fastest - 1, rule.seconds / fastest - 1))
+    return rows
+
+
 HEAD = ("model GPUs device S dp tp pp cp ep zero chunks b recompute published predicted in error "
         "baseline").split()
 
@@ -345,6 +364,11 @@ def main():
         for run, error, _ in group:
             if run.reason:
                 print(f"  {error:+.1%}: {run.reason}")
+    print("trials of layouts: longer than the fastest by")
+    for sheet, number, by_plan, by_rule in choices():
+        print(f"  the planner's choice {by_plan:.1%}, that of fewest T x P {by_rule:.1%}: {sheet}, "
+              f"{number} layouts")
+    print(size_of_errors("trials", errors(TRIALS)))
     calibrated = by_other_runs("held out third")
     plain, by_one, by_all = (median(errors) for errors in zip(*calibrated, strict=True))
     print(f"held out third, {len(calibrated)} rows whose source has others: median error "
