@@ -4,8 +4,8 @@ published.txt has the runs, their sources and the traits of their software; tria
 many layouts of one model. The fractions in hardware.py are fitted to all runs of published.txt but
 those held out. Beside each prediction stands a baseline: one constant MFU for each kind of GPU, the
 median of the fitted runs. Where a source leaves a value open (?), published.txt has a chosen value,
-and says how it was chosen: mostly, the value of the fastest
-prediction that fits into memory. PublishedCosts models how these programs differ from train.py.
+and says how it was chosen: mostly, the value of the fastest prediction that fits into memory.
+PublishedCosts models how these programs differ from train.py.
 """
 
 import math
