@@ -520,7 +520,7 @@ def sources():
 def agree(cfg, data, world):
     """Collective: lock --out, look up the checkpoint of --resume, and compare every rank with rank
     0. CheckpointError, on every rank, if --out is taken or a rank differs."""
-    with together(world):
+    with together(world), about(cfg.resume):
         if world.rank == 0:
             claim(cfg.out, min(5, cfg.timeout / 2))
             # Look for the checkpoint only now that --out is locked: a run that held the lock before

@@ -32,6 +32,7 @@ from run import checkpoint, tensorfile
 from run.files import FOLDER
 from run.hugging_face import CONFIG, CONV1D, config_json, llama_names
 from run.signals import in_words
+from run.tensorfile import about
 from run.weights import load_model
 from sizes import LlamaConfig
 
@@ -47,14 +48,11 @@ def tensors_of(name, values, config):
     return [(name.removeprefix("transformer."), values.contiguous())]
 
 
-def write_weights(path, model):
-    """Write the parameters, in float32, under Hugging Face's names and shapes."""
-    tensors = {}
-    for name, param in model.canonical_parameters():
-        tensors.update(tensors_of(name, param.data, model.config))
+def write_weights(path, tensors):
+    """Write {name: float32 tensor} as a safetensors file. CheckpointError if the disk is full."""
     shapes = {name: values.shape for name, values in tensors.items()}
     head, _ = tensorfile.make_header(shapes, "F32")
-    with open(path, "wb") as file:
+    with about(path), open(path, "wb") as file:
         file.write(head)
         for values in tensors.values():
             file.write(values.numpy().tobytes())
@@ -63,8 +61,8 @@ def write_weights(path, model):
 def export(folder, to):
     """Write a checkpoint to the new folder `to`: weights in float32, config.json, the tokenizer.
     Returns a sentence that names the files. ValueError if the checkpoint is damaged, if its model
-    has experts, or if `to` has a checkpoint's name; OSError if the folder exists or cannot be
-    written."""
+    has experts or other parameters than Hugging Face's, if `to` has a checkpoint's name, or if the
+    disk is full; OSError if the folder exists or cannot be made."""
     model = load_model(folder)
     # Read before anything is written, because a run may have pruned the checkpoint by now: then
     # read_newest() starts again with another one
@@ -80,8 +78,11 @@ def export(folder, to):
     part = Path(f"{to}.part")  # renamed once all files are in it
     if part.exists():
         raise ValueError(f"{part} is left of an export that was stopped; delete it")
+    tensors = {}  # under Hugging Face's names and shapes
+    for name, param in model.canonical_parameters():
+        tensors.update(tensors_of(name, param.data, config))
     part.mkdir(parents=True)
-    write_weights(part / "model.safetensors", model)
+    write_weights(part / "model.safetensors", tensors)
     note = ""
     try:
         tokenizer, end_of_text = tokenizer_files(data, config)
@@ -93,7 +94,8 @@ def export(folder, to):
         end_of_text = 50256 if 50257 <= config.vocab_size <= 50304 else None
     files = {CONFIG: config_json(config, end_of_text, manifest.get("kept")), **tokenizer}
     for name, content in files.items():
-        (part / name).write_text(json.dumps(content, indent=1))
+        with about(part / name):
+            (part / name).write_text(json.dumps(content, indent=1))
     part.rename(to)
     return f"{to}: {', '.join(['model.safetensors', *files])}, of {folder}{note}"
 

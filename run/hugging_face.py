@@ -62,11 +62,13 @@ LLAMA_ENDS = {"transformer.wte.weight": "model.embed_tokens.weight",
 
 def llama_names(name, config):
     """[(LlamaForCausalLM's name, number of rows)] of the tensors that together are our tensor of
-    this canonical name. Rows None: all."""
+    this canonical name. Rows None: all. ValueError if LlamaForCausalLM has none."""
     if name in LLAMA_ENDS:
         return [(LLAMA_ENDS[name], None)]
-    _, _, i, local = name.split(".", 3)  # transformer.h.0.ln_1.weight
+    *_, i, local = name.split(".", 3)  # transformer.h.0.ln_1.weight
     local, _, kind = local.rpartition(".")  # "ln_1", "weight" (Qwen2's c_attn also has a "bias")
+    if local not in LLAMA_BLOCK or kind not in ("weight", "bias"):
+        raise ValueError(f"LlamaForCausalLM has no tensor for {name}")
     rows = {"attn.c_attn": [config.query_width, config.kv_width, config.kv_width],
             "mlp.c_fc": [config.n_hidden] * 2}
     return [(f"model.layers.{i}.{part}.{kind}", n)

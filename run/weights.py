@@ -132,7 +132,8 @@ def find_llama(path, entries, shapes, config):
     found = {}
     wanted = {}  # {name in the file: shape}
     for name, shape in shapes.items():
-        parts = llama_names(name, config)  # [(name in the file, number of rows; None: all)]
+        with about(path):
+            parts = llama_names(name, config)  # [(name in the file, number of rows; None: all)]
         for theirs, rows in parts:
             wanted[theirs] = shape if rows is None else torch.Size((rows, *shape[1:]))
         found[name] = [theirs for theirs, _ in parts]
@@ -226,11 +227,14 @@ def initial_slices(cfg, shapes, config, mesh, draw):
     """A function value(tag): the slice with which this rank begins, of the run's dtype, on the
     CPU. The values are those of --init-from, or draw(name, shape, config, seed); zeros if a
     checkpoint is going to replace them. Collective: CheckpointError on all ranks if --init-from
-    cannot be read on one."""
+    cannot be read on one, or is not finite."""
     given = None  # a function from a name to the full tensor
     if cfg.init_from and cfg.resume == "no":
         with together(mesh.world):
             given = read_weights(cfg.init_from, shapes, config)
+            for name in [*shapes][mesh.world.rank :: mesh.world.size]:  # each rank reads its share
+                if not given(name).isfinite().all():
+                    raise CheckpointError(f"{cfg.init_from}, tensor {name}: not finite")
 
     def value(tag):
         if cfg.resume != "no":

@@ -18,6 +18,7 @@ from engine.group import Group, Work, queued
 from engine.mesh import Mesh
 from engine.nccl_group import CudaGroup
 from group import CommunicationError
+from group import Work as PlainWork
 from run.copies import Copies
 from run.processes import all_gather_text
 from shard import Tag
@@ -301,6 +302,15 @@ def test_a_work_holds_every_thread_that_waits_for_it():
     with ThreadPoolExecutor(4) as threads:
         for waiting in [threads.submit(lambda: (work.wait(), len(done))[1]) for _ in range(4)]:
             assert waiting.result() == 1
+
+
+@pytest.mark.parametrize("kind", [Work, PlainWork], ids=["engine", "root"])
+def test_a_work_waits_once(kind):
+    waited = []
+    work = kind([lambda: waited.append(1)])
+    work.wait()
+    work.wait()
+    assert waited == [1]
 
 
 def test_a_work_that_failed_fails_for_everybody_who_waits():

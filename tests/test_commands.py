@@ -136,6 +136,7 @@ def damaged(corpus, tmp_path, how):
                                   "try 6"),
     ("--experts 4 --top-k 5", "--top-k 5 must be at most --experts 4"),
     ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
+    (f"--resume {'x' * 5000}", "File name too long"),
     ("--trace x --steps 2", "--steps 2 must be at least 3 for --trace"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, capsys, monkeypatch):
@@ -232,11 +233,14 @@ def test_the_memory_check_counts_the_states_of_the_chosen_optimizer(corpus, dtyp
                 check_memory(cfg, share=1)
 
 
-def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypatch):
-    """A machine with memory for 5/8 of a model's states takes half of the ranks, and not all."""
-    cfg = config(corpus, dp=2, n_embd=960, n_layer=1, batch_size=2, microbatches=1,
+@pytest.mark.parametrize("experts,matrices", [(0, 12), (4, 4 + 16), (2, 12)])
+def test_the_memory_check_counts_this_machines_share(corpus, tmp_path, monkeypatch, experts,
+                                                     matrices):
+    """A machine with memory for 5/8 of a model's states takes half of the ranks, and not all.
+    matrices: those of a block, in C x C; two experts (of 4 C x C each) are as large as an MLP."""
+    cfg = config(corpus, dp=2, n_embd=960, n_layer=1, batch_size=2, microbatches=1, experts=experts,
                  dtype="bfloat16", out=str(tmp_path))
-    states = 12 * cfg.n_embd**2 * 16
+    states = matrices * cfg.n_embd**2 * 16
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": states * 5 // 8}.get)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
@@ -380,7 +384,8 @@ def test_tasks_of_srun_and_mpirun_are_one_line_that_names_torchrun(env, says, ca
 
 @pytest.mark.parametrize("env,lines", [
     ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1), ({"SLURM_NTASKS": "8"}, 0),
-    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0)], ids=str)
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 0),
+    ({"PMI_SIZE": "0", "OMPI_COMM_WORLD_SIZE": ""}, 0)], ids=str)
 def test_the_one_process_of_a_batch_script_trains(env, lines, capsys, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)

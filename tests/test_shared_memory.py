@@ -1,6 +1,7 @@
 """Messages through shared memory: equal over every road; what happens to peers that die, stop or
 never come, and to strangers; nothing is left behind."""
 
+import mmap
 import os
 import resource
 import signal
@@ -8,8 +9,10 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +40,7 @@ def machines(rank, of_rank):
         yield
 
 
-# The machine of each rank. "one pair": all are on one, but ranks 0 and 1 cannot connect
+# The machine of each rank. "one pair": all are on one, but rank 0 cannot connect to rank 1
 ROADS = {"gloo": lambda rank: rank, "mixed": lambda rank: rank // 2,
          "one pair by gloo": lambda rank: 0}
 
@@ -47,7 +50,7 @@ def road(rank, name):
     reach = shared_memory.Neighbours.can_reach
 
     def can_reach(self, peer):
-        return {self.rank, peer} != {0, 1} and reach(self, peer)
+        return (self.rank, peer) != (0, 1) and reach(self, peer)
 
     one_pair = name == "one pair by gloo"
     with machines(rank, ROADS[name]), patch.object(
@@ -147,6 +150,22 @@ def _a_thousand(rank):
 
 def test_a_send_never_waits_for_the_receiver():
     assert pool(2, _a_thousand) == [True] * 2
+
+
+def test_a_send_is_waited_for_until_the_last_number_has_left():
+    """However little room the socket has each time."""
+    unsent = deque(range(3))
+    neighbours = SimpleNamespace(timeout=1, sleep=lambda sockets, deadline: unsent.popleft())
+    Outgoing.wait(SimpleNamespace(unsent=unsent, neighbours=neighbours))
+    assert not unsent
+
+
+@pytest.mark.parametrize("length", [1, 4096, 4097, 2**16 + 1, 10**6, 2**20 + 1, 10**8 + 7])
+def test_a_buffer_is_at_most_an_eighth_larger_than_its_message(length):
+    """... or a page."""
+    beyond = shared_memory.room(length) - length
+    assert 0 <= beyond < max(mmap.PAGESIZE, length / 8)
+    assert (length + beyond) % mmap.PAGESIZE == 0
 
 
 def _receives_in_order(rank):

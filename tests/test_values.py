@@ -262,6 +262,12 @@ class LateLog(Log):
     def __init__(self, late, *args):
         super().__init__(*args)
         self.most_unread = late
+        self.batches = []  # number of batches of each validation
+
+    def validating(self, done, batches):
+        super().validating(done, batches)
+        if done == 1:
+            self.batches.append(batches)
 
 
 def ends_well(monkeypatch, corpus, folder, late=0, first=0, until=math.inf, **flags):
@@ -284,11 +290,13 @@ def ends_well(monkeypatch, corpus, folder, late=0, first=0, until=math.inf, **fl
 @pytest.mark.parametrize("late,flags", [(0, {}), (1, {}), (0, {"fast": ""})], ids=str)
 def test_a_run_gives_up_after_five_steps_that_are_not_finite(corpus, tmp_path, late, flags,
                                                              monkeypatch, capsys):
-    """... and names the fifth of them, also where losses are read one step late."""
+    """... and names the fifth of them, also where losses are read one step late. No validation
+    follows."""
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert not ends_well(monkeypatch, corpus, tmp_path, late, first=3, steps=50, save_interval=5,
-                         **flags)
+                         eval_interval=50, **flags)
     said = capsys.readouterr()
+    assert "validation" not in said.out
     last = tmp_path / "step-00000005"
     assert said.err == ("train.py: loss or gradient norm was not finite for 5 steps up to step 7; "
                         f"last good checkpoint: {last}; a lower --lr may help\n") and last.exists()
@@ -468,16 +476,48 @@ def test_losses_that_are_read_one_step_late_are_the_same(corpus, tmp_path, monke
     for late in (0, 1):
         path = tmp_path / f"{late}.jsonl"
         cfg = config(corpus, n_layer=1, microbatches=1, steps=7, eval_interval=3, save_interval=2,
-                     metrics=str(path), out=str(tmp_path / str(late)))
+                     eval_batches=2, metrics=str(path), out=str(tmp_path / str(late)))
         (tmp_path / str(late)).mkdir()
         mesh = mesh_of(cfg)
         monkeypatch.setattr(train, "Log", partial(LateLog, late))
         with as_it_was():  # train() takes Ctrl-C, to save
-            train.train(cfg, Data(cfg), mesh)
+            log = train.train(cfg, Data(cfg), mesh)
+        assert log.batches == [2, 2, 3]  # the last validation takes all
         logs.append([{name: x for name, x in json.loads(line).items()
                       if name not in ("ms", "tokens_per_s")} for line in open(path)])
     assert logs[0] == logs[1] and [record["step"] for record in logs[0]] == [
         0, 1, 2, 3, 3, 4, 5, 6, 6, 7]
+
+
+def test_a_step_begins_without_the_gradients_of_the_step_before(corpus):
+    cfg = config(corpus, n_layer=1, microbatches=1, fast="")
+    mesh = mesh_of(cfg)
+    trainer, data, held = train.Trainer(cfg, mesh, VOCAB), Data(cfg), []
+    run = trainer.pipeline.run
+    trainer.pipeline.run = lambda *args: (held.append(len(trainer.grads)), run(*args))[1]
+    for step in range(2):
+        trainer.step(data.training(cfg, step, mesh), 1e-3)
+    assert held == [0, 0] and trainer.grads
+
+
+def test_checkpoints_name_the_folder_of_a_corpus(corpus, tmp_path):
+    """... of which --data gives the name only: stdlib."""
+    cfg = config(corpus, n_layer=1, microbatches=1, steps=2, save_interval=1, out=str(tmp_path))
+    data = Data(cfg)
+    data.folder = tmp_path / "stdlib"
+    with as_it_was():  # train() takes Ctrl-C, to save
+        train.train(cfg, data, mesh_of(cfg))
+    for step in (1, 2):
+        manifest = checkpoint.read_manifest(tmp_path / f"step-{step:08}")
+        assert manifest["data"] == str(data.folder)
+
+
+def test_a_signal_to_another_rank_ends_a_validation(corpus):
+    """All ranks leave it together: one that went on alone would wait forever."""
+    cfg = config(corpus, n_layer=1, microbatches=1)
+    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
+    trainer.parts.all_reduce = lambda asked, world: asked.fill_(1)
+    assert trainer.validation_loss(Data(cfg)) is None
 
 
 def test_the_log_has_bits_per_byte_and_loses_the_lines_to_be_written_again(tmp_path):

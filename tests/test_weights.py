@@ -22,12 +22,12 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile, weights
 from run import export as export_file
-from run.hugging_face import flags_of_folder
+from run.hugging_face import flags_of_folder, llama_names
 from run.weights import load_model, read_weights
-from sizes import GPTConfig
+from sizes import GPTConfig, LlamaConfig
 from tests.harness import VOCAB, config
 from tests.isolation import as_it_was
-from tests.runs import Run, flags, losses, one_line, rewrite
+from tests.runs import Run, _main, flags, losses, one_line, rewrite
 
 # The weights that GPT-2's published file (huggingface.co/openai-community/gpt2, model.safetensors)
 # holds as (in, out), said again here: of the four only attn.c_proj is square, so no shape tells
@@ -159,6 +159,9 @@ OTHERS = {  # what becomes of the file's tensors -> what the run says, or nothin
     "fewer words": (lambda tensors: [tensors.update({name: (
         (66, 8), tensors[name][1][: -len(tensors[name][1]) // 67])}) for name in (
             "transformer.wte.weight", "lm_head.weight")], "a vocabulary of 66, that of --data has"),
+    "nan": (lambda tensors: tensors.update({"transformer.ln_f.weight": (
+        (8,), np.full(8, np.nan).tobytes())}), "safetensors, tensor transformer.ln_f.weight: not "
+        "finite"),
     "pickle": (None, "ckpt.pt: not a safetensors file"),
 }
 
@@ -295,6 +298,23 @@ def test_an_exported_file_has_gpt2s_names_shapes_and_values(trained, tmp_path):
         assert np.array_equal(values, want.T if name.endswith(IN_OUT) else want), name
     length = int.from_bytes(raw[:8], "little")  # transformers opens no file without the format
     assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+def _export(rank, *args):
+    _main(rank, *args, program=export_file)
+
+
+def test_an_export_to_a_full_disk_is_one_line_with_the_file(trained, tmp_path):
+    run = Run(1, ["--out", trained, "--to", tmp_path / "new"], tmp_path, limit=1000,
+              fn=_export)
+    says = f"export.py: {tmp_path}/new.part/model.safetensors: File too large\n"
+    assert run.wait() == [2] and run.read() == says
+
+
+@pytest.mark.parametrize("name", ["h.0.attn.c_attn.lora_A", "h.0.attn.gate.weight", "extra"])
+def test_a_parameter_that_llama_lacks_is_named(name):
+    with pytest.raises(ValueError, match=f"has no tensor for transformer.{name}$"):
+        llama_names(f"transformer.{name}", LlamaConfig(VOCAB))
 
 
 def test_numbers_of_a_file_begin_at_a_multiple_of_8_bytes():

@@ -347,13 +347,19 @@ class Dropped(nn.Module):
 
 
 class Hooked(Tied):
-    """Hooks of the user's: on layers."""
+    """Hooks of the user's, on layers and the model. Two of them read weights."""
 
     def __init__(self):
         super().__init__()
-        self.blocks[0].register_forward_pre_hook(lambda layer, args: (args[0] * 1.5,))
+        self.blocks[0].register_forward_pre_hook(
+            lambda layer, args: (args[0] * layer.weight.mean(),))
         self.blocks[1].register_forward_hook(lambda layer, args, out: out * 0.5)
+        self.register_forward_pre_hook(
+            lambda model, args: (args[0], args[1] * model.wte.weight.mean(), *args[2:]))
         self.register_forward_hook(lambda layer, args, out: out * 2)
+
+    def forward(self, ids, x, step, replica):
+        return super().forward(ids, x, step, replica) + x.square().mean()
 
 
 class InList(nn.Module):
@@ -535,6 +541,14 @@ def test_zero3_of_the_root_refuses_what_not_all_replicas_use(kind):
 def test_zero3_of_the_engine_refuses_layers_that_not_all_replicas_run(kind):
     with pytest.raises(AssertionError, match="ZeRO-3: .* run other layers|bytes"):
         pool(RANKS, _train, kind, "engine", 3)
+
+
+def test_after_a_forward_that_failed_the_model_has_its_chunks_again():
+    model = Tied()
+    reducer = FLOORS["root"][1][3](model, FLOORS["root"][0](dp=1).group("dp"))
+    with pytest.raises(IndexError):
+        model(torch.tensor([[WORDS]]), None, 0, 0)
+    assert {*model.parameters()} == {*reducer.params}
 
 
 # ---- more ranks, lists of layers, hooks, evaluation; bytes ----

@@ -85,6 +85,23 @@ def test_memory_held_is_the_formula_and_the_peak_what_the_stage_allows(
     assert gathered + 2 * grads < psi * width, "the bound must be able to fail"
 
 
+def _whole_weights(rank, cfg):
+    """Bytes of whole weights on this rank: after the last backward of a step, and after whole()."""
+    trainer = Trainer(cfg, mesh_of(cfg), VOCAB)
+    held = []
+    batch = trainer.own(Data(cfg).training(cfg, 0, trainer.mesh))
+    for use in (lambda: trainer.pipeline.run(batch, trainer.reducer),
+                lambda: list(trainer.reducer.whole())):
+        use()
+        held.append(sum(b.full.untyped_storage().nbytes() for b in trainer.reducer.buckets))
+        trainer.reducer.gradients()
+    return held
+
+
+def test_zero3_frees_the_last_weights_that_a_backward_or_whole_has_gathered(corpus):
+    assert pool(2, _whole_weights, config(corpus, pp=2, zero=3, microbatches=2)) == [[0, 0]] * 2
+
+
 @pytest.mark.parametrize("gb,psi", [
     ({1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
       256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)}, 7.5e9),
