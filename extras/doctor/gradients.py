@@ -18,7 +18,16 @@ import math
 import torch
 
 from extras.doctor.changes.by_layout import changes
-from extras.doctor.finding import RESOLVED, Finding, first_difference, norm_of, off, ratio_words
+from extras.doctor.examined import run_in_own_dtype
+from extras.doctor.finding import (
+    NOISE,
+    RESOLVED,
+    Finding,
+    first_difference,
+    norm_of,
+    off,
+    ratio_words,
+)
 from extras.doctor.groups import group_words
 from extras.doctor.shares import RIGHT, Share, gradient, known_shares, loss_of
 from extras.doctor.step import sampled
@@ -133,14 +142,48 @@ def changes_loss_alone(examined, terms):
     return examined.loss_tolerance(loss) <= RESOLVED * abs(loss - examined.loss)
 
 
+def step_with(step, change):
+    """The SimulatedStep in which a Change is run: for speed with all sequences in one microbatch,
+    unless the bug depends on the microbatches."""
+    if not change.by_microbatch:
+        return step.merged()
+    return step.together(change.together) if change.together > 1 else step
+
+
+def noise_of_rounding(examined, step, change, terms):
+    """How far a Change that rounds to 16 bits is from itself in MINE's dtype: (error of the loss,
+    {name: norm of the gradient's error}). Its noise is larger than the right step's, because a
+    number near the middle between two of 16 bits may be rounded up or down."""
+    own = run_in_own_dtype(step, examined.mine, examined.number, change)
+    errors = {name: off(gradient(own, name, RIGHT), gradient(terms, name, RIGHT))
+              for name in examined.gradients}
+    return abs(own.loss() - terms.loss()), errors
+
+
+def may_be_loss(examined, change, terms, loss):
+    """May MINE's loss be that of the changed step? Of a Change that rounds, whose noise is not
+    known yet: is MINE's loss nearer to it than to the right one?"""
+    if not change.rounds:
+        return is_loss(examined, terms, loss)
+    changed = terms.loss()
+    near = RESOLVED_CHANGE * abs(changed - examined.loss)
+    return abs(loss - changed) <= near + examined.loss_tolerance(changed)
+
+
 def fits_change(examined, change, mine, loss, wrong):
     """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
     to the wrong ones, or to the loss alone, much larger than the tolerance?"""
-    step = examined.step if change.by_microbatch else examined.step.merged()
-    if change.forward and not is_loss(examined, step.run(change, losses_only=True), loss):
-        return False
+    step = step_with(examined.step, change)
+    if change.forward:
+        forward = step.run(change, losses_only=True)
+        if not may_be_loss(examined, change, forward, loss):
+            return False
     terms = step.run(change)
-    if not is_loss(examined, terms, loss):
+    loss_noise = 0.0
+    noise = dict.fromkeys(mine, 0.0)
+    if change.rounds:
+        loss_noise, noise = noise_of_rounding(examined, step, change, terms)
+    if not (is_loss(examined, terms, loss) or abs(loss - terms.loss()) <= NOISE * loss_noise):
         return False
     changed = []
     tolerances = []
@@ -148,11 +191,12 @@ def fits_change(examined, change, mine, loss, wrong):
         predicted = gradient(terms, name, RIGHT)
         right = gradient(examined.terms, name, RIGHT)
         size = max(1.0, norm_of(predicted) / norm_of(right)) if right.any() else 1.0
-        if not examined.is_near(name, values, predicted, size):
+        tolerance = max(examined.tolerance(name, size), NOISE * noise[name])
+        if not off(values, predicted) <= tolerance < math.inf:
             return False
         if name in wrong:
             changed.append(off(predicted, right))
-            tolerances.append(examined.tolerance(name, size))
+            tolerances.append(tolerance)
     if not wrong:
         return changes_loss_alone(examined, terms)
     return math.hypot(*tolerances) <= RESOLVED_CHANGE * math.hypot(*changed)
