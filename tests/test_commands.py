@@ -551,9 +551,10 @@ def test_json_lines_are_their_texts(name, tmp_path):
     assert sorted(said.replace("\nsecond", " second").split("\n")) == sorted(
         ["", *(text.replace("\nsecond", " second") for text in texts)])
     for line in ('{"text": 3}', '{"content": "x"}', '{"text": "\\ud83d"}', "text", "[]"):
-        (tmp_path / "bad.jsonl").write_text(f"{lines[1]}\n\n{line}\n")
-        with pytest.raises(ValueError, match='bad.jsonl: .*line 3 is no JSON object with a "text"'):
-            read_source(tmp_path / "bad.jsonl")
+        bad = tmp_path / f"bad_{name}"
+        bad.write_text(f"{lines[1]}\n\n{line}\n")
+        with pytest.raises(ValueError, match=f'{bad}: .*line 3 is no JSON object with a "text"'):
+            read_source(bad)
     (tmp_path / "package.json").write_text('{\n"text": 3}')
     assert read_source(tmp_path / "package.json") == [(".", '{\n"text": 3}')]
 

@@ -11,6 +11,7 @@ import torch
 import sample
 import train
 from experts import kind_of
+from llama import LlamaAttention
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
@@ -125,6 +126,17 @@ def test_angles_of_late_positions_have_32_bits_in_a_16_bit_model():
     attention.positions = lambda x: torch.arange(1000, 1000 + x.size(1))
     late = attention(x)
     assert (late - early).norm() < 2**-5 * early.norm()
+
+
+@pytest.mark.parametrize("hs", [2, 4])
+def test_attention_gets_contiguous_heads_that_keep_no_memory_of_others(hs):
+    """torch's fused attention wants the first; a view of v would keep q and k until backward."""
+    attention = LlamaAttention(LlamaConfig(**{**vars(SMALL), "n_embd": 6 * hs}))
+    heads = []
+    attention.attend = lambda *qkv: heads.extend(qkv) or qkv[0]
+    attention(torch.randn(3, 5, 6 * hs))
+    for x in heads:  # (B, nh, S, hs)
+        assert x.transpose(1, 2).is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
 @pytest.mark.parametrize("head_dim,width", [(0, 24), (6, 36)])

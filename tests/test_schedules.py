@@ -368,6 +368,8 @@ def test_schedules_have_the_published_bubble_and_memory(P, m, v):
         t = simulate(lists, schedules.placement(name, P, chunks))
         assert t.bubble == schedules.closed_form(name, P, m, chunks, (1, 1, 1, 0))
         assert max(t.peak_in_flight) == most
+    for name, depth in (("zb-h1", 1), ("zb-h2", 2)):  # one more would fill the pipeline
+        assert schedules.closed_form(name, P, depth * (P - 1), 1, (1, 1, 1, 0)) is None
     assert schedules.closed_form("interleaved", P, m, v, (1, 1, 1, 0)) == (P - 1) / (v * m + P - 1)
 
 

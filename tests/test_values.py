@@ -599,6 +599,12 @@ def test_mfu_is_that_of_all_gpus_and_gzip_stands_beside_the_last_validation(monk
     monkeypatch.setattr(log_file.time, "perf_counter", lambda: 2.0)
     Log.print_step(log, 3, 1.0, 1.0, 1.0, 1.0, [])
     assert said[0].endswith("2000 ms  500 tokens/s  mfu 30.0%  2 min 5 s left")
+    log.start, log.say = 50, lambda text, stays: said.append(stays)
+    for step in (59, 60, 61):  # the tenth of a resumed run; one that --log-interval divides
+        log.since = 0.0
+        Log.print_step(log, step, 1.0, 1.0, 1.0, 1.0, [])
+    assert said[1:] == [True, True, False]
+    said[1:], log.say = [], lambda text: said.append(text)
     Log.validation(log, 3, 1.0)
     Log.validation(log, 3, 1.0, last=True)
     assert said[1] + " (gzip -9: 2.0000)" == said[2]

@@ -22,7 +22,7 @@ from experts import kind_of
 from model import build
 from run import checkpoint, tensorfile, weights
 from run import export as export_file
-from run.hugging_face import flags_of_folder, llama_names
+from run.hugging_face import config_json, flags_of_folder, llama_names
 from run.weights import load_model, read_weights
 from sizes import GPTConfig, LlamaConfig
 from tests.harness import VOCAB, config
@@ -317,6 +317,15 @@ def test_a_parameter_that_llama_lacks_is_named(name):
         llama_names(f"transformer.{name}", LlamaConfig(VOCAB))
 
 
+def test_config_json_of_a_llama_says_how_long_its_sequences_are():
+    """max_position_embeddings: no less than it was trained on; and whole numbers."""
+    config = LlamaConfig(VOCAB, block_size=4096, rope_scaling="8,1,4,8192")
+    written = config_json(config, None, {"max_position_embeddings": 64})
+    numbers = (written["max_position_embeddings"],
+               written["rope_scaling"]["original_max_position_embeddings"])
+    assert repr(numbers) == "(4096, 8192)"
+
+
 def test_numbers_of_a_file_begin_at_a_multiple_of_8_bytes():
     """Some readers map a file into memory, and read float64 in place."""
     for n in range(1, 9):
@@ -573,6 +582,8 @@ def test_top_k_0_draws_from_all_tokens_and_k_from_the_k_likeliest():
     for top_k, drawn in ((0, range(200)), (3, (197, 198, 199)), (500, range(200))):
         picks = sample.pick_tokens(logits, 1.0, top_k, rng)
         assert picks.unique().tolist() == [*drawn]
+    coldest = sample.pick_tokens(torch.tensor([[1.0, 3.0, 2.0]]), 1e-300, 0, rng)
+    assert coldest.tolist() == [[1]]  # the likeliest, and no overflow
 
 
 @pytest.mark.parametrize("experts", [0, 4])
