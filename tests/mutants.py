@@ -45,6 +45,8 @@ MUTANTS = {
         ("return gather(reduce_scatter(tensor, group, combine), group, root)",
          "return all_reduce(tensor, group, combine)", "collectives:formula")],
     "ddp.py": [
+        ('name = name.removeprefix("0.") if layers is not model else name',
+         'name = name.removeprefix("0.")', "your_own:bytes_are_those"),
         ("        for group in param.tag.sum_over:", "        for group in ():",
          "layouts:root_parts"),
         ("grad, param.grad = param.grad, None", "grad = param.grad", "layouts:root_parts"),
@@ -54,6 +56,13 @@ MUTANTS = {
         ("param.data = param.data.contiguous()", "pass", "your_own:ChannelsLast"),
         ("(all_reduce(used, replicas) > 0)", "(used > 0)", "your_own:OneReplica")],
     "zero.py": [
+        ("self.waiting = self.params[::-1]", "self.waiting = self.params[:]", "parts:table"),
+        ("module.register_forward_hook(after, always_call=True)",
+         "module.register_forward_hook(after)", "your_own:forward_that_failed"),
+        ("module.register_forward_pre_hook(before, prepend=True)",
+         "module.register_forward_pre_hook(before)", "your_own:Hooked"),
+        ("(chunk.data, chunk.tag, start_of[chunk]) for",
+         "(chunk.data, chunk.tag, 0) for", "layouts:frozen"),
         ("self.sums.get(param, 0) + chunk", "chunk.clone()", "layouts:root_parts"),
         ("own_chunk(reduce_scatter(whole, replicas), replicas).clone()",
          "own_chunk(whole, replicas).clone()", "layouts:root_parts"),
@@ -109,6 +118,9 @@ MUTANTS = {
         ("kv.repeat_interleave(shared_by, dim=2)", "kv.repeat(1, 1, shared_by, 1, 1)",
          "layouts:root_parts and llama")],
     "llama.py": [
+        ("rotate(self.ln_k(k), angles), v.contiguous()",
+         "rotate(self.ln_k(k), angles), v", "llama:contiguous_heads"),
+        ("return turned.contiguous()", "return turned", "llama:contiguous_heads"),
         ("torch.promote_types(x.dtype, torch.float)  # angles", "x.dtype  # angles",
          "llama:late_positions"),
         (".clamp(0, 1)  # 0", ".clamp(min=0)  # 0", "llama:by_its_formulas"),
@@ -143,6 +155,7 @@ MUTANTS = {
         ("            self.used.add(param)\n", "", "your_own:Mlp"),
         ("            self.expect(0, last=True, params=())", "            pass", "your_own:Mlp")],
     "engine/zero.py": [
+        ("x.register_hook(lambda grad: self.gather_weights([]))", "pass", "zero:frees_the_last"),
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
         ("        self.lacking.remove(param)\n        into", "        into", "zero:sum_its"),
         ("bucket.view(full, param).zero_()", "pass", "zero:unused"),
@@ -242,6 +255,7 @@ MUTANTS = {
         ("flatten() / self.copies", "flatten()", "layouts:experts"),
         ("mlp.balance_weight = cfg.balance", "pass", "layouts:experts")],
     "schedules.py": [
+        ("m > depth * (P - 1)", "m >= depth * (P - 1)", "schedules:published"),
         ("min(P - 1 - rank, m)  # one", "min(P - rank, m)  # one", "schedules:published"),
         ("+= 2 * (P - 1 - rank)", "+= P - 1 - rank", "schedules:published"),
         ("lag = min(depth * rank, m)", "lag = min(rank, m)", "schedules:published"),
@@ -280,6 +294,12 @@ MUTANTS = {
         ("return all_gather(scatter(tensor, group, root), group)",
          "return all_gather(tensor, group)", "collectives:definition")],
     "engine/shared_memory.py": [
+        ("length.bit_length() - 4", "length.bit_length()", "shared_memory:an_eighth"),
+        ("            self.neighbours.full.discard(self)\n", "", "shared_memory:never_waits"),
+        ("while self.unsent:\n                self.neighbours.sleep([], deadline)",
+         "if self.unsent:\n                self.neighbours.sleep([], deadline)",
+         "shared_memory:last_number"),
+        ("(reached & reached.T).nonzero()", "reached.nonzero()", "shared_memory:pair"),
         ("user != os.getuid() or ", "", "shared_memory:one_line"),
         ("not secrets.compare_digest(token, self.token)", "False", "shared_memory:strangers"),
         ("        self.read.append(number)\n", "", "shared_memory:never_waits"),
@@ -289,6 +309,7 @@ MUTANTS = {
         ("self.posted[0]", "receive", "shared_memory:in_the_order"),
         ("(peer, group), None)", "(peer, 'world'), None)", "shared_memory:strangers")],
     "group.py": [
+        ("waits, self.waits = self.waits, ()", "waits = self.waits", "collectives:waits_once"),
         ("send.numel() * send.element_size()", "send.numel()", "parts:table"),
         ("*last_error.strip().splitlines()[:1]", "", "first_gpu:own_reason")],
     "engine/group.py": [
@@ -358,6 +379,20 @@ MUTANTS = {
         ("cores // int(os.environ.get(\"LOCAL_WORLD_SIZE\", 1))", "cores",
          "first_gpu:share_of_the_cores")],
     "train.py": [
+        ("        self.grads = []  # free those of the step before\n",
+         "", "values:gradients_of_the_step"),
+        ("tokens = len(self.positions) //",
+         "tokens = cfg.block_size //", "layouts:layout_equals and cp"),
+        ("if num_asked > 0:\n                return None",
+         "if self.stop_asked:\n                return None", "values:signal_to_another"),
+        ("return interval > 0 and step > 0 and step % interval == 0",
+         "return interval > 0 and step % interval == 0", "commands:relaunches_itself"),
+        ("checkpoint.save(trainer, step + 1, data.folder)",
+         "checkpoint.save(trainer, step + 1, cfg.data)", "values:name_the_folder"),
+        ("if cfg.eval_interval and not log.is_over:",
+         "if cfg.eval_interval:", "values:gives_up_after_five"),
+        ("trainer.validate(data, log, cfg.eval_batches)",
+         "trainer.validate(data, log)", "values:read_one_step_late"),
         ("torch.where(loss.isfinite(), square.sqrt(), math.nan)", "square.sqrt()",
          "faults:five_steps"),
         ("batch_size / windows /", "batch_size / len(data.val) * 8 /", "sequences:validation"),
@@ -395,6 +430,9 @@ MUTANTS = {
         ("in held:\n            values", "in list(held):\n            values", "dump:holds_one"),
         (".div_(scale)", "", "dump:16_bits")],
     "run/checkpoint.py": [
+        ("            if (folder / MANIFEST).exists():\n                raise  #",
+         "            if True:\n                raise  #", "accidents:pruned"),
+        ("        os.truncate(file, 0)\n", "", "checkpoint:other_bytes"),
         ("> cfg.steps:", "> cfg.steps + 1:", "values:past_the_last"),
         ("value.fill_(manifest[name])", "value.fill_(1)", "values:keeps"),
         ("used != cfg.optimizer", "False", "large_batches:refused"),
@@ -416,6 +454,9 @@ MUTANTS = {
         ('        fits(config.hs % 2 == 0, "n_head")\n', "", "checkpoint:forged_value"),
         ("**numbers_of(trainer)}", '**numbers_of(trainer), "updates": step}', "values:keeps")],
     "run/config.py": [
+        ('whole="dp" if cfg.shard == cfg.dp else "shard")',
+         'whole="dp")', "commands:one_line and shard"),
+        ("(cfg.experts - cfg.top_k) *", "cfg.experts *", "commands:machines_share"),
         ("if cfg.head_dim * cfg.n_head == cfg.n_embd:", "if False:", "llama:usual_width"),
         ("zigzag = 2 * cfg.cp if", "zigzag = cfg.cp if", "commands:one_line and cp"),
         ("m % wanted == 0, m))", "m % wanted == 0, -m))", "values:left_out"),
@@ -423,6 +464,7 @@ MUTANTS = {
         ("need = share * cfg.n_layer", "need = cfg.n_layer", "commands:machines_share"),
         ("cfg.steps >= 3,", "cfg.steps >= 2,", "commands:one_line and trace")],
     "run/log.py": [
+        ("is_first = step - self.start < 10", "is_first = step < 10", "values:mfu"),
         ("if now != was:", "if False:", "faults:rate_jumps"),
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
@@ -441,6 +483,9 @@ MUTANTS = {
         ("if last and gzip:", "if gzip:", "values:mfu"),
         ("flops = rate * self", "flops = self.trainer.tokens * self", "values:mfu")],
     "run/hugging_face.py": [
+        ("max(most, config.block_size)", "most", "weights:how_long"),
+        ("int(numbers[-1])", "numbers[-1]", "weights:how_long"),
+        ('                "resid_pdrop": 0.0,  # dropout\n', "", "weights:becomes_a_hugging"),
         ('"qwen3": {"num_key_value_heads": 32, "head_dim": 128}', '"qwen3": {}', "weights:config"),
         ('"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}', '"mistral": {}',
          "weights:config or refused"),
@@ -493,6 +538,8 @@ MUTANTS = {
     "extras/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
+        ("if name not in entries or entries[name].path != path / file:",
+         "if name not in entries:", "llama:foreign_folders"),
         ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no"),
         ("if part not in WRAPPERS", "", "foreign:wrappers"),
         ('wanted["transformer.h.0.mlp.experts.c_fc.weight"] = (config.n_experts, *expert)', "pass",
@@ -521,6 +568,7 @@ MUTANTS = {
         ("type(value) is int and least", "int(value) == value and least",
          "strangers:another_type")],
     "data/batches.py": [
+        ("if ids.max() >= self.vocab_size:", "if ids.max() > self.vocab_size:", "commands:beyond"),
         ("max(0, len(tokens) - length), 64)", "max(0, len(tokens) - length) // 2, 64)",
          "values:fingerprints"),
         ("default_rng([cfg.seed, step])", "default_rng([cfg.seed])", "layouts:layout_equals"),
@@ -538,6 +586,8 @@ MUTANTS = {
         ("if not meta.exists() and local_rank == 0:", "if not meta.exists():",
          "values:others_wait")],
     "sample.py": [
+        ("(top - top[:, :1]).double()", "top.double()", "weights:top_k_0"),
+        ('vars(block.attn).pop("attend", None)', "pass", "llama:kept_keys"),
         ("length > window:  #", "length > window + 1:  #", "weights:sampling"),
         (".double() / temperature", ".double()", "weights:sampling"),
         ("args.top_k, args.seed)", "args.top_k)", "weights:seed_decides"),
@@ -584,6 +634,7 @@ MUTANTS = {
     "run/processes.py": [
         ('options["device_id"] =', "device =", "first_gpu:connects_at_init")],
     "run/launch.py": [
+        ('not in ("", "0", "1")', 'not in ("", "1")', "commands:batch_script"),
         ("max(1, (os.cpu_count() or 1) // size)", "max(1, os.cpu_count() or 1)",
          "faults:launcher_ends"),
         ("{**defaults, **os.environ, **place}", "{**os.environ, **defaults, **place}",
@@ -602,6 +653,9 @@ MUTANTS = {
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
          "faults:second_signal")],
     "data/prepare.py": [
+        ('if path.suffix == ".json" and not texts:',
+         'if path.suffix == ".json":', "commands:json_lines"),
+        ('if mark.read_bytes() != files["meta.json"]:', "if True:", "commands:half_replaced"),
         ('"<u2" if vocab_size <= 2**16', '"<u2" if vocab_size < 2**16', "commands:16_bits"),
         ("encode_special_tokens = True", "encode_special_tokens = False", "weights:128256"),
         ("max(self.tokenizer.get_vocab().values(), default=0) + 1",
