@@ -188,7 +188,8 @@ MUTANTS = {
         ("% 1000 == 0, 2.0", "% 1000 == 0, 1.0", "values:scale"),
         ("(self.good_steps + 1) * finite", "self.good_steps + 1", "values:scale"),
         (".clamp_(min=1.0)", "", "values:scale"),
-        ("            room -= self.weights[i].numel()\n", "", "planner:copies"),
+        ("            room -= self.weights[i].numel()\n", "",
+         "planner:converts_gradients"),
         ("+= finite", "+= 1", "faults:five_steps"),
         ("[grad * factor.view(1) for grad in grads]", "[grad.float() for grad in grads]",
          "values:of_16_bits"),
@@ -233,7 +234,8 @@ MUTANTS = {
     "engine/context_parallel.py": [
         ("if key_rank < rank", "if key_rank > rank", "layouts:cp"),
         ("            kv, next_kv = next_kv, kv", "            kv = next_kv", "layouts:cp"),
-        ("grad_kv, next_grad_kv = next_grad_kv, grad_kv", "grad_kv = next_grad_kv", "layouts:cp"),
+        ("grad_kv, next_grad_kv = next_grad_kv, grad_kv", "grad_kv = next_grad_kv",
+         "collectives:change_nothing and cp"),
         ('{what} {i}"', '{what} {i} {id(like)}"', "sequences:four_tensors"),
         ("passing_grad.wait()\n                grad", "grad", "collectives:change_nothing"),
         ("passing_grad.wait()\n        grad_k", "grad_k", "streams:ring"),
@@ -305,7 +307,8 @@ MUTANTS = {
         ("        self.read.append(number)\n", "", "shared_memory:never_waits"),
         ("if length != receive.content.numel():", "if False:", "shared_memory:another_length"),
         ("if number >= len(self.buffers):", "if False:", "shared_memory:wrong_number"),
-        ("except ConnectionResetError:", "except ZeroDivisionError:", "collectives:fast_ring"),
+        ("except ConnectionResetError:", "except ZeroDivisionError:",
+         "shared_memory:before_its_end"),
         ("self.posted[0]", "receive", "shared_memory:in_the_order"),
         ("(peer, group), None)", "(peer, 'world'), None)", "shared_memory:strangers")],
     "group.py": [
@@ -598,7 +601,7 @@ MUTANTS = {
         ("if not values.isfinite().all():", "if False:", "sample:not_finite"),
         ("if mesh.rank == 0:", "if True:", "sample:tp_2_prints")],
     "extras/planner/memory.py": [
-        ("experts * E, matrix)", "experts, matrix)", "planner:copies"),
+        ("experts * E, matrix)", "experts, matrix)", "planner:under_zero"),
         ("CONVERTED + largest, everything)", "CONVERTED + largest, 1e12)", "planner:copies"),
         ("per_other = bytes_each(layout.replicas)", "per_other = bytes_each(layout.dp)",
          "planner:zero_paper"),

@@ -2,6 +2,7 @@
 
 import shlex
 from functools import cache, partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -530,6 +531,21 @@ def _held(rank, cfg, trained):
     assert all(map(torch.equal, saved, states + weights))
     held = state_bytes(trainer) if cfg.fast else (0, 0)
     return held, tensorfile.read_header(folder / checkpoint.OPTIMIZER)
+
+
+def test_no_gradient_of_a_frozen_matrix_is_computed():
+    same = SimpleNamespace(**dict.fromkeys(("enter", "by_sequence", "by_rank"), lambda x: x),
+                           **dict.fromkeys(("start_enter", "start_leave"), lambda x: lambda: x))
+    frozen = torch.nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    bias, asked = torch.nn.Parameter(torch.ones(2)), []
+
+    def defer(compute, grad, x, *params):
+        asked.extend(params)
+        return None, None
+
+    x = torch.ones(4, 3, requires_grad=True)
+    tensor_parallel.ColumnLinear.apply(x, frozen, bias, same, defer).sum().backward()
+    assert asked == [None, bias] and x.grad is not None
 
 
 @pytest.mark.parametrize("more", [{"schedule": "zb-h1"}, {"fast": ""}], ids=["engine", "root"])

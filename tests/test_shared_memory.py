@@ -185,6 +185,17 @@ def _receives_in_order(rank):
     return [each.item() for each in got]
 
 
+def test_what_a_sender_has_sent_before_its_end_arrives():
+    """Linux says ECONNRESET once where the sender has not read all, and gives the packet then."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.send(b"not read")
+    theirs.send(MESSAGE.pack(1, 2, 3))
+    theirs.close()
+    link = SimpleNamespace(socket=ours, neighbours=SimpleNamespace(timeout=1))
+    assert Incoming.next_packet(link) == (MESSAGE.pack(1, 2, 3), [])
+    ours.close()
+
+
 def test_receives_complete_in_the_order_of_posting():
     assert pool(2, _receives_in_order)[1] == [0, 1, 2, 3]
 

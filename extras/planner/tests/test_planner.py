@@ -782,6 +782,16 @@ def test_the_optimizer_converts_gradients_up_to_the_largest_tensor(model, layout
     assert column <= most < planned / 4
 
 
+def test_under_zero_the_largest_gradient_converted_is_a_layers_shard_of_experts():
+    model = replace(hardware.MODELS["llama-7b"], vocab_size=256, n_experts=8, top_k=2, n_layer=2)
+    layout = memory.Layout(dp=4, ep=2, zero=2)
+    of_experts = sum(param.numel() for param in matrices_of_rank(model, layout) if param.dim() == 3)
+    part, = memory.parts_of(model, "1f1b", 1, 1)
+    shard = of_experts / model.n_layer / (layout.dp / layout.ep)
+    assert memory.optimizer_buffer(memory.Job(model, 8), layout, part) == 4 * (
+        memory.CONVERTED + shard)
+
+
 def test_the_scaled_copy_of_gradients_is_the_optimizers():
     """engine/optimizer.py scales gradients in place where they are as wide as the factor; 16-bit
     gradients it copies into 32 bits."""
