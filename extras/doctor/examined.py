@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 
 from extras.doctor.finding import NOISE, norm_of, off
-from extras.doctor.step import UNCHANGED, SimulatedStep, Terms, sampled
+from extras.doctor.step import SimulatedStep, Terms, sampled
 from model import ABSENT
 
 # Least tolerance, relative to the right number, in roundings of the dtype. In float64 it is larger:
@@ -111,13 +111,13 @@ def step_of(mine, number):
                          mine.ids(number), mine.targets(number), mine.loss == "mean")
 
 
-def run_in_own_dtype(step, mine, number, change=UNCHANGED):
-    """The Terms of a step with a Change, computed and summed in the dtypes of MINE's step
-    `number`."""
+def run_in_own_dtype(step, mine, number):
+    """The Terms of a step, computed and summed in the dtypes of MINE's step `number`."""
     # A run divides its loss by the tokens, which step.py does not: float16 has no room for the
     # scaled gradients of a sum. A power of two near the divisor changes no digits
     scale = mine.steps[number - 1]["scale"] / 2.0 ** round(math.log2(step.divisor()))
-    return step.run(change, getattr(torch, mine.dtype), getattr(torch, mine.grad_dtype), scale)
+    return step.run(dtype=getattr(torch, mine.dtype), grad_dtype=getattr(torch, mine.grad_dtype),
+                    scale=scale)
 
 
 class InOwnDtype(Examined):

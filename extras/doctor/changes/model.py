@@ -373,18 +373,18 @@ LOSS = {f"the rows that pad the vocabulary to a multiple of {multiple} count in 
 
 
 def rounded_changes(is_llama):
-    """Changes whose wrong forms round to 16 bits."""
-    found = []
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        found += swapped(put_norm, {f"norms are computed in {name}": norm_in(dtype)}, rounds=True)
-        found += swapped(put_attention, {f"attention's softmax is computed in {name}":
-                                         softmax_in(dtype)}, rounds=True)
-        if is_llama:
-            found += swapped(put_rotary, {
-                f"the rotary angles are computed in {name}": angles_in(dtype),
-                f"the cosines and sines of the rotary angles are rounded to {name}":
-                    cosines_in(dtype)}, rounds=True)
+    """Changes whose wrong forms round to bfloat16. (A gradient that is rounded depends on the
+    microbatch over which it is summed.)"""
+    dtype = torch.bfloat16
+    how = {"by_microbatch": True, "rounds": True}
+    found = swapped(put_norm, {"norms are computed in bfloat16": norm_in(dtype)}, **how)
+    found += swapped(put_attention, {"attention's softmax is computed in bfloat16":
+                                     softmax_in(dtype)}, **how)
+    if is_llama:
+        found += swapped(put_rotary, {
+            "the rotary angles are computed in bfloat16": angles_in(dtype),
+            "the cosines and sines of the rotary angles are rounded to bfloat16":
+                cosines_in(dtype)}, **how)
     return found
 
 
