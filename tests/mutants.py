@@ -160,7 +160,7 @@ MUTANTS = {
         ("            self.expect(0, last=True, params=())", "            pass", "your_own:Mlp")],
     "engine/zero.py": [
         ("31 * self.order + 1 + self.index[bucket]", "self.order + 1 + self.index[bucket]",
-         "your_own:refuses"),
+         "your_own:another_order"),
         ("x.register_hook(lambda grad: self.gather_weights([]))", "pass", "zero:frees_the_last"),
         ("grad_shard.add_(", "grad_shard.copy_(", "layouts:layout_equals"),
         ("        self.lacking.remove(param)\n        into", "        into", "zero:sum_its"),

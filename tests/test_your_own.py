@@ -553,6 +553,17 @@ def test_zero3_of_the_engine_refuses_layers_that_not_all_replicas_run(kind):
         pool(RANKS, _train, kind, "engine", 3)
 
 
+def test_zero3_of_the_engine_tells_the_same_layers_in_another_order_apart():
+    orders = set()
+    for first, second in ((0, 1), (1, 0)):
+        model = OneLayer()
+        reducer = FLOORS["engine"][1][3](model, FLOORS["engine"][0](dp=1).group("dp"))
+        reducer.gather_weights([model.layers[first]])
+        reducer.gather_weights([model.layers[second]])
+        orders.add(reducer.order)
+    assert len(orders) == 2
+
+
 def test_after_a_forward_that_failed_the_model_has_its_chunks_again():
     model = Tied()
     reducer = FLOORS["root"][1][3](model, FLOORS["root"][0](dp=1).group("dp"))
