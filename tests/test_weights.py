@@ -582,7 +582,7 @@ def test_top_k_0_draws_from_all_tokens_and_k_from_the_k_likeliest():
     for top_k, drawn in ((0, range(200)), (3, (197, 198, 199)), (500, range(200))):
         picks = sample.pick_tokens(logits, 1.0, top_k, rng)
         assert picks.unique().tolist() == [*drawn]
-    coldest = sample.pick_tokens(torch.tensor([[1.0, 3.0, 2.0]]), 1e-300, 0, rng)
+    coldest = sample.pick_tokens(torch.tensor([[1.0, 3.0, 2.0]]), 1e-308, 0, rng)
     assert coldest.tolist() == [[1]]  # the likeliest, and no overflow
 
 
