@@ -92,7 +92,7 @@ def put_norm(form):
     return after
 
 
-def scaled(norm, x, plus=0.0):
+def times_gain(norm, x, plus=0.0):
     """The end of a norm: the gain, and a LayerNorm's bias. plus: is added to the gain."""
     x = x * (plus + norm.weight)
     return x + norm.bias if is_layer_norm(norm) else x
@@ -114,33 +114,33 @@ def mean_square(x):
 def norm_with(eps):
     def form(norm, x):
         x = centered(norm, x)
-        return scaled(norm, x / (mean_square(x) + eps).sqrt())
+        return times_gain(norm, x / (mean_square(x) + eps).sqrt())
     return form
 
 
 def eps_after_root(norm, x):
     x = centered(norm, x)
-    return scaled(norm, x / (mean_square(x).sqrt() + norm.eps))
+    return times_gain(norm, x / (mean_square(x).sqrt() + norm.eps))
 
 
 def gain_of_one_more(norm, x):
     x = centered(norm, x)
-    return scaled(norm, x / (mean_square(x) + norm.eps).sqrt(), plus=1.0)
+    return times_gain(norm, x / (mean_square(x) + norm.eps).sqrt(), plus=1.0)
 
 
 def without_mean(norm, x):
-    return scaled(norm, x / (mean_square(x) + norm.eps).sqrt())
+    return times_gain(norm, x / (mean_square(x) + norm.eps).sqrt())
 
 
 def with_mean(norm, x):
     x = x - x.mean(-1, keepdim=True)
-    return scaled(norm, x / (mean_square(x) + norm.eps).sqrt())
+    return times_gain(norm, x / (mean_square(x) + norm.eps).sqrt())
 
 
 def unbiased(norm, x):
     C = x.size(-1)
     x = centered(norm, x)
-    return scaled(norm, x / (mean_square(x) * C / (C - 1) + norm.eps).sqrt())
+    return times_gain(norm, x / (mean_square(x) * C / (C - 1) + norm.eps).sqrt())
 
 
 def norm_in(dtype):
