@@ -53,6 +53,7 @@ class Bucket:
         for param in params:
             self.starts[param] = self.numel
             self.numel += param.numel()
+        self.filled = self.numel  # beyond are no parameters
         self.num_shards = self.group.size if split else 1  # DDP: one, the whole buffer
         self.numel += -self.numel % self.num_shards  # padding
         shard_numel = self.numel // self.num_shards
@@ -89,7 +90,7 @@ class Bucket:
     def start_of_piece(self, param):
         """Index of this rank's piece of a parameter in the parameter: 0, or later if the shard cuts
         it. Parameter 100 to 159 of the bucket, shard 120 to 239: 20."""
-        return max(0, self.offset - self.starts[param])
+        return min(max(0, self.offset - self.starts[param]), param.numel())
 
     def pieces(self, shard):
         """(parameter, view) for each parameter: the piece of it that this rank's shard holds, which

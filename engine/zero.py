@@ -151,6 +151,7 @@ class ZeRO2(ZeRO1):
             if param in self.lacking:  # none came, but another rank may have a gradient
                 self.lacking.remove(param)
                 bucket.view(full, param).zero_()
+        full[bucket.filled :].zero_()  # padding
         # One reduction at a time. If this layer has two buckets (--sp, --ep), the other one may
         # have been launched since full_gradient() made this gradient: end that reduction
         self.keep_shard()
