@@ -95,7 +95,7 @@ def interleaved(P, m, v, rank):
     # A backward starts with the last chunk: first come P forwards of each chunk before the last ...
     num_warmup = (v - 1) * P
     # ... then twice 1F1B's warm-up. Once would do if messages took no time. With messages of 0.1 F
-    # a step is 7% longer with once (simulated, messages that block nobody, P 4, v 2, m 16)
+    # a step is 7% longer with once (simulated, messages that block no rank, P 4, v 2, m 16)
     num_warmup += 2 * (P - 1 - rank)
     return weave(forwards, backwards, num_warmup)
 

@@ -1,4 +1,4 @@
-"""Reads files that another program may have written, or nobody: a pipe, a device, 40 GB of zeros.
+"""Reads files that another program has written, of any kind: a pipe, a device, 40 GB of zeros.
 
     open_file         opens a regular file; never waits
     read_foreign      the bytes of a file of usual size

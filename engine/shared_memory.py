@@ -233,7 +233,7 @@ class Incoming:
 
 def machine():
     """16 bytes that processes of one machine share: of its name, and of the number that Linux draws
-    when it starts. A system that lacks something (macOS has no memfd_create) shares with nobody."""
+    when it starts. Where something is missing (macOS has no memfd_create) no two are equal."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED") and boot.exists()):
         return secrets.token_bytes(16)

@@ -520,7 +520,7 @@ def sources():
 def agree(cfg, data, world):
     """Collective: lock --out, look up the checkpoint of --resume, and compare every rank with rank
     0. CheckpointError, on every rank, if --out is taken or a rank differs."""
-    with together(world), about(cfg.resume):
+    with together(world):
         if world.rank == 0:
             claim(cfg.out, min(5, cfg.timeout / 2))
             # Look for the checkpoint only now that --out is locked: a run that held the lock before
@@ -528,7 +528,8 @@ def agree(cfg, data, world):
             if cfg.resume == "auto":
                 cfg.resume = str(newest(cfg.out) or "no")
             elif cfg.resume != "no":
-                cfg.resume = str(find(cfg.resume))
+                with about(cfg.resume):
+                    cfg.resume = str(find(cfg.resume))
     cfg.resume = all_gather_text(cfg.resume, world)[0]
     setup = {"flags": repr(cfg),
              # a rank that does not share rank 0's --out finds no LOCK there, or another one

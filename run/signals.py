@@ -81,7 +81,7 @@ def refuse_no_place():
 
 def local_rank():
     """This process's rank among those of its machine; 0 where the environment is no launcher's: a
-    process that is nobody's rank prints its errors."""
+    process that no launcher started prints its errors."""
     try:
         return launched().local_rank
     except ValueError:
