@@ -18,7 +18,16 @@ import math
 import torch
 
 from extras.doctor.changes.by_layout import changes
-from extras.doctor.finding import RESOLVED, Finding, first_difference, norm_of, off, ratio_words
+from extras.doctor.finding import (
+    NOISE,
+    RESOLVED,
+    Finding,
+    first_difference,
+    first_of,
+    norm_of,
+    off,
+    ratio_words,
+)
 from extras.doctor.groups import group_words
 from extras.doctor.shares import RIGHT, Share, gradient, known_shares, loss_of
 from extras.doctor.step import sampled
@@ -133,14 +142,54 @@ def changes_loss_alone(examined, terms):
     return examined.loss_tolerance(loss) <= RESOLVED * abs(loss - examined.loss)
 
 
+def step_with(step, change):
+    """The SimulatedStep in which a Change is run: for speed with all sequences in one microbatch,
+    unless the bug depends on the microbatches."""
+    if not change.by_microbatch:
+        return step.merged()
+    return step.together(change.together) if change.together > 1 else step
+
+
+def scale_of(examined, change):
+    """What the loss is multiplied by before a Change's backward. Gradients that are rounded to 16
+    bits have to be MINE's: of a loss that is divided by the tokens, times the loss scale."""
+    return examined.step_numbers["scale"] / examined.terms.divisor if change.rounds else 1.0
+
+
+def noise_of_rounding(examined, step, change, terms):
+    """How far a Change that rounds to 16 bits is from itself in MINE's dtype: (error of the loss,
+    {name: norm of the gradient's error}). Its noise is larger than the right step's, because a
+    number near the middle between two of 16 bits may be rounded up or down."""
+    own = step.run(change, examined.dtype, examined.grad_dtype, scale_of(examined, change))
+    errors = {name: off(gradient(own, name, RIGHT), gradient(terms, name, RIGHT))
+              for name in examined.gradients}
+    return abs(own.loss() - terms.loss()), errors
+
+
+def may_be_loss(examined, change, terms, loss):
+    """May MINE's loss be that of the changed step? Of a Change that rounds, whose noise is not
+    known yet: is MINE's loss nearer to it than to the right one?"""
+    if not change.rounds:
+        return is_loss(examined, terms, loss)
+    changed = terms.loss()
+    near = RESOLVED_CHANGE * abs(changed - examined.loss)
+    return abs(loss - changed) <= near + examined.loss_tolerance(changed)
+
+
 def fits_change(examined, change, mine, loss, wrong):
     """Are MINE's loss and all its gradients those of the changed step, and is what the Change does
     to the wrong ones, or to the loss alone, much larger than the tolerance?"""
-    step = examined.step if change.by_microbatch else examined.step.merged()
-    if change.forward and not is_loss(examined, step.run(change, losses_only=True), loss):
-        return False
-    terms = step.run(change)
-    if not is_loss(examined, terms, loss):
+    step = step_with(examined.step, change)
+    if change.forward:
+        forward = step.run(change, losses_only=True)
+        if not may_be_loss(examined, change, forward, loss):
+            return False
+    terms = step.run(change, scale=scale_of(examined, change))
+    loss_noise = 0.0
+    noise = dict.fromkeys(mine, 0.0)
+    if change.rounds:
+        loss_noise, noise = noise_of_rounding(examined, step, change, terms)
+    if not (is_loss(examined, terms, loss) or abs(loss - terms.loss()) <= NOISE * loss_noise):
         return False
     changed = []
     tolerances = []
@@ -148,11 +197,12 @@ def fits_change(examined, change, mine, loss, wrong):
         predicted = gradient(terms, name, RIGHT)
         right = gradient(examined.terms, name, RIGHT)
         size = max(1.0, norm_of(predicted) / norm_of(right)) if right.any() else 1.0
-        if not examined.is_near(name, values, predicted, size):
+        tolerance = max(examined.tolerance(name, size), NOISE * noise[name])
+        if not off(values, predicted) <= tolerance < math.inf:
             return False
         if name in wrong:
             changed.append(off(predicted, right))
-            tolerances.append(examined.tolerance(name, size))
+            tolerances.append(tolerance)
     if not wrong:
         return changes_loss_alone(examined, terms)
     return math.hypot(*tolerances) <= RESOLVED_CHANGE * math.hypot(*changed)
@@ -272,6 +322,58 @@ def are_clipped(examined, given):
                for name in given)
 
 
+def with_other_experts(examined, given, wrong):
+    """[words] if an expert's gradients are summed over the ranks (ep) that have other experts."""
+    E = examined.mine.layout["ep"]
+    stacks = {name for name in given if ".experts." in name}
+    if E == 1 or not wrong or not wrong <= stacks:
+        return []
+    for name in stacks:
+        right = examined.gradients[name]  # (n_experts, ...): rank 0's experts, then rank 1's, ...
+        summed = right.unflatten(0, (E, -1)).sum(0, keepdim=True)
+        predicted = summed.expand(E, *summed.shape[1:]).reshape(right.shape)
+        size = max(1.0, norm_of(predicted) / norm_of(right))
+        if not examined.is_near(name, given[name], predicted, size):
+            return []
+        if examined.tolerance(name, size) > RESOLVED * off(predicted, right):
+            return []
+    return ["the gradients of experts: summed over the ranks (ep) with other experts, too"]
+
+
+def lacks_last_elements(examined, given, wrong):
+    """[words] if the last n % N elements of n are not summed over N ranks: of each tensor, or of
+    each bucket of several tensors, whose last tensor then is wrong."""
+    layout = examined.mine.layout
+    found = []
+    for N, axes, share in ((layout["dp"], "data ranks (dp)", own_data(examined.terms)),
+                           (layout["cp"], "context ranks (cp)", Share("own", context=0))):
+        if N > 1 and all(lacks_end(examined, name, given[name], N, share) for name in wrong):
+            found.append(f"the last n % {N} elements are not summed over the {N} {axes}, of "
+                         f"{first_of(wrong)}")
+    return found
+
+
+def own_data(terms):
+    """The Share of data rank 0's own terms."""
+    own = torch.zeros(terms.tokens.shape, dtype=torch.double)
+    own[0] = 1
+    return Share("own", data=own)
+
+
+def lacks_end(examined, name, given, N, share):
+    """Are only fewer than N elements wrong, the last ones, and are they those of this Share?"""
+    right = gradient(examined.terms, name, RIGHT)
+    own = gradient(examined.terms, name, share)
+    if given.shape != examined.gradients[name].shape or len(right) != given.numel():
+        return False  # of a large tensor only some elements are known
+    values = given.flatten()
+    for n in range(1, min(N, len(right) + 1)):
+        predicted = torch.cat([right[:-n], own[-n:]])
+        if examined.is_near(name, values, predicted):
+            return examined.tolerance(name) <= RESOLVED * off(predicted, right)
+    return False
+
+
 # ---- causes of both ----
 
 
@@ -284,6 +386,11 @@ def causes_of_both(examined, given, wrong, deep, known):
     shares = (fitting_shares(examined, mine, wrong, known)
               or fitted_weights(examined, mine, wrong))
     if not shares:
+        if is_right:
+            found = (with_other_experts(examined, given, wrong)
+                     or lacks_last_elements(examined, given, wrong))
+            if found:
+                return [], found
         found = fitting_changes(examined, mine, loss, known, wrong) if deep else []
         if is_right or found:
             return [] if is_right else found, found

@@ -89,6 +89,8 @@ class Change:
     feed: object = None  # feed(ids, targets, k, mesh, positions), called in place of own_tokens
     forward: bool = True  # False: the loss stays right, only gradients change
     by_microbatch: bool = False  # does the bug depend on which sequences are in one microbatch?
+    together: int = 1  # with by_microbatch: so many data ranks' microbatches are run as one
+    rounds: bool = False  # does the bug round to 16 bits? Its noise is measured (gradients.py)
 
 
 UNCHANGED = Change("the right step")
@@ -267,6 +269,15 @@ class SimulatedStep:
         """The same step with all sequences in one microbatch of one data rank, which is faster."""
         ids = self.ids.flatten(0, 2)[None, None]  # (1, 1, D m B, S)
         targets = self.targets.flatten(0, 2)[None, None]
+        return SimulatedStep(self.config, self.layout, self.balance, self.weights, ids, targets,
+                             self.is_mean)
+
+    def together(self, E):
+        """The same step in which E data ranks, one after the other, are one: E microbatches, those
+        of all these ranks, are one."""
+        D, m, B, S = self.ids.shape
+        ids, targets = (x.view(D // E, E, m, B, S).transpose(1, 2).reshape(D // E, m, E * B, S)
+                        for x in (self.ids, self.targets))
         return SimulatedStep(self.config, self.layout, self.balance, self.weights, ids, targets,
                              self.is_mean)
 

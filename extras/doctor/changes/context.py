@@ -124,16 +124,48 @@ def gather_keys(x, group, comes_back):
     return WithBackward.apply(x, gather, own_gradient)
 
 
+# How a hop's result is merged into the result so far. lse, hop_lse: the logsumexps (B, nh, S/N) of
+# both; -inf for a query that sees no key of the hop. Returns the weight of the hop's result, and
+# the logsumexp of both together
+
+
+def merge_by_lse(lse, hop_lse):
+    """The right merge."""
+    # exp(hop_lse) / (exp(lse) + exp(hop_lse))
+    return torch.sigmoid(hop_lse - lse), torch.logaddexp(lse, hop_lse)
+
+
+def merge_half(lse, hop_lse):
+    sees_any = hop_lse > -torch.inf
+    return sees_any.to(lse.dtype) / 2, torch.logaddexp(lse, hop_lse)
+
+
+def merge_swapped(lse, hop_lse):
+    """The result so far has the weight of the hop's result."""
+    sees_any = hop_lse > -torch.inf
+    return torch.sigmoid(lse - hop_lse) * sees_any, torch.logaddexp(lse, hop_lse)
+
+
+def merge_last(lse, hop_lse):
+    """A hop's result takes the place of the result so far."""
+    sees_any = hop_lse > -torch.inf
+    return sees_any.to(lse.dtype), torch.logaddexp(lse, hop_lse)
+
+
+def keep_first_lse(lse, hop_lse):
+    """The result is merged, the logsumexp is not."""
+    return torch.sigmoid(hop_lse - lse), lse
+
+
 class Hops(torch.autograd.Function):
     """Attention of a rank's queries to all keys, hop by hop, like a ring of flash attention: each
     hop's result is merged into the result so far by their logsumexps, and backward computes the
     softmax again, from the last logsumexp."""
 
     @staticmethod
-    def forward(ctx, q, k, v, seen, seen_back, is_even):
+    def forward(ctx, q, k, v, seen, seen_back, merge):
         """q: (B, nh, S/N, hs); k, v: (B, nh, S, hs). seen, seen_back: (N, S/N, S), the keys that a
-        query sees at each hop, in forward and in backward. is_even: a merge takes half of
-        the result so far and half of the hop's, not the shares that their logsumexps say."""
+        query sees at each hop, in forward and in backward. merge: one of the functions below."""
         scores = q @ k.mT / q.size(-1) ** 0.5  # (B, nh, S/N, S)
         out = None  # (B, nh, S/N, hs), merged so far
         lse = None  # (B, nh, S/N)
@@ -145,12 +177,8 @@ class Hops(torch.autograd.Function):
                 out = hop_out
                 lse = hop_lse
                 continue
-            weight = torch.sigmoid(hop_lse - lse)  # exp(hop_lse) / (exp(lse) + exp(hop_lse))
-            if is_even:
-                sees_any = hop_lse > -torch.inf
-                weight = sees_any.to(out.dtype) / 2
+            weight, lse = merge(lse, hop_lse)
             out = torch.lerp(out, hop_out, weight.unsqueeze(-1))
-            lse = torch.logaddexp(lse, hop_lse)
         ctx.save_for_backward(q, k, v, out, lse, seen_back.any(0))
         return out
 
@@ -177,9 +205,9 @@ def hop_table(see, group, S):
     return seen
 
 
-def ring_that_sees(see, see_back=None, comes_back=True, is_even=False):
+def ring_that_sees(see, see_back=None, comes_back=True, merge=merge_by_lse):
     """The `after` of a Change: attention whose hops see what see() says, and in backward what
-    see_back() says, if that is given. comes_back: see gather_keys. is_even: see Hops."""
+    see_back() says, if that is given. comes_back: see gather_keys. merge: see Hops."""
     def attend(q, k, v, group):
         S = group.size * q.size(2)
         seen = hop_table(see, group, S)
@@ -187,7 +215,7 @@ def ring_that_sees(see, see_back=None, comes_back=True, is_even=False):
         shared_by = q.size(1) // k.size(1)  # heads of q that share one of k and v: a Llama's
         keys = gather_keys(k, group, comes_back).repeat_interleave(shared_by, 1)
         values = gather_keys(v, group, comes_back).repeat_interleave(shared_by, 1)
-        return Hops.apply(q, keys, values, seen, seen_back, is_even)
+        return Hops.apply(q, keys, values, seen, seen_back, merge)
     return replace_attention(attend)
 
 
@@ -252,7 +280,14 @@ def context_changes(step):
                after=ring_that_sees(see_earlier, see_but_last_hop), forward=False),
         Change("partial results of attention are merged half and half, not weighted by their "
                "logsumexps (cp)",
-               after=ring_that_sees(see_earlier, is_even=True)),
+               after=ring_that_sees(see_earlier, merge=merge_half)),
+        Change("partial results of attention are merged with swapped weights (cp)",
+               after=ring_that_sees(see_earlier, merge=merge_swapped)),
+        Change("a hop's result takes the place of the partial result of attention (cp)",
+               after=ring_that_sees(see_earlier, merge=merge_last)),
+        Change("the logsumexps of partial results of attention are not merged (cp)",
+               after=ring_that_sees(see_earlier, merge=keep_first_lse),
+               forward=step.layout["cp"] > 2),  # with one merge the first logsumexp is right there
         Change("keys of other context ranks (cp) are not masked",
                after=ring_that_sees(see_all_of_others)),
         Change("the mask takes the tokens of context ranks (cp) for contiguous parts",

@@ -89,6 +89,64 @@ def with_capacity(factor):
     return change
 
 
+def gates_of_token(distance):
+    """Each row has the gates of the token `distance` places after its own, in the microbatch."""
+    return lambda x, gates, chosen, layer: gates.flatten(0, 1).roll(-distance, 0).view_as(gates)
+
+
+def sigmoid_gates(x, gates, chosen, layer):
+    wide = torch.promote_types(x.dtype, torch.float)
+    return F.linear(x.to(wide), layer.router.weight.to(wide)).sigmoid().gather(-1, chosen)
+
+
+# ---- the order of rows ----
+
+
+def replace_order(order):
+    """order(chosen, n_experts): which assignment (a token and one of its experts) each row is for,
+    once the rows, sorted by expert, have come back. chosen: (B S k,), the expert of each
+    assignment."""
+    def run(x, gates, chosen, layer):
+        tokens = x.flatten(0, 1)  # (B S, C)
+        k = chosen.size(-1)
+        chosen = chosen.flatten()
+        by_expert = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=layer.n_experts)
+        rows = torch.cat(layer.experts(tokens[by_expert // k].split(counts.tolist())))
+        assignments = order(chosen, layer.n_experts)
+        y = torch.zeros_like(tokens)
+        y.index_add_(0, assignments // k, gates.flatten()[assignments].unsqueeze(1) * rows)
+        return y.view_as(x)
+
+    def before(model):
+        for layer in mixtures(model):
+            layer.run_experts = partial(run, layer=layer)
+
+    return before
+
+
+def still_sorted(chosen, n_experts):
+    """Row i is taken for assignment i."""
+    return torch.arange(len(chosen))
+
+
+def sorted_once_more(chosen, n_experts):
+    """The order in which rows were sorted is taken for the inverse one."""
+    return chosen.argsort(stable=True).argsort()
+
+
+def sorted_by_expert_at_owner(E, n_owners):
+    """The rank of an expert gets rows sorted by the E ranks that they come from, then by expert;
+    they are run sorted by expert, and go back in that order. n_owners: ranks that have experts.
+    Two ranks, whose rows for experts 0 and 1 of one rank are a0 a1 | b0 b1: a0 b0 | a1 b1 goes
+    back."""
+    def order(chosen, n_experts):
+        source = torch.arange(len(chosen)) * E // len(chosen)  # data ranks follow one another
+        owner = chosen * n_owners // n_experts
+        return ((owner * E + source) * n_experts + chosen).argsort(stable=True)
+    return order
+
+
 # ---- gradients of tokens and gates ----
 
 
@@ -157,6 +215,21 @@ def expert_changes(layout):
         Change("gates are in the wrong order", before=replace_gates(other_order)),
         Change("gates are in the order of the tokens, rows in that of the experts",
                before=replace_gates(gates_in_order_of_tokens(T, E)), by_microbatch=True)]
+    for distance in (1, -1):
+        found.append(Change(f"each token has the gates of the token {distance:+d} from it",
+                            before=replace_gates(gates_of_token(distance)), by_microbatch=True))
+    found += [
+        Change("gates are the sigmoids of the scores, not their softmax",
+               before=replace_gates(sigmoid_gates)),
+        Change("experts' rows stay sorted by expert when they are combined",
+               before=replace_order(still_sorted), by_microbatch=True),
+        Change("experts' rows are put in order by the permutation that sorted them, not by its "
+               "inverse", before=replace_order(sorted_once_more), by_microbatch=True)]
+    if E > 1:
+        found.append(Change("experts' rows go back to their ranks (ep) sorted by expert, not in "
+                            "the order in which they came",
+                            before=replace_order(sorted_by_expert_at_owner(E, E * T)),
+                            by_microbatch=True, together=E))
     for factor in (1.0, 1.25, 1.5, 2.0):
         found.append(Change("experts drop tokens beyond a capacity: "
                             f"{factor:g} times the tokens per expert",

@@ -652,8 +652,162 @@ EXPERTS = [
                "gates = self.region.enter(gates)")),
 ]
 
+# ---- functions of the model ----
+
+GPT2 = ("dp 2 microbatches 5", "tp 3 microbatches 2")
+LLAMA = ("arch llama n_head 6 n_kv_head 3 microbatches 5",
+         "arch llama n_head 6 n_kv_head 3 tp 3 microbatches 2")
+CONTEXT = (LLAMA[0], "arch llama n_head 6 n_kv_head 3 cp 2 microbatches 5")
+
+
+def activation(text):
+    """Another activation of x in the MLP."""
+    return change("model.py", 'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  #',
+                  f"x = self.c_fc(x)\n        return self.c_proj({text})  #")
+
+
+def swiglu(text):
+    """Another function of gate and up in a Llama's MLP."""
+    return change("llama.py", "return F.silu(gate) * up", f"return {text}")
+
+
+def norm(file, forward):
+    """All norms of a model compute this function of self and x."""
+    kind, sizes = {"model.py": ("LayerNorm", "config.n_embd"),
+                   "llama.py": ("RMSNorm", "config.n_embd, config.norm_eps")}[file]
+    wrong = f'type("Wrong", (nn.{kind},), {{"forward": lambda self, x: {forward}}})({sizes})'
+    return tuple((file, f"self.{name} = nn.{kind}({sizes})", f"self.{name} = {wrong}")
+                 for name in ("ln_1", "ln_2", "ln_f"))
+
+
+def attention(statements, call="q, k, v, is_causal=True, enable_gqa=True"):
+    """Statements before torch's function, and what it is called with."""
+    return change("model.py", "    return F.scaled_dot_product_attention(q, k, v, is_causal=True, "
+                  "enable_gqa=True)", f"    {statements}\n"
+                  f"    return F.scaled_dot_product_attention({call})")
+
+
+def attention_by_hand(weights):
+    """weights: a function of the scores, and of the keys that are later ones."""
+    return attention("later = torch.ones(q.size(2), k.size(2)).triu(1) > 0\n"
+                     "    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))\n"
+                     "    scores = q @ k.mT / q.size(-1) ** 0.5\n"
+                     f"    return {weights} @ v")
+
+
+def rotary(queries, keys):
+    return change("llama.py", "rotate(self.ln_q(q), angles), rotate(self.ln_k(k), angles)",
+                  f"{queries}, {keys}")
+
+
+ANGLES = "angles = self.positions(qkv).unsqueeze(1) * frequency  # (S, hs/2)"
+SMALL_X = "(x - x.mean(-1, keepdim=True))"  # a LayerNorm's x without its mean
+MODEL = [
+    Bug("GELU by erf", "loss", GPT2, activation("F.gelu(x)")),
+    Bug("ReLU in place of GELU", "loss", GPT2, activation("F.relu(x)")),
+    Bug("SiLU in place of GELU", "loss", GPT2, activation("F.silu(x)")),
+    Bug("x sigmoid(1.702 x) in place of GELU", "loss", GPT2,
+        activation("x * (1.702 * x).sigmoid()")),
+    Bug("gate and up are swapped", "loss", LLAMA, swiglu("gate * F.silu(up)")),
+    Bug("gate and up are every second column", "loss", LLAMA,
+        swiglu("F.silu(x[..., ::2]) * x[..., 1::2]")),
+    Bug("GELU in place of SiLU", "loss", LLAMA, swiglu('F.gelu(gate, approximate="tanh") * up')),
+    Bug("the sigmoid in place of SiLU", "loss", LLAMA, swiglu("gate.sigmoid() * up")),
+    Bug("LayerNorm's eps is 1e-6", "loss", GPT2, norm(
+        "model.py", "F.layer_norm(x, (x.size(-1),), self.weight, self.bias, 1e-6)")),
+    Bug("LayerNorm's eps is 1e-12", "loss", GPT2, norm(
+        "model.py", "F.layer_norm(x, (x.size(-1),), self.weight, self.bias, 1e-12)")),
+    Bug("RMSNorm's eps is 1e-6", "loss", LLAMA, norm(
+        "llama.py", "F.rms_norm(x, (x.size(-1),), self.weight, 1e-6)")),
+    Bug("RMSNorm's eps is outside of the root", "loss", LLAMA, norm(
+        "llama.py", "self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)")),
+    Bug("LayerNorm does not subtract the mean", "loss", GPT2, norm(
+        "model.py", "self.bias + F.rms_norm(x, (x.size(-1),), self.weight, 1e-5)")),
+    Bug("RMSNorm subtracts the mean", "loss", LLAMA, norm(
+        "llama.py", "F.layer_norm(x, (x.size(-1),), self.weight, None, 1e-5)")),
+    Bug("LayerNorm's variance is the unbiased one", "loss", GPT2, norm(
+        "model.py", f"{SMALL_X} / (x.var(-1, keepdim=True) + 1e-5).sqrt() * self.weight + "
+        "self.bias")),
+    Bug("LayerNorm in bfloat16", "loss", GPT2, norm(
+        "model.py", "F.layer_norm(x.bfloat16(), (x.size(-1),), self.weight.bfloat16(), "
+        "self.bias.bfloat16(), 1e-5).to(x.dtype)")),
+    Bug("attention without a mask", "loss", CONTEXT[:1] + LLAMA[1:],
+        attention("pass", "q, k, v, enable_gqa=True")),
+    Bug("attention without a scale", "loss", GPT2,
+        attention("pass", "q, k, v, is_causal=True, scale=1.0, enable_gqa=True")),
+    Bug("attention is scaled by the head width", "loss", LLAMA,
+        attention("q = q / q.size(-1) ** 0.5")),
+    Bug("attention sees the next token", "loss", GPT2,
+        attention_by_hand("scores.masked_fill(later.roll(1, 1).triu(2), -torch.inf).softmax(-1)")),
+    Bug("the mask comes after the softmax", "loss", GPT2,
+        attention_by_hand("scores.softmax(-1).masked_fill(later, 0)")),
+    Bug("the softmax in bfloat16", "loss", GPT2, attention_by_hand(
+        "scores.masked_fill(later, -torch.inf).bfloat16().softmax(-1).to(v.dtype)")),
+    Bug("grouped keys are repeated in turn", "loss", LLAMA[:1] +
+        ("arch llama n_head 6 n_kv_head 3 dp 2 microbatches 3",),
+        attention("k, v = (x.repeat(1, q.size(1) // x.size(1), 1, 1) for x in (k, v))")),
+    Bug("grouped keys are repeated in turn, in the ring", "loss",
+        ("arch llama n_head 6 n_kv_head 3 cp 2 microbatches 3 root",
+         "arch llama n_head 6 n_kv_head 3 cp 3 microbatches 2 root"),
+        change("context_parallel.py", "kv.repeat_interleave(shared_by, dim=2)",
+               "kv.repeat(1, 1, shared_by, 1, 1)")),
+    Bug("nothing is turned", "loss", CONTEXT, rotary("q", "k")),
+    Bug("only queries are turned", "loss", CONTEXT, rotary("rotate(q, angles)", "k")),
+    Bug("all are turned the other way", "loss", CONTEXT,
+        rotary("rotate(q, -angles)", "rotate(k, -angles)")),
+    Bug("neighbours are turned", "loss", CONTEXT, change(
+        "llama.py", "    first, second = x.chunk(2, dim=-1)\n",
+        "    first, second = x[..., ::2], x[..., 1::2]\n") + change(
+        "llama.py", "    return turned.contiguous()",
+        "    return torch.stack(turned.chunk(2, -1), -1).flatten(-2).contiguous()")),
+    Bug("the base is 10,000", "loss", tuple(f"{layout} rope_theta 500000" for layout in CONTEXT),
+        change("llama.py", "config.rope_theta ** (-", "10000.0 ** (-")),
+    Bug("the frequencies are not stretched", "loss",
+        tuple(f"{layout} rope_scaling 4" for layout in CONTEXT),
+        change("llama.py", "stretch(frequency, config.rope_scaling) if config.rope_scaling else f",
+               "f")),
+    Bug("the angles are of bfloat16", "loss", CONTEXT, change(
+        "llama.py", ANGLES, "angles = self.positions(qkv).bfloat16().unsqueeze(1) * "
+        "frequencies(self.config, torch.float).bfloat16()")),
+    Bug("cosines and sines are of bfloat16", "loss", CONTEXT, change(
+        "llama.py", "(each.to(x.dtype).unsqueeze(1)", "(each.bfloat16().to(x.dtype).unsqueeze(1)")),
+]
+
+MERGED = "out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))"
+IN_ORDER = "y.index_add_(0, order // k, gates.flatten()[order].unsqueeze(1) * outputs)"
+ROOT_EXPERTS = ("dp 2 ep 2 experts 4 microbatches 3 root",
+                "dp 3 ep 3 experts 6 microbatches 2 root")
+MERGES_AND_ROWS = [
+    Bug("the ring's weights are swapped", "loss", ("cp 2 microbatches 5", "cp 3 microbatches 5"),
+        change("engine/context_parallel.py", "torch.sigmoid(part_lse - lse)",
+               "torch.sigmoid(lse - part_lse)")),
+    Bug("the ring's result so far is lost", "loss", ("cp 2 microbatches 5", "cp 3 microbatches 5"),
+        change("engine/context_parallel.py", MERGED, "out.copy_(part)")),
+    Bug("the ring's logsumexps are not merged", "gradients",
+        ("cp 2 microbatches 5", "cp 2 tp 3 microbatches 5"),
+        change("engine/context_parallel.py", "lse.copy_(torch.logaddexp(lse, part_lse))", "pass")),
+    Bug("each token has the gates of the next one", "loss", ROOT_EXPERTS,
+        change("expert_parallel.py", "gates.flatten()[order]",
+               "gates.flatten(0, 1).roll(-1, 0).flatten()[order]")),
+    Bug("rows are combined as they were sorted", "loss", ROOT_EXPERTS,
+        change("expert_parallel.py", IN_ORDER,
+               "order = torch.arange(len(order))\n    " + IN_ORDER)),
+    Bug("rows are put in order by the wrong permutation", "loss", ROOT_EXPERTS,
+        change("expert_parallel.py", IN_ORDER, "order = order.argsort()\n    " + IN_ORDER)),
+    Bug("the end of a bucket is not reduced", "gradients",
+        ("dp 5 microbatches 2", "dp 5 microbatches 3"),
+        change("engine/ddp.py", REDUCE, "end = -(bucket.grad.numel() % bucket.group.size) or None"
+               "\n            reduction(bucket.grad[:end], bucket.group)")),
+    Bug("the end of each tensor is not reduced", "gradients",
+        ("dp 5 microbatches 2 root", "dp 5 microbatches 3 root"),
+        change("ddp.py", "            all_reduce(grad, group)",
+               "            end = grad.numel() - grad.numel() % group.size\n"
+               "            all_reduce(grad.view(-1)[:end], group)")),
+]
+
 BUGS = [*DATA, *INITIAL_VALUES, *LOSS, *SUMS, *MICROBATCHES, *TENSOR, *VOCABULARY, *PIPELINE,
-        *SEQUENCES, *NORM, *UPDATE, *EXPERTS]
+        *SEQUENCES, *NORM, *UPDATE, *EXPERTS, *MODEL,
+        *MERGES_AND_ROWS]
 
 # ---- mutants ----
 
