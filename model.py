@@ -47,9 +47,11 @@ class Embedding(nn.Module):
 
 
 def causal_attention(q, k, v):
-    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs).
-    enable_gqa is for llama.py, whose k and v have fewer heads, each for several heads of q."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    """Each token attends to itself and to earlier tokens. q, k, v, result: (B, nh, S, hs). In
+    sample.py q may be the last token alone, which sees all keys. In llama.py k and v have fewer
+    heads, each for several heads of q. The same formula for tokens on several ranks:
+    ring_attention in context_parallel.py, and in engine/context_parallel.py."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
 
 
 class Attention(nn.Module):

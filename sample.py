@@ -66,13 +66,13 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from collectives import all_gather
 from data.batches import load_tokenizer
 from ddp import give_values
 from experts import kind_of
 from mesh import Mesh
+from model import causal_attention
 from run import checkpoint
 from run.config import Config
 from run.processes import all_gather_text, joined
@@ -145,22 +145,19 @@ def load_slices(folder, mesh):
 
 
 class CachedAttention:
-    """Replaces Attention.attend in one layer: keeps the keys and values of the tokens so far.
-
-    The first call has all tokens so far, and needs the causal mask. Each later call has one token,
-    which sees all tokens so far: no mask."""
+    """Replaces Attention.attend in one layer: keeps the keys and values of the tokens so far. The
+    first call has all tokens so far, each later call has one token."""
 
     def __init__(self):
         # (B, nh, tokens so far, hs), or nh/T heads; a Llama's have n_kv heads
         self.keys = self.values = None
 
     def __call__(self, q, k, v):
-        is_first = self.keys is None
-        if not is_first:
+        if self.keys is not None:
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         self.keys, self.values = k, v
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_first, enable_gqa=True)
+        return causal_attention(q, k, v)
 
 
 def pick_tokens(logits, temperature, top_k, rng):

@@ -377,7 +377,7 @@ MUTANTS = {
     "model.py": [
         ("ABSENT = -100", "ABSENT = -1", "parts:padding"),
         ('self.c_fc(x), approximate="tanh"', "self.c_fc(x)", "values:formulas"),
-        ("k, v, is_causal=True", "k, v, is_causal=False", "values:formulas"),
+        ("k, v, is_causal=q.size(2) > 1", "k, v, is_causal=False", "values:formulas"),
         ("math.sqrt(2 * config.n_layer)", "math.sqrt(config.n_layer)", "values:initial"),
         ('f"{seed} {name}"', 'f"{name}"', "values:initial"),
         ("logits.float() if logits.element_size() == 2 else", "", "values:in_32")],

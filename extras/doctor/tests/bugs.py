@@ -682,8 +682,8 @@ def norm(file, forward):
 
 def attention(statements, call="q, k, v, is_causal=True, enable_gqa=True"):
     """Statements before torch's function, and what it is called with."""
-    return change("model.py", "    return F.scaled_dot_product_attention(q, k, v, is_causal=True, "
-                  "enable_gqa=True)", f"    {statements}\n"
+    return change("model.py", "    return F.scaled_dot_product_attention(q, k, v, "
+                  "is_causal=q.size(2) > 1, enable_gqa=True)", f"    {statements}\n"
                   f"    return F.scaled_dot_product_attention({call})")
 
 

@@ -238,7 +238,7 @@ NAMED_MUTANTS = {
     "engine/tensor_parallel.py: 'now_or_later": "are split over the tensor ranks .tp. as one",
     "shard.py: '            if sum_gradients:'": "and positions: 3 times: summed over the",
     "model.py: 'self.c_fc(x), approx": "GELU is computed exactly",
-    "model.py: 'k, v, is_causal=True'": "attention sees later tokens",
+    "model.py: 'k, v, is_causal=": "attention sees later tokens",
     "engine/vocabulary_parallel.py: 'torch.where(": "not masked in the gradient of the logits",
     "engine/vocabulary_parallel.py: 'masked_fill(out": "not masked in the loss",
     "engine/vocabulary_parallel.py: 'logits[:, num_w": "the rows that pad the vocabulary",
