@@ -72,6 +72,14 @@ class LlamaExperts(Experts):
         self.c_proj = StackedLinear(n, hidden, C, bias=False)
 
 
+class Router(nn.Linear):
+    """The experts' scores for each token, in fp32 or fp64: rounded scores choose other experts."""
+
+    def forward(self, x):  # (B, S, C) -> (B, S, n_experts)
+        wide = torch.promote_types(x.dtype, torch.float)
+        return F.linear(x.to(wide), self.weight.to(wide))
+
+
 class MixtureOfExperts(nn.Module):
     """Replaces a block's MLP. expert_parallel.py replaces two methods: run_experts, where experts
     are on several ranks, and sum_counts, where ranks share a sequence."""
@@ -80,7 +88,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.n_experts = config.n_experts
         self.top_k = config.top_k
-        self.router = nn.Linear(config.n_embd, config.n_experts, bias=False)
+        self.router = Router(config.n_embd, config.n_experts, bias=False)
         self.experts = (LlamaExperts if isinstance(config, LlamaConfig) else Experts)(config)
         self.balance_weight = 0.01  # weight of `balance` in the loss
         # Load-balance term of the last forward, the sum over its tokens: each adds 1 if all experts
@@ -113,8 +121,7 @@ class MixtureOfExperts(nn.Module):
         return counts
 
     def forward(self, x):  # (B, S, C)
-        wide = torch.promote_types(x.dtype, torch.float)  # the router computes in fp32 or fp64
-        logits = F.linear(x.to(wide), self.router.weight.to(wide))  # (B, S, n_experts)
+        logits = self.router(x)  # (B, S, n_experts)
         scores, chosen = logits.topk(self.top_k)  # (B, S, k) each
         # counts (B, n_experts): how many tokens of each sequence chose each expert
         ones = torch.ones_like(scores).flatten(1)

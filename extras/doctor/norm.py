@@ -129,16 +129,22 @@ def norms_of_parts(mine, given):
 
 
 def norms_of_shards(mine, given):
-    """{words: norm} of one data rank's shards only, like FSDP's: each tensor is cut along dim 0."""
+    """{words: norm} of one data rank's shards only: FSDP's, each tensor cut along dim 0, or ZeRO's,
+    each tensor cut as one row of elements."""
     D = mine.layout["dp"]
     if D == 1:
         return {}
-    squares = [0.0] * D
-    for grad in given.values():
-        for d, shard in enumerate(grad.chunk(D)):  # a tensor of fewer rows has fewer than D chunks
-            squares[d] += sum_of_squares(shard)
-    return {f"that of data rank {d}'s shards only (FSDP, dp)": math.sqrt(square)
-            for d, square in enumerate(squares)}
+    found = {}  # norm -> words: if D divides all rows both cuts are one
+    for whose, cut in (("FSDP", lambda grad: grad.chunk(D)),  # fewer rows than D: fewer chunks
+                       ("ZeRO", lambda grad: grad.flatten().tensor_split(D))):
+        squares = [0.0] * D
+        for grad in given.values():
+            for d, shard in enumerate(cut(grad)):
+                squares[d] += sum_of_squares(shard)
+        for d, square in enumerate(squares):
+            words = f"that of data rank {d}'s shards only ({whose}, dp)"
+            found.setdefault(math.sqrt(square), words)
+    return {words: norm for norm, words in found.items()}
 
 
 def known_norms(mine, number, given, squares, right):

@@ -128,6 +128,14 @@ class Steps:
 # ---- causes ----
 
 
+def differs_from_master(weight, master, dtype):
+    """(shape of a weight) bool: where is it further from its master than a rounding to dtype?"""
+    limits = torch.finfo(dtype)
+    roundings = limits.eps * master.abs().clamp(min=limits.smallest_normal)
+    return ~((weight - master).abs() <= roundings)  # nan differs, too
+
+
+
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
     mine = steps.mine
@@ -200,10 +208,39 @@ def keeps_old(steps, number, name):
     return bool(is_old[differs].all() and has_gradient[differs].any())
 
 
+def fitted_counts(steps, number, wrong):
+    """[words] if each wrong tensor was corrected by a later step's count, and not all by the same:
+    the count advances for each tensor or bucket, not for each step."""
+    counts = set()
+    for name in wrong:
+        later = (offset for offset in range(1, len(steps.mine.gradients(number)) * number)
+                 if steps.fits(number, name, Way(count_offset=offset)))
+        counts.add(number + next(later, -number))
+    if len(counts) == 1 or 0 in counts:
+        return []
+    return [f"the moments' corrections count up to step {max(counts)}, tensor by tensor, in step "
+            f"{number}: the count advances for each tensor or bucket"]
+
+
+def rounded_masters(steps, number, names):
+    """[words] if all masters have only the digits of the 16-bit weights."""
+    dtype = steps.dtype
+    for name in names:
+        master = steps.held(number)[name]
+        right = steps.after(number, name, RIGHT_WAY)
+        if not torch.equal(master.to(dtype).double(), master):
+            return []
+        if differs_from_master(master, right, dtype).any():
+            return []
+    return [f"the masters are rounded to {steps.mine.dtype} in each step"]
+
+
 def causes_of_updates(steps, number, others, names, wrong):
     """Words of the causes of wrong weights after step `number`; see fitting_ways."""
     found = (fitting_ways(steps, number, others, names, wrong)
-             or fitted_rate(steps, number, names))
+             or fitted_rate(steps, number, names)
+             or fitted_counts(steps, number, wrong)
+             or (rounded_masters(steps, number, names) if steps.has_masters else []))
     if found:
         return found
     n_ranks = math.prod(steps.mine.layout[axis] for axis in ("dp", "pp", "cp", "tp"))
@@ -214,13 +251,6 @@ def causes_of_updates(steps, number, others, names, wrong):
 
 
 # ---- 16-bit weights ----
-
-
-def differs_from_master(weight, master, dtype):
-    """(shape of a weight) bool: where is it further from its master than a rounding to dtype?"""
-    limits = torch.finfo(dtype)
-    roundings = limits.eps * master.abs().clamp(min=limits.smallest_normal)
-    return ~((weight - master).abs() <= roundings)  # nan differs, too
 
 
 def check_copies_of_masters(steps, number):

@@ -1,11 +1,11 @@
 """All Changes that a step's layout can have: known bugs that are more than other weights of terms.
 
-    model.py         any layout: attention, the loss, norms, GELU
+    model.py         any layout: wrong forms of attention, norms, activation, rotary angles, loss
     tensor.py        --tp: f and g, biases of rows, q k v as one
     vocabulary.py    --tp: words of the embedding's and the head's slices, the loss
-    sequence.py      --tp --sp: all-gather and reduce-scatter, positions
+    sequence.py      --tp --sp: all-gather and reduce-scatter, positions, targets
     context.py       --cp: masks and sums of attention, positions, targets, means
-    experts.py       --experts: gates, capacity, the balance loss
+    experts.py       --experts: gates, order of rows, capacity, the balance loss
     pipeline.py      --pp: what crosses a boundary
 
 Each is tried by running the step (step.py). A Change of the loss runs forward first; if the loss
@@ -38,7 +38,7 @@ def changes(step):
     if N > 1:
         found += context_changes(step)
     if config.n_experts:
-        found += expert_changes(layout)
+        found += expert_changes(config, layout)
     if layout["pp"] > 1:
         found += pipeline_changes(step)
     return found + model_changes(config, N)

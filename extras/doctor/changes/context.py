@@ -57,6 +57,19 @@ def targets_from_own(ids, targets, k, mesh, positions):
     return own, own.roll(-1, 1)
 
 
+def targets_from_own_but_last(ids, targets, k, mesh, positions):
+    """Like targets_from_own, but the last target of the rank is right. With zigzag the target at
+    the end of the early half is then the first token of the late half."""
+    own, wrong = targets_from_own(ids, targets, k, mesh, positions)
+    return own, torch.cat([wrong[:, :-1], targets[k][:, positions[-1:]]], dim=1)
+
+
+def targets_from_halves(ids, targets, k, mesh, positions):
+    """Like targets_from_own, in each half of zigzag: its last target is its first token."""
+    own = ids[k][:, positions]
+    return own, torch.cat([half.roll(-1, 1) for half in own.chunk(2, dim=1)], dim=1)
+
+
 # ---- the loss ----
 
 
@@ -268,6 +281,11 @@ def context_changes(step):
                after=context_positions_from(in_contiguous_parts), feed=tokens_of_contiguous_parts),
         Change("targets are shifted after the sequence was split (cp): the last one of a rank is "
                "its first token", feed=targets_from_own),
+        Change("targets are shifted after the sequence was split (cp): at zigzag's seam, the "
+               "target of a rank's early half is the first token of the late half",
+               feed=targets_from_own_but_last),
+        Change("targets are shifted after each half of zigzag was cut (cp): the last target of a "
+               "half is the half's first token", feed=targets_from_halves),
         Change("each context rank (cp) attends to its own keys only",
                after=replace_attention(own_keys_only)),
         Change("gradients of keys and values do not come back to their context rank (cp)",

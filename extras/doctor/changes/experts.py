@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from experts import MixtureOfExperts
 from extras.doctor.changes.tensor import unsummed
 from extras.doctor.finding import axes_by_size
+from extras.doctor.groups import cut_by_layout
 from extras.doctor.step import Change, served
 from tensor_parallel import copy_to_ranks
 
@@ -49,9 +50,7 @@ def other_order(x, gates, chosen, layer):
 
 def softmax_over_all(x, gates, chosen, layer):
     """The chosen experts' gates from the softmax over all experts, not over the chosen ones."""
-    wide = torch.promote_types(x.dtype, torch.float)
-    scores = F.linear(x.to(wide), layer.router.weight.to(wide)).softmax(-1)
-    return scores.gather(-1, chosen).to(x.dtype)
+    return layer.router(x).softmax(-1).gather(-1, chosen).to(x.dtype)
 
 
 def gates_in_order_of_tokens(T, E):
@@ -95,8 +94,20 @@ def gates_of_token(distance):
 
 
 def sigmoid_gates(x, gates, chosen, layer):
-    wide = torch.promote_types(x.dtype, torch.float)
-    return F.linear(x.to(wide), layer.router.weight.to(wide)).sigmoid().gather(-1, chosen)
+    return layer.router(x).sigmoid().gather(-1, chosen)
+
+
+def routers_in(dtype):
+    """The routers' scores are computed in this dtype: a token may choose other experts."""
+    def scores(x, router):
+        wide = torch.promote_types(x.dtype, torch.float)
+        return F.linear(x.to(dtype), router.weight.to(dtype)).to(wide)
+
+    def before(model):
+        for layer in mixtures(model):
+            layer.router.forward = partial(scores, router=layer.router)
+
+    return before
 
 
 # ---- the order of rows ----
@@ -180,14 +191,28 @@ def balance_times(factor):
     return after
 
 
+def balance_of_last_stage(first):
+    """Without the balance loss of the layers before the last pipeline stage, whose first layer is
+    model.layers[first]."""
+    def after(model, mesh):
+        for layer in model.layers[:first]:
+            for mixture in mixtures(layer):
+                mixture.balance_weight = 0.0
+    return after
+
+
 def balance_of_own_tokens(model, mesh):
     for layer in mixtures(model):
         layer.sum_counts = lambda counts: counts
 
 
-def balance_changes(layout):
+def balance_changes(config, layout):
     found = [Change("the experts' balance loss is missing", after=balance_times(0.0),
                     forward=False)]
+    if layout["pp"] > 1:
+        found.append(Change("the balance loss of all pipeline stages but the last is missing (pp)",
+                            after=balance_of_last_stage(cut_by_layout(config, layout)[-1]),
+                            forward=False))
     sharing = layout["cp"] * (layout["tp"] if layout["sp"] else 1)  # ranks that share a sequence
     if sharing > 1:
         found.append(Change("the balance loss counts a rank's own tokens of a sequence only",
@@ -202,7 +227,7 @@ def balance_changes(layout):
     return found
 
 
-def expert_changes(layout):
+def expert_changes(config, layout):
     T = layout["tp"]
     E = layout["ep"]
     found = [
@@ -221,6 +246,8 @@ def expert_changes(layout):
     found += [
         Change("gates are the sigmoids of the scores, not their softmax",
                before=replace_gates(sigmoid_gates)),
+        Change("the routers' scores are computed in bfloat16",
+               before=routers_in(torch.bfloat16), by_microbatch=True, rounds=True),
         Change("experts' rows stay sorted by expert when they are combined",
                before=replace_order(still_sorted), by_microbatch=True),
         Change("experts' rows are put in order by the permutation that sorted them, not by its "
@@ -241,4 +268,4 @@ def expert_changes(layout):
                    after=spread_over_tensor_ranks(E, unsummed, copy_to_ranks), forward=False),
             Change("the gates' gradient is not summed over the tensor ranks (tp)",
                    after=spread_over_tensor_ranks(E, copy_to_ranks, unsummed), forward=False)]
-    return found + balance_changes(layout)
+    return found + balance_changes(config, layout)

@@ -70,6 +70,14 @@ def from_zero(own, mesh):
     return torch.arange(len(own))
 
 
+def targets_in_turn(ids, targets, k, mesh, positions):
+    """Feeds targets in the order of ranks that have every T-th token; the tokens' parts are
+    contiguous. T = 2, S = 4: the targets of 0 2 1 3."""
+    T = mesh.group("tp").size
+    of_ranks = [targets[k][:, positions[t::T]] for t in range(T)]
+    return ids[k][:, positions], torch.cat(of_ranks, dim=1)
+
+
 def sequence_changes():
     found = []
     for place in COLUMNS:
@@ -88,4 +96,6 @@ def sequence_changes():
         Change("--sp's reduce-scatter sums nothing anywhere, neither in forward nor in backward",
                after=scatter_only),
         Change("all tensor ranks (--sp) take the positions of the first tokens",
-               after=positions_from(from_zero))]
+               after=positions_from(from_zero)),
+        Change("targets are split over the tensor ranks (--sp) in turn, tokens in contiguous parts",
+               feed=targets_in_turn)]

@@ -198,6 +198,55 @@ NAMED = {
         "same experts|context ranks",
     "f is missing before the experts": "f is missing before the experts",
     "the gates' gradients are not summed over the T ranks": "the gates' gradient is not summed",
+    "targets are shifted after the split, but for the last one": "at zigzag's seam",
+    "targets are shifted in each half of zigzag": "after each half of zigzag was cut",
+    "under --sp targets are split in turn": "over the tensor ranks .--sp. in turn",
+    "the balance loss of all stages but the last is missing": "of all pipeline stages but the last",
+    "the routers compute in bfloat16": "routers' scores are computed in bfloat16",
+    "the step's count advances for each tensor": "the count advances for each tensor or bucket",
+    "the norm is over one shard of ZeRO": "that of data rank 0's shards only",
+    "GELU by erf": "GELU is computed exactly",
+    "ReLU in place of GELU": "the activation is ReLU",
+    "SiLU in place of GELU": "the activation is SiLU",
+    "x sigmoid(1.702 x) in place of GELU": "the activation is x sigmoid",
+    "gate and up are swapped": "gate and up are swapped",
+    "gate and up are every second column": "gate and up are taken for every second",
+    "GELU in place of SiLU": "the gate's activation is GELU by tanh",
+    "the sigmoid in place of SiLU": "the gate's activation is the sigmoid",
+    "LayerNorm's eps is 1e-6": "epsilon is 1e-06",
+    "LayerNorm's eps is 1e-12": "epsilon is 1e-12|epsilon is 1e-08",
+    "RMSNorm's eps is 1e-6": "epsilon is 1e-06",
+    "RMSNorm's eps is outside of the root": "added after the root",
+    "LayerNorm does not subtract the mean": "do not subtract the mean",
+    "RMSNorm subtracts the mean": "subtract the mean",
+    "LayerNorm's variance is the unbiased one": "divided by C - 1",
+    "LayerNorm in bfloat16": "norms are computed in bfloat16",
+    "attention without a mask": "attention sees later tokens",
+    "attention without a scale": "scores are not divided",
+    "attention is scaled by the head width": "divided by the head width, not by its root",
+    "attention sees the next token": "attention sees one later token",
+    "the mask comes after the softmax": "masked after the softmax",
+    "the softmax in bfloat16": "softmax is computed in bfloat16",
+    "grouped keys are repeated in turn": "are taken in turn",
+    "grouped keys are repeated in turn, in the ring": "are taken in turn",
+    "nothing is turned": "are not turned by their positions",
+    "only queries are turned": "keys are not",
+    "all are turned the other way": "the other way round",
+    "neighbours are turned": "the rotary pairs are neighbours",
+    "the base is 10,000": "the rotary base is 10,000",
+    "the frequencies are not stretched": "frequencies are not scaled",
+    "the angles are of bfloat16": "rotary angles are computed in bfloat16",
+    "cosines and sines are of bfloat16": "cosines and sines of the rotary angles",
+    "the ring's weights are swapped": "merged with swapped weights",
+    "the ring's result so far is lost": "takes the place of the partial result",
+    "the ring's logsumexps are not merged": "logsumexps of partial results of attention are not",
+    "each token has the gates of the next one": "gates of the token .1 from it",
+    "rows are combined as they were sorted": "rows stay sorted by expert",
+    "rows are put in order by the wrong permutation": "by the permutation that sorted them",
+    "outputs stay sorted by expert when they are combined": "rows go back to their ranks",
+    "experts' gradients are summed over ranks with other experts, too": "with other experts, too",
+    "the end of a bucket is not reduced": "elements are not summed over the 5",
+    "the end of each tensor is not reduced": "elements are not summed over the 5",
 }
 
 # Of some bugs, the words of another bug that makes the same numbers in one of the bug's layouts
@@ -903,6 +952,21 @@ def test_blocks_that_are_swapped_in_a_later_stage_were_not_drawn_with_a_seed_of_
     mine = changed(reference, "weights-0", change=swapped)
     finding = check_initial_weights(reference, mine)
     assert not finding.equal and not finding.causes, finding
+
+
+@pytest.mark.parametrize("layout,changes", [
+    ("dp 2 microbatches 5", bugs.change(
+        "engine/optimizer.py", "torch._foreach_copy_(self.weights, self.masters)",
+        "torch._foreach_copy_(self.weights, self.masters)\n"
+        "            torch._foreach_copy_(self.masters, self.weights)")),
+    ("tp 3 zero 1 microbatches 2 root", bugs.change(
+        "optimizer.py", "self.weights.copy_(self.master)",
+        "self.weights.copy_(self.master)\n        self.master.copy_(self.weights)"))], ids=str)
+def test_masters_that_are_rounded_in_each_step_are_named(examine, layout, changes):
+    findings = examine(changes, dtype="bfloat16", **bugs.flags_of(layout))
+    (wrong,) = [finding for finding in findings if not finding.equal]
+    assert wrong.stage == "step 1 weights"
+    assert wrong.causes == ["the masters are rounded to bfloat16 in each step"]
 
 
 @pytest.mark.parametrize("words", ["multiple of 2 count", "epsilon is 1e-12",
