@@ -353,11 +353,43 @@ def lacks_last_elements(examined, given, wrong):
     return found
 
 
-def own_data(terms):
-    """The Share of data rank 0's own terms."""
+def own_data(terms, d=0):
+    """The Share of data rank d's own terms."""
     own = torch.zeros(terms.tokens.shape, dtype=torch.double)
-    own[0] = 1
+    own[d] = 1
     return Share("own", data=own)
+
+
+def has_own_chunks(examined, given, wrong):
+    """[words] if each data rank's chunk of the gradients is of its own terms only: of FSDP's chunks
+    (rows) or of ZeRO's (elements). Of a large tensor only some elements are known, which the chunks
+    then cut alike."""
+    D = examined.mine.layout["dp"]
+    names = [name for name in wrong if len(gradient(examined.terms, name, RIGHT))
+             == given[name].numel()]
+    if D == 1 or not names:
+        return []
+    for whose in ("FSDP", "ZeRO"):
+        if all(are_own_chunks(examined, name, given[name], whose) for name in names):
+            return [f"the chunks that ZeRO or FSDP keeps of {first_of(wrong)} are not summed over "
+                    "the data ranks (dp): each is its rank's own"]
+    return []
+
+
+def are_own_chunks(examined, name, given, whose):
+    """Is the gradient made of the data ranks' own chunks? given: a whole gradient of MINE."""
+    D = examined.mine.layout["dp"]
+    places = torch.arange(given.numel())
+    if whose == "FSDP":
+        chunks = [rows.flatten() for rows in places.view(given.shape).chunk(D)]
+    else:
+        chunks = places.tensor_split(D)
+    predicted = torch.empty_like(places, dtype=torch.double)
+    for d, chunk in enumerate(chunks):
+        predicted[chunk] = gradient(examined.terms, name, own_data(examined.terms, d))[chunk]
+    right = gradient(examined.terms, name, RIGHT)
+    return (examined.is_near(name, given.flatten(), predicted)
+            and examined.tolerance(name) <= RESOLVED * off(predicted, right))
 
 
 def lacks_end(examined, name, given, N, share):
@@ -388,7 +420,8 @@ def causes_of_both(examined, given, wrong, deep, known):
     if not shares:
         if is_right:
             found = (with_other_experts(examined, given, wrong)
-                     or lacks_last_elements(examined, given, wrong))
+                     or lacks_last_elements(examined, given, wrong)
+                     or has_own_chunks(examined, given, wrong))
             if found:
                 return [], found
         found = fitting_changes(examined, mine, loss, known, wrong) if deep else []

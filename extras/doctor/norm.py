@@ -212,6 +212,6 @@ def judge_norm(mine, number):
     known = known_norms(mine, number, given, squares, right)
     causes = [f"the norm: {words}" for words, value in known.items() if fits(value)]
     rounding = torch.finfo(grad_dtype).eps
-    if not causes and is_near(right, rounding * right):  # the trainer computes norms in 16 bits
-        return [Finding(stage, True)]
+    if not causes and is_near(right, rounding * right):
+        return [Finding(stage, True, f"{ratio_words(norm, right)}: it was computed in 16 bits")]
     return [Finding(stage, False, ratio_words(norm, right), causes)]

@@ -140,8 +140,8 @@ def wrongly_summed_over_data(layout, D, m):
 
 
 def summed_at_wrong_microbatches(D, m):
-    """Shares of two bugs: the all-reduce over the data ranks runs for one microbatch only, or it
-    runs after each microbatch, on the sum so far. For D = 2, m = 3 data rank 0 then has
+    """Shares of bugs: the all-reduce over the data ranks runs for one microbatch only, for all but
+    one, or after each microbatch, on the sum so far. For D = 2, m = 3 data rank 0 then has
 
         only the first microbatch summed    1 1 1      again after each microbatch    4 2 1
                                             1 0 0                                     4 2 1
@@ -161,6 +161,11 @@ def summed_at_wrong_microbatches(D, m):
         found.append(Share(f"only the {which} microbatch's gradients are averaged over the data "
                            "ranks (dp), as by DDP whose no_sync was decided too late; data rank "
                            "0's own of the others", data=averaged))
+        if m > 2:  # of two, the other one alone is summed
+            data = torch.ones(D, m, dtype=torch.double)
+            data[1:, k] = 0
+            found.append(Share(f"the {which} microbatch's gradients are not summed over the data "
+                               "ranks (dp); data rank 0's own of it", data=data))
     # How often a microbatch's gradients are summed again: m - 1 ... 1 0
     sums = torch.arange(m - 1, -1, -1, dtype=torch.double)
     found.append(Share("the sum so far is summed over the data ranks (dp) again after each "

@@ -1,6 +1,6 @@
 """AdamW's step on one whole tensor, with known mistakes: a Way says how the step is taken.
 
-    grad = clipping(norm) grad                               clip, grad_factor, norm_factor
+    grad = clipping(norm) grad                               clip, ..._factor, rounded
     mean = beta1 mean + (1 - beta1) grad                     betas, keeps_moments
     square = beta2 square + (1 - beta2) grad^2
     mean / (1 - beta1^n), square / (1 - beta2^n)             corrected, count_offset, count_advances
@@ -29,6 +29,7 @@ class Way:
     keeps_moments: bool = True  # False: they start at 0 in each step
     grad_factor: float = 1.0  # what gradients are multiplied by before the step
     norm_factor: float = 1.0  # what the norm is multiplied by before clipping
+    rounded: torch.dtype | None = None  # clipped gradients are rounded to it
     moves: bool = True  # False: the weights stay what they are
 
 
@@ -55,6 +56,8 @@ def ways(rates, optimizer, factors, scale):
         Way("beta1 and beta2 are swapped", betas=(beta2, beta1)),
         Way("moments are not kept from step to step", keeps_moments=False),
         Way("the weights are not updated", moves=False)]
+    found += [Way(f"clipped gradients are rounded to {str(dtype).removeprefix('torch.')}",
+                  rounded=dtype) for dtype in (torch.bfloat16, torch.float16)]
     found += [Way(f"epsilon is {eps:g}", eps=eps)
               for eps in (1e-5, 1e-6, 1e-7, 1e-10, 1e-12, 0.0) if eps != optimizer["eps"]]
     found += [Way(f"beta2 is {value:g}", betas=(beta1, value))
@@ -94,6 +97,8 @@ class Replay:
                 mean = torch.zeros_like(weight)
                 square = torch.zeros_like(weight)
             grad = grad.to(self.dtype) * (way.grad_factor * self.clipping(norm, way))
+            if way.rounded:
+                grad = grad.to(way.rounded).to(self.dtype)
             if way.decay == "coupled":
                 grad = grad + decay * before.to(self.dtype)
             mean = mean.lerp(grad, 1 - beta1)  # beta1 mean + (1 - beta1) grad

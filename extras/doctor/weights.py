@@ -27,6 +27,7 @@ from extras.doctor.finding import (
     off,
     unexamined,
 )
+from extras.doctor.norm import norms_of_parts, norms_of_shards
 from extras.doctor.update import Replay, Way, ways
 from optimizer import decays
 from shard import Tag
@@ -128,14 +129,6 @@ class Steps:
 # ---- causes ----
 
 
-def differs_from_master(weight, master, dtype):
-    """(shape of a weight) bool: where is it further from its master than a rounding to dtype?"""
-    limits = torch.finfo(dtype)
-    roundings = limits.eps * master.abs().clamp(min=limits.smallest_normal)
-    return ~((weight - master).abs() <= roundings)  # nan differs, too
-
-
-
 def known_ways(steps, number):
     """The wrong Ways that MINE's layout and rates allow."""
     mine = steps.mine
@@ -222,17 +215,37 @@ def fitted_counts(steps, number, wrong):
             f"{number}: the count advances for each tensor or bucket"]
 
 
+def clipped_by_parts(steps, number, wrong):
+    """[words] if each wrong tensor was clipped by the norm of a part of all gradients, which one
+    rank, or the ranks of one pipeline stage, hold."""
+    mine = steps.mine
+    norm = mine.steps[number - 1]["norm"]
+    if number > 1 or not mine.model or not norm > 0:
+        return []
+    given = dict(mine.gradients(number))
+    parts = norms_of_shards(mine, given)
+    if max(mine.layout["pp"], mine.layout["tp"]) > 1:
+        parts |= norms_of_parts(mine, given)
+    ways_of_parts = [Way(norm_factor=part / norm) for part in parts.values()]
+    if all(any(steps.fits(number, name, way) for way in ways_of_parts) for name in wrong):
+        return [f"{first_of(wrong)}: clipped by the norm of the gradients that one rank, or one "
+                "pipeline stage, holds"]
+    return []
+
+
 def rounded_masters(steps, number, names):
-    """[words] if all masters have only the digits of the 16-bit weights."""
-    dtype = steps.dtype
+    """[words] if all masters have only the digits of the 16-bit weights, and are off by a few
+    roundings of the weights and of their change (whose moments may have 16 bits, too)."""
+    eps = torch.finfo(steps.dtype).eps
     for name in names:
         master = steps.held(number)[name]
         right = steps.after(number, name, RIGHT_WAY)
-        if not torch.equal(master.to(dtype).double(), master):
+        change = (right - steps.held(number - 1)[name]).abs()
+        is_near = (master - right).abs() <= eps * (right.abs() + 4 * change)
+        if not (torch.equal(master.to(steps.dtype).double(), master) and is_near.all()):
             return []
-        if differs_from_master(master, right, dtype).any():
-            return []
-    return [f"the masters are rounded to {steps.mine.dtype} in each step"]
+    return [f"the weights are stepped in {steps.mine.dtype}: masters of 32 bits are missing, or "
+            "are rounded in each step"]
 
 
 def causes_of_updates(steps, number, others, names, wrong):
@@ -240,6 +253,7 @@ def causes_of_updates(steps, number, others, names, wrong):
     found = (fitting_ways(steps, number, others, names, wrong)
              or fitted_rate(steps, number, names)
              or fitted_counts(steps, number, wrong)
+             or clipped_by_parts(steps, number, wrong)
              or (rounded_masters(steps, number, names) if steps.has_masters else []))
     if found:
         return found
@@ -251,6 +265,13 @@ def causes_of_updates(steps, number, others, names, wrong):
 
 
 # ---- 16-bit weights ----
+
+
+def differs_from_master(weight, master, dtype):
+    """(shape of a weight) bool: where is it further from its master than a rounding to dtype?"""
+    limits = torch.finfo(dtype)
+    roundings = limits.eps * master.abs().clamp(min=limits.smallest_normal)
+    return ~((weight - master).abs() <= roundings)  # nan differs, too
 
 
 def check_copies_of_masters(steps, number):

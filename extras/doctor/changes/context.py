@@ -159,6 +159,12 @@ def merge_swapped(lse, hop_lse):
     return torch.sigmoid(lse - hop_lse) * sees_any, torch.logaddexp(lse, hop_lse)
 
 
+def merge_late(lse, hop_lse):
+    """The logsumexps are merged first, and the weight is made of the merged one."""
+    merged = torch.logaddexp(lse, hop_lse)
+    return torch.sigmoid(hop_lse - merged), merged
+
+
 def merge_last(lse, hop_lse):
     """A hop's result takes the place of the result so far."""
     sees_any = hop_lse > -torch.inf
@@ -256,6 +262,15 @@ def see_ranks_before(own, keys, rank, key_rank, is_last):
     return torch.full((len(own), len(keys)), key_rank < rank)
 
 
+def see_as_of_other_way(N):
+    """The mask of the keys that come around the ring the other way: after hop 1 those of the rank
+    after, not of the rank before."""
+    def see(own, keys, rank, key_rank, is_last):
+        taken_for = zigzag(N * len(own), N, (2 * rank - key_rank) % N)
+        return taken_for <= own.unsqueeze(1)
+    return see
+
+
 def see_swapped(own, keys, rank, key_rank, is_last):
     """Zigzag's two cases, swapped. Right: all queries see the early half of an earlier rank's keys;
     the late half of the queries sees all keys of a later rank."""
@@ -271,8 +286,12 @@ def see_swapped(own, keys, rank, key_rank, is_last):
 
 
 def context_changes(step):
-    means = means_of_context_ranks(step) if (step.targets == ABSENT).any() else []
-    return means + [
+    N = step.layout["cp"]
+    found = means_of_context_ranks(step) if (step.targets == ABSENT).any() else []
+    if N > 2:  # of two ranks each is before and after the other
+        found.append(Change("the mask takes a hop's keys for those of the rank on the other side "
+                            "of the ring (cp)", after=ring_that_sees(see_as_of_other_way(N))))
+    return found + [
         Change("each context rank (cp) counts positions from 0",
                after=context_positions_from(from_zero)),
         Change("positions are those of contiguous parts, the tokens are split by zigzag (cp)",
@@ -301,11 +320,13 @@ def context_changes(step):
                after=ring_that_sees(see_earlier, merge=merge_half)),
         Change("partial results of attention are merged with swapped weights (cp)",
                after=ring_that_sees(see_earlier, merge=merge_swapped)),
+        Change("partial results of attention are weighted by the logsumexp that is merged already "
+               "(cp)", after=ring_that_sees(see_earlier, merge=merge_late)),
         Change("a hop's result takes the place of the partial result of attention (cp)",
                after=ring_that_sees(see_earlier, merge=merge_last)),
         Change("the logsumexps of partial results of attention are not merged (cp)",
                after=ring_that_sees(see_earlier, merge=keep_first_lse),
-               forward=step.layout["cp"] > 2),  # with one merge the first logsumexp is right there
+               forward=N > 2),  # with one merge the first logsumexp is right there
         Change("keys of other context ranks (cp) are not masked",
                after=ring_that_sees(see_all_of_others)),
         Change("the mask takes the tokens of context ranks (cp) for contiguous parts",

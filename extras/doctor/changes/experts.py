@@ -146,15 +146,17 @@ def sorted_once_more(chosen, n_experts):
     return chosen.argsort(stable=True).argsort()
 
 
-def sorted_by_expert_at_owner(E, n_owners):
+def sorted_at_owner(E, n_owners, again):
     """The rank of an expert gets rows sorted by the E ranks that they come from, then by expert;
-    they are run sorted by expert, and go back in that order. n_owners: ranks that have experts.
-    Two ranks, whose rows for experts 0 and 1 of one rank are a0 a1 | b0 b1: a0 b0 | a1 b1 goes
-    back."""
+    they are run sorted by expert, and go back in that order or (again) in the one that the same
+    permutation makes of it. n_owners: ranks that have experts. Two ranks, whose rows for experts 0
+    and 1 of one rank are a0 a1 | b0 b1: a0 b0 | a1 b1 goes back."""
     def order(chosen, n_experts):
         source = torch.arange(len(chosen)) * E // len(chosen)  # data ranks follow one another
         owner = chosen * n_owners // n_experts
-        return ((owner * E + source) * n_experts + chosen).argsort(stable=True)
+        came = ((owner * E + source) * n_experts + chosen).argsort(stable=True)
+        by_expert = chosen[came].argsort(stable=True)
+        return came[by_expert.argsort()] if again else came
     return order
 
 
@@ -218,6 +220,9 @@ def balance_changes(config, layout):
         found.append(Change("the balance loss counts a rank's own tokens of a sequence only",
                             after=balance_of_own_tokens, forward=False))
     axes_of = axes_by_size(layout, ("dp", "ep", "tp", "cp", "pp", "microbatches"))
+    microbatches = layout["dp"] * layout["microbatches"]
+    if microbatches > 1:
+        axes_of.setdefault(microbatches, ["dp x microbatches"])
     for size, axes in axes_of.items():
         which = " or ".join(axes)
         found += [Change(f"the balance loss counts {size} times ({which})",
@@ -253,10 +258,12 @@ def expert_changes(config, layout):
         Change("experts' rows are put in order by the permutation that sorted them, not by its "
                "inverse", before=replace_order(sorted_once_more), by_microbatch=True)]
     if E > 1:
-        found.append(Change("experts' rows go back to their ranks (ep) sorted by expert, not in "
-                            "the order in which they came",
-                            before=replace_order(sorted_by_expert_at_owner(E, E * T)),
-                            by_microbatch=True, together=E))
+        for again, words in ((False, "sorted by expert"),
+                             (True, "sorted by the permutation that sorts by expert twice")):
+            found.append(Change(f"experts' rows go back to their ranks (ep) {words}, not in the "
+                                "order in which they came",
+                                before=replace_order(sorted_at_owner(E, E * T, again)),
+                                by_microbatch=True, together=E))
     for factor in (1.0, 1.25, 1.5, 2.0):
         found.append(Change("experts drop tokens beyond a capacity: "
                             f"{factor:g} times the tokens per expert",

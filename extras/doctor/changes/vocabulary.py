@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from collectives import WithBackward
 from extras.doctor.step import Change
+from model import ABSENT
 from tensor_parallel import sum_of_copy, sum_over_ranks, to_local
 
 # ---- words of a rank's slice ----
@@ -147,10 +148,29 @@ def loss_sums_both_ways(model, mesh):
     head.loss = loss
 
 
+def own_largest(model, mesh):
+    """Each rank subtracts the largest of its own logits before exp, and adds it to the logarithm of
+    the sum over all ranks."""
+    head = model.layers[-1]
+    right = head.loss
+    group = mesh.group("tp")
+    own_range = model.layers[0].wte.words
+
+    def loss(logits, targets):
+        largest = logits.detach().amax(-1)  # (B, S)
+        _, outside = to_local(targets, *own_range)
+        of_owner = sum_of_copy(largest.masked_fill(outside, 0), group)  # of who has the target
+        more = (largest - of_owner).masked_fill(targets == ABSENT, 0).sum()
+        return right(logits - largest.unsqueeze(-1), targets) + more
+
+    head.loss = loss
+
+
 def vocabulary_changes():
     found = [
         Change("words of other ranks are not masked in the embedding", after=unmasked_embedding),
         Change("the loss normalizes over a rank's own words only (tp)", after=own_words_only),
+        Change("the largest logit that the loss subtracts is a rank's own (tp)", after=own_largest),
         Change("the gradient of the logits is tp times too large: the loss's sums are summed in "
                "backward, too", after=loss_sums_both_ways, forward=False)]
     for ends in (["embedding"], ["head"], ["embedding", "head"]):

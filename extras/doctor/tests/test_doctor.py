@@ -961,12 +961,16 @@ def test_blocks_that_are_swapped_in_a_later_stage_were_not_drawn_with_a_seed_of_
         "            torch._foreach_copy_(self.masters, self.weights)")),
     ("tp 3 zero 1 microbatches 2 root", bugs.change(
         "optimizer.py", "self.weights.copy_(self.master)",
-        "self.weights.copy_(self.master)\n        self.master.copy_(self.weights)"))], ids=str)
-def test_masters_that_are_rounded_in_each_step_are_named(examine, layout, changes):
+        "self.weights.copy_(self.master)\n        self.master.copy_(self.weights)")),
+    ("dp 2 microbatches 5 root", bugs.change(
+        "optimizer.py", "torch.promote_types(weights.dtype, torch.float32)", "weights.dtype"))],
+    ids=str)
+def test_masters_that_are_rounded_in_each_step_or_missing_are_named(examine, layout, changes):
     findings = examine(changes, dtype="bfloat16", **bugs.flags_of(layout))
     (wrong,) = [finding for finding in findings if not finding.equal]
     assert wrong.stage == "step 1 weights"
-    assert wrong.causes == ["the masters are rounded to bfloat16 in each step"]
+    assert wrong.causes == ["the weights are stepped in bfloat16: masters of 32 bits are missing, "
+                            "or are rounded in each step"]
 
 
 @pytest.mark.parametrize("words", ["multiple of 2 count", "epsilon is 1e-12",
