@@ -57,6 +57,8 @@ GROUPS = {  # words -> is a parameter of that name in the group?
     "the gradients of LayerNorms, row biases, positions and routers": is_replicated,
     "the gradients of LayerNorms, row biases and routers": replicated_without("wpe"),
     "the gradients of LayerNorms": lambda name: ".ln_" in name,
+    "the gradients of the norms of queries and keys": (
+        lambda name: ".ln_q." in name or ".ln_k." in name),
     "the gradients of the rows' biases": (
         lambda name: is_replicated(name) and name.endswith("c_proj.bias")),
     "the gradients of biases": lambda name: name.endswith("bias"),

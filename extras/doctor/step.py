@@ -223,7 +223,10 @@ class SimulatedStep:
         with torch.device("meta"):  # draws no initial values
             model = kind_of(self.config)(self.config).to(dtype)
             model.layers[-1].lm_head.weight = torch.nn.Parameter(model.layers[0].wte.weight.clone())
-        model.to_empty(device="cpu")
+        attributes = [vars(param).copy() for param in model.parameters()]
+        model.to_empty(device="cpu")  # new parameters, without their attributes (sees_own_heads)
+        for param, kept in zip(model.parameters(), attributes, strict=True):
+            vars(param).update(kept)
         for name, param in model.canonical_parameters():
             param.data.copy_(self.weights[self.stored(name)])
         return model

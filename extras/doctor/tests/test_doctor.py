@@ -245,6 +245,16 @@ NAMED = {
     "rows are put in order by the wrong permutation": "by the permutation that sorted them",
     "outputs stay sorted by expert when they are combined": "rows go back to their ranks",
     "experts' gradients are summed over ranks with other experts, too": "with other experts, too",
+    "Qwen3's norms of queries and keys are not summed over the T ranks":
+        "norms of queries and keys: not summed over the tensor ranks",
+    "under ZeRO-3 each rank keeps the chunk of its own gradient": "each is its rank's own",
+    "each rank subtracts its own largest logit": "the loss subtracts is a rank's own",
+    "the ring's mask goes the other way around": "on the other side of the ring",
+    "the ring merges logsumexps before results": "the logsumexp that is merged already",
+    "clipped gradients are rounded": "clipped gradients are rounded to bfloat16",
+    "the balance loss is divided by a microbatch's tokens": "balance loss counts 6 times",
+    "outputs go back by the permutation that sorted them": "sorts by expert twice",
+    "each rank clips by the norm of its own part": "clipped by the norm of the gradients that one",
     "the end of a bucket is not reduced": "elements are not summed over the 5",
     "the end of each tensor is not reduced": "elements are not summed over the 5",
 }
