@@ -362,9 +362,9 @@ def own_data(terms, d=0):
 
 def has_own_chunks(examined, given, wrong):
     """[words] if each data rank's chunk of the gradients is of its own terms only: of FSDP's chunks
-    (rows) or of ZeRO's (elements). Of a large tensor only some elements are known, which the chunks
-    then cut alike."""
-    D = examined.mine.layout["dp"]
+    (rows) or of ZeRO's (elements). Large tensors, of which only some elements are known, are left
+    out."""
+    D = len(examined.terms.tokens)  # 1 for a model of another form, whose terms are not known
     names = [name for name in wrong if len(gradient(examined.terms, name, RIGHT))
              == given[name].numel()]
     if D == 1 or not names:
@@ -378,7 +378,7 @@ def has_own_chunks(examined, given, wrong):
 
 def are_own_chunks(examined, name, given, whose):
     """Is the gradient made of the data ranks' own chunks? given: a whole gradient of MINE."""
-    D = examined.mine.layout["dp"]
+    D = len(examined.terms.tokens)
     places = torch.arange(given.numel())
     if whose == "FSDP":
         chunks = [rows.flatten() for rows in places.view(given.shape).chunk(D)]
