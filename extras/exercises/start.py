@@ -1,10 +1,14 @@
-"""Starts the processes of an attempt, and collects their reports."""
+"""Starts the processes of an attempt, collects their reports, and ends them with all that they have
+started."""
 
+import ctypes
 import importlib.util
 import os
+import signal
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -70,23 +74,51 @@ def reports_until(deadline, receiving, board):
     return reports
 
 
+def adopt_orphans():
+    """From now on this process becomes the parent of each descendant whose parent ends. On Linux;
+    elsewhere nothing happens, and children() finds none."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # 36: PR_SET_CHILD_SUBREAPER
+
+
+def children():
+    """The ids of this process's children."""
+    lists = Path("/proc/self/task").glob("*/children")  # a list for each thread
+    return {int(number) for path in lists for number in path.read_text().split()}
+
+
+def end_children(others):
+    """Kill the children of this process but `others`, and then their children, whom this process
+    has adopted meanwhile: also those in a session of their own."""
+    while own := children() - others:
+        for number in own:
+            os.kill(number, signal.SIGKILL)  # nobody else reaps: the process is there, or a zombie
+        for number in own:
+            os.waitpid(number, 0)
+
+
 def run_on_ranks(exercise, path):
     """Test the learner's file, at `path`, on RANKS processes. Returns the Report to print. This
     process has imported torch, so its forks need not. It has not computed with torch: a fork of a
     process whose torch threads run can hang."""
     context = get_context("fork")
+    others = children()
+    adopt_orphans()
     with tempfile.TemporaryDirectory() as folder:
         receiving, processes = [], []
-        for rank in range(RANKS):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, exercise, Path(path), folder,
-                                                             send))
-            process.start()
-            send.close()  # so recv() raises EOFError when the process, which holds `send`, is dead
-            receiving.append(receive)
-            processes.append(process)
-        reports = reports_until(time.monotonic() + LIMIT, receiving, f"{folder}/board")
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for rank in range(RANKS):
+                receive, send = context.Pipe(duplex=False)
+                process = context.Process(target=run_rank, args=(rank, exercise, Path(path),
+                                                                 folder, send))
+                process.start()
+                send.close()  # so recv() raises EOFError when the process, which holds `send`, dies
+                receiving.append(receive)
+                processes.append(process)
+            reports = reports_until(time.monotonic() + LIMIT, receiving, f"{folder}/board")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            end_children(others)
     return verdict(reports)

@@ -1288,19 +1288,66 @@ def test_a_wrong_command_line_is_answered_in_one_line(words, says, capsys, monke
     assert says in one_line(program.main, ["exercises", *words], capsys, monkeypatch)
 
 
-def test_a_hang_is_named_by_the_command_within_seconds(tmp_path):
-    """The whole command, in processes of its own: exit code 1, no solution named."""
+def command_with(answer, number, folder):
+    """Run the whole command, in processes of its own, for an exercise whose file has this text."""
     for path in HERE.glob("*"):
         if path.name not in ("extras", ".git", "out"):
-            (tmp_path / path.name).symlink_to(path)
-    shutil.copytree(HERE / "extras", tmp_path / "extras")
-    (tmp_path / "extras/exercises/e02_all_gather.py").write_text(
-        "def all_gather(tensor, group):\n    group.recv(tensor, group.prev).wait()\n")
-    run = subprocess.run([sys.executable, "-m", "extras.exercises", "2"], cwd=tmp_path, text=True,
-                         capture_output=True, timeout=HANG)
+            (folder / path.name).symlink_to(path)
+    shutil.copytree(HERE / "extras", folder / "extras")
+    file = folder / f"extras/exercises/{EXERCISES[number - 1].name}.py"
+    file.write_text(answer)
+    return subprocess.run([sys.executable, "-m", "extras.exercises", str(number)], cwd=folder,
+                          text=True, capture_output=True, timeout=HANG)
+
+
+def test_a_hang_is_named_by_the_command_within_seconds(tmp_path):
+    """Exit code 1, no solution named."""
+    run = command_with("def all_gather(tensor, group):\n"
+                       "    group.recv(tensor, group.prev).wait()\n", 2, tmp_path)
     assert run.returncode == 1
     assert "a hang: rank 0 waits for message 1 from rank 3 in group dp; rank 1 waits" in run.stdout
     assert "the repository's form" not in run.stdout and run.stderr == ""
+
+
+LEAVES_PROCESSES = """
+import os
+import subprocess
+from multiprocessing import get_context
+from pathlib import Path
+from time import sleep
+
+from collectives import all_gather as right
+
+if not Path(f"{os.getpid()}.began").exists():
+    Path(f"{os.getpid()}.began").touch()
+    quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = [subprocess.Popen(["sleep", "100"], **quiet),
+               subprocess.Popen(["sleep", "100"], start_new_session=True, **quiet),
+               subprocess.Popen(["sh", "-c", "sleep 100 & echo $! > $PPID.shell; wait"], **quiet)]
+    started.append(get_context("fork").Process(target=sleep, args=(100,)))
+    started[-1].start()
+    Path(f"{os.getpid()}.started").write_text(" ".join(str(child.pid) for child in started))
+    while not Path(f"{os.getpid()}.shell").exists() or not Path(f"{os.getpid()}.shell").read_text():
+        sleep(0.01)
+
+
+def all_gather(tensor, group):
+    return right(tensor, group)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux")
+def test_no_process_that_an_answer_has_started_is_left(tmp_path):
+    """A child, one in a session of its own, a child's child, and a fork."""
+    run = command_with(LEAVES_PROCESSES, 2, tmp_path)
+    assert run.returncode == 0, run.stdout
+    files = [*tmp_path.glob("*.started"), *tmp_path.glob("*.shell")]
+    numbers = [int(number) for file in files for number in file.read_text().split()]
+    assert len(numbers) == 5 * RANKS
+    left = [number for number in numbers if Path(f"/proc/{number}").exists()]
+    for number in left:
+        os.kill(number, 9)
+    assert not left
 
 
 # ---- the quiz ----
