@@ -41,4 +41,4 @@ def changes(step):
         found += expert_changes(config, layout)
     if layout["pp"] > 1:
         found += pipeline_changes(step)
-    return found + model_changes(config, N, T)
+    return found + model_changes(config, N)

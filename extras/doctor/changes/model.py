@@ -22,7 +22,6 @@ from context_parallel import zigzag
 from extras.doctor.changes.context import gather_keys
 from extras.doctor.step import Change
 from llama import frequencies, rotate
-from model import ABSENT
 from sizes import LlamaConfig
 
 
@@ -367,22 +366,13 @@ def padded_rows(multiple):
     return form
 
 
-def loss_in(dtype):
-    """Exponentials and sums are rounded. (Of whole logits: T = 1.)"""
-    def form(logits, targets, right):
-        total = F.cross_entropy(logits.to(dtype).flatten(0, 1), targets.flatten(),
-                                reduction="sum", ignore_index=ABSENT)
-        return total.to(logits.dtype)
-    return form
-
-
 LOSS = {f"the rows that pad the vocabulary to a multiple of {multiple} count in the loss":
         padded_rows(multiple) for multiple in (2, 4, 8, 16, 32, 64, 128)}
 
 # ---- all of them ----
 
 
-def rounded_changes(is_llama, T):
+def rounded_changes(is_llama):
     """Changes whose wrong forms round to bfloat16. (A gradient that is rounded depends on the
     microbatch over which it is summed.)"""
     dtype = torch.bfloat16
@@ -390,8 +380,6 @@ def rounded_changes(is_llama, T):
     found = swapped(put_norm, {"norms are computed in bfloat16": norm_in(dtype)}, **how)
     found += swapped(put_attention, {"attention's softmax is computed in bfloat16":
                                      softmax_in(dtype)}, **how)
-    if T == 1:
-        found += swapped(put_loss, {"the loss is computed in bfloat16": loss_in(dtype)}, **how)
     if is_llama:
         found += swapped(put_rotary, {
             "the rotary angles are computed in bfloat16": angles_in(dtype),
@@ -400,8 +388,8 @@ def rounded_changes(is_llama, T):
     return found
 
 
-def model_changes(config, N, T):
-    """The Changes of a model, under N context ranks and T tensor ranks."""
+def model_changes(config, N):
+    """The Changes of a model, under N context ranks."""
     is_llama = isinstance(config, LlamaConfig)
     found = swapped(put_attention, ATTENTION)
     if is_llama and 1 < config.n_kv_head < config.n_head:
@@ -414,4 +402,4 @@ def model_changes(config, N, T):
     found += swapped(put_activation, SWIGLU if is_llama else GELU)
     if is_llama:
         found += swapped(put_rotary, rotary(config))
-    return found + rounded_changes(is_llama, T)
+    return found + rounded_changes(is_llama)
