@@ -40,8 +40,6 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
-import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
-import tiktoken
 
 if not __package__:  # python data/prepare.py: the project's folder is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -62,12 +60,12 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 # crosses from one word to the next. "if x1 == 2:" is split into if, " x", 1, " ==", " 2", ":"
 PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Names that are skipped in a folder: files that prepare itself wrote, and hidden ones
-NO_SOURCE = regex.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
+NO_SOURCE = re.compile(r"(train|val)\.bin|vocab\.tiktoken|meta\.json|\..*")
 # Names that are skipped in the standard library: tests and installed packages are not the library,
 # tables of characters and of help texts are no code, config-* and _sysconfigdata* differ from
 # machine to machine
-NOT_STDLIB = regex.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
-                           r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
+NOT_STDLIB = re.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|encodings|pydoc_data"
+                        r"|config-.*|_sysconfigdata.*|entities\.py|stringprep\.py")
 BYTE = [bytes([b]) for b in range(256)]
 BYTES = {byte: rank for rank, byte in enumerate(BYTE)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
@@ -242,6 +240,7 @@ def learn_bpe(text, vocab_size):
 
     A merge looks at the places of its pair alone, so that a text of one long word is no slower.
     """
+    import regex  # has \p{L} and \p{N}, which re lacks; installed with tiktoken
     show(f"learning {vocab_size} tokens")
     found = Counter(regex.findall(PATTERN, text))
     # The tokens of all different words, one after the other, with None between two words. A merge
@@ -309,6 +308,7 @@ def learn_bpe(text, vocab_size):
 def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
     """A tiktoken.Encoding. tokenizer gpt2 takes GPT-2's own ranks and pattern; bpe and bytes take
     `ranks` {token: rank} and `pattern`. The default ranks, BYTES, merge nothing."""
+    import tiktoken  # here: a model that is only compared or computed needs no tokenizer
     if tokenizer != "gpt2":
         return tiktoken.Encoding(tokenizer, pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens={})

@@ -1,5 +1,6 @@
 """The doctor that was copied out works without this repository."""
 
+import re
 import shutil
 import sys
 from modulefinder import ModuleFinder
@@ -32,7 +33,7 @@ def run_alone(folder, *args):
 
 
 def test_the_copy_needs_numpy_and_torch_only():
-    """... and tokenizers where the data were prepared with one of theirs."""
+    """... and a tokenizer's packages where data are prepared; to compare loads none of these."""
     finder = ModuleFinder(path=[str(HERE)])
     for module in alone.COMMANDS.values():
         finder.import_hook(module)
@@ -55,6 +56,8 @@ def test_the_copy_makes_a_reference_and_names_a_bug(folder, corpus):
     shutil.copytree(folder / "reference", mine)
     run = run_alone(folder, "doctor", "reference", "mine")
     assert (run.returncode, run.stdout.splitlines()[-1]) == (0, "equal"), run.stdout
+    loaded = set(re.findall(r"^import '(\w+)'", run.stderr, re.MULTILINE))
+    assert "torch" in loaded and not loaded & {"regex", "tiktoken", "tokenizers"}
 
     def triple(tensors):
         for name, (shape, data) in tensors.items():
