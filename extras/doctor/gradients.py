@@ -397,7 +397,7 @@ def lacks_end(examined, name, given, N, share):
     right = gradient(examined.terms, name, RIGHT)
     own = gradient(examined.terms, name, share)
     if given.shape != examined.gradients[name].shape or len(right) != given.numel():
-        return False  # of a large tensor only some elements are known
+        return False  # a large tensor: only some elements are known
     values = given.flatten()
     for n in range(1, min(N, len(right) + 1)):
         predicted = torch.cat([right[:-n], own[-n:]])

@@ -161,7 +161,7 @@ def summed_at_wrong_microbatches(D, m):
         found.append(Share(f"only the {which} microbatch's gradients are averaged over the data "
                            "ranks (dp), as by DDP whose no_sync was decided too late; data rank "
                            "0's own of the others", data=averaged))
-        if m > 2:  # of two, the other one alone is summed
+        if m > 2:  # with two the other one alone is summed, a Share above
             data = torch.ones(D, m, dtype=torch.double)
             data[1:, k] = 0
             found.append(Share(f"the {which} microbatch's gradients are not summed over the data "

@@ -288,7 +288,7 @@ def see_swapped(own, keys, rank, key_rank, is_last):
 def context_changes(step):
     N = step.layout["cp"]
     found = means_of_context_ranks(step) if (step.targets == ABSENT).any() else []
-    if N > 2:  # of two ranks each is before and after the other
+    if N > 2:  # with two ranks each is before and after the other
         found.append(Change("the mask takes a hop's keys for those of the rank on the other side "
                             "of the ring (cp)", after=ring_that_sees(see_as_of_other_way(N))))
     return found + [

@@ -159,7 +159,7 @@ def own_largest(model, mesh):
     def loss(logits, targets):
         largest = logits.detach().amax(-1)  # (B, S)
         _, outside = to_local(targets, *own_range)
-        of_owner = sum_of_copy(largest.masked_fill(outside, 0), group)  # of who has the target
+        of_owner = sum_of_copy(largest.masked_fill(outside, 0), group)  # the owner has the target
         more = (largest - of_owner).masked_fill(targets == ABSENT, 0).sum()
         return right(logits - largest.unsqueeze(-1), targets) + more
 
