@@ -92,7 +92,7 @@ def end_children(others):
     has adopted meanwhile: also those in a session of their own."""
     while own := children() - others:
         for number in own:
-            os.kill(number, signal.SIGKILL)  # this process alone reaps: the other is there, or a zombie
+            os.kill(number, signal.SIGKILL)  # not reaped yet: still there, or a zombie
         for number in own:
             os.waitpid(number, 0)
 
