@@ -317,10 +317,9 @@ class Log:
         self.batch_seconds = (time.perf_counter() - self.since) / done
         left = round((batches - done) * self.batch_seconds)
         quarters = [math.ceil(batches * quarter / 4) for quarter in (1, 2, 3)]
-        is_quarter = done in quarters and done < batches
         is_long = batches > self.cfg.eval_batches
         self.say(f"validation: {done} of {batches} batches, {left} s left",
-                 stays=is_quarter and is_long and not sys.stdout.isatty())
+                 stays=done in quarters and is_long and not sys.stdout.isatty())
 
     def validation(self, step, loss, last=False):
         """A validation is done: write and print nats per token and, if the data's meta.json says

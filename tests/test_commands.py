@@ -138,6 +138,8 @@ def damaged(corpus, tmp_path, how):
     ("--experts 8 --top-k 7", "--top-k 7 must divide 4 x --n-embd 128"),
     (f"--resume {'x' * 5000}", "File name too long"),
     ("--trace x --steps 2", "--steps 2 must be at least 3 for --trace"),
+    ("--dtype float64 --grad-dtype float32", "--grad-dtype float32 is narrower than --dtype "
+     "float64; leave it out"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(corpus, tmp_path, flags, says, capsys, monkeypatch):
     if flags == "--device cuda" and torch.cuda.is_available():
