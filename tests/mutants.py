@@ -468,6 +468,7 @@ MUTANTS = {
         ('        fits(config.hs % 2 == 0, "n_head")\n', "", "checkpoint:forged_value"),
         ("**numbers_of(trainer)}", '**numbers_of(trainer), "updates": step}', "values:keeps")],
     "run/config.py": [
+        ('cfg.grad_dtype == "same" or cfg.dtype != "float64"', "True", "commands:one_line"),
         ('whole="dp" if cfg.shard == cfg.dp else "shard")',
          'whole="dp")', "commands:one_line and shard"),
         ("(cfg.experts - cfg.top_k) *", "cfg.experts *", "commands:machines_share"),
@@ -480,6 +481,7 @@ MUTANTS = {
     "run/log.py": [
         ("is_first = step - self.start < 10", "is_first = step < 10", "values:mfu"),
         ("if now != was:", "if False:", "faults:rate_jumps"),
+        ("self.say(grid(mesh.sizes))", "pass", "parts:other_rooms"),
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
         ("self.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches"),
@@ -667,6 +669,8 @@ MUTANTS = {
         ("        signal.signal(number, signal.SIG_DFL)\n\n    on_stop(ask)", "\n    on_stop(ask)",
          "faults:second_signal")],
     "data/prepare.py": [
+        ("if isinstance(error, OSError) else str(error)", "if False else str(error)",
+         "strangers:of_prepare"),
         ('if path.suffix == ".json" and not texts:',
          'if path.suffix == ".json":', "commands:json_lines"),
         ('if mark.read_bytes() != files["meta.json"]:', "if True:", "commands:half_replaced"),

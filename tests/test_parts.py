@@ -192,6 +192,7 @@ def test_without_engine_and_all_other_rooms_it_trains_resumes_and_samples(corpus
     words = flags_of(data, out, dp=2, tp=2, pp=2, zero=3, save_interval=1)
     run = command("train.py", *words, cwd=copy)
     assert run.returncode == 0 and "replicas agree" in run.stdout, run.stdout + run.stderr
+    assert "  d=1 p=0  ranks  4  5\n" in run.stdout
     again = command("train.py", *words, "--resume", out / "step-00000001", "--pp", 1, cwd=copy)
     losses = [[line.split()[3] for line in text.splitlines() if "  loss " in line]
               for text in (run.stdout, again.stdout)]
