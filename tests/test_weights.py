@@ -201,6 +201,16 @@ def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained
         assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
 
 
+def test_a_vocabulary_smaller_than_the_width_is_taken(tmp_path):
+    """A model of characters has 65 words of 384 numbers."""
+    model = build(GPTConfig(6, 8, 1, 2, 12))
+    path = tmp_path / "model.safetensors"
+    tensors = {name: param.data for name, param in model.canonical_parameters()}
+    export_file.write_weights(path, tensors)
+    get = read_weights(path, {name: x.shape for name, x in tensors.items()}, model.config)
+    assert all(torch.equal(get(name), x) for name, x in tensors.items())
+
+
 def test_a_file_that_is_cut_off_after_its_header_was_read_is_named(trained, tmp_path):
     path = shutil.copy(trained / "step-00000004" / checkpoint.MODEL, tmp_path)
     model = load_model(trained / "step-00000004")
