@@ -482,6 +482,7 @@ MUTANTS = {
         ("is_first = step - self.start < 10", "is_first = step < 10", "values:mfu"),
         ("if now != was:", "if False:", "faults:rate_jumps"),
         ("self.say(grid(mesh.sizes))", "pass", "parts:other_rooms"),
+        ('"GPU" if mesh.device.type == "cuda" else', '"GPU" if True else', "parts:other_rooms"),
         ("loss / math.log(2) / self", "loss / self", "values:bits"),
         ('["step"] < step', '["step"] <= step', "values:bits"),
         ("self.tokens / seconds", "cfg.batch_size / seconds", "commands:relaunches"),

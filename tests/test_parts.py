@@ -193,6 +193,7 @@ def test_without_engine_and_all_other_rooms_it_trains_resumes_and_samples(corpus
     run = command("train.py", *words, cwd=copy)
     assert run.returncode == 0 and "replicas agree" in run.stdout, run.stdout + run.stderr
     assert "  d=1 p=0  ranks  4  5\n" in run.stdout
+    assert " parameters, float64 on the CPU; " in run.stdout
     again = command("train.py", *words, "--resume", out / "step-00000001", "--pp", 1, cwd=copy)
     losses = [[line.split()[3] for line in text.splitlines() if "  loss " in line]
               for text in (run.stdout, again.stdout)]
