@@ -555,8 +555,8 @@ MUTANTS = {
     "extras/doctor/changes/model.py": [
         ("targets[:, 1:]) * S / (S - 1)", "targets[:, 1:])", "foreign:shifted_twice")],
     "run/weights.py": [
-        ("[:1], default=0) if", "[:2], default=0) if", "weights:smaller_than_the_width"),
-        ("entries[name].shape[:1]", "entries[name].shape[:2]", "weights:smaller_than_the_width"),
+        ("[:1], default=0) if", "[:2], default=0) if", "weights:fewer_rows"),
+        ("entries[name].shape[:1]", "entries[name].shape[:2]", "weights:fewer_rows"),
         ("if name not in entries or entries[name].path != path / file:",
          "if name not in entries:", "llama:foreign_folders"),
         ('        if cfg.resume != "no":\n', "        if False:\n", "first_gpu:draws_no"),

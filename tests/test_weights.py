@@ -201,8 +201,8 @@ def test_a_model_without_biases_and_with_more_positions_is_taken(corpus, trained
         assert torch.equal(get(name).float(), want[: shapes[name][0]].float()), name
 
 
-def test_a_vocabulary_smaller_than_the_width_is_taken(tmp_path):
-    """A model of characters has 65 words of 384 numbers."""
+def test_tables_with_fewer_rows_than_columns_are_taken(tmp_path):
+    """A model of characters has 65 words, of 384 numbers each."""
     model = build(GPTConfig(6, 8, 1, 2, 12))
     path = tmp_path / "model.safetensors"
     tensors = {name: param.data for name, param in model.canonical_parameters()}

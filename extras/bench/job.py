@@ -59,7 +59,7 @@ class Job:
         self.n = row.n  # ranks
         self.communicators = communicators
         self.folder = folder  # for checkpoints
-        self.library_group = communicators[row.n]["peer"]  # for torch's side
+        self.peer_group = communicators[row.n]["peer"]  # for torch's side
         self.vocabulary = 50257 if row.size == "50257 words" else 256
         self.last_mesh = None  # the mesh that mesh() made last
         # Waits for messages that still travel after a step. Replaced in trainer()

@@ -57,12 +57,12 @@ def loop(job, model, optimizer, share=1.0):
 def ddp(job, zero=False):
     """DistributedDataParallel; zero: with ZeroRedundancyOptimizer, which is ZeRO-1."""
     model = whole_model(job)
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=job.library_group,
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=job.peer_group,
                                                   gradient_as_bucket_view=True)
     if zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
         optimizer = adamw(model.parameters(), job.cfg, ZeroRedundancyOptimizer,
-                          optimizer_class=torch.optim.AdamW, process_group=job.library_group,
+                          optimizer_class=torch.optim.AdamW, process_group=job.peer_group,
                           parameters_as_bucket_view=True)
     else:
         optimizer = adamw(model.parameters(), job.cfg)
@@ -77,7 +77,7 @@ def fsdp(job):
     """FSDP2, which is ZeRO-3."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
-    mesh = DeviceMesh.from_group(job.library_group, "cpu")
+    mesh = DeviceMesh.from_group(job.peer_group, "cpu")
     model = whole_model(job)
     for block in model.layers[1:-1]:
         fully_shard(block, mesh=mesh)
@@ -104,7 +104,7 @@ def dtensor(job, sp=False):
         loss_parallel,
         parallelize_module,
     )
-    mesh = DeviceMesh.from_group(job.library_group, "cpu")
+    mesh = DeviceMesh.from_group(job.peer_group, "cpu")
     model = whole_model(job)
     ids, targets, _ = job.batches[0]
     tokens = Shard(1) if sp else Replicate()  # how activations lie between blocks
@@ -128,7 +128,7 @@ def dtensor(job, sp=False):
         first.positions = lambda idx: own_positions
         # wpe is no DTensor, and this rank has the gradients of its own positions only: sum them
         first.wpe.weight.register_post_accumulate_grad_hook(
-            lambda param: dist.all_reduce(param.grad, group=job.library_group))
+            lambda param: dist.all_reduce(param.grad, group=job.peer_group))
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     optimizers = [(params, adamw(params, job.cfg)) for params in (split, whole)]
@@ -162,7 +162,7 @@ def pipelining(job):
     tokens = cfg.batch_size * cfg.block_size  # tokens of a step
     start, stop = cut(model.config.layer_costs(), job.n)[job.rank]
     part = nn.Sequential(*model.layers[start:stop])
-    stage = PipelineStage(part, job.rank, job.n, torch.device("cpu"), group=job.library_group)
+    stage = PipelineStage(part, job.rank, job.n, torch.device("cpu"), group=job.peer_group)
     schedule = Schedule1F1B(stage, cfg.microbatches,
                             lambda logits, targets: cross_entropy(logits, targets) / tokens,
                             scale_grads=False)
@@ -184,10 +184,10 @@ def pipelining(job):
         else:
             schedule.step(*([ids] if job.rank == 0 else []))
         if tied is not None:  # these rows have two ranks, so both ends are the whole group
-            dist.all_reduce(tied.grad, group=job.library_group)
+            dist.all_reduce(tied.grad, group=job.peer_group)
         grads = [p.grad for p in params if last or p is not tied]  # `tied` counts once in the norm
         square = nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(square, group=job.library_group)
+        dist.all_reduce(square, group=job.peer_group)
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, square.sqrt())
         optimizer.step()
         optimizer.zero_grad()
@@ -204,7 +204,7 @@ def library(job):
              "reduce_scatter": (dist.reduce_scatter_tensor, [own, whole]),
              "all_gather": (dist.all_gather_into_tensor, [whole, own])}
     function, tensors = known[job.row.name]
-    return repeated(job, lambda: function(*tensors, group=job.library_group))
+    return repeated(job, lambda: function(*tensors, group=job.peer_group))
 
 
 def dcp(job):
@@ -219,8 +219,8 @@ def dcp(job):
     def step():
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
-        dcp.save(state, checkpoint_id=f"{job.folder}/torch", process_group=job.library_group)
-        dcp.load(state, checkpoint_id=f"{job.folder}/torch", process_group=job.library_group)
+        dcp.save(state, checkpoint_id=f"{job.folder}/torch", process_group=job.peer_group)
+        dcp.load(state, checkpoint_id=f"{job.folder}/torch", process_group=job.peer_group)
         set_state_dict(model, optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
         return 0.0
