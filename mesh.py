@@ -103,10 +103,6 @@ class Mesh:
         rows = [sorted({row[0], row[-1]}) for row in lay_out(self.sizes, [axis])]
         return self.join(axis + "_ends", rows)
 
-    def carriers(self):
-        """What carries messages, in words."""
-        return "NCCL" if self.device.type == "cuda" else "gloo"
-
     def join(self, name, rows):
         """This rank's group called `name`. rows: the ranks of every group of that name. Every rank
         makes the communicators of all rows, also of those it is not in, because torch demands

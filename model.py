@@ -3,9 +3,8 @@
     layers = [Embedding, Block, ..., Block, Head]
 
 Learned positions, pre-LayerNorm, GELU (tanh), one matrix (c_attn) for q, k and v, tied embedding,
-no dropout (engine/dropout.py has it). Radford et al. 2019. Letters in shapes, here and in all
-files: B sequences of S tokens, C wide; nh heads of hs each; L blocks, V words in the vocabulary.
-Sizes:
+no dropout. Radford et al. 2019. Letters in shapes, here and in all files: B sequences of S tokens,
+C wide; nh heads of hs each; L blocks, V words in the vocabulary. Sizes:
 
     parameters Psi = 12 L C^2 (1 + 13/(12 C)) + (V + S) C + 2 C           (arXiv 2104.04473)
     FLOPs per token, forward and backward = 6 Psi + 12 L C S              (arXiv 2204.02311)

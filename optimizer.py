@@ -9,6 +9,8 @@ import math
 
 import torch
 
+BETA1, BETA2 = 0.9, 0.95  # decay of the two moments per step
+
 
 def learning_rate(cfg, step):
     """Linear warm-up over cfg.warmup_steps to cfg.lr, then a cosine down to cfg.min_lr."""
@@ -42,11 +44,11 @@ class AdamWState:
         self.mean = torch.zeros_like(self.master)  # mean of the gradients so far
         self.square = torch.zeros_like(self.master)  # mean of their squares
 
-    def step(self, grad, lr, beta1, beta2, num_steps):
-        self.mean.lerp_(grad, 1 - beta1)
-        self.square.lerp_(grad.square(), 1 - beta2)
-        mean = self.mean / (1 - beta1**num_steps)  # both means began at 0
-        square = self.square / (1 - beta2**num_steps)
+    def step(self, grad, lr, num_steps):
+        self.mean.lerp_(grad, 1 - BETA1)
+        self.square.lerp_(grad.square(), 1 - BETA2)
+        mean = self.mean / (1 - BETA1**num_steps)  # both means began at 0
+        square = self.square / (1 - BETA2**num_steps)
         self.master -= lr * (mean / (square.sqrt() + 1e-8) + self.decay * self.master)
         self.weights.copy_(self.master)
 
@@ -82,7 +84,7 @@ class AdamW:
         self.num_steps += 1
         for state, grad in zip(self.states, grads, strict=True):
             clipped = grad.to(state.master.dtype) * coefficient
-            state.step(clipped, lr, self.cfg.beta1, self.cfg.beta2, self.num_steps)
+            state.step(clipped, lr, self.num_steps)
 
     # For checkpoints
 

@@ -83,9 +83,9 @@ class Pipeline:
     def run(self, batches, reducer=None):
         """Forward and backward of all microbatches of a step; without a reducer forward only.
 
-        In: the (ids, targets, number of the first sequence) of each microbatch of this replica, the
-        same on all ranks of the group; the reducer of this rank's gradients (ddp.py), which is told
-        of each backward before it runs.
+        In: the (ids, targets) of each microbatch of this replica, the same on all ranks of the
+        group; the reducer of this rank's gradients (ddp.py), which is told of each backward before
+        it runs.
         Out: the reducer can give the gradients. Returns this replica's part of the loss per token,
         without the balance loss, on the last rank, 0 on all others: a float64 tensor.
         """
@@ -100,8 +100,7 @@ class Pipeline:
         with torch.set_grad_enabled(reducer is not None):
             for action in self.order:
                 if action == "F":
-                    ids, targets, _ = to_forward.popleft()
-                    x, outputs, send = self.forward(ids, targets)
+                    x, outputs, send = self.forward(*to_forward.popleft())
                     in_flight.append((x, outputs, send))
                     if self.is_last:
                         loss += outputs[0].detach()

@@ -31,16 +31,15 @@ class StandIn:
     value = None  # the tensor, once it has been computed again
 
 
-def recompute(run, *args, again=nullcontext, **kwargs):
+def recompute(run, *args, **kwargs):
     """run(*args, **kwargs), but autograd saves StandIns. At backward's first request for one of
     their values, run is repeated, from the same state of torch's random numbers and of autocast,
     and its i-th tensor to save becomes the value of the i-th StandIn. A value is freed when
     autograd frees its StandIn.
 
     Tensors among the arguments, in lists and dicts too, must not be changed in place before
-    backward. again() is called now; it returns a context for the repetition."""
+    backward."""
     stand_ins = []  # weak references: autograd alone keeps the StandIns
-    repeating = again()
     random_state = torch.get_rng_state()
     inputs, form = tree_flatten((args, kwargs))
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
@@ -77,8 +76,7 @@ def recompute(run, *args, again=nullcontext, **kwargs):
         now = torch.get_rng_state()
         torch.set_rng_state(random_state)
         try:
-            with (repeating, autocast, torch.enable_grad(),
-                  saved_tensors_hooks(keep, lambda kept: kept)):
+            with autocast, torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept):
                 run(*args, **kwargs)
         except Enough:
             pass
@@ -94,11 +92,11 @@ def recompute(run, *args, again=nullcontext, **kwargs):
         return run(*args, **kwargs)
 
 
-def recompute_blocks(stages, again=nullcontext):
+def recompute_blocks(stages):
     """Recompute every block of these stages, {stage: [layers]}. Call it after the reducer is made:
     the root's ZeRO-3 has then replaced each block by a Gathered, which recomputes anyway and is
     left as it is. (The engine's ZeRO-3 keeps the blocks: they are recomputed.)"""
     for layers in stages.values():
         for layer in layers:
             if "attn" in dict(layer.named_children()):  # a block, of model.py or of llama.py
-                layer.forward = partial(recompute, layer.forward, again=again)
+                layer.forward = partial(recompute, layer.forward)

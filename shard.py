@@ -65,11 +65,9 @@ class Tag:
         return full.index_select(self.dim, torch.tensor(held, device=full.device))
 
     def place(self, part, full):
-        """The inverse of slice(): copy this rank's part to its place in the full tensor, without
-        the padding that engine/vocabulary_parallel.py may add at the end of the part."""
+        """The inverse of slice(): copy this rank's part to its place in the full tensor."""
         sizes = [stop - start for start, stop in self.ranges]
-        held = part.narrow(self.dim, 0, sum(sizes))
-        for (start, stop), values in zip(self.ranges, held.split(sizes, self.dim), strict=True):
+        for (start, stop), values in zip(self.ranges, part.split(sizes, self.dim), strict=True):
             full.narrow(self.dim, start, stop - start).copy_(values)
 
     def runs(self, start, stop):

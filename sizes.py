@@ -6,8 +6,6 @@
 from dataclasses import dataclass, fields
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq")}  # numbers that an optimizer holds per parameter
-
 
 # (words in the name that CUDA gives, 10^12 FLOPs per second of dense 16-bit products: NVIDIA's data
 # sheets). The first row counts whose words are all there
@@ -101,7 +99,7 @@ class LlamaConfig(GPTConfig):
 
 
 def config_of(cfg, vocab_size):
-    """The GPTConfig or LlamaConfig that these flags (run/config.py) describe."""
+    """The GPTConfig or LlamaConfig that a Config (run/config.py) describes."""
     kind = GPTConfig if cfg.arch == "gpt2" else LlamaConfig
     given = {f.name: getattr(cfg, f.name) for f in fields(kind) if hasattr(cfg, f.name)}
     given["vocab_size"] = vocab_size
@@ -128,15 +126,13 @@ def peak_flops(gpu):
     return 0.0
 
 
-def bytes_per_parameter(zero, ranks, width=2, grad_width=None, moments=2):
+def bytes_per_parameter(zero, ranks, width=2):
     """(weights, gradients, optimizer) bytes per parameter on a rank under ZeRO stage `zero`
     (zero.py): 1 splits the optimizer states over `ranks`, 2 also the gradients, 3 the weights.
 
-    width: bytes of a weight; grad_width: of a gradient, if not `width`. 16-bit training (width 2)
-    keeps 32-bit master weights, 4 bytes, and 32-bit moments, 8 for AdamW's two, 4 for SGD's one:
-    2 + 2 + 12 = 16 with AdamW, 2 + 4 + 12 = 18 with --grad-dtype float32. Wider weights are their
-    own master: width 4 takes 4 + 4 + 8 = 16."""
-    optimizer = 4 * (1 + moments) if width == 2 else moments * width
-    gradients = grad_width or width
-    return (width / (ranks if zero >= 3 else 1), gradients / (ranks if zero >= 2 else 1),
+    width: bytes of a weight and of a gradient. 16-bit training (width 2) keeps 32-bit master
+    weights, 4 bytes, and AdamW's two moments, 8: 2 + 2 + 12 = 16. Wider weights are their own
+    master: width 4 takes 4 + 4 + 8 = 16."""
+    optimizer = 12 if width == 2 else 2 * width
+    return (width / (ranks if zero >= 3 else 1), width / (ranks if zero >= 2 else 1),
             optimizer / (ranks if zero >= 1 else 1))

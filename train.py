@@ -66,7 +66,7 @@ def choose(cfg):
         Mesh=Mesh, all_reduce=all_reduce, split_sequences=split_sequences,
         tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel,
         spread_experts=spread_experts, Reducer=REDUCERS[cfg.zero], Optimizer=AdamW,
-        Pipeline=Pipeline, recompute_blocks=recompute_blocks)
+        Pipeline=Pipeline)
     if cfg.fast:
         import engine.parts
         engine.parts.replace(parts, cfg)
@@ -133,7 +133,7 @@ class Trainer:
         self.reducer = parts.Reducer(stages, value=value)
         self.optimizer = parts.Optimizer(cfg, self.reducer)
         if cfg.recompute:
-            parts.recompute_blocks(stages)
+            recompute_blocks(stages)
         # Shape of an activation between two stages, (B, S, C): sequences of a microbatch, tokens of
         # a sequence that this rank has between two blocks, width
         sequences = cfg.batch_size // (cfg.dp * cfg.microbatches)
@@ -142,11 +142,9 @@ class Trainer:
         self.pipeline = parts.Pipeline(stages, mesh.group("pp"), cfg, shape, self.dtype)
 
     def own(self, batches):
-        """[(ids, targets, number of the first sequence)], a microbatch each, with this rank's
-        tokens only. Targets were shifted before the sequence was split, so no token is lost at a
-        cut."""
-        return [(ids[:, self.positions], targets[:, self.positions], first)
-                for ids, targets, first in batches]
+        """[(ids, targets)], a microbatch each, with this rank's tokens only. Targets were shifted
+        before the sequence was split, so no token is lost at a cut."""
+        return [(ids[:, self.positions], targets[:, self.positions]) for ids, targets in batches]
 
     def step(self, batches, lr):
         """One step of training. Returns (norm, sums), tensors, the same on every rank. norm: the
@@ -209,7 +207,6 @@ def train(cfg, data, mesh):
     # main() has called checkpoint.agree(): cfg.resume is a folder or "no"
     first = 0 if cfg.resume == "no" else checkpoint.load(trainer, cfg.resume)
     log = Log(trainer, data, first)
-    batches = data.ahead(cfg, mesh, first)  # batches(step); a thread reads one step ahead
     # The objects made so far live until the end: Python's gc need not scan them again and again
     gc.collect()
     gc.freeze()
@@ -221,8 +218,8 @@ def train(cfg, data, mesh):
             # and the loop ends once the log has read that count
             log.validation(step, trainer.validate(data, log, cfg.eval_batches))
         lr = learning_rate(cfg, step)
-        with log.watching(step):  # --watch and --trace record some of the steps
-            norm, sums = trainer.step(batches(step), lr)
+        with log.watching(step):  # --watch records the first step
+            norm, sums = trainer.step(data.training(cfg, step, mesh), lr)
         log.step(step, lr, norm, sums)
         # is_over: after a signal, or after too many steps that were not finite. The log knows this
         # from norm and sums, the same on all ranks, so all ranks leave the loop at the same step

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +24,7 @@ import torch
 from data.foreign import POSITIVE, TEXT, open_file, read_json, whole
 from data.prepare import (
     BYTES,
-    FOREIGN,
     PATTERN,
-    FolderEncoding,
     advice,
     make_encoding,
     prepare,
@@ -53,24 +50,17 @@ class DataError(ValueError):
 
 
 def load_tokenizer(folder):
-    """The tiktoken.Encoding of a prepared folder, or its FolderEncoding. A folder that nanoGPT
-    prepared has no meta.json: its tokens are GPT-2's or, where a meta.pkl lies, characters.
-    ValueError for characters, because reading a meta.pkl means unpickling, which could run any
-    code; and for the tokens of another tokenizer, which meta.json names or whose number is not
-    GPT-2's."""
+    """The tiktoken.Encoding of a prepared folder. A folder without meta.json, like nanoGPT's, has
+    GPT-2's tokens. ValueError for the tokens of another tokenizer, which meta.json names or whose
+    number is not GPT-2's."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder of prepared data")
     path = Path(folder, "meta.json")
-    if not os.path.lexists(path) and Path(folder, "meta.pkl").exists():
-        raise ValueError(f"{folder}: its tokens are characters (meta.pkl), for which there is no "
-                         "tokenizer; data/prepare.py makes folders with one")
     meta = read_json(path, SIZE_OF_META, META) if os.path.lexists(path) else {}
     kind = meta.get("tokenizer", "gpt2")
-    if kind == FOREIGN[0]:
-        return FolderEncoding(folder, meta["vocab_size"])
     if kind not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2, bytes and "
-                         f"{FOREIGN[0]} can be read")
+        raise ValueError(f"{path}: its tokenizer is {kind[:40]}; bpe, gpt2 and bytes "
+                         "can be read")
     if kind == "gpt2" and meta.get("vocab_size", 50257) != 50257:
         raise ValueError(f"{path}: its vocab_size is {meta['vocab_size']}, GPT-2's tokenizer has "
                          "50257 tokens")
@@ -129,17 +119,10 @@ class Data:
             time.sleep(0.2)
 
     def find_meta(self):
-        """The values of meta.json. A folder that nanoGPT made has no meta.json: its vocabulary is
-        GPT-2's or, where a meta.pkl lies, characters, as many as the largest token id + 1."""
+        """The values of meta.json. A folder without it, like nanoGPT's, has GPT-2's vocabulary."""
         path = self.folder / "meta.json"
         if not os.path.lexists(path):
-            if not (self.folder / "meta.pkl").exists():
-                return {"vocab_size": 50257}
-            largest = 0
-            for name in self.folder.glob("*.bin"):
-                with open_file(name) as file:
-                    largest = max(largest, np.fromfile(file, "<u2").max(initial=0))
-            return {"vocab_size": int(largest) + 1}
+            return {"vocab_size": 50257}
         try:
             meta = read_json(path, SIZE_OF_META, META)
             # (GPT-2's may need a download, another's a package)
@@ -187,32 +170,10 @@ class Data:
                             f"{self.folder} has {self.vocab_size} tokens; {self.fix}")
 
     def training(self, cfg, step, mesh):
-        """This data rank's microbatches of a step: [(ids, targets, first)]. ids, targets: (B, S).
-        first: number of the microbatch's first sequence, counted from the start of the run: step *
-        batch_size + its row in the batch. Dropout's masks follow from it (engine/dropout.py)."""
+        """This data rank's microbatches of a step: [(ids, targets)], (B, S) each."""
         rng = np.random.default_rng([cfg.seed, step])
         starts = rng.integers(0, len(self.train) - self.block, cfg.batch_size)
-        return self.batch(cfg, self.train, starts, mesh, step * cfg.batch_size)
-
-    def ahead(self, cfg, mesh, start):
-        """A function batches(step) that returns training(cfg, step, mesh), to be called for one
-        step after another from `start` on. While a step is computed, a thread reads the batch of
-        the next step and copies it to the GPU."""
-        if mesh.device.type == "cuda":
-            reader = ThreadPoolExecutor(1, initializer=torch.cuda.set_device,
-                                        initargs=(mesh.device,))
-        else:
-            reader = ThreadPoolExecutor(1)
-        coming = reader.submit(self.training, cfg, start, mesh)  # the batch of the next call
-
-        def batches(step):
-            nonlocal coming
-            current = coming
-            if step + 1 < cfg.steps:
-                coming = reader.submit(self.training, cfg, step + 1, mesh)
-            return current.result()
-
-        return batches
+        return self.batch(cfg, self.train, starts, mesh)
 
     def fingerprint(self):
         """A hash of meta.json's values, of the files' lengths, and of 64 pieces of each file. Other
@@ -242,18 +203,15 @@ class Data:
         starts = starts.reshape(n_batches, cfg.batch_size)
         return windows, (self.batch(cfg, self.val, row, mesh) for row in starts)
 
-    def batch(self, cfg, tokens, starts, mesh, number=None):
+    def batch(self, cfg, tokens, starts, mesh):
         """This data rank's microbatches of the windows of `tokens` that begin at `starts`. Where a
-        start is ABSENT, so are the window's targets, which the loss leaves out. number: number of
-        the batch's first sequence, counted from the start of the run; None in validation, where
-        nothing is random."""
+        start is ABSENT, so are the window's targets, which the loss leaves out."""
         # tokens.base is the mmap; its size() is the file's size now. Reading beyond it would kill
         # the process (SIGBUS).
         if tokens.base.size() < tokens.nbytes:
             raise DataError(f"{tokens.filename} was cut off during the run; {self.fix}")
         index, n_data_ranks = mesh.place("dp")
         own_starts = np.split(starts, n_data_ranks)[index]
-        row = index * len(own_starts)  # row of the batch: the first one of this data rank
         microbatches = []
         for part in np.split(own_starts, cfg.microbatches):
             windows = np.full((len(part), self.block + 1), ABSENT)
@@ -266,6 +224,5 @@ class Data:
                 windows = windows.pin_memory().to(mesh.device, non_blocking=True)
             ids = windows[:, :-1].clamp(min=0)  # (B, S); the embedding has no row for ABSENT
             targets = windows[:, 1:]  # (B, S): the token after each of the ids
-            microbatches.append((ids, targets, None if number is None else number + row))
-            row += len(part)
+            microbatches.append((ids, targets))
         return microbatches

@@ -2,13 +2,11 @@
 
 The default corpus is the source of the Python standard library, which lies next to the interpreter.
 Files go whole to train (90% of the bytes) or to val; where they are too few and too large for that,
-the joined text is cut at a line. A .jsonl has a text in each line: {"text": "..."}. The .bin files
-are like nanoGPT's: little-endian uint16, opened with np.memmap (uint32 for a vocabulary of more
-than 65,536 tokens); GPT-2's tokenizer ends each text with its token 50256. The bpe vocabulary is
-learned here (arXiv 1508.07909, over bytes like in GPT-2) and applied by tiktoken. A loss in nats
-per token, divided by ln 2 and by bytes_per_token, is in bits per byte: so losses of different
-tokenizers can be compared with one another, and with the bits that gzip -9 needs per byte of
-val.bin's text.
+the joined text is cut at a line. The .bin files are like nanoGPT's: little-endian uint16, opened
+with np.memmap; GPT-2's tokenizer ends each text with its token 50256. The bpe vocabulary is learned
+here (arXiv 1508.07909, over bytes like in GPT-2) and applied by tiktoken. A loss in nats per token,
+divided by ln 2 and by bytes_per_token, is in bits per byte: so losses of different tokenizers can
+be compared with one another, and with the bits that gzip -9 needs per byte of val.bin's text.
 
     python data/prepare.py                        # the standard library, into data/stdlib
     python data/prepare.py shakespeare            # tiny Shakespeare, downloaded
@@ -43,16 +41,7 @@ import numpy as np
 
 if not __package__:  # python data/prepare.py: the project's folder is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data.foreign import (
-    TEXT,
-    Kind,
-    either,
-    open_file,
-    or_null,
-    read_foreign,
-    read_json,
-    whole,
-)
+from data.foreign import open_file
 
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
                "input.txt")
@@ -69,9 +58,6 @@ NOT_STDLIB = re.compile(r"tests?|idle_test|(site|dist)-packages|__pycache__|enco
 BYTE = [bytes([b]) for b in range(256)]
 BYTES = {byte: rank for rank, byte in enumerate(BYTE)}  # {token: rank} before anything is merged
 MIN_BYTES = 1_000  # a smaller corpus is refused
-FOREIGN = ("tokenizer.json", "tokenizer_config.json")  # Hugging Face's files
-FILES = ("train.bin", "val.bin", "vocab.tiktoken", *FOREIGN, "meta.json")  # of a prepared folder
-UNFINISHED = ".unfinished"  # a file in a folder whose files are being written
 # The vocabulary is learned from this many characters at the start of train (the files are shuffled)
 LEARN_CHARS = 8_000_000
 # A long text is encoded in pieces, so that two threads share it. Each piece ends at the first place
@@ -126,26 +112,6 @@ def read_text(path):
         raise ValueError("not UTF-8 text") from None
 
 
-def texts_of(path, text):
-    """The texts in a file: of JSON lines each line's "text", of other files the whole. ValueError
-    if a line of a file that is called .jsonl or .ndjson has none. (In a .json the first line
-    decides.)"""
-    if path.suffix not in (".jsonl", ".ndjson", ".json"):
-        return [text]
-    texts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            texts.append(json.loads(line)["text"])
-            texts[-1].encode()  # AttributeError: no string; UnicodeEncodeError: half a character
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            if path.suffix == ".json" and not texts:
-                return [text]
-            raise ValueError(f'line {number} is no JSON object with a "text"') from None
-    return texts
-
-
 def read_source(source):
     """[(name, text)] of one source: "stdlib", "shakespeare", a file, or a folder of text files.
     Prints how many files of a folder it skips, and why."""
@@ -166,16 +132,13 @@ def read_source(source):
         # a name relative to root: the same corpus wherever the folder lies
         name = path.relative_to(root).as_posix()
         try:
-            texts = texts_of(path, read_text(path))
+            docs.append((name, read_text(path)))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)  # an OSError without its number
             if path == root:  # the user has named this file; in a folder, skip what is not text
                 raise ValueError(f"{source}: not readable as UTF-8 text ({reason}); give the path "
                                  "of a text file or a folder, or stdlib, or shakespeare") from error
             skipped[reason].append(name)
-            continue
-        for i, text in enumerate(texts):
-            docs.append((name if len(texts) == 1 else f"{name}:{i:09}", text))
     for reason, names in skipped.items():
         print(f"skipped {len(names)} of {len(paths)} files of {source}: {reason} ({names[0]}"
               f"{', ...' if len(names) > 1 else ''})", flush=True)
@@ -319,60 +282,6 @@ def make_encoding(tokenizer, ranks=BYTES, pattern=PATTERN):
                          "--tokenizer bpe, or set TIKTOKEN_CACHE_DIR to a filled cache") from error
 
 
-# The end of a text in tokenizer_config.json
-END_OF_TEXT = or_null(either(TEXT, Kind("an object with its content", lambda value:
-                                        type(value) is dict and TEXT.fits(value.get("content")))))
-
-
-class FolderEncoding:
-    """The tokenizer.json in a folder of Hugging Face, with the methods of a tiktoken.Encoding that
-    are called here. ValueError: no such file, or not a tokenizer.
-
-    n_vocab is the model's vocabulary, which may be larger than the tokenizer's (Qwen's is). Without
-    one: config.json's vocab_size, or as many tokens as the tokenizer has."""
-    name = FOREIGN[0]
-
-    def __init__(self, folder, n_vocab=None):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise ValueError(f"{folder}: pip install tokenizers, which reads it") from None
-        folder = Path(folder)
-        self.files = {name: read_foreign(folder / name) for name in FOREIGN
-                      if name == self.name or os.path.lexists(folder / name)}
-        try:
-            self.tokenizer = Tokenizer.from_buffer(self.files[self.name])
-            self.tokenizer.encode_special_tokens = True  # in a text they are text
-            self.tokenizer.no_truncation()  # the file may have a length from fine-tuning
-            self.tokenizer.no_padding()
-            size = max(self.tokenizer.get_vocab().values(), default=0) + 1
-        except Exception as error:  # tokenizers raises no narrower class
-            raise ValueError(f"{folder / self.name}: {type(error).__name__}: {error}") from None
-        end = None
-        if FOREIGN[1] in self.files:
-            settings = read_json(folder / FOREIGN[1], known={"eos_token": END_OF_TEXT})
-            end = settings.get("eos_token")
-            end = end["content"] if type(end) is dict else end
-        number = self.tokenizer.token_to_id(end) if end else None
-        if end and number is None:
-            raise ValueError(f"{folder / FOREIGN[1]}: its eos_token {end} is no token of "
-                             f"{self.name}")
-        if n_vocab is None and os.path.lexists(folder / "config.json"):
-            n_vocab = read_json(folder / "config.json", {"vocab_size": whole(1)})["vocab_size"]
-        self.n_vocab = n_vocab or size
-        if self.n_vocab < size:
-            raise ValueError(f"{folder / self.name}: {size} tokens, for a vocabulary of "
-                             f"{self.n_vocab}")
-        # of its special tokens only the one that ends a text
-        self._special_tokens = {} if number is None else {end: number}
-
-    def encode_ordinary(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
 def token_type(vocab_size):
     """numpy's name for the tokens in a .bin file: little-endian uint16 or uint32."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
@@ -393,8 +302,7 @@ def encode(enc, texts, name, pool):
     show(f"encoding {name}")
     pieces = []  # None: the end of a text
     for text in texts:
-        # where another tokenizer may cut a text is not known
-        pieces += [*([text] if enc.name in FOREIGN else PIECES.findall(text)), None]
+        pieces += [*PIECES.findall(text), None]
     ids = []
     for tokens in pool.map(encode_piece, pieces):
         ids.append(tokens)
@@ -402,22 +310,8 @@ def encode(enc, texts, name, pool):
     return np.concatenate(ids)
 
 
-def foreign_file(out):
-    """The first file of the folder `out` that prepare() would replace and has not written; None if
-    there is none. A meta.json with a source_hash marks a folder as ours, or UNFINISHED if prepare()
-    was stopped half-way."""
-    if (out / UNFINISHED).exists():
-        return None
-    with suppress(ValueError):
-        read_json(out / "meta.json", {"source_hash": TEXT})
-        return None
-    return next((out / name for name in (*FILES, "meta.pkl") if os.path.lexists(out / name)), None)
-
-
 def advice(out):
     """What errors about the data in the folder `out` tell the user to do."""
-    if foreign_file(out):
-        return "python data/prepare.py SOURCE --out FOLDER writes another folder"
     return f"python data/prepare.py SOURCE --out {out} writes this folder"
 
 
@@ -435,13 +329,11 @@ def write_whole(out, files):
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as tmp:
             for name, data in files.items():
                 Path(tmp, name).write_bytes(data)
-            (out / UNFINISHED).touch()
             with suppress(FileNotFoundError):
                 if mark.read_bytes() != files["meta.json"]:
                     mark.unlink()
             for name in files:
                 os.replace(Path(tmp, name), out / name)
-            (out / UNFINISHED).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror}); python data/prepare.py "
                          "--out FOLDER prepares it elsewhere") from error
@@ -453,10 +345,8 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     read, or a folder that cannot be written."""
     start = time.perf_counter()
     sources = [sources] if isinstance(sources, str) else [str(s) for s in sources]
-    foreign = FolderEncoding(tokenizer) if Path(tokenizer).is_dir() else None
-    if not foreign and tokenizer not in ("bpe", "gpt2", "bytes"):
-        raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes, nor a folder with "
-                         "a tokenizer.json")
+    if tokenizer not in ("bpe", "gpt2", "bytes"):
+        raise ValueError(f"--tokenizer {tokenizer}: not one of bpe, gpt2, bytes")
     learned = tokenizer == "bpe"
     if learned and not 256 <= vocab_size <= 65536:
         raise ValueError(f"--vocab-size {vocab_size}: not in 256 (every byte) to 65536 (uint16)")
@@ -464,16 +354,6 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         is_named = sources in (["stdlib"], ["shakespeare"])
         out = Path(__file__).parent / (sources[0] if is_named else "custom")
     out = Path(out)
-
-    for name in FILES:
-        if any((out / name).exists() and (out / name).samefile(source)
-               for source in sources if Path(source).is_file()):
-            raise ValueError(f"--out {out} has the source {name}, which would be replaced; name "
-                             "another folder")
-    other = foreign_file(out)
-    if other:
-        raise ValueError(f"--out {out}: another program wrote {other.name}, which would be "
-                         "replaced; name another folder")
     docs = [doc for source in sources for doc in read_source(source)]
     train_texts, val_texts = train_and_val(docs)
     train_bytes = "".join(train_texts).encode()
@@ -483,13 +363,12 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
         ranks = BYTES
         if learned:
             ranks = learn_bpe("".join(train_texts)[:LEARN_CHARS], vocab_size)
-        enc = foreign or make_encoding(tokenizer, ranks)
+        enc = make_encoding(tokenizer, ranks)
         train = encode(enc, train_texts, "train.bin", pool)
         val = encode(enc, val_texts, "val.bin", pool)
         gzip_bytes = len(zipped.result())
-    if not foreign:  # (others may normalize the text)
-        in_text = val[~np.isin(val, end_of_text(enc))].tolist()
-        assert enc.decode_bytes(in_text) == val_bytes, "tokens must spell the text exactly"
+    in_text = val[~np.isin(val, end_of_text(enc))].tolist()
+    assert enc.decode_bytes(in_text) == val_bytes, "tokens must spell the text exactly"
 
     meta = {"vocab_size": enc.n_vocab,
             "tokenizer": enc.name,
@@ -505,8 +384,6 @@ def prepare(sources=("stdlib",), out=None, tokenizer="bpe", vocab_size=1024):
     if learned:
         lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
         files["vocab.tiktoken"] = b"".join(lines)
-    if foreign:
-        files.update(enc.files)
     files["meta.json"] = (json.dumps(meta, indent=1) + "\n").encode()
     write_whole(out, files)
 
@@ -526,8 +403,7 @@ def main():
                         help="stdlib (default), shakespeare, or paths of text files and folders")
     parser.add_argument("--out", help="folder to write (default: data/stdlib or "
                         "data/shakespeare for that source alone, else data/custom)")
-    parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2, bytes, or "
-                        "a folder with Hugging Face's tokenizer.json")
+    parser.add_argument("--tokenizer", default="bpe", help="bpe (default), gpt2, bytes")
     parser.add_argument("--vocab-size", type=int, default=1024,
                         help="tokens of a bpe vocabulary (default: 1024)")
     args = parser.parse_args()

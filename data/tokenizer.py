@@ -1,10 +1,7 @@
 """The tokenizer of a folder that data/prepare.py made, in the format of Hugging Face: run/export.py
 writes the files. AutoTokenizer and tiktoken then give a text the same tokens."""
 
-import json
-
 from data.batches import load_tokenizer
-from data.prepare import FOREIGN, end_of_text
 
 
 def byte_characters():
@@ -58,7 +55,7 @@ def tokenizer_json(encoding):
 
 def tokenizer_files(data, config):
     """{name: content} of the tokenizer of the folder `data`, for a model of this GPTConfig, and the
-    token that ends a text, or None. ValueError if there is no tokenizer to write, or if its size is
+    token that ends a text. ValueError if there is no tokenizer to write, or if its size is
     not the model's vocabulary."""
     encoding = load_tokenizer(data)
     if encoding.name == "gpt2":
@@ -67,9 +64,6 @@ def tokenizer_files(data, config):
     if encoding.n_vocab != config.vocab_size:
         raise ValueError(f"the tokenizer of {data} has {encoding.n_vocab} tokens, the model "
                          f"{config.vocab_size}")
-    if encoding.name in FOREIGN:
-        files = {name: json.loads(content) for name, content in encoding.files.items()}
-        return files, next(iter(end_of_text(encoding)), None)
     # in our own vocabularies tokens 0 to 255 are the bytes; no text has byte 0
     return {"tokenizer.json": tokenizer_json(encoding),
             "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast",

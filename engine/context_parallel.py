@@ -156,14 +156,13 @@ class RingAttentionFunction(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float)  # for sums: 32 bits at least
         ctx.chosen = choose_kernel(q, k, v)
         for hop, kv, queries, _, causal in ring_hops(k, v, group):
-            with group.span("attention", hop=hop):
-                part, part_lse, rest = kernel(ctx.chosen, q[:, :, queries], *kv, causal)
-                if hop == 0:
-                    out = part.to(wide)
-                    lse = part_lse
-                    ctx.rest = rest  # the same in all hops
-                else:
-                    merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+            part, part_lse, rest = kernel(ctx.chosen, q[:, :, queries], *kv, causal)
+            if hop == 0:
+                out = part.to(wide)
+                lse = part_lse
+                ctx.rest = rest  # the same in all hops
+            else:
+                merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
         out = out.to(q.dtype)  # keeps the kernel's memory layout, which its backward relies on
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
@@ -189,10 +188,9 @@ class RingAttentionFunction(torch.autograd.Function):
         grad_kv.zero_()
         passing_grad = Work()  # the last start_passing(grad_kv): none yet
         for hop, kv, queries, keys, causal in ring_hops(k, v, group):
-            with group.span("attention", hop=hop):
-                dq, dk, dv = kernel_backward(
-                    ctx.chosen, grad[:, :, queries], q[:, :, queries], *kv,
-                    out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
+            dq, dk, dv = kernel_backward(
+                ctx.chosen, grad[:, :, queries], q[:, :, queries], *kv,
+                out[:, :, queries], lse[:, :, queries], ctx.rest, causal)
             if hop == 0:
                 grad_q, own_dk, own_dv = dq.to(wide), dk, dv
             else:

@@ -7,8 +7,7 @@
     overlap  A full bucket is all-reduced at once, while backward continues through earlier layers.
              With several microbatches, in the last one only.
 
-Sent: as by the root's DDP. Held: the same, and a gradient until it is copied into its bucket;
---grad-dtype float32 doubles 16-bit gradients.
+Sent: as by the root's DDP. Held: the same, and a gradient until it is copied into its bucket.
 
     python -m extras.show engine.ddp                        a small GPT on 4 ranks
     torchrun train.py --dp 2 --fast ddp         train.py with this file
@@ -19,7 +18,6 @@ from weakref import WeakMethod
 import torch
 
 from ddp import as_stages, used_by_any
-from engine.ahead import compute_ahead, threads_per_rank
 from engine.collectives import all_gather, all_reduce
 from group import wait_all
 from zero import outside_of, places_of_layers
@@ -37,16 +35,14 @@ class Bucket:
                                           grad              views    grad_shard
       ZeRO-2, 3                           until reduced     {}       a buffer of its own
       DDP, ZeRO-1:
-        nothing to sum over, same dtype   None              {}       None: stay in param.grad
-        else, same dtype                  a buffer          views    part of grad
-        --grad-dtype float32              a buffer          {}       part of grad
-    With views, param.grad is a view of `grad`. Without views but with `grad`, param.grad is added
-    to it (DDP, ZeRO-1) or copied into it (ZeRO-2, 3), and dropped."""
+        nothing to sum over               None              {}       None: stay in param.grad
+        else                              a buffer          views    part of grad
+    With views, param.grad is a view of `grad`. Without views but with `grad` (ZeRO-2, 3),
+    param.grad is copied into it, and dropped."""
 
-    def __init__(self, params, split, values, dtype, device, grad_dtype=None):
+    def __init__(self, params, split, values, dtype, device):
         self.params = params
         self.trained = params[0].requires_grad  # else frozen: no gradients, no optimizer states
-        self.grad_dtype = grad_dtype or dtype
         self.group, *self.sum_at_end = params[0].tag.sum_over  # the replicas; then others
         self.starts = {}  # parameter -> its first element in the buffer
         self.numel = 0  # length of the buffer
@@ -69,10 +65,10 @@ class Bucket:
             self.allocate(param, next(values))
 
     def allocate(self, param, values):
-        """Turn a parameter into a view of the buffer that holds these values; rows beyond them
-        (--pad-vocab) stay zero. The layers keep the same Parameter object."""
+        """Turn a parameter into a view of the buffer that holds these values. The layers keep the
+        same Parameter object."""
         view = self.view(self.full, param)
-        view[tuple(slice(n) for n in values.shape)].copy_(values)
+        view.copy_(values)
         # .data: a tensor with a version counter of its own, so that ZeRO-3 may refill the buffer
         # between forward and backward without an error of autograd
         if not param.is_meta:
@@ -118,7 +114,7 @@ class DDP:
 
     In, from train.py: this rank's pipeline stages (as many as the schedule has chunks), {stage:
     [layers]} in order of use, with tagged parameters of the meta device. value(tag): this rank's
-    slice of an initial value; threads ask for some of them ahead. dtype: of weights. In, from you:
+    slice of an initial value. dtype: of weights. In, from you:
     any module, or a list of layers; and the group of replicas. Members: those in the table of the
     root's DDP (ddp.py), and flush() and grad_added() for pipelines that split the backward
     (engine/pipeline.py). Nobody need call expect() for a model of your own; if expect(0, last=True)
@@ -136,7 +132,7 @@ class DDP:
     unsaved = ""
 
     def __init__(self, model, replicas=None, value=None, dtype=None, device="cpu",
-                 bucket_bytes=25 << 20, grad_dtype=None):
+                 bucket_bytes=25 << 20):
         self.replicas = replicas
         self.bucket_bytes = bucket_bytes
         self.dtype = dtype  # None: each parameter's own
@@ -163,12 +159,11 @@ class DDP:
         # through C++, which the gc cannot see
         hook = WeakMethod(self.grad_added)
         partition = self.partition(users)
-        tags = [param.tag for _, params in partition for param in params]
-        values = (compute_ahead(value, tags, threads_per_rank()) if value else
-                  (param.data for _, params in partition for param in params))
+        values = (value(param.tag) if value else param.data
+                  for _, params in partition for param in params)
         for stage, params in partition:
             split = self.is_split(params[0].requires_grad)
-            bucket = Bucket(params, split, values, dtype or params[0].dtype, device, grad_dtype)
+            bucket = Bucket(params, split, values, dtype or params[0].dtype, device)
             self.allocate_shards(bucket)
             self.home.update(dict.fromkeys(params, bucket))
             if not bucket.trained:
@@ -226,21 +221,15 @@ class DDP:
         """Allocate what this rank keeps of a bucket in addition to its weights: here a buffer for
         whole gradients, for the whole run; none if gradients stay in param.grad (the table of
         Bucket)."""
-        same_dtype = bucket.grad_dtype == bucket.full.dtype
         nothing_to_sum = bucket.group.size == 1 and not bucket.sum_at_end
-        if not bucket.trained or (same_dtype and nothing_to_sum):
+        if not bucket.trained or nothing_to_sum:
             return
-        bucket.grad = torch.zeros_like(bucket.full, dtype=bucket.grad_dtype)
+        bucket.grad = torch.zeros_like(bucket.full)
         bucket.grad_shard = bucket.grad[bucket.own]
-        if same_dtype:  # else param.grad cannot be a view of it
-            bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
+        bucket.views = {param: bucket.view(bucket.grad, param) for param in bucket.params}
 
     def zero_grad(self):
-        """Clear the buckets to which gradients are added. A bucket with views keeps its old values:
-        the next gradients are copied over them, which is faster."""
-        for bucket in self.buckets:
-            if bucket.grad is not None and not bucket.views:
-                bucket.grad.zero_()
+        """Nothing to clear: the next gradients are copied over the old ones."""
 
     def expect(self, stage, last, params=None):
         """Call before a backward of this stage. last: the stage's last one in a step. params: the
@@ -288,13 +277,10 @@ class DDP:
             self.launch(self.filling.pop(0))
 
     def collect(self, param, bucket):
-        """Move param.grad into its bucket, or add it there if the bucket's gradients are wider."""
+        """Move param.grad into its bucket."""
         if bucket.grad is None:  # alone: nothing to sum
             return
-        if not bucket.views:
-            bucket.view(bucket.grad, param).add_(param.grad)
-            param.grad = None
-        elif param.grad is not bucket.views[param]:
+        if param.grad is not bucket.views[param]:
             param.grad = bucket.views[param].copy_(param.grad)
 
     def flush(self):

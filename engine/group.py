@@ -4,7 +4,6 @@
     submit          runs a function in the background, after all earlier work of the group, so that
                     messages travel while the caller computes
     start           every operation gets a number, and an error names rank, operation and peer
-    span            a named stretch of time, for --trace
     run_native      one of torch's own collectives (--collectives native): the default on GPUs.
                     Those bypass exchange(), and bytes_sent does not count them
 
@@ -70,10 +69,6 @@ class Group(group.Group):
         self.worker = None  # identifies that thread, from its first job on
         self.kept = {}  # (name, shape, dtype) -> the tensor that kept_buffer() returns
         self.links = {}  # (Outgoing or Incoming, peer) -> this rank's end of the link
-
-    def span(self, name, **args):
-        """A context: a named stretch of time, for --trace."""
-        return self.mesh.span(name, group=self.name, **args)
 
     def exchange(self, send=None, dst=None, recv=None, src=None, more=(), combine=None):
         """group.Group.exchange, after all submitted work: a message between those of a job would
@@ -176,17 +171,11 @@ class Group(group.Group):
         meets its own send without a tag."""
         def run():
             self.worker = threading.get_ident()
-            with self.span(name):
-                job()
+            job()
 
         self.executor = self.executor or ThreadPoolExecutor(1, f"ring-{self.name}")
         future = self.executor.submit(run)
-
-        def wait():
-            with self.span("wait"):
-                future.result()
-
-        self.last = Work([wait], f"group {self.name}")
+        self.last = Work([future.result], f"group {self.name}")
         return self.last
 
     def wait_for_jobs(self):
@@ -220,8 +209,7 @@ def queued(collective):
             return group.submit(lambda: collective(tensor, group, *args, **more), name)
         if not inside:
             group.last.wait()
-        with (group.span(name),
-              naming(f"rank {group.ranks[group.rank]}: {name} of group {group.name}")):
+        with naming(f"rank {group.ranks[group.rank]}: {name} of group {group.name}"):
             collective(tensor, group, *args, **more)
         return Work() if async_op else tensor
 

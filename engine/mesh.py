@@ -1,9 +1,8 @@
 """The root's Mesh with the engine's groups: on CPU or GPU, with shared memory between ranks of one
-machine, spans of time for --trace, and torch's own collectives (--collectives native).
+machine, and torch's own collectives (--collectives native).
 """
 
 from collections import deque
-from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -35,19 +34,6 @@ class Mesh(mesh.Mesh):
         if transport == "auto" and self.group_class is Group and self.world.size > 1:
             self.neighbours = Neighbours(self.world, timeout)
             self.world.bytes_sent = 0  # what was sent so far is none of the training's
-
-    def carriers(self):
-        """Of rank 0."""
-        usual, others = super().carriers(), range(1, self.world.size)
-        near = sum(self.neighbours.are(0, rank) for rank in others) if self.neighbours else 0
-        far = len(others) - near
-        to = [f"shared memory to {near} ranks"] * (near > 0) + [f"{usual} to {far}"] * (far > 0)
-        return ", ".join(to)
-
-    def span(self, name, **args):
-        """A span is a named stretch of time, for --trace. This one records nothing: replaced in
-        Tracer.at (run/timeline.py)."""
-        return nullcontext()
 
     def join(self, name, rows):
         """On GPUs names for the same ranks, such as world and shard_ep_cp, are one group, because

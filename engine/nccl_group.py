@@ -134,7 +134,7 @@ class CudaGroup(InOrderGroup):
         """Post job()'s messages on the side stream, behind what the compute stream has so far."""
         self.side_stream = self.side_stream or torch.cuda.Stream(self.device, priority=-1)
         self.side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_stream), self.span(name):
+        with torch.cuda.stream(self.side_stream):
             job()
             event = self.side_stream.record_event()
 

@@ -9,8 +9,7 @@ sizes.bytes_per_parameter.
 
 import torch
 
-from optimizer import clip_coefficient, decays
-from sizes import MOMENTS
+from optimizer import BETA1, BETA2, clip_coefficient, decays
 
 # Elements of 16-bit gradients that are converted to 32 bits at a time
 CONVERTED = 1 << 25
@@ -63,7 +62,7 @@ class Optimizer:
         # Weights of 16 bits: a copy of 32 bits; wider ones: the weights themselves
         self.masters = [weights.to(self.wide) for weights in self.weights]
         self.moments = {name: [torch.zeros_like(master) for master in self.masters]
-                        for name in MOMENTS[cfg.optimizer]}
+                        for name in ("exp_avg", "exp_avg_sq")}
         # For each of the weights: how many ranks of the world hold the same
         self.holders = torch.tensor([tag.holders(reducer.sharded) for tag in self.tags],
                                     dtype=torch.double, device=self.device)
@@ -136,8 +135,8 @@ class AdamW(Optimizer):
                     masters, self.scaled([grads[i] for i in some], factor),
                     [self.moments["exp_avg"][i] for i in some],
                     [self.moments["exp_avg_sq"][i] for i in some], [],
-                    [self.updates] * len(some), lr=lr * rate, beta1=self.cfg.beta1,
-                    beta2=self.cfg.beta2, eps=1e-8, amsgrad=False, maximize=False, found_inf=skip,
+                    [self.updates] * len(some), lr=lr * rate, beta1=BETA1,
+                    beta2=BETA2, eps=1e-8, amsgrad=False, maximize=False, found_inf=skip,
                     weight_decay=decay)
 
     def scaled(self, grads, factor):

@@ -6,36 +6,29 @@
     ep          spread_experts        over tensor ranks, too
     ddp         Reducer               DDP, ZeRO-1, 2, 3: buckets that travel during backward
     optimizer   Optimizer             fused AdamW; float16's loss scale
-    pp          Pipeline              all schedules; also recompute_blocks, with dropout
+    pp          Pipeline              all schedules
 
 A part has the same members here and in the root, so train.py need not know which of the two it has.
 What several parts of a run share is made here: the queue of weight gradients that zero bubble
-defers, dropout, the loss scale. Which flag needs which part: run/config.py.
+defers, the loss scale. Which flag needs which part: run/config.py.
 """
-
-from functools import partial
 
 import torch
 
-from collectives import own_chunk
 from engine.collectives import all_reduce, barrier
 from engine.compiled import compile_layer
 from engine.context_parallel import split_sequences
-from engine.dropout import Dropout
 from engine.expert_parallel import spread_experts
 from engine.mesh import Mesh
 from engine.optimizer import AdamW, LossScale
 from engine.pipeline import Deferred, Pipeline
 from engine.tensor_parallel import parallelize
-from engine.vocabulary_parallel import pad_vocabulary
 from engine.zero import REDUCERS
-from recompute import recompute_blocks
 from schedules import splits_backward
 
-OPTIMIZERS = {"adamw": AdamW}  # a fork adds its own
 NAMES = {"mesh": ("Mesh", "all_reduce"), "cp": ("split_sequences",),
          "tp": ("tensor_parallel", "sequence_parallel"), "ep": ("spread_experts",),
-         "ddp": ("Reducer",), "optimizer": ("Optimizer",), "pp": ("Pipeline", "recompute_blocks")}
+         "ddp": ("Reducer",), "optimizer": ("Optimizer",), "pp": ("Pipeline",)}
 
 
 def replace(parts, cfg):
@@ -55,29 +48,19 @@ class Engine:
         self.dtype = getattr(torch, cfg.dtype)
         # check() (run/config.py) resolves "auto": a Trainer sees it only in tests that skip check()
         self.device = torch.device("cpu" if cfg.device == "auto" else cfg.device)
-        self.positions = None  # where this rank's tokens stand; set in split_sequences
         self.deferred = Deferred()
         self.scale = LossScale(self.dtype, self.device)
-        self.dropout = Dropout(cfg.dropout, cfg.seed)
         self.all_reduce = all_reduce
-        self.recompute_blocks = partial(recompute_blocks, again=self.dropout.again)
+        self.split_sequences = split_sequences
         self.spread_experts = spread_experts
 
     def Mesh(self, device, timeout, **sizes):
         return Mesh(device, timeout, native=self.cfg.collectives == "native",
                     transport=self.cfg.transport, **sizes)
 
-    def split_sequences(self, model, group, kind):
-        self.positions = split_sequences(model, group, kind)
-        return self.positions
-
     def tensor_parallel(self, model, group, sp=False):
         defer = self.deferred.add if splits_backward(self.cfg.schedule) else None
         parallelize(model, group, sp, defer)
-        pad_vocabulary(model, self.cfg.pad_vocab or 1)
-        if self.cfg.dropout:
-            positions = own_chunk(self.positions, group) if sp else self.positions
-            self.dropout.attach(model, positions)
 
     def sequence_parallel(self, model, group):
         self.tensor_parallel(model, group, sp=True)
@@ -88,14 +71,13 @@ class Engine:
             for layer in (layer for layers in stages.values() for layer in layers):
                 compile_layer(layer)
         return REDUCERS[cfg.zero](
-            stages, None, value, self.dtype, self.device, int(cfg.bucket_mb * 2**20),
-            self.dtype if cfg.grad_dtype == "same" else torch.float)
+            stages, None, value, self.dtype, self.device)
 
     def Optimizer(self, cfg, reducer):
-        return OPTIMIZERS[cfg.optimizer](cfg, reducer, self.scale)
+        return AdamW(cfg, reducer, self.scale)
 
     def Pipeline(self, stages, group, cfg, shape, dtype):
         if self.device.type == "cuda":  # NCCL connects a group's ranks at the first use: now
             for ranks in group.mesh.groups.values():
                 barrier(ranks)
-        return Pipeline(stages, group, cfg, shape, dtype, self.deferred, self.dropout, self.scale)
+        return Pipeline(stages, group, cfg, shape, dtype, self.deferred, self.scale)

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.dropout import Dropout
 from engine.group import Work
 from engine.optimizer import LossScale
 from experts import balance_loss
@@ -102,11 +101,10 @@ class Pipeline:
     """Executes this rank's list of actions, of any schedule. Everywhere below, s is a stage, k a
     microbatch, and data "F", an activation, or "B", a gradient."""
 
-    def __init__(self, stages, group, cfg, shape, dtype, deferred=None, dropout=None, scale=None):
+    def __init__(self, stages, group, cfg, shape, dtype, deferred=None, scale=None):
         """The first five like those of the root's Pipeline (pipeline.py). deferred: where linear
-        layers queue weight gradients while I runs (Deferred); dropout: is told which sequences run
-        forward (engine/dropout.py); scale: the factor of the loss (LossScale in
-        engine/optimizer.py)."""
+        layers queue weight gradients while I runs (Deferred); scale: the factor of the loss
+        (LossScale in engine/optimizer.py)."""
         # where[s]: the pipeline rank of stage s; lists: the actions of all ranks, without messages
         self.lists = make_schedule(cfg.schedule, group.size, cfg.microbatches, cfg.chunks)
         self.where = placement(cfg.schedule, group.size, cfg.chunks)
@@ -123,7 +121,6 @@ class Pipeline:
         self.shape, self.dtype = shape, dtype  # shape of an activation, (B, S, C); its dtype
         self.tokens = cfg.batch_size * cfg.block_size  # tokens of a step, all ranks
         self.deferred = deferred or Deferred()
-        self.dropout = dropout or Dropout()
         self.scale = scale or LossScale(dtype, group.device)
         # (data, s, k) -> the tensor that another stage sends to s, and the Work of its receive
         self.arriving = {}
@@ -148,8 +145,7 @@ class Pipeline:
             else:
                 if training:
                     self.expect(action, reducer)
-                with (self.group.span(kind, stage=s, microbatch=k),
-                      torch.set_grad_enabled(training and kind != "W")):
+                with torch.set_grad_enabled(training and kind != "W"):
                     if kind == "F":
                         loss += self.forward(s, k, *batches[k], training)
                     elif kind == "B":
@@ -174,9 +170,8 @@ class Pipeline:
             # rest: LayerNorm, biases of rows, embedding, head, experts
             reducer.expect(s, action == self.last[s], params=uses_in(self.weight_work[s, k]))
 
-    def forward(self, s, k, ids, targets, first, training):
+    def forward(self, s, k, ids, targets, training):
         """Returns the loss per token, 0 on any but the last stage."""
-        self.dropout.first = first
         x = ids  # (B, S)
         if s > 0:
             x = self.take("F", s, k).requires_grad_(training)  # (B, S, C)
@@ -229,8 +224,7 @@ class Pipeline:
     def take(self, data, s, k):
         """Wait for the tensor that arrives for stage s and microbatch k, and return it."""
         tensor, work = self.arriving.pop((data, s, k))
-        with self.group.span("wait", stage=s, microbatch=k, sender=s - DIRECTION[data]):
-            work.wait()
+        work.wait()
         return tensor
 
     def send(self, data, s, k):
@@ -238,14 +232,12 @@ class Pipeline:
         Unlike in the root's pipeline this is safe: in lower()'s order even sends that block cannot
         deadlock."""
         tensor, to = self.leaving.pop((data, s, k)), s + DIRECTION[data]
-        with self.group.span("send", stage=s, microbatch=k, to=to):
-            self.sends.append((self.group.send(tensor, self.where[to]), tensor))
-            while len(self.sends) > 2:
-                self.finish_send()
+        self.sends.append((self.group.send(tensor, self.where[to]), tensor))
+        while len(self.sends) > 2:
+            self.finish_send()
 
     def finish_send(self):
         """Wait for the oldest pending send, and free the tensor that was sent."""
         work, tensor = self.sends.popleft()
-        with self.group.span("wait"):
-            work.wait()
+        work.wait()
         tensor.untyped_storage().resize_(0)

@@ -7,7 +7,6 @@ is replaced, unless a schedule splits the backward.)
                           once. A rank sends T-1 numbers per token, by one all-gather, and
                           all-reduces the loss, one number per microbatch. (The plain loss sends
                           6 (T-1)/T numbers per token: three numbers in two all-reduces)
-    pad_vocabulary        rows of zeros up to a multiple, because GPUs are slow at odd sizes
 
 Held for backward by the head, per token (--sp: 1/T): LayerNorm's input and statistics, and the
 gradient of its output, 2 C + 2 numbers; and, because ChunkedLoss computes gradients in forward, the
@@ -121,7 +120,7 @@ class ChunkedLoss(torch.autograd.Function):
     then at once their loss and gradient. Forward saves the gradients of x and weight. Backward only
     multiplies them, in place, by the gradient of the loss; so it can run only once.
 
-    In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C), maybe padded; targets (B, S). Out: the
+    In: x (B, S, C), under --sp (B, S/T, C); weight (V/T, C); targets (B, S). Out: the
     loss, summed over the tokens, the same on all ranks. For the loss each rank sends its
     log(sum(exp(logits))), one number per token, to all others; for the gradient it sums grad_x over
     the ranks."""
@@ -150,7 +149,7 @@ class ChunkedLoss(torch.autograd.Function):
             logits = inputs @ weight.t()  # (c, V/T)
             local, outside = (part.unsqueeze(-1) for part in to_local(wanted, start, stop))
             # In training log_likelihood() also overwrites the logits with their gradient
-            loss -= head.log_likelihood(logits, local, outside, stop - start, training)
+            loss -= head.log_likelihood(logits, local, outside, training)
             if training:
                 grad = logits
                 grad_inputs = (grad @ weight) * present  # (c, C), partial over tp
@@ -186,12 +185,11 @@ class ChunkedHead(nn.Module):
         """ChunkedLoss computes the matrix's gradient already in forward (engine/zero.py)."""
         return [self.ln_f]
 
-    def log_likelihood(self, logits, local, outside, num_words, training):
+    def log_likelihood(self, logits, local, outside, training):
         """In: the logits (c, V/T) of c tokens. Returns the sum of the log-probabilities of those
         targets that are words of this rank. In training the logits then hold their gradient.
         All of it is one function, so that --compile reads the logits twice and writes them
         once."""
-        logits[:, num_words:] = -torch.inf  # rows of --pad-vocab are no words
         log_probs = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float))
         if self.region.group.size > 1:
             log_probs += self.share(logits, log_probs)
@@ -210,21 +208,3 @@ class ChunkedHead(nn.Module):
 
     def forward(self, x, targets):  # (B, S, C), under --sp (B, S/T, C); (B, S)
         return self.loss(self.ln_f(x), targets)
-
-
-def pad_vocabulary(model, multiple):
-    """Pad this rank's rows of embedding and head with zeros up to a multiple. Call it after
-    parallelize. No token has a padded id, and ChunkedLoss sets the padded logits to minus infinity.
-    The tag does not describe the padding, so the parameter count and checkpoints leave it out. Its
-    gradient is 0, so the norm does not change."""
-    padded = {}  # weight -> its padded version: a tied weight has one
-    for layer in (model.layers[0].wte, model.layers[-1].lm_head):
-        weight = layer.weight
-        missing = -weight.size(0) % multiple
-        if missing and weight not in padded:
-            # a shape only: the model is on the meta device, and Bucket (engine/ddp.py) fills in
-            # zeros
-            shape = (weight.size(0) + missing, weight.size(1))
-            padded[weight] = nn.Parameter(weight.new_empty(shape), weight.requires_grad)
-            padded[weight].tag = weight.tag
-        layer.weight = padded.get(weight, weight)

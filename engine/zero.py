@@ -107,7 +107,7 @@ class ZeRO2(ZeRO1):
 
     def allocate_shards(self, bucket):
         if bucket.trained:
-            bucket.grad_shard = torch.zeros_like(bucket.weight_shard, dtype=bucket.grad_dtype)
+            bucket.grad_shard = torch.zeros_like(bucket.weight_shard)
 
     def zero_grad(self):
         super().zero_grad()

@@ -18,6 +18,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import sys
 import time
 import zlib
@@ -41,17 +42,17 @@ from data.foreign import (
 )
 from model import UNTIED
 from run import tensorfile
-from run.config import is_scaling, require
-from run.files import FOLDER, LOCK, MANIFEST
+from run.config import LOCK, MANIFEST, is_scaling, require
 from run.hugging_face import FIELDS
 from run.processes import all_gather_text
 from run.signals import local_rank, note
 from run.tensorfile import DAMAGED, DTYPES, CheckpointError, about, checksum
 from shard import bounds
-from sizes import MOMENTS, LlamaConfig, config_from
+from sizes import LlamaConfig, config_from
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 EMBEDDING = "transformer.wte.weight"
+FOLDER = re.compile(r"step-\d{8,}")  # the name of a checkpoint's folder, less .tmp or .old.tmp
 
 # A checkpoint is complete or does not exist. Its folder has these names, in this order:
 #
@@ -129,8 +130,6 @@ def refuse_unsound(manifest):
     is right."""
     require_fields(manifest, NEEDED, {"kept": or_null(OBJECT)})
     require_fields(manifest["kept"] if manifest.get("kept") else {}, known=FIELDS)
-    require_fields(manifest["config"], known={"optimizer": TEXT})
-    require(manifest["config"].get("optimizer", "adamw") in MOMENTS, "its optimizer is unknown")
     require_fields(manifest["checksums"], {MODEL: OBJECT, OPTIMIZER: OBJECT})
     for sums in manifest["checksums"].values():
         require_fields(sums, dict.fromkeys(sums, CRC))
@@ -186,7 +185,7 @@ def finished(out):
 
 def complete(out):
     """[(number, folder)] of the complete checkpoints in `out`, in the order they were written. If a
-    run saves or prunes there meanwhile, look again."""
+    run saves there meanwhile, look again."""
     folders = None
     while folders != finished(out):
         folders = finished(out)
@@ -218,18 +217,6 @@ def find(path):
     return folder
 
 
-def read_newest(path, read):
-    """read(folder) of the checkpoint that find() finds at `path`. If a run prunes it meanwhile,
-    look again."""
-    while True:
-        folder = find(path)
-        try:
-            return read(folder)
-        except CheckpointError:
-            if (folder / MANIFEST).exists():
-                raise  # damaged, and not pruned: remove() deletes the manifest first
-
-
 def remove(folder):
     """Delete a checkpoint's three files, and its folder if nothing else is in it. If the folder is
     a link, delete nothing."""
@@ -242,15 +229,13 @@ def remove(folder):
         folder.rmdir()
 
 
-def prune(out, keep=0):
-    """Delete the remains of interrupted saves, and all but the last `keep` complete checkpoints (0:
-    keep all)."""
+def prune(out):
+    """Delete the remains of interrupted saves. All complete checkpoints stay."""
     whole = [folder for _, folder in complete(out)]
-    old = whole[:-keep] if keep else []
     for folder in Path(out).glob("step-*"):
         name = folder.name.removesuffix(".tmp").removesuffix(".old")
         unfinished = folder.suffix == ".tmp" or not (folder / MANIFEST).exists()
-        if FOLDER.fullmatch(name) and (folder in old or (unfinished and folder not in whole)):
+        if FOLDER.fullmatch(name) and unfinished and folder not in whole:
             remove(folder)
 
 
@@ -305,8 +290,7 @@ def transfer(trainer, entries, saving):
 
 def transfer_runs(entry, tag, start, values, saving):
     """Write `values`, the elements from index `start` on of the slice that the tag describes, to
-    their places in the file of the full tensor; or read them from there. (Rows of --pad-vocab at
-    the end of `values` lie beyond the slice, so runs() leaves them out.)
+    their places in the file of the full tensor; or read them from there.
 
     Full shape (2, 6), columns 1 and 2: the slice is elements 1 2 7 8 of the full tensor. With
     start = 1 three values go to elements 2 7 8, in two runs (in_full, in_values, length): (2, 0, 1)
@@ -353,7 +337,7 @@ def put_in_place(folder, final, manifest):
     if final.exists():
         os.rename(final, f"{final}.old.tmp")
     os.rename(folder, final)
-    sync(final.parent)  # before older checkpoints are deleted
+    sync(final.parent)  # before step-N.old.tmp is deleted
 
 
 def numbers_of(trainer):
@@ -416,7 +400,7 @@ def save(trainer, step, data_folder=""):
                 "data": str(Path(data_folder).resolve()),
                 "checksums": {path.name: {name: sums[name] for name in shapes}
                               for path, _, shapes in files}})
-            prune(cfg.out, cfg.keep)
+            prune(cfg.out)
     return final
 
 
@@ -434,17 +418,13 @@ def refuse_unfit(trainer, folder, manifest):
                               "--init-from takes its weights alone")
     if manifest["step"] > cfg.steps:
         raise CheckpointError(f"{folder}: is at step {manifest['step']}, past --steps {cfg.steps}")
-    used = manifest["config"].get("optimizer", "adamw")
-    if used != cfg.optimizer:
-        raise CheckpointError(f"{folder}: its --optimizer is {used}, this run's is "
-                              f"{cfg.optimizer}; --init-from takes its weights alone")
 
 
 @torch.no_grad()
 def load(trainer, folder):
     """Collective: give every rank its slices of a checkpoint of any layout; returns the number of
     steps done. CheckpointError, on every rank and before any state is changed, if the checkpoint is
-    damaged, past --steps or of another model, optimizer or dtype. Each rank checks its share of the
+    damaged, past --steps or of another model or dtype. Each rank checks its share of the
     checksums. If a file cannot be read after this check: CheckpointError, and some states may
     have changed."""
     world = trainer.mesh.world

@@ -4,9 +4,9 @@
     check_layout            chooses the value of each flag that is 0 ("0: chosen" in --help), then
                             refuses a layout that cannot be; needs neither torch nor this machine's
                             devices
-    check                   check_layout, then device and memory of this machine
-    check_outputs           can the files be written, and are they ours?
-    read_command_line       parse, check_layout, and: would an output replace an input?
+    check                   check_layout, then the devices of this machine
+    check_out               can --out be written?
+    read_command_line       parse, check_layout
 
 Bad input gets one line that names flag, values and fix, from one rank of each machine, and exit
 code 2. The functions that check raise it as a ValueError; fail() prints it.
@@ -16,17 +16,11 @@ import argparse
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from run.files import (
-    LOCK,
-    MANIFEST,
-    checkpoint_around,
-    is_same,
-    refuse_foreign,
-    refuse_same,
-)
+from data.foreign import OBJECT, read_json
 from run.hugging_face import CONFIG, flags_of_folder
 from run.signals import in_words, launched, local_rank, note, program
 from schedules import (
@@ -37,12 +31,16 @@ from schedules import (
     splits_backward,
     validate,
 )
-from sizes import MOMENTS, WIDTHS, bytes_per_parameter, config_of
+from sizes import WIDTHS
+
+MANIFEST = "manifest.json"  # makes the folder of a checkpoint complete (run/checkpoint.py)
+LOCK = ".lock"  # in --out: locked by the run that writes there (claim in run/checkpoint.py)
 
 
 def flag(default, group, help, choices=None, alone=None):
-    """A field of Config. group: the heading of --help under which the flag is listed. alone: the
-    value that the flag has if it is given without one (--watch); None: it needs a value."""
+    """A field of Config. group: the heading of --help under which the flag is listed; "": no flag.
+    alone: the value that the flag has if it is given without one (--watch); None: it needs a
+    value."""
     return field(default=default, metadata={"group": group, "help": help, "choices": choices,
                                             "alone": alone})
 
@@ -70,10 +68,6 @@ class Config:
                             "on GPUs, else ring", ("auto", "ring", "native"))
     transport: str = flag("auto", "details", "auto: shared memory between ranks of one machine "
                           "[engine], else gloo; gloo: gloo for all", ("auto", "gloo"))
-    pad_vocab: int = flag(0, "details", "pad a rank's rows of the vocabulary to a multiple of "
-                          "this; 0: 64 on GPUs, 1 on CPUs [engine]")
-    bucket_mb: float = flag(25.0, "details", "size of a DDP gradient bucket (--zero 0), MiB "
-                            "[engine]")
     shard: int = flag(0, "details", "data ranks over which ZeRO shards; the others hold replicas "
                       "of the shards; 0: all --dp")
     fast: str = flag("", "layout", "train with the parts of engine/: all, or a list of mesh, cp, "
@@ -84,65 +78,52 @@ class Config:
     n_head: int = flag(4, "model", "attention heads")
     n_embd: int = flag(128, "model", "width")
     n_kv_head: int = flag(0, "model", "llama: heads of keys and values; 0: as many as --n-head")
-    n_hidden: int = flag(0, "model", "llama: hidden units of an MLP; 0: 8/3 of the width, rounded "
-                         "up to a multiple of 64")
-    head_dim: int = flag(0, "model", "llama: width of a head; 0: the width / --n-head")
-    rope_theta: float = flag(10000.0, "model", "llama: base of the rotary frequencies")
-    rope_scaling: str = flag("", "model", "llama: FACTOR, or Llama 3.1's FACTOR,LOW,HIGH,TOKENS: "
-                             "lower frequencies, for longer sequences")
-    norm_eps: float = flag(1e-5, "model", "llama: RMSNorm's epsilon")
-    untied: bool = flag(False, "model", "llama: lm_head has a matrix of its own")
     experts: int = flag(0, "model", "experts in each block, in place of its MLP; 0: none")
     top_k: int = flag(2, "model", "experts that a token goes through, each 1/top-k as wide as "
                       "an MLP")
     block_size: int = flag(128, "model", "tokens per sequence")
     dtype: str = flag("float32", "model", "number format of weights, gradients and activations",
                       tuple(WIDTHS))
-    grad_dtype: str = flag("same", "model", "number format of summed gradients [engine]",
-                           ("same", "float32"))
     steps: int = flag(600, "training", "optimizer steps")
     batch_size: int = flag(32, "training", "sequences per step, over all ranks")
     lr: float = flag(4e-3, "training", "peak learning rate")
     min_lr: float = flag(0.0, "details", "learning rate at the end of the cosine")
     warmup_steps: int = flag(150, "training", "steps of linear warm-up")
-    optimizer: str = flag("adamw", "details", "extras/forks has others", tuple(MOMENTS))
     weight_decay: float = flag(0.1, "training", "weight decay, of matrices only")
-    beta1: float = flag(0.9, "details", "decay of AdamW's first moment")
-    beta2: float = flag(0.95, "details", "decay of AdamW's second moment")
-    dropout: float = flag(0.0, "training", "share of the outputs of embedding, attention and MLP "
-                          "that is set to zero [engine]")
     grad_clip: float = flag(1.0, "training", "largest global gradient norm; 0: no clipping")
     balance: float = flag(0.01, "training", "weight of the experts' balance in the loss")
     seed: int = flag(1337, "details", "number from which initial weights and batches follow")
     data: str = flag("stdlib", "run", "folder with train.bin and val.bin, or stdlib, shakespeare")
     out: str = flag("out", "run", "folder for checkpoints")
     save_interval: int = flag(0, "run", "steps between checkpoints in --out; 0: only at the end")
-    keep: int = flag(0, "details", "number of last checkpoints to keep in --out; 0: all")
     resume: str = flag("no", "run", "no, auto (the last complete checkpoint of --out) or a path")
     init_from: str = flag("", "run", "weights to start from: a model.safetensors, or a folder of "
                           "Hugging Face, which also gives the sizes")
     timeout: float = flag(600.0, "details", "seconds to wait for another rank before giving up")
-    metrics: str = flag("", "run", "file for JSON lines: one per step, one per validation")
-    trace: str = flag("", "run", "file for a Chrome trace of the third to fifth step, all ranks "
-                      "[engine]")
     watch: str = flag("", "run", "print every message of the first step, then train on; "
                       "--watch 3: those of rank 3; --watch tp: those along one axis", alone="all")
-    verbose: bool = flag(False, "details", "print all flags as they were resolved")
-    log_interval: int = flag(20, "details", "steps between printed lines, after the first ten")
     eval_interval: int = flag(200, "run", "steps between validations; 0: never")
     eval_batches: int = flag(8, "run", "batches of each validation but the last, which takes all")
     device: str = flag("auto", "details", "where to compute", ("auto", "cpu", "cuda"))
     compile: bool = flag(False, "details", "torch.compile each layer [engine]")
+    # Sizes of a Llama without a flag: those of the folder or checkpoint of --init-from or --resume
+    n_hidden: int = flag(0, "", "hidden units of an MLP; 0: 8/3 of the width, rounded up to a "
+                         "multiple of 64")
+    head_dim: int = flag(0, "", "width of a head; 0: the width / --n-head")
+    rope_theta: float = flag(10000.0, "", "base of the rotary frequencies")
+    rope_scaling: str = flag("", "", "FACTOR, or Llama 3.1's FACTOR,LOW,HIGH,TOKENS: lower "
+                             "frequencies, for longer sequences")
+    norm_eps: float = flag(1e-5, "", "RMSNorm's epsilon")
+    untied: bool = flag(False, "", "lm_head has a matrix of its own")
 
 
 LIMITS = {  # (least, most): flags
-    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size log_interval eval_batches",
+    (1, 10**6): "tp pp cp ep top_k n_layer n_head n_embd batch_size eval_batches",
     (1, 2**31): "block_size",
-    (0, 10**6): "dp shard pad_vocab experts chunks microbatches n_kv_head n_hidden head_dim",
-    (0, 2**63 - 1): "steps warmup_steps save_interval keep eval_interval seed",
+    (0, 10**6): "dp shard experts chunks microbatches n_kv_head n_hidden head_dim",
+    (0, 2**63 - 1): "steps warmup_steps save_interval eval_interval seed",
     (0, 1e308): "lr min_lr weight_decay grad_clip balance",
-    (0, 1 - 1e-9): "beta1 beta2 dropout",
-    (1e-6, 1e6): "bucket_mb timeout",
+    (1e-6, 1e6): "timeout",
     (1.0, 1e12): "rope_theta",
     (0, 1): "norm_eps",
 }
@@ -163,15 +144,9 @@ def needed_parts(cfg):
         (cfg.device == "cuda", "--device cuda", PARTS),  # the root knows no streams
         (cfg.collectives == "native", "--collectives native", PARTS),
         (cfg.compile, "--compile", PARTS),
-        (cfg.dropout > 0, "--dropout", PARTS),
-        (cfg.trace, "--trace", PARTS),
-        (cfg.optimizer != "adamw", f"--optimizer {cfg.optimizer}", PARTS),
         (cfg.dtype == "float16", "--dtype float16", ("pp", "optimizer")),
         (splits, f"--schedule {cfg.schedule}", ("pp", "tp", "ddp")),
         (schedule.chunks != 1 and not splits, f"--schedule {cfg.schedule}", ("pp",)),
-        (cfg.pad_vocab > 1, "--pad-vocab", ("tp", "ddp")),
-        (cfg.grad_dtype != "same", "--grad-dtype", ("ddp",)),
-        (cfg.bucket_mb != Config.bucket_mb, "--bucket-mb", ("ddp",)),
         # The engine's columns keep a weight until backward, so a layer that gathers it must know
         ("tp" in cfg.fast.split(",") and cfg.zero == 3, "--zero 3 with --fast tp", ("ddp",))]
     return [(reason, parts) for condition, reason, parts in rows if condition]
@@ -202,12 +177,6 @@ def words_of_parts(cfg):
     names = "all parts" if len(parts) == len(PARTS) else ", ".join(PARTS[part] for part in parts)
     reasons = ", ".join(reason for reason, _ in needed_parts(cfg))
     return f"of engine/: {names}" + (f" ({reasons})" if reasons else "")
-
-
-# The first characters of the files that these flags write: a file that begins otherwise is not ours
-MARKS = {"metrics": '{"step": ', "trace": '{"traceEvents": '}
-# Files that a folder of --data may have
-DATA = ("train.bin", "val.bin", "meta.json", "meta.pkl", "vocab.tiktoken")
 
 
 # ---- the command line ----
@@ -266,19 +235,36 @@ def parse(args, description=None):
         names = [f.name for f in fields(Config) if f.metadata["group"] == title]
         add_flags(parser.add_argument_group(title), names)
     cfg = Config(**vars(parser.parse_args(args)))
+    # Sizes that no flag gives are those of the folder of Hugging Face, or of the checkpoint
     if cfg.init_from and os.path.lexists(Path(cfg.init_from, CONFIG)):
-        # Sizes that no flag gives are those of the folder
         try:
-            parser.set_defaults(**flags_of_folder(cfg.init_from))
+            sizes = flags_of_folder(cfg.init_from)
         except ValueError as error:
             fail(error)
-        cfg = Config(**vars(parser.parse_args(args)))
-    return cfg
+    else:
+        sizes = sizes_of_checkpoint(cfg.init_from if cfg.resume in ("no", "auto") else cfg.resume)
+    parser.set_defaults(**sizes)
+    return Config(**vars(parser.parse_args(args)))
 
 
-def as_text(cfg):
-    """All flags that are not empty, with their values, for --verbose: one line."""
-    return " ".join(f"{name}={value}" for name, value in asdict(cfg).items() if value != "")
+def sizes_of_checkpoint(path):
+    """{name: value} of the sizes without a flag in the manifest of the checkpoint at this path (or
+    of the file model.safetensors in it, or of the last one in a run's folder); {} if there is none.
+    (A damaged manifest is refused later, in run/checkpoint.py.)"""
+    if not path:
+        return {}
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent
+    manifests = [folder / MANIFEST, *sorted(folder.glob(f"step-*/{MANIFEST}"), reverse=True)]
+    model = {}
+    for manifest in manifests:
+        if manifest.exists():
+            with suppress(ValueError):
+                model = read_json(manifest, {"model": OBJECT})["model"]
+            break
+    if "tied" in model:
+        model["untied"] = not model["tied"]
+    return {f.name: model[f.name] for f in fields(Config)
+            if f.metadata["group"] == "" and type(model.get(f.name)) is f.type}
 
 
 # ---- what the checks below are made of ----
@@ -378,13 +364,10 @@ def refuse_wrong_layout(cfg, world):
             f"the {world} processes; start {ranks}, or one, which starts the others")
     refuse_wrong_sizes(cfg)
     refuse_wrong_pipeline(cfg)
-    refuse_wrong_files(cfg)
+    require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
+            f"--resume {cfg.resume}: take one of them")
     if cfg.watch:
         refuse_nothing_to_watch(cfg, ranks)
-    require(not cfg.dropout or not cfg.compile, "--dropout draws its masks in Python, which "
-            "--compile cannot compile; leave out one of the two")
-    require(cfg.grad_dtype == "same" or cfg.dtype != "float64",
-            f"--grad-dtype {cfg.grad_dtype} is narrower than --dtype {cfg.dtype}; leave it out")
     return ranks
 
 
@@ -429,30 +412,21 @@ def refuse_nothing_to_watch(cfg, ranks):
             "messages")
 
 
-LLAMA_FLAGS = ("n_kv_head", "n_hidden", "head_dim", "rope_theta", "rope_scaling", "norm_eps",
-               "untied")
-
-
 def refuse_wrong_model(cfg):
-    """--n-head must divide --n-embd, unless --head-dim says how wide a head is. In a Llama
-    --n-kv-head must divide --n-head, and rotary positions need heads of even width. A GPT-2 takes
-    no flags of a Llama."""
+    """--n-head must divide --n-embd, unless the model has a width of heads. In a Llama --n-kv-head
+    must divide --n-head, and rotary positions need heads of even width."""
     if not cfg.head_dim:
         require_divides(cfg, "n_head", whole="n_embd")
     if cfg.arch != "gpt2":
         require_divides(cfg, "n_kv_head", whole="n_head")
         width = cfg.head_dim or cfg.n_embd // cfg.n_head  # numbers of a head
-        whence = given(cfg, "head_dim") if cfg.head_dim else (
-            f"{given(cfg, 'n_embd')} / {given(cfg, 'n_head')}")
-        require(width % 2 == 0, f"{whence}: heads of {width} numbers; rotary positions need an "
-                "even number")
+        require(width % 2 == 0, f"{given(cfg, 'n_embd', 'n_head')}: heads of {width} numbers; "
+                "rotary positions need an even number")
         require(not cfg.rope_scaling or is_scaling(cfg.rope_scaling),
-                f"{given(cfg, 'rope_scaling')} must be one number above 0, or four such as "
+                f"rope_scaling {cfg.rope_scaling} must be one number above 0, or four such as "
                 "8,1,4,8192, the second below the third")
         return
-    for f in fields(cfg):
-        require(f.name not in LLAMA_FLAGS or getattr(cfg, f.name) == f.default,
-                f"{given(cfg, f.name)} is for --arch llama, qwen2 or qwen3")
+    require(cfg.n_kv_head == 0, f"{given(cfg, 'n_kv_head')} is for --arch llama, qwen2 or qwen3")
 
 
 def is_scaling(text):
@@ -477,79 +451,7 @@ def refuse_wrong_pipeline(cfg):
             f"--n-layer + 2 = {cfg.n_layer + 2}: embedding, blocks, head")
 
 
-def refuse_wrong_files(cfg):
-    """Refuse two sources of weights, and a trace of too few steps. (--resume auto takes the weights
-    of --init-from only if --out has no checkpoint yet.)"""
-    require(not cfg.init_from or cfg.resume in ("no", "auto"), f"--init-from {cfg.init_from} and "
-            f"--resume {cfg.resume}: take one of them")
-    require(not cfg.trace or cfg.steps >= 3, f"--steps {cfg.steps} must be at least 3 for --trace")
-
-
-def refuse_same_files(cfg):
-    """ValueError if an output of the run is one of its inputs, another output, or in a checkpoint;
-    or if --init-from is a checkpoint in --out, where the run replaces and prunes checkpoints."""
-    # outputs, inputs: (flag with its value, path of a file)
-    outputs = [(given(cfg, name), getattr(cfg, name)) for name in MARKS if getattr(cfg, name)]
-    data = Path(cfg.data)
-    if cfg.data in ("stdlib", "shakespeare"):  # a name: data/batches.py takes this folder
-        data = Path(__file__).parent.parent / "data" / cfg.data
-    inputs = [(given(cfg, "data"), data / name) for name in DATA]
-    if cfg.init_from:
-        path = Path(cfg.init_from)
-        folder = path if path.is_dir() else path.parent
-        # The weights may be in several files, beside one that lists them, all *.safetensors*
-        for file in (path, folder / CONFIG, folder / MANIFEST, *folder.glob("*.safetensors*")):
-            inputs.append((given(cfg, "init_from"), file))
-        # checkpoint_around returns the checkpoint's folder in which a file lies, at any depth, or
-        # None: here `folder` itself, or a folder above it. A checkpoint outside of --out is safe,
-        # because this run changes checkpoints in --out only
-        checkpoint = checkpoint_around(folder / MANIFEST, cfg.out)
-        in_out = checkpoint and is_same(checkpoint.parent, cfg.out)
-        require(not in_out, f"{given(cfg, 'init_from')} is a checkpoint of {given(cfg, 'out')}, "
-                "which this run may replace; name another --out")
-    refuse_same(outputs, [*inputs, (given(cfg, "out"), Path(cfg.out, LOCK))], cfg.out)
-
-
-# ---- this machine: memory, files, devices ----
-
-
-def check_memory(cfg, share):
-    """ValueError if this machine's memory is too small for a run on CPUs. share: the fraction of
-    the run's ranks that are on this machine, 0 to 1.
-
-    Counted is what the blocks need at least, on all machines: weights, gradients and optimizer
-    states, once (AdamW: 16 bytes per parameter, in 16 or 32 bits); and the input of each block,
-    n_embd numbers per token of one microbatch. A run may pass and yet need more: without ZeRO, for
-    example, every replica holds weights, gradients and optimizer states of its own."""
-    model = config_of(cfg, vocab_size=0)  # the vocabulary is not known yet
-    parameters = model.block_weights()  # matrix elements of one block
-    if cfg.experts:  # block_weights() counts top_k of them
-        parameters += (cfg.experts - cfg.top_k) * model.expert_parameters()
-    width = WIDTHS[cfg.dtype]  # bytes of a number
-    n_moments = len(MOMENTS[cfg.optimizer])
-    # zero=0, ranks=1: bytes of a whole block, once; `share`, below, is this machine's part
-    states = parameters * sum(bytes_per_parameter(zero=0, ranks=1, width=width, moments=n_moments))
-    # tokens of one microbatch, summed over the data ranks
-    tokens = cfg.batch_size * cfg.block_size / cfg.microbatches
-    inputs = width * tokens * cfg.n_embd  # bytes of a block's input
-    need = share * cfg.n_layer * (states + inputs)
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    require(need < have, f"the model needs {need / 1e9:,.0f} GB of this machine's {have / 1e9:,.0f}"
-            "; take a smaller --n-layer, --n-embd, --block-size, --batch-size or --experts")
-
-
-def check_writable(name, path, mark=""):
-    """ValueError unless the flag's file can be written and, if it has content, is ours: begins with
-    the mark (see MARKS)."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Opening a pipe would wait for a reader. /dev/stdout may be a pipe that has its reader
-        require(not path.is_fifo() or path.parent == Path("/dev"),
-                f"--{name} {path} is a pipe; name a file")
-        open(path, "ab").close()
-        refuse_foreign(f"--{name}", path, mark)
-    except OSError as error:
-        raise ValueError(f"--{name} {path} cannot be written ({error.strerror})") from None
+# ---- this machine: files, devices ----
 
 
 def choose_gpu_or_cpu(cfg, local, gpus, warn):
@@ -603,8 +505,6 @@ def check_ring_kernels(cfg):
 
 def check(cfg, world):
     """check_layout, then the flags that depend on this machine. Returns the number of ranks."""
-    import shutil
-
     import torch  # here, because run/launch.py imports this file and is not to wait for torch
 
     ranks = check_layout(cfg, world)
@@ -616,39 +516,30 @@ def check(cfg, world):
     cuda = cfg.device == "cuda"
     if cuda and cfg.cp > 1 and cfg.cp_attention == "ring":
         check_ring_kernels(cfg)
-    language, variable, usual, also = (("C", "CC", "gcc", "clang") if cuda
-                                       else ("C++", "CXX", "g++", "clang++"))
-    compilers = (os.environ.get(variable, usual), also)
-    require(not cfg.compile or any(map(shutil.which, compilers)), f"--compile needs a {language} "
-            f"compiler, and there is no {usual}; install one, name it in the environment variable "
-            f"{variable}, or leave --compile out")
-    if not cuda:
-        check_memory(cfg, local / ranks)
     if cfg.collectives == "auto":
         cfg.collectives = "native" if cuda else "ring"
     require(not cfg.watch or cfg.collectives == "ring", f"{given(cfg, 'watch')} does not see the "
             "messages of torch's own collectives; add --collectives ring")
-    if cfg.pad_vocab == 0:
-        cfg.pad_vocab = 64 if cuda else 1
     choose_parts(cfg)  # again: now the device is known
     return ranks
 
 
-def check_outputs(cfg):
-    """ValueError if a file that train.py writes cannot be written, or is not ours. Makes --out."""
-    check_writable("out", Path(cfg.out, LOCK))
-    for name, mark in MARKS.items():
-        path = getattr(cfg, name)
-        if path:
-            check_writable(name, Path(path), mark)
+def check_out(cfg):
+    """Make --out. ValueError if no file can be written there."""
+    path = Path(cfg.out, LOCK)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        open(path, "ab").close()
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be written ({error.strerror})") from None
 
 
 def checked(cfg, world, open_data):
-    """check() and check_outputs(), then open_data(cfg, local rank), whose result is returned. What
+    """check() and check_out(), then open_data(cfg, local rank), whose result is returned. What
     is wrong ends the process with one line."""
     try:
         check(cfg, world)
-        check_outputs(cfg)
+        check_out(cfg)
         return open_data(cfg, local_rank())
     except (ValueError, OSError) as error:
         fail(error)
@@ -661,7 +552,6 @@ def read_command_line(description, args=None):
     try:
         world = launched().size
         ranks = check_layout(cfg, world)
-        refuse_same_files(cfg)
         return cfg, world, ranks
     except (ValueError, OSError) as error:
         fail(error)

@@ -54,9 +54,8 @@ def whole_slices(reducer, pieces):
     where each replica has a piece of the slice: a sum puts the pieces together, because each rank
     has zeros around its own."""
     for piece, tag, start in zip(pieces, reducer.tags, reducer.starts, strict=True):
-        numel = tag.slice_shape.numel()  # rows of --pad-vocab lie beyond
-        whole = piece.new_zeros(numel)
-        whole[start : start + piece.numel()] = piece.flatten()[: max(0, numel - start)]
+        whole = piece.new_zeros(tag.slice_shape.numel())
+        whole[start : start + piece.numel()] = piece.flatten()
         if reducer.sharded:
             all_reduce(whole, tag.sum_over[0])
         yield tag, whole.view(tag.slice_shape)

@@ -29,7 +29,6 @@ from pathlib import Path
 
 from data.tokenizer import tokenizer_files
 from run import checkpoint, tensorfile
-from run.files import FOLDER
 from run.hugging_face import CONFIG, CONV1D, config_json, llama_names
 from run.signals import in_words
 from run.tensorfile import about
@@ -64,8 +63,6 @@ def export(folder, to):
     has experts or other parameters than Hugging Face's, if `to` has a checkpoint's name, or if the
     disk is full; OSError if the folder exists or cannot be made."""
     model = load_model(folder)
-    # Read before anything is written, because a run may have pruned the checkpoint by now: then
-    # read_newest() starts again with another one
     manifest = checkpoint.read_manifest(folder)
     data = manifest["data"]
     config = model.config
@@ -73,7 +70,7 @@ def export(folder, to):
         raise ValueError(f"{folder}: neither GPT-2 nor Llama has experts")
     if to.exists():
         raise FileExistsError(errno.EEXIST, "File exists", str(to))
-    if FOLDER.fullmatch(to.name):  # a run would prune it as unfinished
+    if checkpoint.FOLDER.fullmatch(to.name):  # a run would prune it as unfinished
         raise ValueError(f"--to {to} has a checkpoint's name; name another folder")
     part = Path(f"{to}.part")  # renamed once all files are in it
     if part.exists():
@@ -105,7 +102,7 @@ def main():
     args = parser.parse_args()
     to = Path(args.to)
     try:
-        said = checkpoint.read_newest(args.out, lambda folder: export(folder, to))
+        said = export(checkpoint.find(args.out), to)
     except (ValueError, OSError) as error:
         parser.error(error)
     print(said)

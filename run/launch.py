@@ -21,29 +21,6 @@ import time
 
 from run import config, signals
 
-# Environment variables in which a launcher says how many tasks it has started. (SLURM sets the
-# first for srun's tasks only, SLURM_NTASKS also for the batch script, which is one process)
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-
-
-def refuse_tasks():
-    """ValueError if srun or mpirun has started this command several times: each task would be a
-    whole run. Where only SLURM_NTASKS says so, print a line, unless this is not the first task."""
-    given = os.environ
-    if "WORLD_SIZE" in given:  # a rank, or a process of torchrun
-        return
-    told = [name for name in TASKS if given.get(name, "1") not in ("", "0", "1")]
-    fix = "let one task per node start torchrun (docs/gpus-and-nodes.md), or start one task"
-    if not told and given.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in given:
-        if given["SLURM_PROCID"] == "0":
-            signals.note(f"{signals.program()}: SLURM_NTASKS={given['SLURM_NTASKS']}, and this "
-                         f"process is a whole run; if srun has started others: {fix}")
-        else:
-            told = ["SLURM_PROCID"]
-    if told:
-        raise ValueError(f"{told[0]}={given[told[0]]}: srun or mpirun has started several tasks, "
-                         f"and each would be a whole run; {fix}")
-
 
 def start(description, args=None):
     """Return if this process is a rank. Else start the ranks, wait for them, and exit. args: the
@@ -56,7 +33,6 @@ def start(description, args=None):
     try:
         signals.before_training()
         signals.refuse_no_place()
-        refuse_tasks()
     except ValueError as error:
         config.fail(error)
     cfg, world, ranks = config.read_command_line(description, args)
@@ -142,19 +118,3 @@ def launch(size, grace=10):
                 process.kill()  # does nothing to a process that has ended
             codes = [process.wait() for process in processes]
     return max(1, *codes) if any(codes) else 0
-
-
-def start_ranks(size):
-    """Return if this process is one of `size` ranks, or if size is 1. Else start the ranks (--tp of
-    sample.py), wait for them, and exit. Ends with one line if torchrun has started another number
-    of processes."""
-    if size == 1:
-        return
-    try:
-        world = signals.launched().size
-        config.require(world in (1, size), f"--tp {size} does not match the {world} processes; "
-                       f"start {size}, or one, which starts the others")
-    except ValueError as error:
-        config.fail(error)
-    if world == 1:
-        sys.exit(launch(size))

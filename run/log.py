@@ -1,4 +1,4 @@
-"""Prints the lines of a run, and writes JSON lines to the file of --metrics: one per step, and one
+"""Prints the lines of a run, and writes JSON lines to metrics.jsonl in --out: one per step, and one
 per validation."""
 
 import json
@@ -23,31 +23,31 @@ from data.foreign import parse_json
 from mesh import grid
 from optimizer import learning_rate
 from run.checkpoint import read_manifest
-from run.config import MARKS, as_text, words_of_parts
-from run.files import refuse_foreign
+from run.config import words_of_parts
 from run.processes import all_gather_text
 from run.signals import in_words, program
-from sizes import MOMENTS, bytes_per_parameter, peak_flops
+from sizes import bytes_per_parameter, peak_flops
 
 # The run gives up after so many steps in a row whose loss or norm is not finite (float16: counted
 # only once the loss scale is down to 1)
 MAX_SKIPPED = 5
+LOG_INTERVAL = 20  # steps between printed lines, after the first ten
+METRICS = "metrics.jsonl"  # in --out
 
 
 def is_before(line, step):
-    """Is this line of --metrics whole, and of an earlier step?"""
+    """Is this line of metrics.jsonl whole, and of an earlier step?"""
     with suppress(ValueError, KeyError, TypeError):  # a crash may have left anything
         return line.endswith("\n") and parse_json(line)["step"] < step
     return False
 
 
 def open_metrics(path, start):
-    """Open the file of --metrics to append to, for a run that begins with step `start`. Cut the
+    """Open metrics.jsonl to append to, for a run that begins with step `start`. Cut the
     file at the first line of a step >= start, because this run writes the lines from there on, or
     at a line that a crash has left incomplete. (A validation after the last step of a shorter run
     is cut, too.)"""
     if Path(path).is_file():
-        refuse_foreign("--metrics", path, MARKS["metrics"])  # again: it may be another file by now
         with open(path, "r+", encoding="latin-1") as file:  # one character per byte
             kept = takewhile(lambda line: is_before(line, start), file.readlines())
             file.truncate(sum(map(len, kept)))
@@ -67,11 +67,9 @@ def predicted_bytes(trainer):
     """Bytes of weights, gradients and optimizer states on this rank, by the formula of zero.py."""
     cfg, reducer = trainer.cfg, trainer.reducer
     width = trainer.dtype.itemsize
-    grad_width = 4 if cfg.grad_dtype == "float32" else width
-    moments = len(MOMENTS[cfg.optimizer])
     total = 0.0
     for tag in reducer.tags:
-        parts = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width, grad_width, moments)
+        parts = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width)
         total += tag.slice_shape.numel() * sum(parts)
     for _, tag, _ in reducer.frozen:
         weights, *_ = bytes_per_parameter(cfg.zero, tag.sum_over[0].size, width)
@@ -122,16 +120,12 @@ class Log:
         self.saved = None if self.cfg.resume == "no" else self.cfg.resume  # the last checkpoint
         self.ending = ""  # the last lines; set in end()
         self.ended_well = False  # set in end()
-        self.metrics = None  # the open file of --metrics
-        if self.cfg.metrics and not self.silent:
+        self.metrics = None  # the open metrics.jsonl
+        if not self.silent:
             try:
-                self.metrics = open_metrics(self.cfg.metrics, start)
-            except (OSError, ValueError) as error:
+                self.metrics = open_metrics(Path(self.cfg.out, METRICS), start)
+            except OSError as error:
                 self.lose_metrics(error)
-        self.tracer = None
-        if self.cfg.trace:
-            from run.timeline import Tracer
-            self.tracer = Tracer(trainer.mesh)
         self.recent = deque(maxlen=50)  # seconds of the last steps
         self.batch_seconds = 0.0  # seconds of one batch of validation; 0: none has been run
         self.describe()
@@ -159,22 +153,18 @@ class Log:
                      f" on at {was:.3g}: {', '.join(changed)}")
 
     def describe(self):
-        """The lines before the first step: flags, parts, model, rates, ranks, stages."""
+        """The lines before the first step: parts, model, rates, ranks, stages."""
         trainer, cfg, mesh = self.trainer, self.cfg, self.trainer.mesh
-        if cfg.verbose:
-            self.say(as_text(cfg))
         self.say(words_of_parts(cfg))
         device = "GPU" if mesh.device.type == "cuda" else "CPU"
         plural = "es" if cfg.microbatches > 1 else ""
         self.say(f"{self.n_params:,} parameters, {cfg.dtype} on the {device}; {cfg.steps} steps "
                  f"of {cfg.batch_size} sequences of {cfg.block_size} tokens, {cfg.microbatches} "
                  f"microbatch{plural}")
-        self.say(f"{cfg.optimizer}: learning rate up to {cfg.lr:.3g} in {cfg.warmup_steps} steps, "
+        self.say(f"learning rate up to {cfg.lr:.3g} in {cfg.warmup_steps} steps, "
                  f"then down to {cfg.min_lr:.3g}")
         if mesh.world.size > 1:
             self.say(grid(mesh.sizes))
-            if cfg.verbose:
-                self.say(f"messages of rank 0: {mesh.carriers()}")
         if len(trainer.cuts) > 1:
             for stage, (start, stop) in enumerate(trainer.cuts):
                 self.say(f"  stage {stage} on p={trainer.where[stage]}: layers {start} to "
@@ -215,7 +205,7 @@ class Log:
         self.say(f"{program()}: {text}", file=sys.stderr)
 
     def write(self, **record):
-        """Append a line to the file of --metrics."""
+        """Append a line to metrics.jsonl."""
         if not self.metrics:
             return
         # JSON has no nan and no infinity: write null
@@ -227,24 +217,19 @@ class Log:
 
     def lose_metrics(self, error):
         self.metrics = None
-        reason = error.strerror if isinstance(error, OSError) else in_words(error)
-        self.complain(f"--metrics {self.cfg.metrics}: {reason}; the run goes on without")
+        self.complain(f"{Path(self.cfg.out, METRICS)}: {error.strerror}; the run goes on without")
 
     # ---- what a run tells the log, in the order of train.py ----
 
     @contextmanager
     def watching(self, step):
-        """A context around a step: --watch notes the messages of the first step, --trace the spans
-        of the third to fifth."""
+        """A context around a step: --watch notes the messages of the first step."""
         if self.cfg.watch and step == self.start:
             from run.watch import Watch
             watch = Watch(self.trainer.mesh)
             with watch.step():
                 yield
             self.say(watch.story(self.cfg.watch))
-        elif self.tracer and 2 <= step - self.start < 5:  # after two steps to warm up
-            with self.tracer.at(step, self.trainer.optimizer):
-                yield
         else:
             yield
 
@@ -290,7 +275,7 @@ class Log:
         is_last = step == cfg.steps - 1
         self.say(f"step {step:6d}  loss {loss:.4f}{of_experts}  norm {norm:.3f}  lr {lr:.2e}  "
                  f"{1e3 * seconds:.0f} ms  {rate:,.0f} tokens/s{mfu}  {minutes} min {left} s left",
-                 stays=step % cfg.log_interval == 0 or is_first or is_last)
+                 stays=step % LOG_INTERVAL == 0 or is_first or is_last)
         self.since = time.perf_counter()
 
     def seconds_left(self, step):
@@ -369,11 +354,6 @@ class Log:
         do the replicas have the same weights?"""
         if self.skipped or not self.healthy:
             self.not_finite(self.done - 1)
-        if self.tracer and self.tracer.events:
-            from run.timeline import report
-            pipeline = self.trainer.pipeline
-            self.say(report(self.cfg.trace, self.tracer, self.trainer.mesh, pipeline.lists,
-                            pipeline.where))
         self.ended_well = agree and self.healthy and not self.skipped
         cuda = self.trainer.mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else peak_of_process()

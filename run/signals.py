@@ -19,8 +19,7 @@ import time
 from collections import namedtuple
 from contextlib import contextmanager, suppress
 
-# (SLURM sends what its --signal names before the time limit, mostly SIGUSR1 or SIGUSR2)
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Environment variables of a rank that run/launch.py started
 PARENT = "NANOPARALLEL_PARENT"  # the launcher's pid
 STORE = "NANOPARALLEL_STORE"  # the url of the store at which the ranks meet

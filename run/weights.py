@@ -20,7 +20,8 @@ from data.foreign import FILE_NAME, OBJECT, read_json
 from experts import kind_of
 from model import UNTIED
 from run import tensorfile
-from run.checkpoint import EMBEDDING, MANIFEST, MODEL, read_manifest, refuse_other, together
+from run.checkpoint import EMBEDDING, MODEL, read_manifest, refuse_other, together
+from run.config import MANIFEST
 from run.hugging_face import CONFIG, CONV1D, LLAMA_ENDS, flags_of_folder, kept_settings, llama_names
 from run.tensorfile import DTYPES, FLOATS, CheckpointError, about, checksum, open_tensors
 from sizes import LlamaConfig, config_from
@@ -154,8 +155,7 @@ def require_one_tied(path, entries, shapes, embedding):
     rows = max(entries[embedding].shape[:1], default=0) if embedding in entries else 0
     if rows not in (0, shapes[EMBEDDING][0]):
         raise CheckpointError(f"{path}: a vocabulary of {rows}, that of --data has "
-                              f"{shapes[EMBEDDING][0]}; prepare it with this model's tokenizer "
-                              "(data/prepare.py --tokenizer FOLDER)")
+                              f"{shapes[EMBEDDING][0]}; prepare it with this model's tokenizer")
 
 
 def refuse_more(path, entries, wanted, harmless):
