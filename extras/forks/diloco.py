@@ -2,14 +2,14 @@
 gradient travels between workers. --shard R of --dp D makes D/R workers of R data ranks, each with
 its pipeline, context, tensor and expert ranks; a worker trains on its part of each batch.
 
-    H times    each worker steps by --optimizer on its own gradients
+    H times    each worker steps by AdamW on its own gradients
     meet       d = w0 - mean of the workers' w;  v = MOMENTUM v + d
                w0 = w0 - OUTER_LR (d + MOMENTUM v);  all go on from w0
 
 w0: the weights after the last meeting. MOMENTUM v in the last line is Nesterov's form of momentum.
-With SGD, OUTER_LR 1 and MOMENTUM 0 this is federated averaging (1602.05629), and with H = 1, too,
-data parallelism. What the fork shows: the tags alone say over which ranks gradients are summed; and
-an optimizer around an optimizer needs to know no technique, of the root or the engine.
+With OUTER_LR 1 and MOMENTUM 0 this is federated averaging (1602.05629). What the fork shows: the
+tags alone say over which ranks gradients are summed; and an optimizer around an optimizer needs to
+know no technique.
 
 Sent between W workers: 2 (W-1)/W of the weights in H steps, in place of H times the gradients; and
 in each step train.py's few sums. Held: w0 and v, two more numbers per weight. Each worker has its
@@ -22,6 +22,7 @@ on one worker is skipped by all.
 
 import torch
 
+from collectives import all_reduce
 from ddp import parameters_of
 
 OUTER_LR, MOMENTUM = 0.7, 0.9
@@ -42,7 +43,6 @@ class DiLoCo:
         self.inner = inner = trainer.optimizer
         self.reducer = reducer = trainer.reducer
         reducer.unsaved = "moments of --diloco"
-        self.all_reduce = trainer.parts.all_reduce
         # The ranks of this worker; and those that have this rank's place in the W workers
         self.worker = trainer.mesh.group("shard", "pp", "ep", "cp", "tp")
         self.workers = trainer.mesh.group("rep")
@@ -60,7 +60,7 @@ class DiLoCo:
         by W. By their tags W workers hold the same gradient, so `inner` divides the square by W."""
         W = self.workers.size
         square = self.inner.square(grads) * W**2
-        self.norm = self.all_reduce(square * W, self.worker).sqrt()
+        self.norm = all_reduce(square * W, self.worker).sqrt()
         return square
 
     def step(self, grads, norm, lr):
@@ -74,7 +74,7 @@ class DiLoCo:
 
     def mean_change(self, start, master):
         """d of some weights."""
-        return self.all_reduce(start - master, self.workers) / self.workers.size
+        return all_reduce(start - master, self.workers) / self.workers.size
 
     @torch.no_grad()
     def meet(self):

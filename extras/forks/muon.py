@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal, for the matrices of the blocks; AdamW for all other tensors.
 https://kellerjordan.github.io/posts/muon/; rate and decay like in arXiv 2502.16982.
 
-    m = beta1 m + (1 - beta1) g;   u = (1 - beta1) g + beta1 m            momentum, Nesterov's form
+    m = M m + (1 - M) g;   u = (1 - M) g + M m                     momentum, Nesterov's form
     O = newton_schulz(u)                                 u's singular values become about 1
     W = W - lr (0.2 sqrt(max(rows, columns)) O + decay W)      updates as large as AdamW's
 
@@ -10,21 +10,20 @@ slice of the matrix (--tp), and a piece of the slice (--zero). whole_matrix puts
 together, tag.slice and `start` take this rank's piece of O: no line asks which technique has split
 the matrix. (c_attn, which is q, k and v, is one matrix here; experts step by AdamW.)
 
-Held: AdamW's states; the second moments of the matrices are kept, but not used. Where M is the
-number of elements of the whole matrices of a stage, each rank sends, beside what AdamW sends, under
---tp 2 (T-1)/T M, and under ZeRO 2 (D-1)/D M/T. (A gather of the pieces would send half of that.)
-All D x T ranks of a stage orthogonalize each of its matrices: the same work, D x T times.
+Held: AdamW's states; the second moments of the matrices are not used. Where n is the number of
+elements of the whole matrices of a stage, each rank sends, beside what AdamW sends, under --tp
+2 (T-1)/T n, and under ZeRO 2 (D-1)/D n/T. (A gather of the pieces would send half of that.) All
+D x T ranks of a stage orthogonalize each of its matrices: the same work, D x T times.
 
-    git apply extras/forks/muon.patch && torchrun train.py --tp 2 --zero 1 --optimizer muon --beta1
-    0.95
+    git apply extras/forks/muon.patch && torchrun train.py --tp 2 --zero 1 --muon
 """
 
 import math
 
-import torch
+from collectives import all_reduce
+from optimizer import AdamW, AdamWState
 
-from engine.collectives import all_reduce
-from engine.optimizer import AdamW
+MOMENTUM = 0.95  # M
 
 
 def newton_schulz(u):
@@ -39,14 +38,6 @@ def newton_schulz(u):
     return x if wide else x.t()
 
 
-def is_for_muon(tag):
-    return len(tag.shape) == 2 and ".h." in tag.name and tag.name.endswith("weight")
-
-
-def update_scale(shape):
-    return 0.2 * math.sqrt(max(shape))
-
-
 def whole_matrix(piece, tag, start, sharded):
     """The whole matrix, of which this rank holds a piece: elements from `start` on of its slice.
     Each sum puts pieces together, because every rank has zeros beside its own."""
@@ -59,30 +50,33 @@ def whole_matrix(piece, tag, start, sharded):
     return all_reduce(full, tag.split_over) if tag.split_over else full
 
 
-class Muon(AdamW):
-    """Muon for the matrices of the blocks, whose momentum is AdamW's first moment; else AdamW."""
+class MuonState(AdamWState):
+    """Muon of one matrix, or of this rank's piece of one."""
 
-    def __init__(self, cfg, reducer, scale):
-        super().__init__(cfg, reducer, scale)
-        self.starts = reducer.starts
-        self.sharded = reducer.sharded
+    def __init__(self, weights, decay, tag, start, sharded):
+        super().__init__(weights, decay)
+        self.tag = tag
+        self.start = start
+        self.sharded = sharded
 
-    def settings(self, tag):
-        """Decay and rate 0 for the matrices: AdamW's kernel updates their moments only."""
-        return (0.0, 0.0) if is_for_muon(tag) else super().settings(tag)
-
-    def update(self, grads, factor, finite, lr):
-        grads = [grad * factor.view(1) for grad in grads]  # clipped, of the masters' dtype
-        super().update(grads, torch.ones_like(factor), finite, lr)
-        for i, tag in enumerate(self.tags):  # in one order on all ranks, which send to one another
-            if is_for_muon(tag):
-                u = grads[i].lerp(self.moments["exp_avg"][i], self.cfg.beta1)
-                self.step_matrix(self.masters[i], u, tag, self.starts[i], finite, lr)
-
-    def step_matrix(self, piece, u, tag, start, finite, lr):
+    def step(self, grad, lr, *of_adamw):
         """Pieces of u -> the whole u -> O -> this rank's piece of O, which steps this rank's piece
-        of the matrix."""
-        full = whole_matrix(u, tag, start, self.sharded)
-        held = tag.slice(newton_schulz(full) * update_scale(full.shape)).flatten()
-        change = held[start : start + piece.numel()].view_as(piece) + self.cfg.weight_decay * piece
-        piece.sub_((lr * change).masked_fill_(~finite, 0.0))
+        of the matrix. Collective: AdamW.step calls all states in one order on all ranks."""
+        self.mean.lerp_(grad, 1 - MOMENTUM)
+        u = grad.lerp(self.mean, MOMENTUM)
+        full = whole_matrix(u, self.tag, self.start, self.sharded)
+        update = 0.2 * math.sqrt(max(full.shape)) * newton_schulz(full)
+        held = self.tag.slice(update).flatten()[self.start : self.start + grad.numel()]
+        self.master -= lr * (held.view_as(self.master) + self.decay * self.master)
+        self.weights.copy_(self.master)
+
+
+class Muon(AdamW):
+    """Muon for the matrices of the blocks, else AdamW."""
+
+    def __init__(self, cfg, reducer):
+        super().__init__(cfg, reducer)
+        for i, tag in enumerate(reducer.tags):
+            if len(tag.shape) == 2 and ".h." in tag.name and tag.name.endswith("weight"):
+                self.states[i] = MuonState(reducer.weights[i], cfg.weight_decay, tag,
+                                           reducer.starts[i], reducer.sharded)

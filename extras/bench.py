@@ -1,0 +1,443 @@
+"""Races our trainer (train.py --fast) against torch's own parts: same model, weights and data.
+
+    python -m extras.bench                   every row
+        --quick                              does each row run? small models, two turns per side:
+                                             the figures mean nothing
+        --only zero                          rows with that in their name
+
+A row has two sides in the same processes: two step functions that take turns, each turn after a
+barrier. A turn is one step (ZeRO-1: four; a small tensor's collective: several calls), and its time
+is the slowest rank's. ratio: the peer's time / ours in neighbouring turns, the median and the
+quartiles; 1.2 means that we do 1.2 steps while the peer does one. The losses of the first steps are
+compared, so both sides do the same training. A rank is a process with one thread; only the peer of
+"context parallel" is one process with as many threads as we have ranks: torch has no ring attention
+for CPUs.
+"""
+
+import gc
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import engine.collectives
+import train
+from experts import kind_of
+from model import build, cross_entropy
+from run.config import Parser, check, parse
+from run.processes import init, shutdown
+from run.signals import end_quietly
+from schedules import cut
+from sizes import config_of
+
+VOCAB_SIZE = 256
+BETAS = (0.9, 0.95)  # of AdamW, on both sides
+SIZES = {  # name: flags of train.py
+    "compute": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 128 --batch-size 16",
+    "messages": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 32 --batch-size 4",
+    "tiny": "--n-layer 4 --n-head 4 --n-embd 128 --block-size 32 --batch-size 8",
+    "long": "--n-layer 6 --n-head 6 --n-embd 384 --block-size 2048 --batch-size 1"}
+QUICK = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 32"  # replaces those of the size
+
+
+class Row(NamedTuple):
+    name: str
+    n: int  # ranks
+    size: object  # a key of SIZES, or the KB of a collective's tensor
+    peer: Callable  # Job -> step function
+    layout: str = ""  # flags of train.py
+    steps: int = 1  # steps in a turn
+
+
+class Job:
+    """What both sides of a row need on one rank: the flags, and this rank's batches."""
+
+    def __init__(self, row, rank, quick):
+        self.row = row
+        self.n = row.n
+        self.rank = rank
+        words = f"{SIZES.get(row.size, '')} {QUICK if quick else ''} {row.layout} --device cpu"
+        self.cfg = parse([*words.split(), *FAST])
+        check(self.cfg, world=1)
+        cfg = self.cfg
+        ids = torch.randint(VOCAB_SIZE, (cfg.batch_size, cfg.block_size + 1),
+                            generator=torch.Generator().manual_seed(0))
+        # The ranks of a row lie along one axis; along dp each has its own sequences
+        mine = ids.chunk(cfg.dp)[rank % cfg.dp].chunk(cfg.microbatches)
+        self.batches = [(rows[:, :-1], rows[:, 1:], None) for rows in mine]
+
+
+def repeated(job, call):
+    """A step function that calls a collective as often as have 256 KB together, or once."""
+    def step():
+        for _ in range(calls_of(job.row)):
+            call()
+        return 0.0
+
+    return step
+
+
+def calls_of(row):
+    """Calls of a collective in a step; 1 in a row of training."""
+    return 1 if row.size in SIZES else max(1, 256 // row.size)
+
+
+# ---- our side: a function of a Job returns (step, drain) ----
+# step() runs one step and returns this rank's share of the loss. drain() waits for messages that
+# still travel after the step
+
+FAST = ["--fast"]  # []: the root's parts
+
+
+def our_mesh(job):
+    cfg = job.cfg
+    return train.choose(cfg).Mesh("cpu", cfg.timeout, dp=cfg.dp, pp=cfg.pp, cp=cfg.cp, tp=cfg.tp,
+                                  ep=cfg.ep, shard=cfg.shard)
+
+
+def ours(job):
+    mesh = our_mesh(job)
+
+    def drain():
+        for group in mesh.groups.values():
+            group.last.wait()
+
+    if job.row.size not in SIZES:
+        collective = getattr(engine.collectives, job.row.name)
+        tensor = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
+        group = mesh.group("dp")
+        return repeated(job, lambda: collective(tensor, group)), drain
+    trainer = train.Trainer(job.cfg, mesh, VOCAB_SIZE)
+
+    def step():
+        _, sums = trainer.step(job.batches, job.cfg.lr)
+        return sums[0].item() if job.rank == 0 else 0.0  # the loss of all ranks together
+
+    return step, drain
+
+
+# ---- torch's side, as in torch's tutorials: a function of a Job returns a step function ----
+# DDP and FSDP average gradients over the ranks, so in loop() a loss is divided by the tokens of
+# this rank, not by those of all ranks
+
+
+def whole_model(job):
+    """Our model, with the same initial weights."""
+    config = config_of(job.cfg, VOCAB_SIZE)
+    return build(config, job.cfg.seed, kind=kind_of(config))
+
+
+def adamw(params, cfg, kind=torch.optim.AdamW, **more):
+    """torch's fused AdamW, with weight decay for matrices only. kind: the class, which may be one
+    around AdamW; more: its further arguments."""
+    matrices = []
+    others = []
+    for param in params:
+        (matrices if param.dim() > 1 else others).append(param)
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay},
+              {"params": others, "weight_decay": 0.0}]
+    return kind(groups, lr=cfg.lr, betas=BETAS, fused=True, **more)
+
+
+def loop(job, model, optimizer, share=1.0):
+    """The usual training step, for models that hide their parallelism. share: the part of this
+    rank's loss in the mean over all ranks."""
+    tokens = sum(ids.numel() for ids, _, _ in job.batches)  # tokens of a step on this rank
+
+    def step():
+        total = 0.0
+        for ids, targets, _ in job.batches:
+            loss = model(ids, targets) / tokens
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), job.cfg.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total * share
+
+    return step
+
+
+def torch_collective(job):
+    """gloo's, of the row's name."""
+    whole = torch.zeros(256 * job.row.size)  # 4 bytes each: row.size KiB
+    own = torch.zeros(256 * job.row.size // job.n)
+    calls = {"all_reduce": lambda: dist.all_reduce(whole),
+             "reduce_scatter": lambda: dist.reduce_scatter_tensor(own, whole),
+             "all_gather": lambda: dist.all_gather_into_tensor(whole, own)}
+    return repeated(job, calls[job.row.name])
+
+
+def ddp(job):
+    model = whole_model(job)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return loop(job, wrapped, adamw(model.parameters(), job.cfg), 1 / job.n)
+
+
+def ddp_zero1(job):
+    """DistributedDataParallel with ZeroRedundancyOptimizer."""
+    model = whole_model(job)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = adamw(model.parameters(), job.cfg, ZeroRedundancyOptimizer,
+                      optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True)
+    return loop(job, wrapped, optimizer, 1 / job.n)
+
+
+def fsdp(job):
+    """FSDP2, which is ZeRO-3."""
+    mesh = init_device_mesh("cpu", (job.n,))
+    model = whole_model(job)
+    for block in model.layers[1:-1]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return loop(job, model, adamw(model.parameters(), job.cfg), 1 / job.n)
+
+
+def rows_by_rank(linear, parts, n):
+    """Sort the rows of a matrix that is several in one, such as q, k and v: DTensor gives rank r
+    the r-th of n equal pieces, which now has the r-th piece of each part."""
+    for param in linear.parameters():
+        pieces = zip(*(part.chunk(n) for part in param.data.split(parts)), strict=True)
+        param.data = torch.cat([piece for of_rank in pieces for piece in of_rank])
+
+
+def split_by_dtensor(job, model, mesh, sp):
+    """Replace the model's matrices by DTensors; sp: for sequence parallelism."""
+    tokens = Shard(1) if sp else Replicate()  # how activations lie between blocks
+    column = ColwiseParallel(input_layouts=tokens)
+    row = RowwiseParallel(output_layouts=tokens)
+    first, *blocks, last = model.layers
+    for block in blocks:
+        rows_by_rank(block.attn.c_attn, block.attn.parts, job.n)
+        rows_by_rank(block.mlp.c_fc, block.mlp.parts, job.n)
+        parallelize_module(block, mesh, {"attn.c_attn": column, "attn.c_proj": row,
+                                         "mlp.c_fc": column, "mlp.c_proj": row})
+    parallelize_module(first, mesh, {
+        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)})
+    parallelize_module(last, mesh, {"lm_head": ColwiseParallel(
+        input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)})
+    last.lm_head.weight = first.wte.weight  # tied again
+    if sp:
+        for layer in (*blocks, last):
+            parallelize_module(layer, mesh, {name: SequenceParallel() for name, _ in
+                                             layer.named_children() if name.startswith("ln_")})
+        own_positions = torch.arange(job.cfg.block_size).chunk(job.n)[job.rank]
+        first.positions = lambda idx: own_positions
+        # wpe is no DTensor, and this rank has the gradients of its own positions only: sum them
+        first.wpe.weight.register_post_accumulate_grad_hook(
+            lambda param: dist.all_reduce(param.grad))
+
+
+def dtensor(job):
+    """Tensor parallelism by DTensor; with --sp sequence parallelism, too."""
+    model = whole_model(job)
+    split_by_dtensor(job, model, init_device_mesh("cpu", (job.n,)), job.cfg.sp)
+    ids, targets, _ = job.batches[0]
+    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    optimizers = [(params, adamw(params, job.cfg)) for params in (split, whole)]
+
+    def step():
+        with loss_parallel():
+            loss = model(ids, targets) / targets.numel()
+            loss.backward()
+        # The global norm: of DTensors and of other tensors apart, then of both
+        norm_of_split = nn.utils.get_total_norm([p.grad for p in split]).full_tensor()
+        norm = torch.hypot(norm_of_split, nn.utils.get_total_norm([p.grad for p in whole]))
+        for params, optimizer in optimizers:
+            nn.utils.clip_grads_with_norm_(params, job.cfg.grad_clip, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.full_tensor().item() / job.n
+
+    return step
+
+
+def pipelining(job):
+    """1F1B of torch.distributed.pipelining."""
+    cfg = job.cfg
+    last = job.rank == job.n - 1
+    model = whole_model(job)
+    tokens = cfg.batch_size * cfg.block_size  # tokens of a step
+    start, stop = cut(model.config.layer_costs(), job.n)[job.rank]
+    part = nn.Sequential(*model.layers[start:stop])
+    stage = PipelineStage(part, job.rank, job.n, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, cfg.microbatches,
+                            lambda logits, targets: cross_entropy(logits, targets) / tokens,
+                            scale_grads=False)
+    all_ids, all_targets, _ = zip(*job.batches, strict=True)
+    ids, targets = torch.cat(all_ids), torch.cat(all_targets)
+    params = list(part.parameters())
+    # The matrix of embedding and head. (There are two ranks, and each has one of the two ends)
+    tied = part[-1].lm_head.weight if last else part[0].wte.weight
+    optimizer = adamw(params, cfg)
+
+    def step():
+        losses = []
+        if last:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step(ids)
+        dist.all_reduce(tied.grad)
+        grads = [p.grad for p in params if last or p is not tied]  # `tied` counts once in the norm
+        square = nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum().item() if last else 0.0
+
+    return step
+
+
+def threads(job):
+    """One process with as many threads as there are ranks; the other ranks wait."""
+    if job.rank > 0:
+        return lambda: 0.0
+    model = whole_model(job)
+    step = loop(job, model, adamw(model.parameters(), job.cfg))
+
+    def threaded():
+        torch.set_num_threads(job.n)
+        loss = step()
+        torch.set_num_threads(1)
+        return loss
+
+    return threaded
+
+
+# ---- the rows ----
+# Data parallelism is raced where computing rules and where messages rule; pipelines and tensor
+# parallelism where computing rules and where layers are tiny
+
+P2 = "--pp 2 --microbatches 8"
+LLAMA = "--tp 2 --arch llama --n-kv-head 2"
+ROWS = [
+    *(Row("all_reduce", n, kb, torch_collective, f"--dp {n}")
+      for n in (2, 4) for kb in (4, 64, 1024, 16384, 65536)),
+    *(Row(name, n, 65536, torch_collective, f"--dp {n}")
+      for name in ("reduce_scatter", "all_gather") for n in (2, 4)),
+    *(Row("DDP", n, size, ddp, f"--dp {n}") for n in (2, 4) for size in ("compute", "messages")),
+    # 4 steps in a turn: ZeRO-1's weights travel during the next step, but a turn ends only when the
+    # weights of its last step have arrived
+    *(Row("ZeRO-1", 2, size, ddp_zero1, "--dp 2 --zero 1", steps=4)
+      for size in ("compute", "messages")),
+    *(Row("ZeRO-3", n, size, fsdp, f"--dp {n} --zero 3")
+      for n in (2, 4) for size in ("compute", "messages")),
+    *(Row("1F1B", 2, size, pipelining, P2) for size in ("compute", "tiny")),
+    *(Row("tensor parallel", 2, size, dtensor, "--tp 2") for size in ("compute", "tiny")),
+    *(Row("sequence parallel", 2, size, dtensor, "--tp 2 --sp") for size in ("compute", "tiny")),
+    Row("tensor parallel, Llama", 2, "compute", dtensor, LLAMA),
+    Row("context parallel", 2, "long", threads, "--cp 2"),
+]
+
+
+# ---- the race ----
+
+
+def highest(values):
+    """The largest of the ranks' values, element by element."""
+    values = torch.tensor(values, dtype=torch.double)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def race(row, rank, quick):
+    """(milliseconds of our step, of the peer's, quartiles of the ratio), the same on each rank."""
+    job = Job(row, rank, quick)
+    our_step, drain = ours(job)
+    steps = [our_step, row.peer(job)]  # side 0 is ours, side 1 the peer's
+
+    def turn(side, num_steps):
+        """Take steps of one side. No message travels when this returns."""
+        for _ in range(num_steps):
+            loss = steps[side]()
+        drain()
+        return loss
+
+    def seconds_of_turn(side):
+        dist.barrier()
+        start = time.perf_counter()
+        turn(side, row.steps)
+        return time.perf_counter() - start
+
+    # Two steps of each side, to warm up: both must have the same losses
+    losses = torch.tensor([[turn(side, 1) for side in (0, 1)] for _ in range(2)])
+    dist.all_reduce(losses)  # the sums of the ranks' shares
+    assert torch.allclose(losses[:, 0], losses[:, 1], rtol=1e-3), (row, losses)
+    # Pairs of turns, as many as fit into some seconds by the first pair's time, 5 to 200
+    seconds = 5 if row.size in SIZES else 2
+    times = []  # [ours, the peer's] of each pair
+    pairs = 1
+    while len(times) < pairs:
+        pair = [0.0, 0.0]
+        first = len(times) % 2  # the sides take turns in going first
+        for side in (first, 1 - first):
+            pair[side] = seconds_of_turn(side)
+        times.append(pair)
+        if len(times) == 1:
+            longest = highest([sum(pair)]).item()
+            pairs = 2 if quick else int(min(max(seconds / longest, 5), 200))
+    times = highest(times) / (row.steps * calls_of(row))
+    ratios = times[:, 1] / times[:, 0]
+    quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double))
+    return *(1e3 * times).median(0).values.tolist(), *quartiles.tolist()
+
+
+def run_rank(rank, rows, quick, folder):
+    """One of the processes that race these rows, which have the same number of ranks."""
+    end_quietly()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's side warns
+    init(timeout=1800, url=f"file://{folder}/rendezvous", rank=rank, size=rows[0].n)
+    for row in rows:
+        ms, peer_ms, low, ratio, high = race(row, rank, quick)
+        gc.collect()
+        dist.barrier()
+        size = row.size if row.size in SIZES else f"{row.size} KB"
+        if rank == 0:
+            print(f"{row.name:24}{row.n:2}  {size:10}{ms:9.2f}{peer_ms:9.2f}{ratio:7.2f}  "
+                  f"{low:.2f} - {high:.2f}", flush=True)
+    shutdown()
+
+
+def main():
+    end_quietly()
+    parser = Parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="does each row run?")
+    parser.add_argument("--only", default="", metavar="NAME", help="rows whose name contains it")
+    args = parser.parse_args()
+    rows = [row for row in ROWS if args.only.lower() in row.name.lower()]
+    if not rows:
+        names = ", ".join(dict.fromkeys(row.name for row in ROWS))
+        parser.error(f"--only {args.only} is in no row's name; try {names}")
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores\n{'row':24}{'n':>2}  {'size':10}"
+          f"{'ours ms':>9}{'peer ms':>9}{'ratio':>7}  {'quartiles':>11}", flush=True)
+    for n in (2, 4):
+        same = [row for row in rows if row.n == n]
+        if same:
+            with tempfile.TemporaryDirectory() as folder:
+                torch.multiprocessing.spawn(run_rank, (same, args.quick, folder), n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Sixteen techniques to write yourself, tested on real processes. Needs torch."""

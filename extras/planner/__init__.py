@@ -1,1 +1,0 @@
-"""Predicts memory and time of a layout. Needs only Python; --measure and the tests need torch."""
