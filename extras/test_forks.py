@@ -149,7 +149,7 @@ def small_reducer():
 def two_steps(make, lr=0.1):
     """Yields (weights before both steps, gradients of each, weights after both)."""
     torch.manual_seed(0)
-    cfg = SimpleNamespace(weight_decay=0.1, grad_clip=0.0, beta1=0.9, beta2=0.95)
+    cfg = SimpleNamespace(weight_decay=0.1, grad_clip=0.0)
     reducer, names = small_reducer()
     optimizer = make(cfg, reducer, list(names))
     before = [w.clone() for w in reducer.weights]

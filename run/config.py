@@ -420,8 +420,8 @@ def refuse_wrong_model(cfg):
     if cfg.arch != "gpt2":
         require_divides(cfg, "n_kv_head", whole="n_head")
         width = cfg.head_dim or cfg.n_embd // cfg.n_head  # numbers of a head
-        require(width % 2 == 0, f"{given(cfg, 'n_embd', 'n_head')}: heads of {width} numbers; "
-                "rotary positions need an even number")
+        require(width % 2 == 0, f"{given(cfg, 'n_embd')} / {given(cfg, 'n_head')}: heads of "
+                f"{width} numbers; rotary positions need an even number")
         require(not cfg.rope_scaling or is_scaling(cfg.rope_scaling),
                 f"rope_scaling {cfg.rope_scaling} must be one number above 0, or four such as "
                 "8,1,4,8192, the second below the third")

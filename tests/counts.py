@@ -28,7 +28,7 @@ from engine.zero import ZeRO2
 from run.config import Config, check_layout
 
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
-        "dtype": "bfloat16", "pad_vocab": 64, "microbatches": 1, "dp": 1, "fast": "all"}
+        "dtype": "bfloat16", "microbatches": 1, "dp": 1, "fast": "all"}
 VOCABULARY = 50257
 # Operations that start no kernel, though torch calls them no views
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",

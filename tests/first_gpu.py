@@ -87,9 +87,9 @@ def steps_of_train_py(sizes, *more):
     """(the rows of its metrics, the lines that it printed) of a run of train.py."""
     words = [f"--{key.replace('_', '-')}={sizes[key]}" for key in MODEL_FLAGS]
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder, "metrics.jsonl")
+        metrics = Path(folder, "out/metrics.jsonl")
         said = run("train.py", "--fast", *words, "--data", random_data(folder),
-                   "--eval-interval", 0, "--out", Path(folder, "out"), "--metrics", metrics, *more)
+                   "--eval-interval", 0, "--out", Path(folder, "out"), *more)
         written = metrics.read_text().splitlines() if metrics.exists() else []
     return [json.loads(line) for line in written], said
 

@@ -10,7 +10,6 @@ What a fork adds here:
     a schedule           nothing
     a flag of the model  nothing, if its group in run/config.py is "model": `reference` gets it
     another model        build=, a function like model.build
-    an optimizer         its plain form in PLAIN, by its name in OPTIMIZERS
     rounding of its own  tolerance=
 """
 
@@ -30,7 +29,6 @@ import torch
 import mesh as mesh_file
 import train
 from data.batches import Data
-from engine.dropout import Dropout
 from engine.mesh import Mesh
 from experts import balance_loss, kind_of
 from model import build
@@ -88,8 +86,8 @@ def whole_batch(corpus, step, batch_size=BATCH, block_size=SHAPE["block_size"]):
 
 
 class PlainAdamW:
-    """torch's AdamW. Like all of PLAIN: made of {name: parameter}; step(lr) steps the parameters by
-    their clipped gradients, and returns what `reference` is to keep in its trace."""
+    """torch's AdamW, made of {name: parameter}. step(lr) steps the parameters by their clipped
+    gradients."""
 
     def __init__(self, params):
         matrices = [n for n, p in params.items() if p.dim() >= 2 and n.endswith("weight")]
@@ -102,15 +100,11 @@ class PlainAdamW:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return {}
-
-
-PLAIN = {"adamw": PlainAdamW}  # optimizers of `reference`; forks add theirs
 
 
 @cache
 def reference(corpus, build=build, **flags):
-    """The plain loop: GPT, autograd, clip_grad_norm_, an optimizer of PLAIN on whole batches.
+    """The plain loop: GPT, autograd, clip_grad_norm_, AdamW on whole batches.
     Learning rate, betas and batches are said again here, so that no mistake in the code is compared
     with itself. Parameters that need no gradient stay as they are."""
     cfg = config(corpus, microbatches=1, **flags)
@@ -118,17 +112,14 @@ def reference(corpus, build=build, **flags):
     model = build(shape, cfg.seed, torch.double, kind_of(shape))
     params = dict(model.canonical_parameters())  # {name: parameter}
     trained = {n: p for n, p in params.items() if p.requires_grad}
-    optimizer = PLAIN[cfg.optimizer](trained)
+    optimizer = PlainAdamW(trained)
     blocks = model.layers[1:-1]
-    dropout = Dropout(cfg.dropout, cfg.seed)
-    dropout.attach(model, torch.arange(cfg.block_size))
     if cfg.experts:
         for block in blocks:
             block.mlp.balance_weight = cfg.balance
     trace = [{"weights": {n: p.detach().clone() for n, p in params.items()}}]
     for step, lr in enumerate((5e-3, 1e-2, 5e-3)):  # half the warm-up; its end; half the cosine
         ids, targets = whole_batch(corpus, step, cfg.batch_size, cfg.block_size)
-        dropout.first = step * cfg.batch_size
         loss = model(ids, targets) / targets.numel()
         model.zero_grad()
         loss.backward()
@@ -141,9 +132,9 @@ def reference(corpus, build=build, **flags):
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), cfg.grad_clip).item()
         assert norm > cfg.grad_clip, "clipping must fire"
         with torch.no_grad():
-            more = optimizer.step(lr)
+            optimizer.step(lr)
         trace.append({"loss": loss.item(), "norm": norm, "grads": grads, "balance": balance,
-                      "busiest": busiest, **more,
+                      "busiest": busiest,
                       "weights": {n: p.detach().clone() for n, p in params.items()}})
     return trace
 
@@ -215,10 +206,6 @@ def assemble(per_rank):
     for tag, local in itertools.chain(*per_rank):
         tensor = full.setdefault(tag.name, torch.full(tag.shape, math.nan, dtype=local.dtype))
         sizes = [b - a for a, b in tag.ranges]
-        held = sum(sizes)  # the rest is padding (--pad-vocab)
-        padding = local.narrow(tag.dim, held, local.size(tag.dim) - held)
-        assert padding.eq(0).all(), f"padding of {tag.name} is not 0"
-        local = local.narrow(tag.dim, 0, held)
         for (a, b), part in zip(tag.ranges, local.split(sizes, tag.dim), strict=True):
             place = tensor.narrow(tag.dim, a, b - a)
             assert place.isnan().all() or torch.equal(place, part), f"copies of {tag.name} differ"
@@ -240,8 +227,8 @@ def close(got, want, what, tolerance=TOLERANCE):
 def same_model(cfg):
     """The flags of a Config that `reference` takes: those that change the model, its loss or its
     steps."""
-    names = [f.name for f in fields(cfg) if f.metadata["group"] == "model"]
-    names += ["balance", "dropout", "optimizer"]
+    names = [f.name for f in fields(cfg) if f.metadata["group"] in ("model", "")]
+    names += ["balance"]
     return {name: getattr(cfg, name) for name in names if "dtype" not in name}
 
 

@@ -153,7 +153,7 @@ class Run:
 
 def flags(corpus, out, **more):
     every = dict(data=corpus, out=out, n_layer=2, n_head=2, n_embd=8, block_size=8, batch_size=4,
-                 dtype="float64", eval_interval=0, device="cpu", warmup_steps=2, log_interval=1,
+                 dtype="float64", eval_interval=0, device="cpu", warmup_steps=2,
                  steps=4, timeout=HANG // 2)
     words = []
     for name, value in {**every, **more}.items():

@@ -82,15 +82,17 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         corpus, tmp_path, kills, layout):
     """Five of them, and two with the parts of engine/; with FULL=1 eight and three times four, with
     either parts."""
-    args = {"steps": 2 + 7 * kills, "save_interval": 2, "keep": 2, **layout}
+    args = {"steps": 2 + 7 * kills, "save_interval": 2, **layout}
     sp = ["--sp"] if args.pop("sp", False) else []
-    whole = Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "whole.log", **args) + sp,
+    whole = Run(2, flags(corpus, tmp_path / "whole", **args) + sp,
                 tmp_path)
-    out, log = tmp_path / "killed", tmp_path / "killed.log"
+    out = tmp_path / "killed"
+    out.mkdir()
+    log = out / "metrics.jsonl"
     log.touch()
     rng, in_a_save = np.random.default_rng(1), 0
     for kill in range(kills):
-        run = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path,
+        run = Run(2, flags(corpus, out, resume="auto", **args) + sp, tmp_path,
                   fn=_main_on_a_slow_disk)
         lines = log.read_bytes().count(b"\n") if kill else 0
         more, pause = int(rng.integers(1, 4)), rng.uniform(0, 0.01)
@@ -107,12 +109,12 @@ def test_a_storm_of_kills_leaves_the_trace_of_the_uninterrupted_run(
         assert -signal.SIGKILL in codes and not {0, 2} & set(codes), (codes, run.read())
         assert run.read().count("\n") <= 1 and "Traceback" not in run.read(), run.read()
     assert in_a_save >= 1, in_a_save
-    last = Run(2, flags(corpus, out, metrics=log, resume="auto", **args) + sp, tmp_path)
+    last = Run(2, flags(corpus, out, resume="auto", **args) + sp, tmp_path)
     assert last.wait() == [0, 0], last.read()
     assert whole.wait() == [0, 0], whole.read()
-    assert losses(log) == losses(tmp_path / "whole.log")
+    assert losses(log) == losses(tmp_path / "whole/metrics.jsonl")
     end = f"step-{args['steps']:08d}"
-    assert max(p.name for p in out.glob("step*")) == end and len([*out.glob("step*")]) == 2
+    assert max(p.name for p in out.glob("step*")) == end
     for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
         one, other = (tmp_path / run / end / name for run in ("whole", "killed"))
         assert one.read_bytes() == other.read_bytes()
@@ -141,10 +143,10 @@ def test_ranks_end_with_the_process_that_started_them(corpus, tmp_path):
 @pytest.mark.parametrize("agent", [False, True], ids=["launcher", "torchrun's agent"])
 def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
     """At random moments. All ranks are gone soon, and the run goes on to the same trace."""
-    args = dict(dp=2, zero=1, steps=400, save_interval=2, keep=2, n_embd=32)
-    assert Run(2, flags(corpus, tmp_path / "whole", metrics=tmp_path / "want", **args),
+    args = dict(dp=2, zero=1, steps=400, save_interval=2, n_embd=32)
+    assert Run(2, flags(corpus, tmp_path / "whole", **args),
                tmp_path).wait() == [0, 0]
-    argv = flags(corpus, tmp_path / "out", metrics=tmp_path / "log", resume="auto", **args)
+    argv = flags(corpus, tmp_path / "out", resume="auto", **args)
     rng, slowest = np.random.default_rng(3), 0.0
     for _ in range(10):
         run, ranks = launched(argv, agent)
@@ -162,7 +164,7 @@ def test_ten_kills_of_who_started_the_ranks(corpus, tmp_path, agent):
     run, _ = launched(argv, agent)
     said = run.communicate()
     assert run.returncode == 0, said
-    assert losses(tmp_path / "log") == losses(tmp_path / "want")
+    assert losses(tmp_path / "out/metrics.jsonl") == losses(tmp_path / "one/metrics.jsonl")
 
 
 @needs_minutes
@@ -207,7 +209,7 @@ def test_a_rank_that_hangs_or_dies_ends_the_run_with_one_message(
                     run.read()), run.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_saves_after_the_step_and_exits_0(corpus, tmp_path, number):
     args = dict(dp=2, steps=10**6)
     run = Run(2, flags(corpus, tmp_path / "out", **args), tmp_path)
@@ -259,7 +261,7 @@ def test_five_steps_that_are_not_finite_end_the_run(corpus, tmp_path, fast):
 
 def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
     """A step of 1e300 and the next ones: weights are infinite, or their squares are."""
-    out, args = tmp_path / "out", dict(save_interval=1, keep=1, dp=2, zero=1, warmup_steps=0)
+    out, args = tmp_path / "out", dict(save_interval=1, dp=2, zero=1, warmup_steps=0)
     assert Run(2, flags(corpus, out, steps=2, **args), tmp_path).wait() == [0, 0]
     before = contents(out)
     run = Run(2, flags(corpus, out, steps=5, lr=1e308, min_lr=1e308, weight_decay=1e9,
@@ -271,7 +273,7 @@ def test_what_is_not_finite_is_never_saved_over_what_is(corpus, tmp_path):
 def test_a_damaged_checkpoint_is_in_nobodys_way(corpus, trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / "out")
     spoil(out / "step-00000002", "manifest")
-    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=1), tmp_path)
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto"), tmp_path)
     assert run.wait() == [0, 0] and "resumed from" in run.read("stdout")
     second = f"{out}/step-00000002"
     assert run.read() == (f"{second} skipped: {second}/manifest.json: damaged (it has no scale); "
@@ -286,7 +288,7 @@ def test_a_save_that_died_between_its_two_names_loses_nothing(corpus, trained, t
     shutil.copytree(last, f"{last}.tmp")  # the same step once more, complete
     last.rename(f"{last}.old.tmp")
     assert checkpoint.newest(out).name == "step-00000004.old.tmp"
-    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto", keep=2), tmp_path)
+    run = Run(2, flags(corpus, out, dp=2, steps=6, resume="auto"), tmp_path)
     assert run.wait() == [0, 0] and "4  resumed from" in run.read("stdout"), run.read()
     assert sorted(path.name for path in out.glob("step*")) == [
         "step-00000004.old.tmp", "step-00000006"]
@@ -509,22 +511,22 @@ def test_stopped_siblings_are_found_among_processes_of_any_name(monkeypatch):
     ours[1].kill()
 
 
-@pytest.mark.parametrize("path", ["full", "null", "stdout", "garbage"])
-def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, path):
-    out, log = shutil.copytree(trained, tmp_path / "out"), f"/dev/{path}"
-    if path == "garbage":  # what a crash of a machine may leave
-        log = tmp_path / "log"
-        log.write_bytes(b'{"step": 0, "loss": 1}\n{"step": "x"}\n\xff\xfe[null]\n{"step": 3')
-    run = Run(1, flags(corpus, out, steps=7, resume="auto", metrics=log, trace="/dev/./full"),
-              tmp_path)
+@pytest.mark.parametrize("log", ["full", "garbage"])
+def test_outputs_that_fail_do_not_end_a_run(corpus, trained, tmp_path, log):
+    """garbage: what a crash of a machine may leave."""
+    out = shutil.copytree(trained, tmp_path / "out")
+    path = out / "metrics.jsonl"
+    if log == "full":
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/full")
+    else:
+        path.write_bytes(b'{"step": 0, "loss": 1}\n{"step": "x"}\n\xff\xfe[null]\n{"step": 3')
+    run = Run(1, flags(corpus, out, steps=7, resume="auto"), tmp_path)
     assert run.wait() == [0] and "saved" in run.read("stdout"), run.read()
-    assert "LOST, No space left on device" in run.read("stdout")
-    lost = f"train.py: --metrics {log}: No space left on device; the run goes on without\n"
-    assert run.read() == (lost if path == "full" else "")
-    if path == "garbage":
-        assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 4, 5, 6]
-    elif path == "stdout":
-        assert run.read("stdout").count('"step"') == 3
+    lost = f"train.py: {path}: No space left on device; the run goes on without\n"
+    assert run.read() == (lost if log == "full" else "")
+    if log == "garbage":
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 4, 5, 6]
 
 
 def _nan_on_one_rank(rank, cfg):
@@ -622,9 +624,9 @@ def test_two_agents_train_only_with_one_folder_and_one_data(
 def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
     """They train, are killed (one, the other, both), end whatever is left of them, and are started
     again: the trace of one node that did all at once."""
-    argv = dict(dp=2, zero=1, steps=300, save_interval=2, keep=2, n_embd=32)
+    argv = dict(dp=2, zero=1, steps=300, save_interval=2, n_embd=32)
     rng, slowest = np.random.default_rng(7), 0.0
-    both = flags(corpus, tmp_path / "out", resume="auto", metrics=tmp_path / "log", **argv)
+    both = flags(corpus, tmp_path / "out", resume="auto", **argv)
     for kill in ([0], [1], [0, 1], [1, 0], [1], [0]):
         runs = agents(tmp_path, both)
         for line in runs[0].stdout:
@@ -646,9 +648,9 @@ def test_two_agents_with_a_shared_folder_are_like_one(corpus, tmp_path):
     runs = agents(tmp_path, both)
     (out, _), (other, _) = (run.communicate(timeout=HANG) for run in runs)
     assert [run.returncode for run in runs] == [0, 0] and "replicas agree" in out and not other
-    alone = flags(corpus, tmp_path / "one", metrics=tmp_path / "want", **argv)
+    alone = flags(corpus, tmp_path / "one", **argv)
     assert Run(2, alone, tmp_path).wait() == [0, 0]
-    assert losses(tmp_path / "log") == losses(tmp_path / "want")
+    assert losses(tmp_path / "out/metrics.jsonl") == losses(tmp_path / "one/metrics.jsonl")
 
 
 def _one_step(rank, cfg):
@@ -665,14 +667,14 @@ def test_random_flags_train_a_step_or_get_one_line(corpus, tmp_path, capsys):
               "chunks": (0, 0, 1, 2),
               "microbatches": (0, 1, 2, 3, 5), "n_layer": (1, 2, 3), "n_head": (1, 2, 4, 6),
               "n_embd": (12, 24, 8, "x"), "block_size": (4, 8, 10**6), "batch_size": (4, 6, 12),
-              "grad_clip": (0.0, 1.0, -1.0), "beta1": (0.9, 1.0), "seed": (0, 7),
-              "lr": (0.001, "nan"), "steps": (0, 3), "save_interval": (0, -2), "keep": (0, -1),
+              "grad_clip": (0.0, 1.0, -1.0), "seed": (0, 7),
+              "lr": (0.001, "nan"), "steps": (0, 3), "save_interval": (0, -2),
               "resume": ("no", "auto", "nowhere"), "timeout": (60.0, 0.0, 1e300),
               "recompute": (True, False), "sp": (True, True, False), "cp": (1, 2, 2, 2),
               "cp_attention": ("ring", "all-to-all"), "experts": (0, 4, 4, 6), "ep": (1, 1, 2),
               "top_k": (1, 2, 3), "shard": (0, 1, 2),
               "fast": ("", "", "all", "tp,cp", "ddp,ep", "pp", "optimizer", "torch"),
-              "bucket_mb": (25.0, 0.001, 0.0), "bogus": (1,)}
+              "bogus": (1,)}
     refused, trained = [], []
     for _ in range(300):
         names = rng.choice(list(values), rng.integers(2, 9), replace=False)
@@ -770,9 +772,7 @@ def test_a_resumed_run_says_how_its_learning_rate_jumps(corpus, trained, tmp_pat
 @needs_minutes
 @pytest.mark.parametrize("started", [2, 1], ids=["of a rank", "of a launcher of its ranks"])
 def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
-    log = tmp_path / "log"
-    argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, keep=1, resume="auto",
-                 metrics=log, log_interval=100)
+    argv = flags(corpus, tmp_path / "out", dp=2, steps=400, save_interval=20, resume="auto")
     run = start("-m", "torch.distributed.run", "--nproc-per-node", started, "--max-restarts", 3,
                 "train.py", *argv, stderr=subprocess.DEVNULL)
     for line in run.stdout:
@@ -782,4 +782,4 @@ def test_torchruns_restart_rides_over_a_crash(corpus, tmp_path, started):
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
     out, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0 and "resumed from" in out
-    assert [step for step, *_ in losses(log)] == [*range(400)]
+    assert [step for step, *_ in losses(tmp_path / "out/metrics.jsonl")] == [*range(400)]

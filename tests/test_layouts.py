@@ -196,7 +196,7 @@ EVERY = layouts("""
     arch llama n_kv_head 4 dp 4 zero 3
     arch llama n_kv_head 4 dp 2 ep 2 experts 4 n_hidden 38
     arch llama n_kv_head 4 dp 2 ep 2 tp 2 sp experts 4 untied zero 2
-    arch llama n_kv_head 4 tp 2 pad_vocab 16 untied
+    arch llama n_kv_head 4 tp 2 untied
     arch llama n_kv_head 4 tp 2 collectives native
     arch qwen2 n_kv_head 4 tp 2 untied microbatches 2
     arch qwen2 n_kv_head 3 cp 4 dp 2 zero 1
@@ -204,7 +204,7 @@ EVERY = layouts("""
     arch qwen2 n_kv_head 4 dp 2 tp 4 sp zero 3
     arch qwen3 n_kv_head 3 dp 3 head_dim 6
     arch qwen3 n_kv_head 4 tp 2 head_dim 6 untied
-    arch qwen3 n_kv_head 4 tp 4 sp pad_vocab 16
+    arch qwen3 n_kv_head 4 tp 4 sp
     arch qwen3 n_kv_head 4 dp 2 tp 2 pp 2 zero 3 untied microbatches 2
     arch qwen3 n_kv_head 3 cp 2 dp 2 head_dim 6 zero 2 untied
     arch qwen3 n_kv_head 4 cp 2 tp 2 sp dp 2 cp_attention all-to-all zero 2
@@ -232,10 +232,10 @@ EVERY = layouts("""
     dp 2 ep 2 experts 4 collectives native recompute
 
     # rows that pad the vocabulary are not there. 67 tokens: 80 rows, or 2 x 40, or 3 x 32
-    pad_vocab 16 microbatches 3
-    dp 2 tp 2 zero 3 recompute pad_vocab 8 microbatches 3
-    tp 3 pp 2 schedule zb-h1 pad_vocab 8 microbatches 3
-    dp 2 tp 2 pp 2 sp schedule zb-v chunks 2 zero 2 pad_vocab 8 microbatches 3
+    microbatches 3
+    dp 2 tp 2 zero 3 recompute microbatches 3
+    tp 3 pp 2 schedule zb-h1 microbatches 3
+    dp 2 tp 2 pp 2 sp schedule zb-v chunks 2 zero 2 microbatches 3
 """)
 CHOSEN = covering(EVERY)
 # Three features at a time: replicas, no ZeRO, and a rank with both ends, one ready before the
@@ -490,10 +490,10 @@ def frozen_build(trained):
     ("matrices", {"dp": 2, "tp": 2, "sp": True, "zero": 2, "microbatches": 2}),
     ("matrices", {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-v", "microbatches": 3}),
     ("the last block", {"pp": 4, "microbatches": 3}),
-    ("the last block", {"dp": 2, "cp": 2, "zero": 1, "recompute": True, "pad_vocab": 16}),
-    ("the embedding", {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "pad_vocab": 16}),
+    ("the last block", {"dp": 2, "cp": 2, "zero": 1, "recompute": True}),
+    ("the embedding", {"dp": 2, "tp": 2, "pp": 2, "zero": 2}),
     ("nothing but positions", {"pp": 3, "zero": 3, "dp": 2, "microbatches": 2}),
-    ("nothing but positions", {"tp": 2, "sp": True, "bucket_mb": 0.02}),
+    ("nothing but positions", {"tp": 2, "sp": True}),
     ("the last block", {"dp": 4, "shard": 2, "zero": 3, "microbatches": 3}),
     # the root's parts
     ("biases", {"fast": "", "tp": 3, "pp": 2, "microbatches": 3}),

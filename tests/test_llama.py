@@ -10,16 +10,18 @@ import torch
 
 import sample
 import train
+from data.batches import Data
 from experts import kind_of
 from llama import LlamaAttention
 from model import build
 from run import checkpoint, tensorfile
 from run import export as export_file
-from run.config import check_layout, parse
+from run.config import check, check_layout, parse
 from run.hugging_face import flags_of_folder
 from run.weights import INDEX, load_model, read_weights
 from sizes import LlamaConfig, config_of
-from tests.harness import VOCAB, close, config
+from tests.harness import VOCAB, close, config, mesh_of
+from tests.pool import pool
 from tests.runs import Run, flags, one_line
 
 SMALL = LlamaConfig(VOCAB, block_size=8, n_layer=2, n_head=6, n_embd=24, n_kv_head=2, n_hidden=37,
@@ -190,6 +192,13 @@ TRAINED = {  # kind of model -> its flags
     "qwen2": {"arch": "qwen2"}, "qwen3": {"arch": "qwen3", "head_dim": 6, "untied": True}}
 
 
+def _one_step(rank, cfg):
+    """Trains a step, and returns the folder of the checkpoint."""
+    trainer = train.Trainer(cfg, mesh_of(cfg), VOCAB)
+    trainer.step(Data(cfg).training(cfg, 0, trainer.mesh), 4e-3)
+    return checkpoint.save(trainer, 1, cfg.data)
+
+
 @pytest.fixture(scope="module")
 def folders(corpus, tmp_path_factory):
     """{kind: (a checkpoint of a run of one step, the folder that run.export made of it)}."""
@@ -197,11 +206,10 @@ def folders(corpus, tmp_path_factory):
     for kind, more in TRAINED.items():
         work = tmp_path_factory.mktemp("llama")
         given = {"arch": "llama", "n_head": 4, "n_embd": 16, "n_hidden": 21, "n_kv_head": 2,
-                 "dtype": "float32", "steps": 1, "tp": 2, "block_size": 48, **more}
-        ranks = given["tp"]
-        run = Run(ranks, flags(corpus, work / "out", **given), work)
-        assert run.wait() == [0] * ranks, run.read()
-        saved = work / "out/step-00000001"
+                 "dtype": "float32", "steps": 1, "tp": 2, "block_size": 48, "n_layer": 2,
+                 "batch_size": 4, "microbatches": 1, "fast": "", "out": str(work), **more}
+        cfg = config(corpus, **given)
+        saved = pool(check(cfg, 1), _one_step, cfg)[0]
         export_file.export(saved, work / "exported")
         made[kind] = saved, work / "exported"
     return made
@@ -289,9 +297,9 @@ def test_tokens_and_positions_of_a_folder_are_kept_until_the_export(corpus, fold
     (tmp_path / "hf/config.json").write_text(json.dumps(given))
     runs = {"first": ["--steps", 1, "--init-from", tmp_path / "hf"],
             "resumed": ["--steps", 2, "--resume", tmp_path / "first", "--arch", "llama",
-                        *"--n-layer 2 --n-head 4 --n-embd 16 --n-hidden 21 --n-kv-head 1".split()],
+                        *"--n-layer 2 --n-head 4 --n-embd 16 --n-kv-head 1".split()],
             "from ours": ["--steps", 0, "--init-from", tmp_path / "first/step-00000001", "--arch",
-                          "llama", *("--n-layer 2 --n-head 4 --n-embd 16 --n-hidden 21 "
+                          "llama", *("--n-layer 2 --n-head 4 --n-embd 16 "
                                      "--n-kv-head 1").split()]}
     for name, argv in runs.items():
         run = Run(1, [*argv, "--data", corpus, "--out", tmp_path / name, "--device", "cpu",
@@ -424,6 +432,26 @@ def test_flags_say_what_config_json_says_and_flags_win(folders):
     assert (cfg.arch, cfg.n_layer, cfg.n_hidden) == ("llama", 3, 21)
 
 
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_checkpoint_gives_the_sizes_that_have_no_flag(corpus, folders, tmp_path, kind):
+    """To a run that starts from its weights, and to one that goes on from it."""
+    saved, _ = folders[kind]
+    model = {**{"arch": "llama", "n_head": 4, "n_embd": 16, "n_kv_head": 2, "n_layer": 2,
+                "block_size": 48, "dtype": "float32"},
+             **{name: value for name, value in TRAINED[kind].items()
+                if name in ("arch", "n_kv_head")}}
+    for name, given in (("weights", {"init_from": saved, "steps": 0}),
+                        ("file", {"init_from": saved / checkpoint.MODEL, "steps": 0}),
+                        ("on", {"resume": saved, "steps": 1}),
+                        ("last", {"resume": saved.parent, "steps": 1})):
+        out = tmp_path / name
+        run = Run(1, flags(corpus, out, **model, **given), tmp_path)
+        assert run.wait() == [0], run.read()
+        if "init_from" in given:
+            again = (out / "step-00000000" / checkpoint.MODEL).read_bytes()
+            assert again == (saved / checkpoint.MODEL).read_bytes()
+
+
 @pytest.mark.parametrize("given,wanted", [(0, 0), (4, 0), (6, 6)])
 def test_the_usual_width_of_a_head_is_one_value_however_it_is_given(given, wanted, corpus):
     """Checkpoints have it: a run that gives the flag resumes one of a run that does not."""
@@ -439,13 +467,7 @@ FLAGS = [  # flags -> what the one line says
      "--tp 1 x --cp 4 must divide --n-kv-head 2; try 1 or 2"),
     ("--arch llama --n-head 4 --n-embd 12",
      "--n-embd 12 / --n-head 4: heads of 3 numbers; rotary positions need an even number"),
-    ("--arch qwen3 --head-dim 7", "--head-dim 7: heads of 7 numbers; rotary positions need an"),
-    ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama"), ("--untied", "--untied True is for"),
-    ("--head-dim 8", "--head-dim 8 is for --arch llama, qwen2 or qwen3"),
-    ("--arch llama --rope-scaling 8,4,1,100", "must be one number above 0, or four such as"),
-    ("--arch llama --rope-scaling 2,1", "must be one number above 0, or four such as 8,1,4,8192"),
-    ("--arch llama --rope-scaling -2", "must be one number above 0, or four such as 8,1,4,8192"),
-    ("--arch llama --norm-eps 2", "--norm-eps 2.0 must be from 0 to 1"),
+    ("--n-kv-head 2", "--n-kv-head 2 is for --arch llama"),
 ]
 
 

@@ -89,7 +89,6 @@ ROOT_PLACES = """
     recompute.recompute: recompute
 """
 ENGINE_PLACES = """
-    engine.mesh.Mesh.span: dp 2
     engine.group.Group.exchange: dp 2
     engine.collectives.swap: dp 2
     engine.collectives.ring: dp 3
@@ -104,7 +103,6 @@ ENGINE_PLACES = """
     engine.sequence_parallel.Region.start_enter: tp 2 sp
     engine.context_parallel.visible: cp 2
     engine.expert_parallel.SpreadExperts.count: dp 2 ep 2 experts 4
-    engine.dropout.Dropout.is_dropped: dropout 0.5
     engine.compiled.compile_layer: compile
     engine.parts.Engine.Reducer: microbatches 1
 """
@@ -151,9 +149,6 @@ print([name for name in sys.modules if name.split('.')[0] == 'engine'])
     ({"schedule": "zb-v", "pp": 2}, "mesh,tp,ddp,pp", "--schedule zb-v"),
     ({"schedule": "interleaved", "pp": 2}, "mesh,pp", "--schedule interleaved"),
     ({"dtype": "float16"}, "mesh,optimizer,pp", "--dtype float16"),
-    ({"grad_dtype": "float32", "dtype": "bfloat16"}, "mesh,ddp", "--grad-dtype"),
-    ({"pad_vocab": 8}, "mesh,tp,ddp", "--pad-vocab"),
-    ({"dropout": 0.1}, ",".join(PARTS), "--dropout"),
     ({"fast": "tp", "zero": 3, "dp": 2}, "mesh,tp,ddp", "--zero 3 with --fast tp"),
     ({"recompute": True, "zero": 2, "dp": 2}, "", ""), ({"fast": "all"}, ",".join(PARTS), "all")],
     ids=str)

@@ -1,13 +1,7 @@
-"""Schedules: valid, with published bubbles and memory; executed as simulated; traced."""
+"""Schedules: valid, with published bubbles and memory; executed as simulated."""
 
 import itertools
-import json
-import math
-import time
 import weakref
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -18,11 +12,9 @@ import engine.pipeline as pipeline
 import engine.tensor_parallel as tensor_parallel
 import schedules
 from data.batches import Data
-from engine.group import Group, Work
+from engine.group import Group
 from engine.mesh import Mesh
 from engine.sequence_parallel import Region
-from run import timeline
-from run.processes import all_gather_text
 from schedules import Action, lower, make_schedule, simulate, validate
 from tests.harness import (
     FULL,
@@ -201,159 +193,6 @@ def test_a_weight_used_twice_gets_both_gradients_when_they_are_deferred():
         done = list(pipeline.finish_weights(queue))  # ready once, when both are in
     assert len(done) == 1 and done[0] is w
     close(w.grad, want, "gradient of x @ w @ w")
-
-
-class TellsItsWait(timeline.Tracer):
-    """Makes a file once rank 1 has begun to wait for rank 0's data in step 1."""
-
-    told: Path
-
-    @contextmanager
-    def span(self, name, **args):
-        with super().span(name, **args):
-            if self.mesh.rank == 1 and self.step == 1 and "sender" in args:
-                self.told.touch()
-            yield
-
-
-def _traced(rank, cfg, told):
-    mesh = mesh_of(cfg)
-    trainer, data = Trainer(cfg, mesh, VOCAB), Data(cfg)
-    tracer = TellsItsWait(mesh)
-    tracer.told = told
-    for step in range(2):
-        with tracer.at(step, trainer.optimizer):
-            while rank == 0 and step == 1 and not told.exists():
-                time.sleep(0.01)
-            if rank == 0 and step == 1:
-                time.sleep(0.5)  # rank 1 has a bubble of about 0.5 s, however late it comes
-            trainer.step(data.training(cfg, step, mesh), 1e-3)
-    every = [json.loads(text) for text in all_gather_text(json.dumps(tracer.events), mesh.world)]
-    return every, timeline.shares(every, lambda rank, s: trainer.where[s])
-
-
-def test_trace_has_every_action_of_every_rank_and_accounts_for_all_time(corpus, tmp_path):
-    cfg = config(corpus, pp=2, schedule="zb-h1", microbatches=4)
-    (every, (rows, mean)), _ = pool(2, _traced, cfg, tmp_path / "told")
-    for events, row in zip(every, rows, strict=True):
-        for kind in "FIW":
-            done = sorted((e[4]["step"], e[4]["microbatch"]) for e in events if e[0] == kind)
-            assert done == [(step, k) for step in range(2) for k in range(4)]
-        main = [e for e in events if e[1] == "main"]
-        assert sum(e[0] == "optimizer" for e in main) == 2
-        span = max(e[3] for e in main) - min(e[2] for e in main)
-        assert math.isclose(sum(row.values()), span) and min(row.values()) >= 0
-    assert mean.keys() == {"F", "I", "W", "optimizer"} and rows[1]["bubble"] > 0
-    timeline.write_chrome(tmp_path / "trace.json", every)
-    records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {r["pid"] for r in records} == {0, 1}
-
-
-def _clock(rank, offset):
-    """How far a Tracer finds this rank's clock to be ahead, and the seconds that it asked for."""
-    kept, mesh = time.time, Mesh(dp=3)
-    time.time = lambda: kept() + offset * rank
-    try:
-        began = time.perf_counter()
-        ahead = timeline.Tracer(mesh).ahead
-        return ahead, time.perf_counter() - began
-    finally:
-        time.time = kept
-
-
-def test_clocks_of_nodes_are_aligned():
-    """... to the time that question and answer take, on a machine that is busy, too."""
-    for rank, (ahead, took) in enumerate(pool(3, _clock, 100.0)):
-        assert abs(ahead - 100 * rank) <= took, (ahead, took)
-
-
-class Peer:
-    """Rank 1's side of a group of two. Rank 0's clock is 99.5 s behind; a ping takes `there` and
-    `back` seconds on its way."""
-
-    rank, size, device = 1, 2, "cpu"
-
-    def __init__(self, there, back):
-        self.now, self.delays = 0.0, itertools.cycle(zip(there, back, strict=True))
-
-    def time(self):
-        return self.now
-
-    def send(self, message, peer):
-        self.there, self.back = next(self.delays)
-        self.now += self.there
-        self.answer = self.now - 99.5
-        return Work()
-
-    def recv(self, message, peer):
-        self.now += self.back
-        message.fill_(self.answer)
-        return Work()
-
-    def read(self, message):
-        return message.tolist()
-
-
-def test_the_fastest_ping_tells_how_far_a_clock_is_ahead(monkeypatch):
-    """A slow way back would make the clock seem late. The fastest ping has equal ways."""
-    peer = Peer(there=[0.25, 0.125, 0.25], back=[4.25, 0.125, 1.25])
-    monkeypatch.setattr(timeline.time, "time", peer.time)
-    assert timeline.ahead_of_rank_0(peer) == 99.5
-
-
-def test_a_wait_is_bubble_until_its_data_was_sent_and_no_longer_than_it_lasted():
-    """Four microbatches: sent before the wait, in the middle of it, by a clock that is a little
-    late after its end, never."""
-    def wait(k):
-        return ["wait", "main", 10.0 * k, 10.0 * k + 2, {"stage": 1, "microbatch": k, "sender": 0,
-                                                         "step": 0}]
-
-    def send(k, start):
-        return ["send", "main", start, start + 0.5, {"stage": 0, "to": 1, "microbatch": k,
-                                                     "step": 0}]
-
-    def bubble(*starts):
-        sends = [send(k, start) for k, start in enumerate(starts)]
-        waits = [wait(k) for k in range(4)]
-        rows, _ = timeline.shares([sends, waits], lambda rank, stage: stage)
-        assert rows[1]["bubble"] + rows[1]["exposed"] == 8 and min(rows[1].values()) >= 0
-        return rows[1]["bubble"]
-
-    assert bubble(-5.0) == 0 and bubble(-5.0, 11.5) == 1.5 and bubble(-5.0, 11.5, 22.25) == 3.5
-
-
-def events_of(name, P, m, v, times, begins):
-    """Events of a simulated run of two steps, as Tracers record them; the clock of rank r begins at
-    begins[r]."""
-    t = simulate(make_schedule(name, P, m, v), schedules.placement(name, P, v), times)
-    return t, [[[a.kind, "main", begin + 1000 * step + start, begin + 1000 * step + end,
-                 {"stage": a.stage, "microbatch": a.microbatch, "step": step}]
-                for step in (2, 3) for a, start, end in row]
-               for row, begin in zip(t.times, begins, strict=True)]
-
-
-@pytest.mark.parametrize("name,v", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
-def test_a_traced_pipeline_that_runs_as_simulated_has_a_ratio_of_1(name, v, monkeypatch, tmp_path):
-    """... though its ranks begin, or their clocks stand, seconds apart: the longest time of one
-    rank counts."""
-    t, every = events_of(name, 4, 8, v, (3, 2, 2, 0), begins=(0.0, 7.0, 50.0, 3.0))
-    assert timeline.seconds_of_pipeline(every) == t.makespan
-    monkeypatch.setattr(timeline, "all_gather_text", lambda text, world: [*map(json.dumps, every)])
-    mesh = SimpleNamespace(rank=0, world=None, sizes={"dp": 1, "pp": 4})
-    said = timeline.report(tmp_path / "trace", SimpleNamespace(events=[]), mesh,
-                           make_schedule(name, 4, 8, v), schedules.placement(name, 4, v))
-    assert f"trace of 2 steps of all ranks in {tmp_path}/trace\n" in said
-    assert said.endswith("ratio 1.00") and f"with a bubble of {t.bubble:.1%}" in said
-    if name == "1f1b":  # B is I and W
-        assert f"F {3e3:.2f}, B {4e3:.2f} ms" in said
-
-
-def test_a_wait_inside_of_a_wait_counts_once():
-    a = {"stage": 0, "microbatch": 0, "step": 0}
-    events = [["F", "main", 0.0, 4.0, a], ["all_reduce", "main", 1.0, 3.0, {"step": 0}],
-              ["wait", "main", 1.5, 2.5, {"step": 0}], ["wait", "main", 5.0, 6.0, {"step": 0}]]
-    (row,), mean = timeline.shares([events], None)
-    assert row == {"compute": 2.0, "exposed": 3.0, "bubble": 0.0, "other": 1.0} and mean == {"F": 2}
 
 
 @pytest.mark.parametrize("P,m,v", [(2, 8, 1), (4, 8, 2), (4, 12, 3), (8, 16, 4)])

@@ -17,7 +17,6 @@ import engine.pipeline as pipeline
 import train
 from context_parallel import ring_attention, zigzag
 from data.batches import Data
-from engine.group import Work
 from engine.mesh import Mesh
 from experts import kind_of
 from model import build, causal_attention
@@ -38,7 +37,7 @@ from tests.harness import (
 from tests.pool import Pool
 from tests.test_layouts import _bytes
 from tests.test_schedules import _live
-from tests.test_zero import _overlap, _under_limit
+from tests.test_zero import _under_limit
 from tests.trainer import Trainer
 
 
@@ -364,61 +363,6 @@ def test_a_sequence_too_long_for_one_rank_trains_on_four(long_corpus, C, outcome
         assert fresh(C, _under_limit, cfg, 5 * block) == [outcome] * C
     finally:
         fresh.stop()
-
-
-def test_a_columns_messages_overlap_with_its_backward(corpus):
-    """x is gathered beside the input gradient, that is scattered beside the weight gradient: both
-    on the group's own lane, and once in each of 2 L columns. What waits stays in the main. The head
-    does so in forward, per chunk: 4, as 256 tokens are 2 positions of 36 sequences x 3 ranks."""
-    cfg = config(corpus, tp=3, sp=True, block_size=24, microbatches=1)
-    columns = 2 * cfg.n_layer
-    for events, *_ in pool(3, _overlap, cfg):
-        start, end = next(e[2:4] for e in events if e[0] == "F")
-        assert 4 == sum(e[0] == "reduce_scatter" and e[1].startswith("ring-tp")
-                        and start < e[2] < end for e in events)
-        start, end = next(e[2:4] for e in events if e[0] == "B")
-        for name, waiting in (("all_gather", columns + 1), ("reduce_scatter", 0)):  # rows, wte
-            lanes = [e[1].startswith("ring-tp") for e in events
-                     if e[0] == name and e[4]["group"] == "tp" and start < e[2] < end]
-            assert lanes.count(True) == columns and lanes.count(False) == waiting, name
-
-
-def _watched(rank, cfg):
-    """The spans of a step, with two of no length: the main lane posts, or awaits, a message of the
-    ring."""
-    start_passing = context_parallel.start_passing
-
-    def start_and_tell(x, received, group):
-        passing = start_passing(x, received, group)
-        with group.span("post"):
-            pass
-
-        def wait():
-            with group.span("await"):
-                passing.wait()
-
-        return Work([wait])
-
-    with patch.object(context_parallel, "start_passing", start_and_tell):
-        return _overlap(rank, cfg)[0]
-
-
-def test_the_next_keys_are_under_way_while_attention_computes(long_corpus):
-    """Without a clock: the next keys are posted before a hop's attention and awaited after it; in
-    the last hop of backward the gradient's sum is."""
-    cfg = config(long_corpus, cp=3, block_size=960, batch_size=1, microbatches=1, dtype="float32",
-                 n_embd=96, n_head=4)
-    for events in pool(3, _watched, cfg):
-        for kind, messages, under_way in (("F", 2, [1, 1, 0]), ("B", 4, [1, 1, 1])):
-            start, end = next(e[2:4] for e in events if e[0] == kind)
-            during = [e for e in events if start <= e[2] <= end]
-            passing = [e for e in during if e[0] == "pass on"]
-            assert len(passing) == messages * cfg.n_layer
-            assert all(e[1].startswith("ring-cp") for e in passing)
-            main = [e[0] for e in during if e[1] == "main"]
-            beside = [main[:i].count("post") - main[:i].count("await")
-                      for i, name in enumerate(main) if name == "attention"]
-            assert beside == under_way * cfg.n_layer
 
 
 def _landings(rank, cfg):

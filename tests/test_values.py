@@ -332,13 +332,6 @@ def test_the_last_good_checkpoint_is_named_after_a_save_that_was_refused(corpus,
     assert said.out.count("saved nothing") == 2
 
 
-def test_a_trace_is_of_the_third_to_the_fifth_step(corpus, tmp_path, monkeypatch):
-    path = tmp_path / "trace"
-    assert ends_well(monkeypatch, corpus, tmp_path, first=99, steps=7, trace=str(path))
-    records = json.loads(path.read_text())["traceEvents"]
-    assert {record["args"]["step"] for record in records} == {2, 3, 4}
-
-
 # ---- checkpoints ----
 
 
@@ -474,9 +467,9 @@ def test_flags_that_are_left_out_are_chosen(flags, world, want):
 def test_losses_that_are_read_one_step_late_are_the_same(corpus, tmp_path, monkeypatch):
     logs = []
     for late in (0, 1):
-        path = tmp_path / f"{late}.jsonl"
+        path = tmp_path / str(late) / "metrics.jsonl"
         cfg = config(corpus, n_layer=1, microbatches=1, steps=7, eval_interval=3, save_interval=2,
-                     eval_batches=2, metrics=str(path), out=str(tmp_path / str(late)))
+                     eval_batches=2, out=str(tmp_path / str(late)))
         (tmp_path / str(late)).mkdir()
         mesh = mesh_of(cfg)
         monkeypatch.setattr(train, "Log", partial(LateLog, late))
@@ -542,7 +535,7 @@ def test_the_last_lines_are_of_the_fullest_rank(monkeypatch):
     monkeypatch.setattr(log_file, "predicted_bytes", lambda trainer: 1)
     monkeypatch.setattr(log_file, "held_bytes", lambda trainer: 1)
     mesh = SimpleNamespace(device=torch.device("cpu"))
-    log = SimpleNamespace(trainer=SimpleNamespace(mesh=mesh), world=None, metrics=None, tracer=None,
+    log = SimpleNamespace(trainer=SimpleNamespace(mesh=mesh), world=None, metrics=None,
                           gave_up=False, skipped=0, healthy=True, stopping=False)
     for agree, says in ((True, "agree"), (False, "DISAGREE")):
         Log.end(log, agree)
@@ -600,7 +593,7 @@ def test_mfu_is_that_of_all_gpus_and_gzip_stands_beside_the_last_validation(monk
     Log.print_step(log, 3, 1.0, 1.0, 1.0, 1.0, [])
     assert said[0].endswith("2000 ms  500 tokens/s  mfu 30.0%  2 min 5 s left")
     log.start, log.say = 50, lambda text, stays: said.append(stays)
-    for step in (59, 60, 61):  # the tenth of a resumed run; one that --log-interval divides
+    for step in (59, 60, 61):  # the tenth of a resumed run; one that LOG_INTERVAL divides
         log.since = 0.0
         Log.print_step(log, step, 1.0, 1.0, 1.0, 1.0, [])
     assert said[1:] == [True, True, False]

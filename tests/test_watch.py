@@ -292,11 +292,10 @@ def test_losses_have_the_same_bits_when_watched(corpus, tmp_path, layout):
     found = []
     for name in ("alone", "watched"):
         more = {"watch": "1"} if name == "watched" else {}
-        argv = flags_of(corpus, tmp_path / name, metrics=tmp_path / f"{name}.jsonl", **layout,
-                        **more)
+        argv = flags_of(corpus, tmp_path / name, **layout, **more)
         run = Run(2, argv, tmp_path)
         assert run.wait() == [0, 0], run.read()
-        found.append(losses(tmp_path / f"{name}.jsonl"))
+        found.append(losses(tmp_path / name / "metrics.jsonl"))
         printed = run.read("stdout")
         assert ("0 -> 1" in printed) == (name == "watched")
     assert found[0] == found[1] and len(found[0]) == 4

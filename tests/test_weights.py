@@ -27,7 +27,7 @@ from run.weights import load_model, read_weights
 from sizes import GPTConfig, LlamaConfig
 from tests.harness import VOCAB, config
 from tests.isolation import as_it_was
-from tests.runs import Run, _main, flags, losses, one_line, rewrite
+from tests.runs import Run, _main, flags, one_line, rewrite
 
 # The weights that GPT-2's published file (huggingface.co/openai-community/gpt2, model.safetensors)
 # holds as (in, out), said again here: of the four only attn.c_proj is square, so no shape tells
@@ -381,29 +381,11 @@ def test_hugging_faces_gpt2_computes_our_logits(trained, tmp_path):
         assert (theirs(ids).logits - model(ids)).abs().max() < 1e-5
 
 
-def test_a_run_on_nanogpts_characters_ends_without_a_tokenizer_and_says_so(corpus, tmp_path):
-    """Ids of characters are no ids of GPT-2: neither a sample nor an export may take its tokenizer.
-    """
-    folder = tmp_path / "characters"
-    folder.mkdir()
-    for name in ("train.bin", "val.bin"):
-        shutil.copy(f"{corpus}/{name}", folder)
-    (folder / "meta.pkl").touch()
-    run = Run(1, flags(folder, tmp_path / "out", steps=1, eval_interval=1), tmp_path)
-    assert run.wait() == [0], run.read()
-    says = f"{folder}: its tokens are characters (meta.pkl)"
-    assert f"a sample:\n  | (none: {says}" in run.read("stdout")
-    said = export_file.export(tmp_path / "out/step-00000001", tmp_path / "new")
-    assert f"; without a tokenizer: {says}" in said and said.count("\n") == 0
-    written = json.loads((tmp_path / "new/config.json").read_text())
-    assert written["eos_token_id"] is None  # token 0 is a character, mostly the line break
-
-
 @pytest.mark.parametrize("meta,says", [
     ({"vocab_size": 49152}, "its vocab_size is 49152, GPT-2's tokenizer has 50257 tokens"),
     ({"vocab_size": 50304, "tokenizer": "gpt2"}, "its vocab_size is 50304, GPT-2's"),
     ({"vocab_size": 50257, "tokenizer": "HuggingFaceTB/SmolLM-135M"},
-     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2, bytes and tokenizer.json can")])
+     "its tokenizer is HuggingFaceTB/SmolLM-135M; bpe, gpt2 and bytes can")])
 def test_words_of_another_tokenizer_are_not_gpt2s(meta, says, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: pytest.fail("takes GPT-2's words"))
     shutil.copytree(corpus, tmp_path / "data")
@@ -433,89 +415,6 @@ def test_hugging_faces_tokenizers_opens_ours(tmp_path):
     for words in (text, "aaaaaaa\t\t aaaa 333  \n\n \x00 ñ"):
         ids = load_tokenizer(tmp_path / "data").encode_ordinary(words)
         assert theirs.encode(words).ids == ids and theirs.decode(ids) == words
-
-
-def hugging_face_folder(folder, words):
-    """A tokenizer.json of bytes, with a token `words` - 255 that ends a text, and a config.json
-    with a vocabulary of that many words."""
-    folder.mkdir()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {**{letter: i for i, letter in enumerate(alphabet)}, "<|end|>": words - 255}
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.decoder = tokenizers.decoders.ByteLevel()
-    theirs.add_special_tokens(["<|end|>"])
-    theirs.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<|end|>"}}))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": words}))
-
-
-def test_a_vocabulary_of_128256_words_is_trained_sampled_and_exported(tmp_path, capsys,
-                                                                      monkeypatch):
-    """Its token ids need 32 bits. The tokenizer comes from a folder of Hugging Face."""
-    words, end = 128256, 128001
-    hugging_face_folder(tmp_path / "hf", words)
-    texts = [f"Story {i}: caf\u00e9 <|end|>.\n" * 8 for i in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    meta = prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
-    assert (meta["vocab_size"], meta["tokenizer"]) == (words, "tokenizer.json")
-    ids = np.concatenate([np.fromfile(tmp_path / f"data/{split}.bin", "<u4")
-                          for split in ("train", "val")])
-    assert ids.max() == end and (ids == end).sum() == len(texts)  # none of those in the text
-    said = load_tokenizer(tmp_path / "data").decode(ids[ids != end].tolist())
-    assert len(said) == sum(len(text) + 1 for text in texts)  # a line break after each text
-    assert all(text in said for text in texts)
-
-    run = Run(2, flags(tmp_path / "data", tmp_path / "out", arch="qwen3", n_layer=1, n_embd=8,
-                       n_head=2, n_hidden=8, tp=2, dtype="float32", steps=1, batch_size=4,
-                       metrics=tmp_path / "log"), tmp_path)
-    assert run.wait() == [0, 0], run.read()
-    (_, loss, _), = losses(tmp_path / "log")
-    assert math.log(words) < loss < math.log(words) + 0.5
-    monkeypatch.setattr("sys.argv", ["sample.py", "--out", str(tmp_path / "out"), "--prompt", "St",
-                                     "--max-tokens", "3", "--temperature", "0"])
-    sample.main()
-    assert "\nSt" in capsys.readouterr().out
-    export_file.export(checkpoint.newest(tmp_path / "out"), tmp_path / "exported")
-    written = json.loads((tmp_path / "exported/config.json").read_text())
-    assert (written["vocab_size"], written["eos_token_id"]) == (words, end)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert json.loads((tmp_path / "exported" / name).read_text()) == json.loads(
-            (tmp_path / "hf" / name).read_text())
-
-
-@pytest.mark.parametrize("limit", [lambda theirs: theirs.enable_truncation(64),
-                                   lambda theirs: theirs.enable_padding(length=4096)],
-                         ids=["truncation", "padding"])
-def test_a_length_in_tokenizer_json_neither_cuts_nor_pads_the_texts(limit, tmp_path):
-    """transformers writes the truncation and padding of its last call into that file."""
-    hugging_face_folder(tmp_path / "hf", 600)
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"Story {i}. " * 60})
-                                                for i in range(40)))
-    whole = prepare([tmp_path / "a.jsonl"], tmp_path / "whole", str(tmp_path / "hf"))
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
-    limit(theirs)
-    theirs.save(str(tmp_path / "hf/tokenizer.json"))
-    assert prepare([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "hf")) == whole
-
-
-@pytest.mark.parametrize("damage,says", [
-    (lambda hf: (hf / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'),
-     "tokenizer_config.json: its eos_token <eos> is no token of tokenizer.json"),
-    (lambda hf: (hf / "tokenizer.json").write_text("{"), "tokenizer.json: "),
-    (lambda hf: (hf / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
-    (lambda hf: (hf / "config.json").write_text('{"vocab_size": 300}'),
-     "tokenizer.json: 346 tokens, for a vocabulary of 300"),
-    (lambda hf: (hf / "config.json").write_text('{"vocab_size": [300]}'),
-     r"config.json: its vocab_size is \[300\], not a whole number"),
-    (lambda hf: (hf / "tokenizer_config.json").write_text("[]"), "_config.json: not a JSON"),
-    (lambda hf: (hf / "tokenizer_config.json").write_text("{"), "_config.json: Expecting")])
-def test_a_folder_without_a_tokenizer_is_one_line(damage, says, tmp_path):
-    hugging_face_folder(tmp_path / "hf", 600)
-    damage(tmp_path / "hf")
-    with pytest.raises(ValueError, match=says):
-        prepare("stdlib", tmp_path / "data", str(tmp_path / "hf"))
 
 
 def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(corpus, tmp_path, capsys,

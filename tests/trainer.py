@@ -68,15 +68,14 @@ def state_bytes(trainer):
 
 
 def padding_bytes(trainer):
-    """Bytes of what buckets hold beside the formula: weights and gradients of rows of --pad-vocab
-    and of the elements by which ZeRO's shards become equal. Optimizer states of the latter there
+    """Bytes of what buckets hold beside the formula: weights and gradients of the elements by which
+    ZeRO's shards become equal. Optimizer states of the latter there
     are none, so a rank whose shard ends with them holds less than a D-th."""
-    cfg, reducer, optimizer = trainer.cfg, trainer.reducer, trainer.optimizer
+    cfg, reducer = trainer.cfg, trainer.reducer
     total = 0.0
     for bucket in reducer.buckets + reducer.frozen_buckets:
         weights, grads, states = bytes_per_parameter(
-            cfg.zero, bucket.group.size, bucket.full.itemsize, bucket.grad_dtype.itemsize,
-            len(optimizer.moments))
+            cfg.zero, bucket.group.size, bucket.full.itemsize)
         slices = sum(param.tag.slice_shape.numel() for param in bucket.params)
         total += (bucket.numel - slices) * (weights + bucket.trained * grads)
         if bucket.trained:
